@@ -1,0 +1,1 @@
+"""What the chapters, labs and tests stand on: ranks in a notebook, comparisons, tables."""

@@ -1,0 +1,1 @@
+"""Data parallelism from scratch, to be read: how the gradients of many processes become one."""

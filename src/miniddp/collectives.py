@@ -1,7 +1,7 @@
-"""All-reduce, built from ``send`` and ``recv``: three ways, one result.
+"""All-reduce, built from `send` and `recv`: three ways, one result.
 
 Every rank brings a tensor of the same shape and dtype, and every rank leaves with the sum (or the
-average) of them all. The three functions take what ``torch.distributed.all_reduce`` takes and work
+average) of them all. The three functions take what `torch.distributed.all_reduce` takes and work
 in place as it does, so that one may stand where the other stood. What differs is the cost. A
 message of n bytes takes α + n·β seconds: α is the latency of the link, 1/β its bandwidth. With W
 ranks, where a step is one message that the next one has to wait for:
@@ -28,14 +28,17 @@ MPICH" (2005); Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for 
 Workstations" (2009), for the lower bound.
 """
 
+from __future__ import annotations
+
 import torch
 import torch.distributed as dist
-
-Group = dist.ProcessGroup | None
+from torch import Tensor
 
 
 def naive_all_reduce(
-    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: Group = None
+    tensor: Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """All-reduce in place: everybody sends to rank 0, which adds and sends the result back.
 
@@ -43,7 +46,7 @@ def naive_all_reduce(
     rank 0, n by each of the others: rank 0's link is the bottleneck and grows with W.
     Same bits: only rank 0 adds, in rank order, and the others get copies.
 
-    ``tensor``, ``op`` and ``group``, and what is raised: see :func:`ring_all_reduce`.
+    `tensor`, `op` and `group`, and what is raised: see `ring_all_reduce`.
     """
     flat, rank, world_size = _start(tensor, op, group)
     if rank == 0:
@@ -60,7 +63,9 @@ def naive_all_reduce(
 
 
 def ring_all_reduce(
-    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: Group = None
+    tensor: Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """All-reduce in place, in chunks around a ring: a reduce-scatter, then an all-gather.
 
@@ -75,14 +80,14 @@ def ring_all_reduce(
     Same bits: chunk c is added up once, along one path (ranks c, c + 1, …, c − 1), and then copied.
 
     Args:
-        tensor: same shape and dtype on every rank (as in ``dist.all_reduce``, not verified); any
+        tensor: same shape and dtype on every rank (as in `dist.all_reduce`, not verified); any
             shape, dtype and strides, also views that torch's gloo all-reduce gets wrong in silence.
-        op: ``ReduceOp.SUM`` or ``ReduceOp.AVG`` (each rank divides by W *before* adding, so that
+        op: `ReduceOp.SUM` or `ReduceOp.AVG` (each rank divides by W *before* adding, so that
             float16 does not overflow on the way to an average that it could hold).
         group: the process group; by default the whole world.
 
     Raises:
-        ValueError: another ``op``, or this rank is not in ``group``.
+        ValueError: another `op`, or this rank is not in `group`.
         TypeError: the tensor is sparse; or the average of integers, which is not an integer.
     """
     flat, rank, world_size = _start(tensor, op, group)
@@ -106,7 +111,9 @@ def ring_all_reduce(
 
 
 def recursive_doubling_all_reduce(
-    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: Group = None
+    tensor: Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """All-reduce in place: pairs exchange and add, then pairs of pairs, and so on.
 
@@ -120,7 +127,7 @@ def recursive_doubling_all_reduce(
     Same bits: the two partners add the same two numbers, one as a + b and the other as b + a, which
     is the same to the bit; so a block agrees if its two halves do, and a block of one does.
 
-    ``tensor``, ``op`` and ``group``, and what is raised: see :func:`ring_all_reduce`.
+    `tensor`, `op` and `group`, and what is raised: see `ring_all_reduce`.
     """
     flat, rank, world_size = _start(tensor, op, group)
     power = 1 << (world_size.bit_length() - 1)  # P: the greatest power of two up to W
@@ -146,10 +153,10 @@ def recursive_doubling_all_reduce(
 
 
 def _step(
-    group: Group,
-    send: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None,
+    send: Tensor | None = None,
     destination: int = -1,
-    receive: torch.Tensor | None = None,
+    receive: Tensor | None = None,
     source: int = -1,
 ) -> None:
     """Send, receive, or both at once, and wait. Ranks are those of the group.
@@ -167,8 +174,8 @@ def _step(
 
 
 def _start(
-    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group
-) -> tuple[torch.Tensor, int, int]:
+    tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+) -> tuple[Tensor, int, int]:
     """The tensor as a flat contiguous buffer (its own memory where that can be), rank and W."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
@@ -187,7 +194,7 @@ def _start(
     return flat, rank, world_size
 
 
-def _finish(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+def _finish(tensor: Tensor, flat: Tensor) -> None:
     """Copy the buffer back if it is not the tensor's own memory."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))

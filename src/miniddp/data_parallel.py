@@ -118,10 +118,10 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
             chunks = item.chunk(len(devices), dim)
             numbers.setdefault(len(chunks), item)
             return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
-        if isinstance(item, (tuple, list)) and item:
-            return [_like(item, items) for items in zip(*map(cut, item), strict=False)]
-        if isinstance(item, dict) and item:
-            return [_like(item, values) for values in zip(*map(cut, item.values()), strict=False)]
+        if isinstance(item, (tuple, list, dict)) and item:
+            parts = item.values() if isinstance(item, dict) else item
+            # The shortest decides: what is no tensor was handed to devices that get no chunk.
+            return [_like(item, share) for share in zip(*map(cut, parts), strict=False)]
         return [item] * len(devices)
 
     shares = cut(inputs)
@@ -213,19 +213,16 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
         return torch.cat([output.to(device) for output in outputs], dim)
     if first is None:
         return None
-    if isinstance(first, dict):
-        if any(output.keys() != first.keys() for output in outputs):
-            raise ValueError(f"replicas returned other keys than {sorted(map(str, first))}")
-        return _like(first, [gather([o[key] for o in outputs], device, dim) for key in first])
-    if isinstance(first, (tuple, list)):
-        if any(len(output) != len(first) for output in outputs):
-            raise ValueError(f"replicas returned other lengths than {len(first)}")
-        items = zip(*outputs, strict=True)
-        return _like(first, [gather(of_replicas, device, dim) for of_replicas in items])
-    raise TypeError(
-        f"a replica returned a {type(first).__name__}, and only tensors, None, tuples, lists and "
-        "dicts of these can be gathered"
-    )
+    if not isinstance(first, (tuple, list, dict)):
+        raise TypeError(
+            f"a replica returned a {type(first).__name__}, and only tensors, None, tuples, lists "
+            "and dicts of these can be gathered"
+        )
+    builds = [set(output) if isinstance(output, dict) else len(output) for output in outputs]
+    if any(build != builds[0] for build in builds):
+        raise ValueError(f"replicas returned different keys or lengths: {builds}")
+    keys = first if isinstance(first, dict) else range(len(first))
+    return _like(first, [gather([o[key] for o in outputs], device, dim) for key in keys])
 
 
 def _replica(module: nn.Module, device: torch.device, number: int) -> nn.Module:

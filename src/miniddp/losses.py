@@ -18,6 +18,7 @@ are the same for several micro-batches; `token_cross_entropy` makes a sum and a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -110,13 +111,8 @@ def accumulation_windows(
     """
     if size < 1:
         raise ValueError(f"a window of {size} micro-batches: size must be at least 1")
-    window: list[Batch] = []
-    for batch in batches:
-        window.append(batch)
-        if len(window) == size:
-            yield window, sum(map(count, window))
-            window = []
-    if window:
+    batches = iter(batches)
+    while window := list(islice(batches, size)):
         yield window, sum(map(count, window))
 
 

@@ -70,29 +70,21 @@ class SyncBatchNorm(_BatchNorm):
     ) -> nn.Module:
         """Put a SyncBatchNorm in the place of every BatchNorm within `module`, and return it.
 
-        Parameters and buffers are taken over, not copied, so an optimizer that has them keeps them.
-        Convert before wrapping in DDP. If `module` is itself a BatchNorm, use what is returned.
+        Parameters and buffers are taken over, not copied, so an optimizer that has them keeps them;
+        hooks are not. Convert before wrapping in DDP. A `module` that is itself a BatchNorm cannot
+        be changed in place: use what is returned.
 
-        Raises ValueError for a lazy BatchNorm that has not seen an input, and so no C.
+        Raises ValueError for a lazy BatchNorm that has not seen an input, and so has no C.
         """
-        replaced: dict[nn.Module, nn.Module] = {}
-        for parent in list(module.modules()):
-            for name, child in parent._modules.items():  # named_children() skips a second name
-                if isinstance(child, _BatchNorm):
-                    if child not in replaced:
-                        replaced[child] = cls._from_batch_norm(child, process_group)
-                    setattr(parent, name, replaced[child])
-        if isinstance(module, _BatchNorm):
-            return cls._from_batch_norm(module, process_group)
-        return module
+        if not isinstance(module, _BatchNorm):
+            for name, child in module._modules.items():  # named_children() skips a second name
+                if child is not None:
+                    setattr(module, name, cls.convert_sync_batchnorm(child, process_group))
+            return module
 
-    @classmethod
-    def _from_batch_norm(
-        cls, module: _BatchNorm, process_group: dist.ProcessGroup | None
-    ) -> SyncBatchNorm:
         if module.num_features == 0:
             raise ValueError(f"{type(module).__name__} has no channels yet: run one forward first")
-        sync = cls(module.num_features, module.eps, module.momentum, False, False, process_group)
+        sync = cls(module.num_features, module.eps, module.momentum, process_group=process_group)
         sync.affine, sync.track_running_stats = module.affine, module.track_running_stats
         for name in ("weight", "bias"):
             sync.register_parameter(name, getattr(module, name))
@@ -131,7 +123,7 @@ class SyncBatchNorm(_BatchNorm):
 @torch.no_grad()
 def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, float]:
     """Mean (C) and biased variance (C) of the batch of all ranks, and its values a channel."""
-    x = x.to(_at_least_float32(x))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     channels, own_count = x.shape[1], x[:, 0].numel()
     own_mean = x.sum(_all_but_channels(x)) / max(own_count, 1)
     own_squares = (x - _per_channel(own_mean, x)).square().sum(_all_but_channels(x))
@@ -186,21 +178,14 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             sums = torch.cat([d_bias, d_weight])
             dist.all_reduce(sums, group=ctx.group)
-            of_bias, of_weight = (_per_channel(s, x) for s in (sums / ctx.count).chunk(2))
-            scale = inverse if weight is None else inverse * weight
-            dx = (dy - of_bias - normalized * of_weight) * _per_channel(scale, x)
-            dx = dx.to(x.dtype)
-        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
-        return (
-            dx,
-            d_weight if needs_weight else None,
-            d_bias if needs_bias else None,
-            *[None] * 4,
+            mean_dy, mean_dy_normalized = (_per_channel(s, x) for s in (sums / ctx.count).chunk(2))
+            scale = _per_channel(inverse if weight is None else inverse * weight, x)
+            dx = ((dy - mean_dy - normalized * mean_dy_normalized) * scale).to(x.dtype)
+        d_weight, d_bias = (
+            gradient if needed else None
+            for gradient, needed in zip((d_weight, d_bias), ctx.needs_input_grad[1:3], strict=True)
         )
-
-
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+        return dx, d_weight, d_bias, None, None, None, None
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

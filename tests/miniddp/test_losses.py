@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -289,6 +289,7 @@ def test_a_count_that_makes_no_sense_is_refused_on_every_rank() -> None:
         assert said[5].startswith("count has shape (2,): pass one number")
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=12),
     size=st.integers(1, 5),

@@ -320,7 +320,7 @@ class _HeldBack:
             others = [f"rank {other} has all" for other in range(self.rank)]
             try:
                 self.store.wait(others, timedelta(seconds=3))
-            except dist.DistStoreError:
+            except RuntimeError:  # of FileStore; other stores raise its subclass DistStoreError
                 self.waited_in_vain = True
         self.launched_at[name] = len(self.watch.launched)
         if len(self.launched_at) == len(self.parameters):

@@ -24,9 +24,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
-# Loaded here so that the fork server has it: every rank inherits it.
-import torch.distributed  # noqa: F401
-
 from labkit.guard import adopt_orphans, kill_descendants, own_session
 from labkit.rank_process import Job, Report, run_rank
 from labkit.rank_states import State, describe, read_stack

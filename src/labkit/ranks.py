@@ -280,7 +280,7 @@ def _context() -> multiprocessing.context.BaseContext:
         )
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["labkit.rank_supervisor"])
+    context.set_forkserver_preload(["labkit.rank_preload"])
     return context
 
 

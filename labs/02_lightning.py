@@ -4,8 +4,8 @@
     python labs/02_lightning.py --devices 1 --accumulate 4
     python labs/02_lightning.py --devices 2 --accumulate 2
 
-A plain script, not one for torchrun: Lightning's strategy "ddp" starts this same file again for every
-further device, with other environment variables. Whatever stands at the top level therefore
+A plain script, not one for torchrun: Lightning's strategy "ddp" starts this same file again for
+every further device, with other environment variables. Whatever stands at the top level therefore
 runs once a process, and random draws have to be seeded before they are made, not after.
 
 Prints, for each rank, the batches that it saw, the norm of encoder.weight's gradient after each

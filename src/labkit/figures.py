@@ -1,4 +1,4 @@
-"""One look for every figure: legible on a phone, sharp on a dense screen, colors told apart by all."""
+"""One look for every figure: legible on a phone, sharp on a dense screen, colors kept apart."""
 
 from __future__ import annotations
 

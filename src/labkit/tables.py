@@ -37,14 +37,17 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]], digits: int = 
     return "\n".join([line(headers), rule, *map(line, texts)])
 
 
-def bound(figure: float, limit: float = 1e-6) -> str:
-    """A figure that ought to be rounding error: "< 1e-06" if it is below `limit`, else itself.
+def bound(difference: float, limit: float = 1e-6) -> str:
+    """A difference that ought to be rounding error: "< 1e-06" if it is below `limit`, else itself.
 
-    Exactly 0 is shown as "0 (equal to the bit)".
+    An exact 0 is shown as the bound, too: where rounding decides, another processor gives 1e-8.
     """
-    if figure == 0:
-        return "0 (equal to the bit)"
-    return f"< {limit:.0e}" if abs(figure) < limit else f"{figure:.1e}"
+    return f"< {limit:.0e}" if abs(difference) < limit else f"{difference:.1e}"
+
+
+def to_the_bit(difference: float) -> str:
+    """A difference that ought to be exactly 0 on every machine: "none", or itself."""
+    return "none" if difference == 0 else f"{difference:.1e}"
 
 
 def _is_figure(cell: Cell) -> bool:

@@ -10,27 +10,39 @@ Each is to be called by every rank of the group, and raises `InvariantError` on 
 one rank only is wrong, so that a failed assertion never leaves the others waiting.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.compare import Comparison, ratio_and_cosine
-from labkit.trial import named_gradients
+from labkit.compare import Comparison, flatten, ratio_and_cosine
 
 Gradients = Mapping[str, Tensor | None]
 
 
 class InvariantError(AssertionError):
-    """What does not hold, where, the two figures, and the likely cause."""
+    """What does not hold, where, the two figures, and the likely cause.
+
+    `comparison` is the ratio and the cosine of all gradients to the true ones, where that is what
+    was looked at.
+    """
 
     def __init__(
-        self, invariant: str, rank: int, where: str, found: str, expected: str, cause: str
+        self,
+        invariant: str,
+        rank: int,
+        where: str,
+        found: str,
+        expected: str,
+        cause: str,
+        comparison: Comparison | None = None,
     ) -> None:
-        super().__init__(invariant, rank, where, found, expected, cause)
+        super().__init__(invariant, rank, where, found, expected, cause, comparison)
         self.invariant, self.rank, self.where = invariant, rank, where
         self.found, self.expected, self.cause = found, expected, cause
+        self.comparison = comparison
 
     def __str__(self) -> str:
         return (
@@ -88,33 +100,30 @@ def assert_gradients_equal(
     Equal means: no parameter's gradient is further from the true one than `tolerance` times the
     norm of the whole true gradient. 1e-9 suits float64; take 1e-5 for float32.
     """
-    zeros = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
-    found = {name: zeros[name] if g is None else g for name, g in named_gradients(module).items()}
-    wanted = {
-        name: zeros[name] if true[name] is None else true[name].to(zeros[name].device)
-        for name in found
-    }
+    found, wanted = {}, {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            zeros = torch.zeros_like(parameter)
+            grad, right = parameter.grad, true[name]
+            found[name] = zeros if grad is None else _dense(grad)
+            wanted[name] = zeros if right is None else _dense(right).to(zeros.device)
     missed = {name: float((found[name] - wanted[name]).norm()) for name in found}
-    norm = float(torch.stack([g.norm() for g in wanted.values()]).norm())
-    worst = max(missed, key=missed.__getitem__)
+    worst = max(missed, key=lambda name: math.inf if math.isnan(missed[name]) else missed[name])
+    allowed = tolerance * float(flatten(wanted.values()).norm())
     error = None
-    if not missed[worst] <= tolerance * norm:
-        here = [found[name] for name in found]
-        if any(bool(g.any()) for g in here):
-            comparison = ratio_and_cosine(here, [wanted[name] for name in found])
-            figures, cause = str(comparison), _cause(comparison, dist.get_world_size(group))
-        else:
-            figures, cause = (
-                "zeros or None everywhere",
-                "no gradient arrived: was there a backward?",
-            )
+    if not missed[worst] <= allowed:  # neither is a NaN
+        comparison = None
+        if allowed and any(bool(gradient.any()) for gradient in found.values()):
+            comparison = ratio_and_cosine(list(found.values()), list(wanted.values()))
         error = InvariantError(
             "assert_gradients_equal",
             dist.get_rank(group),
             f"{worst}.grad",
-            f"norm {float(found[worst].norm()):.6g} (over all parameters: {figures})",
+            f"norm {float(found[worst].norm()):.6g} (over all parameters: "
+            f"{comparison or 'zeros or None'})",
             f"norm {float(wanted[worst].norm()):.6g} (the full batch's: ratio 1, cosine 1)",
-            cause,
+            _cause(comparison, dist.get_world_size(group)),
+            comparison,
         )
     raise_on_every_rank(error, group)
 
@@ -184,8 +193,12 @@ def _bits(tensor: Tensor) -> Tensor:
     return real.reshape(-1).view(torch.uint8)
 
 
-def _cause(comparison: Comparison, world_size: int) -> str:
+def _cause(comparison: Comparison | None, world_size: int) -> str:
+    if comparison is None:
+        return "a gradient is missing, or is there where none is wanted: was there a backward?"
     ratio, cosine = comparison
+    if math.isnan(cosine):
+        return "a gradient is not finite: an overflow (sum before division in half precision?)."
     if cosine < 1 - 1e-6:
         return (
             "a direction bug, no factor repairs it: some gradients were not combined, or were "

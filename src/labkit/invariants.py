@@ -358,7 +358,7 @@ def _named(invariant: str, cause: str | None = None) -> Iterator[None]:
         yield
     except InvariantError as e:
         raise InvariantError(
-            invariant, e.rank, e.where, e.found, e.expected, cause or e.cause
+            invariant, e.rank, e.where, e.found, e.expected, cause or e.cause, e.comparison
         ) from None
 
 

@@ -51,7 +51,8 @@ class Rung:
         module: the replica of this rank, on one device or several.
         group: the process group; the default one when None.
 
-    Costs one broadcast for each parameter and buffer, once.
+    Raises ValueError if no parameter requires a gradient. Costs one broadcast for each parameter
+    and buffer, once.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -60,6 +61,11 @@ class Rung:
         self.world_size = dist.get_world_size(group)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.accumulating = False
+        if not self.parameters:
+            raise ValueError(
+                f"{type(module).__name__} has no parameter that requires a gradient: there is "
+                "nothing to average, so call the module itself"
+            )
         rank_0 = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), rank_0, group=group)

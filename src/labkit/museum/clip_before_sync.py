@@ -1,11 +1,16 @@
 """Clips each rank's gradient, then averages.
 
-Claims: clips the gradient to the norm that was asked for. The bug: a clipped average is not an
-average of clipped gradients. Local gradients are larger (they have the noise that the average
-removes) and are clipped each by a factor of its own. Symptom: the norm of the result is below the
-threshold, as it should be; only too far below, and ranks with large gradients, rare examples
-among them, have lost their weight. Seen in: clipping in a gradient hook, or between backward and
-an all-reduce by hand. Kind: a direction bug. Caught by clipping_equals_full_batch.
+Claims: clips the gradient to the norm that was asked for.
+
+The bug: a clipped average is not an average of clipped gradients. Local gradients are larger
+(they have the noise that the average removes) and are clipped each by a factor of its own.
+
+Symptom: the norm of the result is below the threshold, as it should be; only too far below, and
+ranks with large gradients, rare examples among them, have lost their weight.
+
+Seen in: clipping in a gradient hook, or between backward and an all-reduce by hand.
+
+Kind: a direction bug. Caught by clipping_equals_full_batch.
 """
 
 from torch import Tensor, nn

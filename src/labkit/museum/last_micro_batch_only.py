@@ -1,11 +1,16 @@
 """Averages the gradient of the last micro-batch, and leaves those before it local.
 
-Claims: averages each gradient in a hook, and skips that while gradients are accumulated. The bug:
-a tensor's hook (`register_hook`) is handed the gradient of *this* backward pass, before it is
-added to `.grad`. What the earlier micro-batches left in `.grad` is never averaged. Symptom: none
-without accumulation. With k micro-batches, (k − 1)/k of the gradient is local, and the ranks
-drift apart, faster the longer one accumulates. Seen in: no_sync added later to a reducer that was
-built on gradient hooks. Kind: a direction bug. Caught by accumulation_equals_full_batch.
+Claims: averages each gradient in a hook, and skips that while gradients are accumulated.
+
+The bug: a tensor's hook (`register_hook`) is handed the gradient of *this* backward pass, before
+it is added to `.grad`. What the earlier micro-batches left in `.grad` is never averaged.
+
+Symptom: none without accumulation. With k micro-batches, (k − 1)/k of the gradient is local, and
+the ranks drift apart, faster the longer one accumulates.
+
+Seen in: no_sync added later to a reducer that was built on gradient hooks.
+
+Kind: a direction bug. Caught by accumulation_equals_full_batch.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,17 @@
 """Launches a bucket as soon as it is full on this rank.
 
-Claims: overlaps communication with backward: no bucket waits for another. The bug: collectives
-are matched by their order, not by their content. Gradients may appear in another order on another
-rank (its data took another branch); then rank 0's bucket 1 is added to rank 1's bucket 2.
+Claims: overlaps communication with backward: no bucket waits for another.
+
+The bug: collectives are matched by their order, not by their content. Gradients may appear in
+another order on another rank (its data took another branch); then rank 0's bucket 1 is added to
+rank 1's bucket 2.
+
 Symptom: none as long as all ranks take one path. Otherwise a hang or an error where sizes differ;
-and where they are equal, silently, the gradients of two layers in each other's place. Seen in:
-almost every short reducer that overlaps. Kind: a deadlock. Caught by collectives_match.
+and where they are equal, silently, the gradients of two layers in each other's place.
+
+Seen in: almost every short reducer that overlaps.
+
+Kind: a deadlock. Caught by collectives_match.
 """
 
 from collections.abc import Iterator

@@ -1,12 +1,17 @@
 """Skips the parameters that have no gradient.
 
-Claims: one all-reduce for each parameter that took part, no time wasted on the others. The bug:
-"took part" is a matter of this rank's data. A rank that skips a parameter is one collective
-behind the others, and its next gradient is added to another parameter's. Symptom: none while
-every rank uses every parameter. Then an error about sizes, or a hang at the end of the step; or,
-if ranks skip different parameters of equal shapes, wrong gradients in silence. Seen in: `if
-p.grad is not None:` in training loops by hand, tutorials among them. Kind: a deadlock. Caught by
-missing_counts_as_zeros.
+Claims: one all-reduce for each parameter that took part, no time wasted on the others.
+
+The bug: "took part" is a matter of this rank's data. A rank that skips a parameter is one
+collective behind the others, and its next gradient is added to another parameter's.
+
+Symptom: none while every rank uses every parameter. Then an error about sizes, or a hang at the
+end of the step; or, if ranks skip different parameters of equal shapes, wrong gradients in
+silence.
+
+Seen in: `if p.grad is not None:` in training loops by hand, tutorials among them.
+
+Kind: a deadlock. Caught by missing_counts_as_zeros.
 """
 
 import torch.distributed as dist

@@ -1,12 +1,17 @@
 """Averages the parameters, because the argument of its hook is called grad.
 
-Claims: each gradient is averaged the moment it is ready, in a few lines. The bug:
-`register_post_accumulate_grad_hook` hands its hook the *parameter*, and the gradient is in
-`parameter.grad`. The parameters are averaged, in place, during backward; no gradient ever is.
+Claims: each gradient is averaged the moment it is ready, in a few lines.
+
+The bug: `register_post_accumulate_grad_hook` hands its hook the *parameter*, and the gradient is
+in `parameter.grad`. The parameters are averaged, in place, during backward; no gradient ever is.
+
 Symptom: each rank follows its own gradient and is pulled back to the mean at the next backward.
 It trains, and the loss curve lies almost on the right one. Just after a step the ranks' weights
-differ. Seen in: tutorials and homework on data parallelism from scratch. Kind: a direction bug.
-Caught by gradients_are_identical.
+differ.
+
+Seen in: tutorials and homework on data parallelism from scratch.
+
+Kind: a direction bug. Caught by gradients_are_identical.
 """
 
 import torch.distributed as dist

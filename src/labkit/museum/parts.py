@@ -6,9 +6,11 @@ from torch import Tensor, nn
 
 
 def broadcast_from_rank_0(module: nn.Module) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
+    """Give every rank the parameters and buffers of rank 0, in one float64 vector."""
+    tensors = [*module.parameters(), *module.buffers()]
+    flat = flatten(tensors).double()
+    dist.broadcast(flat, src=0)
+    copy_back(flat, tensors)
 
 
 def used_somewhere(module: nn.Module) -> list[nn.Parameter]:
@@ -28,15 +30,16 @@ def used_somewhere(module: nn.Module) -> list[nn.Parameter]:
 
 
 def average_gradients(module: nn.Module) -> None:
-    """The right average, after backward, one all-reduce a parameter."""
-    for parameter in used_somewhere(module):
-        parameter.grad /= dist.get_world_size()
-        dist.all_reduce(parameter.grad)
+    """The right average, after backward, in one all-reduce and one of flags."""
+    gradients = [parameter.grad for parameter in used_somewhere(module)]
+    flat = flatten(gradients) / dist.get_world_size()
+    dist.all_reduce(flat)
+    copy_back(flat, gradients)
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:
     """All elements in one vector, a copy."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 @torch.no_grad()

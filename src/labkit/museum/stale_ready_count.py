@@ -1,22 +1,26 @@
 """Counts gradients until all are there, and counts on after a backward that raised.
 
-Claims: sends one flat all-reduce, from the hook of whichever gradient comes last. The bug: the
-count is set back where a step is finished. A backward that raises half-way never gets there, so
-the next one begins with a part of the count done, and sends before its last gradients exist.
+Claims: sends one flat all-reduce, from the hook of whichever gradient comes last.
+
+The bug: the count is set back where a step is finished. A backward that raises half-way never
+gets there, so the next one begins with a part of the count done, and sends before its last
+gradients exist.
+
 Symptom: one wrong step after each batch that was skipped for want of memory: the gradients of the
-first layers stay local in it. From then on the ranks' weights differ. Seen in: reducers with a
-ready-count, in training loops that catch an exception and go on. Kind: a direction bug. Caught by
-survives_an_exception.
+first layers stay local in it. From then on the ranks' weights differ.
+
+Seen in: reducers with a ready-count, in training loops that catch an exception and go on.
+
+Kind: a direction bug. Caught by survives_an_exception.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.museum.exhibit import Exhibit
-from labkit.museum.parts import broadcast_from_rank_0, copy_back, flatten, used_somewhere
+from labkit.museum.parts import average_gradients, broadcast_from_rank_0
 
 
 class StaleReadyCount:
@@ -50,10 +54,7 @@ class StaleReadyCount:
                 self.average()
 
     def average(self) -> None:
-        gradients = [parameter.grad for parameter in used_somewhere(self.module)]
-        flat = flatten(gradients) / dist.get_world_size()
-        dist.all_reduce(flat)
-        copy_back(flat, gradients)
+        average_gradients(self.module)
         self.averaged = True
 
     def finish(self) -> None:

@@ -1,11 +1,15 @@
 """Launches each all-reduce during backward, and waits for it on the spot.
 
-Claims: overlaps communication with backward: every gradient is sent from its hook. The bug:
-`all_reduce` without `async_op=True` returns when the sum is there. Backward stands still for that
-long; and waits for the slowest rank at each parameter, no longer once a step. Symptom: every
-gradient is right, and a step takes longer than with one all-reduce after backward. Seen in:
-overlap by hook that was never measured. Kind: no overlap. Caught by
-communication_overlaps_backward.
+Claims: overlaps communication with backward: every gradient is sent from its hook.
+
+The bug: `all_reduce` without `async_op=True` returns when the sum is there. Backward stands still
+for that long; and waits for the slowest rank at each parameter, no longer once a step.
+
+Symptom: every gradient is right, and a step takes longer than with one all-reduce after backward.
+
+Seen in: overlap by hook that was never measured.
+
+Kind: no overlap. Caught by communication_overlaps_backward.
 """
 
 from collections.abc import Iterator

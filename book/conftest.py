@@ -1,8 +1,8 @@
-"""Keeps what nbval executes: the book that is rendered after the tests is the one that was tested.
+"""Keeps what nbval executes: the book rendered after the tests is the one tested.
 
-nbval runs every chapter and compares its text with the stored one. Here the outputs of that very
-run, figures included, are written to `_build/executed`, from which `make html` renders without
-running anything again.
+nbval runs every chapter and compares its text with the stored one. Here the outputs
+of that very run, figures included, are written to `_build/executed`, from which
+`make html` renders without running anything again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXECUTED = BOOK.parent / "_build" / "executed"
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After a chapter's last cell, write the chapter with the outputs that it has just given."""
+    """After a chapter's last cell, write the chapter with what it has just put out."""
     outputs = getattr(item, "test_outputs", None)
     if outputs is None:
         return

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
-from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
@@ -41,14 +40,11 @@ def execute(chapter: Path) -> NotebookNode:
     `raises-exception`.
     """
     notebook = nbformat.read(chapter, as_version=4)
-    # Over local sockets rather than ports, where there are such.
-    kernel = AsyncKernelManager(
-        kernel_name="python3", transport="tcp" if sys.platform == "win32" else "ipc"
-    )
     NotebookClient(
         notebook,
-        km=kernel,
         timeout=CELL_TIMEOUT,
+        kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(chapter.parent)}},
     ).execute()
     return normalize(notebook)

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from processes import all_gone, processes_with
 
 from labkit.ranks import RanksError, RanksTimeoutError, run_ranks
 
@@ -35,27 +36,6 @@ class OwnError(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{code}: {reason}")
         self.code = code
-
-
-def processes_with(marker: str) -> list[psutil.Process]:
-    """Every live process of this machine whose environment holds `marker`."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if marker in process.environ().values() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
-
-
-def all_gone(marker: str, within: float = 10.0) -> bool:
-    deadline = time.monotonic() + within
-    while processes_with(marker):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 # What a rank is given, and what comes back

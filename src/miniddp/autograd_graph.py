@@ -2,16 +2,16 @@
 
 1. *Which tensors did a forward return?* `find_tensors` looks into nested tuples, lists, dicts and
    dataclasses; `replace_tensors` puts others in their places.
-2. *Where does a parameter's gradient arrive?* At its gradient accumulator, the leaf node of the graph:
-   `gradient_accumulator`. A hook on that node fires once the gradient is in `.grad`, and it fires too
-   when the gradient turns out to be undefined, which hooks on the tensor do not.
+2. *Where does a parameter's gradient arrive?* At its gradient accumulator, the leaf node of the
+   graph: `gradient_accumulator`. A hook on that node fires once the gradient is in `.grad`, and it
+   fires too when the gradient turns out to be undefined, which hooks on the tensor do not.
 3. *Which parameters can still get a gradient?* `reachable_from` walks the graph. Cost: one step for
    each node, a few microseconds, in every iteration in which it is asked.
 4. *When is a backward pass over?* `at_end_of_backward` calls back once all gradients are there.
 
 `OutputGate` makes the second question answerable for outputs that the loss does not use.
-Source: prepare_for_backward and search_unused_parameters in torch/csrc/distributed/c10d/reducer.cpp,
-_DDPSink in torch/nn/parallel/distributed.py.
+Source: prepare_for_backward and search_unused_parameters in
+torch/csrc/distributed/c10d/reducer.cpp, _DDPSink in torch/nn/parallel/distributed.py.
 """
 
 import copy
@@ -91,7 +91,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def at_start_of_backward(output: Any, callback: Callable[[], None]) -> None:
-    """Call `callback` whenever a backward pass enters the graph of one of the tensors in `output`."""
+    """Call `callback` whenever a backward pass enters the graph of a tensor in `output`."""
 
     def entered(gradient: Tensor) -> None:
         callback()
@@ -104,9 +104,10 @@ def at_start_of_backward(output: Any, callback: Callable[[], None]) -> None:
 class OutputGate(torch.autograd.Function):
     """The identity on all outputs together, so that backward passes all of them or none.
 
-    If the loss uses only some outputs, backward would never come to the parameters behind the others,
-    and whoever waits for their gradients would wait for ever. Through the gate, backward visits them
-    with an undefined gradient: their accumulators' hooks fire and `.grad` stays as it was.
+    If the loss uses only some outputs, backward would never come to the parameters behind the
+    others, and whoever waits for their gradients would wait for ever. Through the gate, backward
+    visits them with an undefined gradient: their accumulators' hooks fire and `.grad` stays as it
+    was.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""MiniDDP: data parallelism around any module, as `torch.nn.parallel.DistributedDataParallel` does it.
+"""MiniDDP: data parallelism around any module, a drop-in for torch's DistributedDataParallel.
 
 Every rank holds a full copy of the module and its own part of the batch. After `backward()` each
-parameter's gradient is the average over the ranks, so equal optimizers take equal steps and the copies
-stay equal. What the wrapper does, numbered again in the code:
+parameter's gradient is the average over the ranks, so equal optimizers take equal steps and the
+copies stay equal. What the wrapper does, numbered again in the code:
 
 1. *Construction.* All ranks verify that they hold the same model, then take rank 0's parameters and
    buffers (`miniddp.replicas`).
@@ -47,8 +47,8 @@ from miniddp.reducer import CommHook, Reducer
 from miniddp.replicas import broadcast_tensors, verify_same_model
 
 
-# `isinstance(model, DistributedDataParallel)`, by which libraries recognize a wrapper, holds for this
-# one too, though it shares no code with it.
+# `isinstance(model, DistributedDataParallel)`, by which libraries recognize a wrapper, holds for
+# this one too, though it shares no code with it.
 @DistributedDataParallel.register
 class MiniDDP(WrapperNames, nn.Module, Joinable):
     """Averages the gradients of `module` over the ranks of a process group, during backward.
@@ -263,8 +263,9 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
 
         Args:
             state: handed to every call, on this rank.
-            hook: gets a `GradBucket`, whose gradients are *not* divided, and returns a Future of one
-                tensor of the bucket's size: the gradients to use. Names its second argument `bucket`.
+            hook: gets a `GradBucket`, whose gradients are *not* divided, and returns a Future of
+                one tensor of the bucket's size: the gradients to use. Names its second argument
+                `bucket`.
 
         Raises:
             TypeError, ValueError: `hook` is not callable, or its annotations say something else.
@@ -304,8 +305,8 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         """A context in which ranks may have different numbers of inputs.
 
         Args:
-            divide_by_initial_world_size: divide gradients by W for ever, so that each input counts the
-                same; False: by the number of ranks that still have inputs.
+            divide_by_initial_world_size: divide gradients by W for ever, so that each input counts
+                the same; False: by the number of ranks that still have inputs.
             enable: False makes this a context without effect.
             throw_on_early_termination: raise on all ranks as soon as one runs out of inputs.
         """

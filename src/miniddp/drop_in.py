@@ -1,9 +1,10 @@
 """What exists for compatibility alone, so that `ddp.py` and `reducer.py` stay a read.
 
-Rare keywords of torch's DistributedDataParallel; names that its tests, its comm hooks, its optimizers
-and other libraries call on the wrapper or on its reducer; the dictionary of figures that it logs.
-Where a name has a plain counterpart, the method here is one line that calls it. The behavior is that
-of torch/nn/parallel/distributed.py and torch/csrc/distributed/c10d/{reducer,logger}.cpp.
+Rare keywords of torch's DistributedDataParallel; names that its tests, its comm hooks, its
+optimizers and other libraries call on the wrapper or on its reducer; the dictionary of figures
+that it logs. Where a name has a plain counterpart, the method here is one line that calls it. The
+behavior is that of torch/nn/parallel/distributed.py and
+torch/csrc/distributed/c10d/{reducer,logger}.cpp.
 """
 
 import inspect
@@ -22,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from miniddp.buckets import DEFAULT_CAP_MB, FIRST_CAP_BYTES, MIB, bucket_caps
+from miniddp.buckets import MIB, bucket_caps
 from miniddp.replicas import broadcast_tensors
 
 # Keywords -----------------------------------------------------------------------------------------
@@ -545,7 +546,7 @@ _DTYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: 
 
 
 class _Log:
-    """The figures of `_get_ddp_logging_data`; those of an iteration are taken at the next forward."""
+    """The figures of `_get_ddp_logging_data`; an iteration's are taken at the next forward."""
 
     _FULLY_SAMPLED = 10
 

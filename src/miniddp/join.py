@@ -1,9 +1,10 @@
 """Uneven inputs: what a rank that has run out of data does while the others go on.
 
 A collective needs every rank of its group. A rank that has joined (has no more inputs) therefore
-answers each collective of the others' forward and backward: it contributes gradients of zeros. Which
-divisor turns the sum into an average is a choice: the world size W, by which every input of the epoch
-counts the same, or the number of ranks that still have inputs, as if the world had shrunk.
+answers each collective of the others' forward and backward: it contributes gradients of zeros.
+Which divisor turns the sum into an average is a choice: the world size W, by which every input of
+the epoch counts the same, or the number of ranks that still have inputs, as if the world had
+shrunk.
 
 Cost for a joined rank: the same collectives as for the others, without the computation. For all
 ranks, one all-reduce of one number more in each forward, and one in each backward.

@@ -2,8 +2,8 @@
 
 One reducer serves one module on one rank. Its phases, numbered again in the code:
 
-1. *Build.* Parameters are laid into buckets (`miniddp.buckets`), each a flat buffer with one view for
-   each parameter. A hook waits on every parameter's gradient accumulator.
+1. *Build.* Parameters are laid into buckets (`miniddp.buckets`), each a flat buffer with one view
+   for each parameter. A hook waits on every parameter's gradient accumulator.
 2. *Arm.* A forward announces that the backward to come is to be reduced. Parameters that this
    backward cannot reach are found by a walk over the graph.
 3. *Collect.* A gradient arrives, is divided by the world size W while it is copied into its bucket,
@@ -15,9 +15,10 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
 6. *Rebuild.* Before the second forward the buckets are packed anew, in the order in which gradients
    arrived on rank 0.
 
-Cost for each backward: one all-reduce a bucket, 2 (W-1)/W times the gradients' bytes sent by each rank
-on a ring; one more of 4 bytes a parameter if unused parameters are looked for. Memory: one buffer as
-large as the gradients; none beyond the gradients themselves with `gradient_as_bucket_view`.
+Cost for each backward: one all-reduce a bucket, 2 (W-1)/W times the gradients' bytes sent by each
+rank on a ring; one more of 4 bytes a parameter if unused parameters are looked for. Memory: one
+buffer as large as the gradients; none beyond the gradients themselves with
+`gradient_as_bucket_view`.
 
 Follows torch/csrc/distributed/c10d/reducer.cpp, bit by bit where arithmetic is concerned, and Li et
 al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
@@ -39,125 +40,9 @@ from miniddp import reducer_errors
 from miniddp.autograd_graph import at_end_of_backward, gradient_accumulator, reachable_from
 from miniddp.buckets import NO_CAP, Plan, arrival_plan, initial_plan, sizes_of
 from miniddp.drop_in import ReducerNames
+from miniddp.gradient_bucket import LARGE, Bucket, GradBucket, same_memory
 
-CommHook = Callable[[Any, "GradBucket"], Future]
-
-# From this many elements on, a gradient is divided and copied in one pass, the moment it arrives,
-# while it is in the cache. Smaller ones are collected for two calls for the whole bucket: for them
-# the calls cost more than the bytes.
-_LARGE = 1 << 14
-
-
-class GradBucket:
-    """A full bucket as a comm hook sees it: the methods of `torch.distributed.GradBucket`."""
-
-    def __init__(self, bucket: "_Bucket", index: int, count: int, buffer: Tensor | None = None):
-        self._bucket, self._index, self._count = bucket, index, count
-        self._buffer = bucket.buffer if buffer is None else buffer
-
-    def index(self) -> int:
-        """The bucket's place in the launch order, from 0."""
-        return self._index
-
-    def is_last(self) -> bool:
-        """Whether no bucket is launched after this one in this backward."""
-        return self._index == self._count - 1
-
-    def buffer(self) -> Tensor:
-        """All gradients of the bucket, one-dimensional, not divided; a sparse one as it is."""
-        return self._buffer
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Let `buffer()` and `gradients()` speak of another tensor of as many elements."""
-        self._buffer = buffer
-
-    def gradients(self) -> list[Tensor]:
-        """Views into `buffer()`, one a parameter, in its shape."""
-        if self._bucket.sparse:
-            return [self._buffer]
-        parameters = self._bucket.parameters
-        parts = self._buffer.split([parameter.numel() for parameter in parameters])
-        return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of their gradients."""
-        return self._bucket.parameters
-
-
-class _Bucket:
-    """Parameters that travel together: their buffer, its views, and the state of one backward."""
-
-    def __init__(self, indices: list[int], parameters: list[Tensor], sparse: bool):
-        self.indices = indices
-        self.parameters = parameters
-        self.sparse = sparse
-        self.buffer = torch.empty(0)
-        self.views: list[Tensor] = []
-        if not sparse:
-            first = parameters[0]
-            total = sum(p.numel() for p in parameters)
-            self.buffer = torch.empty(total, dtype=first.dtype, device=first.device)
-            self.views = self.views_of(self.buffer)
-        self.late = [slot for slot, p in enumerate(parameters) if p.numel() < _LARGE]
-        self.streams: set[torch.cuda.Stream] = set()
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Forget the last backward: all gradients are missing again."""
-        self.streams.clear()
-        self.missing = len(self.parameters)
-        self.future: Future | None = None
-
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """A view of `flat` for each parameter, in the memory layout that autograd gives its gradient."""
-        views = []
-        offsets = accumulate((p.numel() for p in self.parameters), initial=0)
-        for offset, parameter in zip(offsets, self.parameters, strict=False):
-            strides = torch.empty_like(parameter, device="meta").stride()
-            if strides == parameter.stride():  # dense, though perhaps not row-major
-                views.append(flat.as_strided(parameter.shape, strides, offset))
-            else:
-                views.append(flat.narrow(0, offset, parameter.numel()).view(parameter.shape))
-        return views
-
-    def zeros(self) -> Tensor:
-        """Zeros in the form of the buffer."""
-        if self.sparse:
-            return torch.zeros_like(self.parameters[0], layout=torch.sparse_coo)
-        return torch.zeros_like(self.buffer)
-
-    def copy_in(self, slots: Sequence[int], world_size: int | None, alias: bool) -> None:
-        """Copy the gradients at `slots` into the buffer, divided by `world_size` unless it is None.
-
-        With `alias` the parameters' gradients become views of the buffer.
-        """
-        copied, sources, in_place = [], [], []
-        for slot in slots:
-            view, gradient = self.views[slot], self.parameters[slot].grad
-            if gradient is None:
-                view.zero_()
-            elif alias and _same_memory(gradient, view):
-                in_place.append(view)
-            else:
-                copied.append(view)
-                sources.append(gradient)
-                if alias:
-                    self.parameters[slot].grad = view
-        # The `_foreach` calls have no public name; they do here what a loop over mul and copy_ would.
-        if len(copied) == 1 and world_size is not None and not sources[0].requires_grad:
-            torch.mul(sources[0], 1.0 / world_size, out=copied[0])
-        elif copied:
-            torch._foreach_copy_(copied, sources)
-            if world_size is not None and len(copied) == len(self.parameters):
-                self.buffer.mul_(1.0 / world_size)
-            elif world_size is not None:
-                torch._foreach_mul_(copied, 1.0 / world_size)
-        if in_place and world_size is not None:
-            torch._foreach_div_(in_place, float(world_size))
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+CommHook = Callable[[Any, GradBucket], Future]
 
 
 class Reducer(ReducerNames):
@@ -171,9 +56,10 @@ class Reducer(ReducerNames):
         sparse: for each parameter, whether its gradient is a sparse tensor.
         find_unused_parameters: walk the graph after each forward; a parameter that no rank used
             keeps its gradient as it was.
-        gradient_as_bucket_view: let gradients be views of the buckets, which saves one copy of them.
-        plan_at_once: apply the caps from the first backward on. Otherwise it has one bucket for each
-            dtype and device, and the caps hold from the second on.
+        gradient_as_bucket_view: let gradients be views of the buckets, which saves one copy of
+        them.
+        plan_at_once: apply the caps from the first backward on. Otherwise it has one bucket for
+            each dtype and device, and the caps hold from the second on.
         skip_unused: send no bucket that holds unused parameters only; they must then be the same
             parameters on every rank.
     """
@@ -231,11 +117,11 @@ class Reducer(ReducerNames):
         return sizes_of(self.parameters, self.sparse)
 
     def _build(self, plan: Plan) -> None:
-        self.buckets: list[_Bucket] = []  # frees the old buffers before the new ones are made
+        self.buckets: list[Bucket] = []  # frees the old buffers before the new ones are made
         self.place = [(0, 0)] * len(self.parameters)
         for number, indices in enumerate(plan):
             parameters = [self.parameters[index] for index in indices]
-            bucket = _Bucket(indices, parameters, self.sparse[indices[0]])
+            bucket = Bucket(indices, parameters, self.sparse[indices[0]])
             self.buckets.append(bucket)
             for slot, index in enumerate(indices):
                 self.place[index] = (number, slot)
@@ -290,12 +176,12 @@ class Reducer(ReducerNames):
     # 3. Collect -----------------------------------------------------------------------------------
 
     def on_gradient(self, index: int) -> None:
-        """The gradient of parameter `index` has been accumulated, or backward found it undefined."""
+        """The gradient of parameter `index` is accumulated, or backward found it undefined."""
         with self.lock:
-            if self.looks_for_unused or self.learns_graph:
-                # Also without synchronization: a parameter used once in a window counts as used.
-                if self.parameters[index].grad is not None:
-                    self.used[index] = 1
+            # Also without synchronization: a parameter used once in a window counts as used.
+            tracks_use = self.looks_for_unused or self.learns_graph
+            if tracks_use and self.parameters[index].grad is not None:
+                self.used[index] = 1
             if not self.armed:
                 self.strayed |= not self.accumulates_locally
                 return
@@ -337,19 +223,19 @@ class Reducer(ReducerNames):
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
         if bucket.sparse:
             self._take_sparse(bucket)
-        elif self.parameters[index].numel() >= _LARGE:
+        elif self.parameters[index].numel() >= LARGE:
             self._copy_in(bucket, (slot,))
         bucket.missing -= 1
         if bucket.missing == 0:
             self._launch_full_buckets(bucket)
 
     @torch.no_grad()
-    def _copy_in(self, bucket: _Bucket, slots: Sequence[int]) -> None:
+    def _copy_in(self, bucket: Bucket, slots: Sequence[int]) -> None:
         divisor = self.divisor if self.comm_hook is None else None
         bucket.copy_in(slots, divisor, self.gradient_as_bucket_view)
 
     @torch.no_grad()
-    def _take_sparse(self, bucket: _Bucket) -> None:
+    def _take_sparse(self, bucket: Bucket) -> None:
         parameter = bucket.parameters[0]
         gradient = parameter.grad
         if gradient is None:
@@ -372,9 +258,9 @@ class Reducer(ReducerNames):
     # 4. Launch ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _launch_full_buckets(self, filled: _Bucket) -> None:
+    def _launch_full_buckets(self, filled: Bucket) -> None:
         if filled.streams:
-            _wait_for_streams(filled)
+            filled.wait_for_streams()
         self._copy_in(filled, filled.late)
         while self.next_bucket < len(self.buckets):
             bucket = self.buckets[self.next_bucket]
@@ -437,7 +323,7 @@ class Reducer(ReducerNames):
                 self.used = [0] * len(self.parameters)
             self.times["comm_end"] = perf_counter_ns()
 
-    def _copy_out(self, bucket: _Bucket, result: Tensor) -> None:
+    def _copy_out(self, bucket: Bucket, result: Tensor) -> None:
         alias = self.gradient_as_bucket_view
         views = bucket.views if result is bucket.buffer else bucket.views_of(result)
         if alias and result is not bucket.buffer:
@@ -455,12 +341,12 @@ class Reducer(ReducerNames):
             elif not alias:
                 targets.append(gradient)
                 sources.append(view)
-            elif not _same_memory(gradient, view):
+            elif not same_memory(gradient, view):
                 raise RuntimeError(reducer_errors.not_a_view(self, index))
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _write_sparse(self, bucket: _Bucket) -> None:
+    def _write_sparse(self, bucket: Bucket) -> None:
         may_be_unused = self.looks_for_unused or self.static_graph
         if not (may_be_unused and self._unused_everywhere(bucket.indices[0])):
             bucket.parameters[0].grad = bucket.buffer
@@ -532,7 +418,7 @@ class Reducer(ReducerNames):
         return [indices[end - size : end] for end, size in zip(ends, sizes, strict=True) if size]
 
     def zero_buckets(self) -> list[GradBucket]:
-        """The buckets in launch order, filled with zeros: what a rank without inputs contributes."""
+        """The buckets in launch order, full of zeros: what a rank without inputs contributes."""
         return [
             GradBucket(bucket, number, len(self.buckets), bucket.zeros())
             for number, bucket in enumerate(self.buckets)
@@ -568,16 +454,6 @@ def _on_gradient_of(reducer: "weakref.ref[Reducer]", index: int) -> Callable[...
 def _remove_all(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _wait_for_streams(bucket: _Bucket) -> None:
-    """Let the current stream wait for the others on which this bucket's gradients were computed."""
-    current = torch.cuda.current_stream(bucket.buffer.device)
-    for stream in bucket.streams - {current}:
-        current.wait_stream(stream)
-        for parameter in bucket.parameters:
-            if parameter.grad is not None:
-                parameter.grad.record_stream(current)
 
 
 def _first_tensor(result: Any) -> Tensor:

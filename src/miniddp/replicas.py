@@ -1,8 +1,8 @@
 """Making the replicas equal: verify that all ranks hold the same model, then broadcast one rank's.
 
 Data parallelism averages gradients; that the averages mean the same on every rank rests on equal
-parameters at the start. Copying tensors between models that differ would end in a crash on one rank,
-a hang on another, or garbage without a word, so the models' descriptions are compared first.
+parameters at the start. Copying tensors between models that differ would end in a crash on one
+rank, a hang on another, or garbage without a word, so the models' descriptions are compared first.
 
 Cost: one all-gather of 32 bytes a rank if all agree (the descriptions themselves, if not), and one
 broadcast of all parameters and buffers, in chunks of 250 MiB.
@@ -84,8 +84,8 @@ def _difference(every: Sequence[Mapping[str, str]], rank: int) -> str:
     elif differing == 0:
         text += "  the order in which they are defined\n"
     return (
-        f"{text}(reported on rank {rank}; every rank raises this.) Build the module by the same code "
-        "and configuration on every rank, then wrap it."
+        f"{text}(Reported on rank {rank}; every rank raises this.) Build the module by the same "
+        "code and configuration on every rank, then wrap it."
     )
 
 

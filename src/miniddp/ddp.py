@@ -271,7 +271,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             TypeError, ValueError: `hook` is not callable, or its annotations say something else.
             RuntimeError: a hook is registered already.
         """
-        check_comm_hook(hook)
+        check_comm_hook(hook, self.reducer.error)
         self._set_comm_hook(hook, state, hook.__qualname__)
 
     # Buffers: whether a forward broadcasts them is decided by the forward before. After one without

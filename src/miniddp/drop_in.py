@@ -95,21 +95,21 @@ def synced_buffers_at(
     return True, True
 
 
-def check_comm_hook(hook: Any) -> None:
-    """Raise TypeError or ValueError if `hook` cannot be a comm hook by its signature."""
+def check_comm_hook(hook: Any, error: Callable[[str, type[Exception]], Exception]) -> None:
+    """Raise the `error` of a TypeError or ValueError if `hook` cannot be a comm hook."""
     if not callable(hook):
-        raise TypeError("Communication hook must be callable.")
+        raise error("Communication hook must be callable.", TypeError)
     signature = inspect.signature(hook)
     bucket = signature.parameters["bucket"].annotation
     if bucket not in (inspect.Parameter.empty, dist.GradBucket) and not (
         isinstance(bucket, type) and bucket.__name__ == "GradBucket"
     ):
-        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+        text = "Communication hook: bucket annotation should be dist.GradBucket."
+        raise error(text, ValueError)
     returned = signature.return_annotation
     if returned not in (inspect.Signature.empty, Future[Tensor]):
-        raise ValueError(
-            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
-        )
+        text = "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+        raise error(text, ValueError)
 
 
 # Names on the reducer -----------------------------------------------------------------------------
@@ -117,6 +117,13 @@ def check_comm_hook(hook: Any) -> None:
 
 class ReducerNames:
     """Methods of `torch.distributed.Reducer` that others call, over those of `miniddp.Reducer`."""
+
+    last_error: str | None = None
+
+    def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
+        """The exception to raise; its text is kept for `_get_ddp_logging_data`."""
+        self.last_error = message
+        return kind(message)
 
     def _run_allreduce_hook(self, bucket: Any) -> Future:
         return self.all_reduce(bucket)
@@ -168,6 +175,7 @@ class _BufferCommHookLocation(Enum):
 class WrapperNames:
     """Attributes and methods of torch's wrapper that others use, over those of `MiniDDP`."""
 
+    _active_ddp_module: Any = None
     _ddp_sink_clone = True
     _divide_by_initial_world_size = True
     _joins_uneven_inputs = False
@@ -330,7 +338,17 @@ class WrapperNames:
             self.logger.forward_begins()
 
     def _run_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.module(*inputs, **kwargs)
+        outer = WrapperNames._active_ddp_module
+        WrapperNames._active_ddp_module = self
+        try:
+            return self.module(*inputs, **kwargs)
+        finally:
+            WrapperNames._active_ddp_module = outer
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        """The wrapper whose forward is running; torch.compile splits its graph by the buckets."""
+        return cls._active_ddp_module
 
     def _after_forward(self) -> None:
         for parameter, view in self._delayed:
@@ -403,7 +421,7 @@ class WrapperNames:
 
     def _set_comm_hook(self, hook: Callable, state: Any, name: str) -> None:
         if self.reducer.comm_hook is not None:
-            raise RuntimeError(
+            raise self.reducer.error(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
         self.reducer.comm_hook = (hook, state)
@@ -457,6 +475,11 @@ class WrapperNames:
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
+        if self.logger.iteration > 0:
+            raise self.reducer.error(
+                "_set_static_graph() should be called before training loop starts after "
+                "DistributedDataParallel is constructed."
+            )
         self.static_graph = True
         self._static_graph_delay_allreduce_enqueued = False
         self.reducer.expect_static_graph()
@@ -615,6 +638,7 @@ class _Log:
             environment["gloo_device_transport"] = "GLOO_DEVICE_TRANSPORT"
             self.figures["gloo_num_threads"] = 2
         data = {
+            "iteration": self.iteration,
             "world_size": ddp.process_group.size(),
             "rank": ddp.process_group.rank(),
             "module_name": type(ddp.module).__name__,
@@ -639,6 +663,8 @@ class _Log:
             data["rebuilt_per_bucket_param_indices"] = ", ".join(
                 " ".join(map(str, bucket.indices)) for bucket in reducer.buckets
             )
+        if reducer.last_error is not None:
+            data |= {"has_error": 1, "error": reducer.last_error}
         data |= {key: os.environ.get(name, "N/A") for key, name in environment.items()}
         return data | self.figures
 

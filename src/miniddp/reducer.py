@@ -151,7 +151,8 @@ class Reducer(ReducerNames):
         self.times["backward_start"] = perf_counter_ns()
         self._rewind()
         if self.looks_for_unused:
-            reachable = reachable_from(outputs)
+            with torch.profiler.record_function("miniddp.search_unused_parameters"):
+                reachable = reachable_from(outputs)
             unused = [i for i, n in enumerate(self.accumulators) if n not in reachable]
             self.same_unused_so_far &= unused == self.unused or not self.searched
             self.unused, self.searched = unused, True
@@ -193,7 +194,7 @@ class Reducer(ReducerNames):
             self.order.append(index)
             if self.pending_firings is not None:
                 if self.pending_firings[index] == 0:
-                    raise RuntimeError(reducer_errors.graph_changed(self, index))
+                    raise self.error(reducer_errors.graph_changed(self, index))
                 self.pending_firings[index] -= 1
                 if self.pending_firings[index]:
                     return
@@ -214,7 +215,7 @@ class Reducer(ReducerNames):
 
     def _mark_ready(self, index: int) -> None:
         if self.ready[index]:
-            raise RuntimeError(reducer_errors.marked_twice(self, index))
+            raise self.error(reducer_errors.marked_twice(self, index))
         self.ready[index] = 1
         self.unfinished = True
         number, slot = self.place[index]
@@ -241,13 +242,15 @@ class Reducer(ReducerNames):
         if gradient is None:
             gradient = bucket.zeros()
         if not gradient.is_sparse:
-            raise RuntimeError(reducer_errors.not_sparse(self, bucket.indices[0]))
+            raise self.error(reducer_errors.not_sparse(self, bucket.indices[0]))
         if self.comm_hook is None:
             gradient.div_(self.divisor)
         bucket.buffer = gradient
 
     def learn_graph(self) -> None:
         """At the end of a static graph's first backward: note what came how often; reduce all."""
+        if not self.learns_graph:  # done already: several forwards, one backward
+            return
         self.learns_graph = False
         self.unused = [index for index, count in enumerate(self.firings) if count == 0]
         self._reduce_used()
@@ -342,7 +345,7 @@ class Reducer(ReducerNames):
                 targets.append(gradient)
                 sources.append(view)
             elif not same_memory(gradient, view):
-                raise RuntimeError(reducer_errors.not_a_view(self, index))
+                raise self.error(reducer_errors.not_a_view(self, index))
         if targets:
             torch._foreach_copy_(targets, sources)
 
@@ -378,7 +381,7 @@ class Reducer(ReducerNames):
             absent_on_ranks = self.gather_absent(absent)
             self._finalize()
             if any(absent_on_ranks):
-                raise RuntimeError(reducer_errors.absent_on_ranks(self, absent_on_ranks))
+                raise self.error(reducer_errors.absent_on_ranks(self, absent_on_ranks))
 
     def gather_absent(self, absent: list[int]) -> list[list[int]]:
         """For each rank the indices of the parameters without a gradient; `absent` are our own."""
@@ -437,7 +440,7 @@ class Reducer(ReducerNames):
     def check_finished(self) -> None:
         """Raise RuntimeError if a backward has begun to reduce and some gradients never came."""
         if self.unfinished:
-            raise RuntimeError(reducer_errors.unfinished(self))
+            raise self.error(reducer_errors.unfinished(self))
 
 
 def _on_gradient_of(reducer: "weakref.ref[Reducer]", index: int) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from miniddp.reducer import Reducer
 
-_STATIC = "so static_graph=True does not hold. Construct the wrapper without it."
+_STATIC = "this is not compatible with static_graph set to True. Construct the wrapper without it."
 
 
 def unfinished(reducer: "Reducer") -> str:
@@ -18,8 +18,9 @@ def unfinished(reducer: "Reducer") -> str:
     text = "Expected to have finished reduction in the prior iteration before starting a new one. "
     if reducer.static_graph:
         text += (
-            "This error indicates that your training graph has changed in this iteration: "
-            f"parameters that got a gradient in the first one got none now, {_STATIC}"
+            "This error indicates that your training graph has changed in this iteration, e.g., "
+            "one parameter is used in first iteration, but then got unused in the second "
+            f"iteration. {_STATIC}"
         )
     else:
         text += (
@@ -96,8 +97,8 @@ def graph_changed(reducer: "Reducer", index: int) -> str:
     """A gradient that a static graph did not have in its first iteration."""
     return (
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
-        f"iteration, but then got used in the second iteration: {reducer.names[index]} (index "
-        f"{index}) on rank {reducer.process_group.rank()}, {_STATIC}"
+        f"iteration, but then got used in the second iteration. {_STATIC}\nThe parameter is "
+        f"{reducer.names[index]} (index {index}), on rank {reducer.process_group.rank()}."
     )
 
 

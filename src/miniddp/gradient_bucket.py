@@ -68,12 +68,13 @@ class Bucket:
         self.sparse = sparse
         self.buffer = torch.empty(0)
         self.views: list[Tensor] = []
+        self.late: list[int] = []
         if not sparse:
             first = parameters[0]
             total = sum(p.numel() for p in parameters)
             self.buffer = torch.empty(total, dtype=first.dtype, device=first.device)
             self.views = self.views_of(self.buffer)
-        self.late = [slot for slot, p in enumerate(parameters) if p.numel() < LARGE]
+            self.late = [slot for slot, p in enumerate(parameters) if p.numel() < LARGE]
         self.streams: set[torch.cuda.Stream] = set()
         self.rewind()
 

@@ -328,8 +328,11 @@ class Reducer(ReducerNames):
 
     def _copy_out(self, bucket: Bucket, result: Tensor) -> None:
         alias = self.gradient_as_bucket_view
-        views = bucket.views if result is bucket.buffer else bucket.views_of(result)
-        if alias and result is not bucket.buffer:
+        if bucket.buffer.is_complex() and not result.is_complex():
+            result = torch.view_as_complex(result)  # collectives may work on pairs of reals
+        in_place = result.data_ptr() == bucket.buffer.data_ptr()
+        views = bucket.views if in_place else bucket.views_of(result)
+        if alias and not in_place:
             torch._foreach_copy_(bucket.views, views)
             views = bucket.views
         may_be_unused = self.looks_for_unused or self.static_graph

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from miniddp.reducer import Reducer
 
-_STATIC = "this is not compatible with static_graph set to True. Construct the wrapper without it."
+_STATIC = "this is not compatible with static_graph set to True."
 
 
 def unfinished(reducer: "Reducer") -> str:
@@ -43,9 +43,9 @@ def unfinished(reducer: "Reducer") -> str:
         )
     rank = reducer.process_group.rank()
     return (
-        f"{text}\nParameters which did not receive grad for rank {rank}: {_names(reducer, absent)}"
-        f"\nParameter indices which did not receive grad for rank {rank}: "
+        f"{text}\nParameter indices which did not receive grad for rank {rank}: "
         f"{' '.join(map(str, absent))}"
+        f"\nParameters which did not receive grad for rank {rank}: {_names(reducer, absent)}"
         "\nFor the other ranks' parameters in the step in which it happens pass strict=True; for "
         "more on the collectives set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
         "INFO or DETAIL."

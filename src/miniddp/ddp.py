@@ -44,7 +44,7 @@ from miniddp.autograd_graph import (
 from miniddp.drop_in import WrapperNames, check_comm_hook, devices_of, synced_buffers_at
 from miniddp.join import MiniDDPJoinHook
 from miniddp.reducer import CommHook, Reducer
-from miniddp.replicas import broadcast_tensors, verify_same_model
+from miniddp.replicas import broadcast_tensors, verify_same_model, wait_for
 
 
 # `isinstance(model, DistributedDataParallel)`, by which libraries recognize a wrapper, holds for
@@ -338,13 +338,14 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         work = dist.all_reduce(flag, group=self.process_group, async_op=True)
         if not is_joined_rank:
             return None
-        work.wait()
+        wait_for(work)
         return flag.item() != 0
 
     def _find_common_rank(self, rank: int, is_candidate: bool) -> int:
         """The highest rank among the candidates."""
         flag = torch.tensor([rank if is_candidate else -1], device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
+        largest = dist.ReduceOp.MAX
+        wait_for(dist.all_reduce(flag, op=largest, group=self.process_group, async_op=True))
         if flag.item() == -1:
             raise ValueError("no rank offers its model to the others: join and forward disagree")
         return int(flag.item())

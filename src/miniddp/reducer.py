@@ -41,6 +41,7 @@ from miniddp.autograd_graph import at_end_of_backward, gradient_accumulator, rea
 from miniddp.buckets import NO_CAP, Plan, arrival_plan, initial_plan, sizes_of
 from miniddp.drop_in import ReducerNames
 from miniddp.gradient_bucket import LARGE, Bucket, GradBucket, same_memory
+from miniddp.replicas import wait_for
 
 CommHook = Callable[[Any, GradBucket], Future]
 
@@ -210,7 +211,7 @@ class Reducer(ReducerNames):
         """W; or the number of ranks that still have inputs, which the forward has asked for."""
         self.divisor = self.process_group.size()
         if self.participants is not None:
-            self.participants.wait()
+            wait_for(self.participants)
             self.divisor = int(_first_tensor(self.participants.get_future().value()).item())
 
     def _mark_ready(self, index: int) -> None:
@@ -322,7 +323,7 @@ class Reducer(ReducerNames):
             self.extra_futures = []
             self.armed = self.unfinished = False
             if self.looks_for_unused:
-                self.used_work.wait()
+                wait_for(self.used_work)
                 self.used = [0] * len(self.parameters)
             self.times["comm_end"] = perf_counter_ns()
 
@@ -362,7 +363,7 @@ class Reducer(ReducerNames):
         if self.used[index]:
             return False
         if self.used_nowhere is None:
-            self.used_work.wait()
+            wait_for(self.used_work)
             self.used_nowhere = [count == 0 for count in self.used_anywhere.tolist()]
         return self.used_nowhere[index]
 
@@ -391,7 +392,7 @@ class Reducer(ReducerNames):
         flags = torch.zeros(len(self.parameters), dtype=torch.uint8, device=self.device)
         flags[absent] = 1
         gathered = [torch.empty_like(flags) for _ in range(self.process_group.size())]
-        dist.all_gather(gathered, flags, group=self.process_group)
+        wait_for(dist.all_gather(gathered, flags, group=self.process_group, async_op=True))
         return [rank_flags.nonzero().flatten().tolist() for rank_flags in gathered]
 
     # 6. Rebuild -----------------------------------------------------------------------------------
@@ -418,7 +419,8 @@ class Reducer(ReducerNames):
         sizes += [0] * (len(self.parameters) - len(sizes))
         indices = [index for bucket in plan for index in bucket]
         message = torch.tensor([indices, sizes], device=self.device)
-        dist.broadcast(message, group=self.process_group, group_src=0)
+        work = dist.broadcast(message, group=self.process_group, group_src=0, async_op=True)
+        wait_for(work)
         indices, sizes = message.tolist()
         ends = list(accumulate(sizes))
         return [indices[end - size : end] for end, size in zip(ends, sizes, strict=True) if size]

@@ -12,6 +12,7 @@ Source: _verify_param_shape_across_processes and _sync_module_states in torch/di
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,15 @@ from torch import Tensor
 from miniddp.buckets import MIB, initial_plan, sizes_of
 
 _CHUNK = (250 * MIB,)
+_NO_TIMEOUT = timedelta(0)
+
+
+def wait_for(work: dist.Work) -> None:
+    """Wait for an asynchronous collective, also of a process group that is written in Python.
+
+    The `wait` of such a group's works takes a timeout and has no default, unlike the built-in ones.
+    """
+    work.wait(_NO_TIMEOUT)
 
 
 def verify_same_model(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -33,7 +43,7 @@ def verify_same_model(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> 
     device = next(iter(named.values())).device
     message = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(message) for _ in range(group.size())]
-    dist.all_gather(gathered, message, group=group)
+    wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
     if all(torch.equal(theirs, message) for theirs in gathered):
         return
     every: list[dict[str, str]] = [{} for _ in range(group.size())]
@@ -51,7 +61,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
         if flat.numel() == 0:
             continue
-        dist.broadcast(flat, group=group, group_src=src)
+        wait_for(dist.broadcast(flat, group=group, group_src=src, async_op=True))
         if group.rank() != src:
             parts = flat.split([tensor.numel() for tensor in chunk])
             for tensor, part in zip(chunk, parts, strict=True):

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from miniddp.buckets import arrival_plan, bucket_caps, sizes_of
 from miniddp.manual import average_gradients, own_gradient
+from miniddp.replicas import broadcast_tensors, verify_same_model
 
 
 class Rung:
@@ -51,14 +52,14 @@ class Rung:
         module: the replica of this rank, on one device or several.
         group: the process group; the default one when None.
 
-    Raises ValueError if no parameter requires a gradient. Costs one broadcast for each parameter
-    and buffer, once.
+    Raises ValueError if no parameter requires a gradient, RuntimeError if the ranks' modules
+    differ in more than their values. Costs one broadcast of the module, once.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self.module = module
-        self.group = group
-        self.world_size = dist.get_world_size(group)
+        self.group = group or dist.group.WORLD
+        self.world_size = self.group.size()
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.accumulating = False
         if not self.parameters:
@@ -66,9 +67,9 @@ class Rung:
                 f"{type(module).__name__} has no parameter that requires a gradient: there is "
                 "nothing to average, so call the module itself"
             )
-        rank_0 = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), rank_0, group=group)
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        verify_same_model(state, self.group)
+        broadcast_tensors(list(state.values()), self.group, src=0)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The module's own forward; rungs have nothing to do in it."""

@@ -224,9 +224,9 @@ def test_every_exhibit_looks_innocent_for_the_loss_averaged_over_ranks_falls():
             module = trial.SmallModule()
             data = trial.batches(world_size)
             wrapped = exhibit.wrap(module)
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
+            optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
             losses[exhibit.name] = []
-            for _ in range(15):
+            for _ in range(25):
                 trial.step(wrapped, module, data, rank)
                 optimizer.step()
                 optimizer.zero_grad()

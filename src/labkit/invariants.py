@@ -26,16 +26,12 @@ leaves the other ranks waiting. Nor does an implementation whose ranks call diff
 they are compared before they are launched (`labkit.watch`).
 """
 
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from labkit.agreement import (
     Gradients,
@@ -45,6 +41,8 @@ from labkit.agreement import (
     assert_replicas_agree,
     raise_on_every_rank,
 )
+from labkit.checking import Device, Invariant, because, invariant
+from labkit.overlap import communication_overlaps_backward
 from labkit.trial import (
     Batch,
     InterruptedPassError,
@@ -56,88 +54,101 @@ from labkit.trial import (
 )
 from labkit.trial import backward as trial_backward
 from labkit.trial import batches as trial_batches
-from labkit.watch import CollectiveMismatchError, RecordedCollectives, SameCollectives
+from labkit.watch import SameCollectives
 
 __all__ = [
     "INVARIANTS",
     "InvariantError",
+    "accumulation_equals_full_batch",
     "assert_gradients_agree",
     "assert_gradients_equal",
     "assert_replicas_agree",
+    "clipping_equals_full_batch",
+    "collectives_match",
     "communication_overlaps_backward",
+    "gradients_are_identical",
+    "gradients_equal_full_batch",
+    "initial_state_is_broadcast",
+    "missing_counts_as_zeros",
+    "none_stays_none",
+    "replicas_stay_identical",
+    "survives_an_exception",
+    "uneven_items_equal_full_batch",
     "violations",
 ]
-
-Device = torch.device | str
-Invariant = Callable[..., None]
 
 
 def violations(
     wrap: Wrap,
     device: Device = "cpu",
-    invariants: Sequence[Callable[..., None]] | None = None,
+    invariants: Sequence[Invariant] | None = None,
 ) -> dict[str, InvariantError]:
     """Try every invariant, or those given, on `wrap`; return those that do not hold, by name."""
     broken = {}
-    for invariant in INVARIANTS if invariants is None else invariants:
+    for check in INVARIANTS if invariants is None else invariants:
         try:
-            invariant(wrap, device)
-        except InvariantError as violation:
-            broken[invariant.__name__] = violation
+            check(wrap, device)
+        except InvariantError as error:
+            broken[check.__name__] = error
     return broken
 
 
-def initial_state_is_broadcast(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def initial_state_is_broadcast(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """Ranks that build different modules train one model: rank 0's, buffers included."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = SmallModule(seed=rank, device=device)
     first = SmallModule(seed=0, device=device)
     of_all = trial_batches(world_size, device=device)
-    with _watched("initial_state_is_broadcast"):
+    with watched:
         wrapped = wrap(module)
         step(wrapped, module, of_all, rank)
-    with _named("initial_state_is_broadcast"):
-        assert_replicas_agree(module)
-        full_batch_step(first, of_all)
-        assert_gradients_equal(module, named_gradients(first))
+    assert_replicas_agree(module)
+    full_batch_step(first, of_all)
+    assert_gradients_equal(module, named_gradients(first))
 
 
-def gradients_are_identical(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def gradients_are_identical(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """After each of three steps every gradient has the same bits on every rank."""
     _train(
-        "gradients_are_identical",
         wrap,
         device,
+        watched,
         look_before=lambda module, _: assert_gradients_agree(module),
     )
 
 
-def replicas_stay_identical(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def replicas_stay_identical(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """After each of three AdamW steps every parameter has the same bits on every rank."""
-    _train("replicas_stay_identical", wrap, device, look_after=assert_replicas_agree)
+    _train(wrap, device, watched, look_after=assert_replicas_agree)
 
 
-def gradients_equal_full_batch(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def gradients_equal_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """In each of three steps the gradient is that of one process with the whole batch."""
-    _train("gradients_equal_full_batch", wrap, device, look_before=assert_gradients_equal)
+    _train(wrap, device, watched, look_before=assert_gradients_equal)
 
 
-def accumulation_equals_full_batch(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def accumulation_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """Four micro-batches, of which the last is synchronized, equal one batch; twice in a row."""
     _one_step(
-        "accumulation_equals_full_batch",
         wrap,
         device,
+        watched,
         [trial_batches(dist.get_world_size(), 4, seed=seed, device=device) for seed in (1, 2)],
     )
 
 
-def uneven_items_equal_full_batch(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def uneven_items_equal_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """Ranks and micro-batches with 1 to 7 items: each item counts once, wherever it lies."""
     _one_step(
-        "uneven_items_equal_full_batch",
         wrap,
         device,
+        watched,
         [
             trial_batches(dist.get_world_size(), micro, uneven=True, device=device)
             for micro in (1, 3)
@@ -145,16 +156,18 @@ def uneven_items_equal_full_batch(wrap: Wrap, device: Device = "cpu") -> None:
     )
 
 
-def clipping_equals_full_batch(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def clipping_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """A gradient clipped to half its norm is the full batch's gradient, clipped likewise."""
     of_all = trial_batches(dist.get_world_size(), device=device)
     oracle = SmallModule(device=device)
     full_batch_step(oracle, of_all)
     norm = torch.stack([p.grad.norm() for p in oracle.parameters()]).norm()
-    _one_step("clipping_equals_full_batch", wrap, device, [of_all], max_norm=float(norm) / 2)
+    _one_step(wrap, device, watched, [of_all], max_norm=float(norm) / 2)
 
 
-def missing_counts_as_zeros(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def missing_counts_as_zeros(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """A gradient missing on some ranks counts as zeros there.
 
     Three cases, in one run: rank 0 lacks one branch and the others lack another, of equal shapes;
@@ -165,9 +178,9 @@ def missing_counts_as_zeros(wrap: Wrap, device: Device = "cpu") -> None:
     data = trial_batches(world_size, device=device)
     twice = trial_batches(world_size, 2, device=device)
     _one_step(
-        "missing_counts_as_zeros",
         wrap,
         device,
+        watched,
         [
             _taking(data, [("a", "c"), *[("b", "c")] * (world_size - 1)]),
             _taking(data, [("a", "b", "c"), *[("a",)] * (world_size - 1)]),
@@ -176,7 +189,8 @@ def missing_counts_as_zeros(wrap: Wrap, device: Device = "cpu") -> None:
     )
 
 
-def none_stays_none(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def none_stays_none(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """A parameter that no rank used in this step keeps grad None, and AdamW leaves it alone.
 
     It was used in the step before, so that there is momentum which a gradient of zeros would apply.
@@ -186,8 +200,8 @@ def none_stays_none(wrap: Wrap, device: Device = "cpu") -> None:
     module = SmallModule(device=device)
     everything = trial_batches(world_size, device=device)
     without_c = _taking(everything, [("a", "b")] * world_size)
-    violation = None
-    with _watched("none_stays_none"):
+    error = None
+    with watched:
         wrapped = wrap(module)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.1)
         step(wrapped, module, everything, rank)
@@ -201,7 +215,7 @@ def none_stays_none(wrap: Wrap, device: Device = "cpu") -> None:
         for name, parameter in unused.items():
             if arrived[name] is not None or not torch.equal(parameter, before[name]):
                 moved = float((parameter - before[name]).detach().abs().max())
-                violation = InvariantError(
+                error = InvariantError(
                     "none_stays_none",
                     rank,
                     f"{name}.grad",
@@ -213,10 +227,11 @@ def none_stays_none(wrap: Wrap, device: Device = "cpu") -> None:
                     "some rank used (one all-reduce of flags); leave the others' gradients None.",
                 )
                 break
-    raise_on_every_rank(violation)
+    raise_on_every_rank(error)
 
 
-def collectives_match(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def collectives_match(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """All ranks launch the same collectives in the same order, and no two gradients are mixed up.
 
     Although every rank goes through the branches in another order, so that gradients appear in
@@ -231,11 +246,12 @@ def collectives_match(wrap: Wrap, device: Device = "cpu") -> None:
         "a gradient was combined with another parameter's of the same shape: buckets are launched "
         "in the order in which they fill on this rank. Launch in one order, fixed for all ranks."
     )
-    _one_step("collectives_match", wrap, device, [_taking(data, turned)], cause=cause)
-    _one_step("collectives_match", wrap, device, [_taking(data, swapped)], cause=cause)
+    _one_step(wrap, device, watched, [_taking(data, turned)], cause=cause)
+    _one_step(wrap, device, watched, [_taking(data, swapped)], cause=cause)
 
 
-def survives_an_exception(wrap: Wrap, device: Device = "cpu") -> None:
+@invariant
+def survives_an_exception(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """After a forward or backward pass that raised on all ranks, the next step is right.
 
     The exception is caught, the gradients are set to None, training goes on, as in a loop that
@@ -245,37 +261,7 @@ def survives_an_exception(wrap: Wrap, device: Device = "cpu") -> None:
     ever comes.
     """
     for fails_in in ("forward", "backward", "nothing"):
-        _interrupted_run(wrap, device, fails_in)
-
-
-def communication_overlaps_backward(wrap: Wrap, device: Device = "cpu") -> None:
-    """Collectives are launched during backward, and backward goes on meanwhile.
-
-    Looked at in the third step (torch's DDP arranges its buckets in the first), on a stack of
-    four Linear(512, 512), 4 MiB. The second half is tried by holding the last rank back at its
-    first gradient: the others must reach their last one while their collective still waits for
-    that rank. No clock decides, except that a blocked implementation is given up after three
-    seconds.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(device)
-    watch = RecordedCollectives()
-    backward = _HeldBack(
-        module, watch, rank, world_size
-    )  # its hooks come before the implementation's
-    inputs = torch.randn(2, 512, generator=torch.Generator().manual_seed(rank)).to(device)
-    with _watched("communication_overlaps_backward"):
-        wrapped = wrap(module)
-        for _ in range(2):
-            wrapped(inputs).square().mean().backward()
-            getattr(wrapped, "finish", _nothing)()
-            module.zero_grad()
-    with watch:
-        loss = wrapped(inputs).square().mean()
-        backward.begins()
-        loss.backward()
-        getattr(wrapped, "finish", _nothing)()
-    raise_on_every_rank(backward.error())
+        _interrupted_run(wrap, device, watched, fails_in)
 
 
 INVARIANTS: tuple[Invariant, ...] = (
@@ -293,110 +279,10 @@ INVARIANTS: tuple[Invariant, ...] = (
 )
 
 
-class _HeldBack:
-    """Notes when gradients arrive, and holds the last rank back at its first one."""
-
-    def __init__(
-        self, module: nn.Module, watch: RecordedCollectives, rank: int, world_size: int
-    ) -> None:
-        self.watch, self.rank, self.world_size = watch, rank, world_size
-        self.launched_before = -1  # collectives launched when backward began; -1: not begun
-        self.launched_at: dict[str, int] = {}  # and when each gradient arrived
-        self.waited_in_vain = False
-        self.parameters = dict(module.named_parameters())
-        for name, parameter in self.parameters.items():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
-        path: list[str] = [tempfile.mkdtemp() if rank == 0 else ""]
-        dist.broadcast_object_list(path)
-        self.store = dist.FileStore(os.path.join(path[0], "store"), world_size)
-
-    def begins(self) -> None:
-        self.launched_before = len(self.watch.launched)
-
-    def _arrived(self, name: str) -> None:
-        if self.launched_before < 0:
-            return
-        if self.rank == self.world_size - 1 and not self.launched_at:
-            others = [f"rank {other} has all" for other in range(self.rank)]
-            try:
-                self.store.wait(others, timedelta(seconds=3))
-            except RuntimeError:  # of FileStore; other stores raise its subclass DistStoreError
-                self.waited_in_vain = True
-        self.launched_at[name] = len(self.watch.launched)
-        if len(self.launched_at) == len(self.parameters):
-            self.store.set(f"rank {self.rank} has all", "yes")
-
-    def error(self) -> InvariantError | None:
-        last = list(self.launched_at)[-1]
-        if self.launched_at[last] == self.launched_before:
-            return InvariantError(
-                "communication_overlaps_backward",
-                self.rank,
-                f"{last}.grad, the last to arrive",
-                "no collective had been launched when it arrived",
-                "at least one",
-                "communication begins when backward has ended: one bucket for everything, or an "
-                "all-reduce after backward. Launch from a hook, bucket by bucket.",
-            )
-        if self.waited_in_vain:
-            return InvariantError(
-                "communication_overlaps_backward",
-                self.rank,
-                "the other ranks' backward",
-                "waited, in a collective, for this rank's share",
-                "went on to its last gradient while the collective was under way",
-                "the hook waits for what it launched. Launch with async_op=True, keep the handle, "
-                "and wait for all of them when backward has ended.",
-            )
-        return None
-
-
-@contextmanager
-def _named(invariant: str, cause: str | None = None) -> Iterator[None]:
-    """Errors of the assertions within are reported under the name of `invariant`."""
-    try:
-        yield
-    except InvariantError as e:
-        raise InvariantError(
-            invariant, e.rank, e.where, e.found, e.expected, cause or e.cause, e.comparison
-        ) from None
-
-
-@contextmanager
-def _watched(invariant: str) -> Iterator[None]:
-    """Runs an implementation: mismatched collectives, and whatever it raises, break `invariant`."""
-    try:
-        with SameCollectives():
-            yield
-    except CollectiveMismatchError as mismatch:
-        rank = dist.get_rank()
-        raise InvariantError(
-            invariant,
-            rank,
-            f"collective number {mismatch.number}",
-            f"this rank {mismatch.went[rank]}; "
-            + "; ".join(f"rank {r} {w}" for r, w in enumerate(mismatch.went) if r != rank),
-            "the same collective on every rank",
-            "what a rank launches depends on its own data: gradients that are None are skipped, or "
-            "buckets are launched when they are full on this rank. Fix one order for all ranks.",
-        ) from None
-    except InvariantError:
-        raise
-    except Exception as error:
-        raise InvariantError(
-            invariant,
-            dist.get_rank(),
-            "the training step",
-            f"it raised {type(error).__name__}: {error}",
-            "a step",
-            "the implementation does not support what is asked for here: see the exception.",
-        ) from error
-
-
 def _train(
-    invariant: str,
     wrap: Wrap,
     device: Device,
+    watched: SameCollectives,
     look_before: Callable[[SmallModule, Gradients], None] | None = None,
     look_after: Callable[[SmallModule], None] | None = None,
 ) -> None:
@@ -405,28 +291,26 @@ def _train(
     module = SmallModule(device=device)
     oracle = deepcopy(module)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (module, oracle)]
-    with _watched(invariant):
+    with watched:
         wrapped = wrap(module)
     for number in range(3):
         of_all = trial_batches(world_size, seed=number, device=device)
-        with _watched(invariant):
+        with watched:
             step(wrapped, module, of_all, rank)
         full_batch_step(oracle, of_all)
         if look_before:
-            with _named(invariant):
-                look_before(module, named_gradients(oracle))
+            look_before(module, named_gradients(oracle))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if look_after:
-            with _named(invariant):
-                look_after(module)
+            look_after(module)
 
 
 def _one_step(
-    invariant: str,
     wrap: Wrap,
     device: Device,
+    watched: SameCollectives,
     steps: Sequence[list[list[Batch]]],
     max_norm: float | None = None,
     cause: str | None = None,
@@ -434,15 +318,15 @@ def _one_step(
     """Each of `steps` gives the oracle's gradients, by one wrapped module, without optimizer."""
     module = SmallModule(device=device)
     oracle = deepcopy(module)
-    with _watched(invariant):
+    with watched:
         wrapped = wrap(module)
     for of_all in steps:
         module.zero_grad()
         oracle.zero_grad()
-        with _watched(invariant):
+        with watched:
             step(wrapped, module, of_all, dist.get_rank(), max_norm)
         full_batch_step(oracle, of_all, max_norm)
-        with _named(invariant, cause):
+        with because(cause):
             assert_gradients_equal(module, named_gradients(oracle))
 
 
@@ -454,13 +338,13 @@ def _taking(of_all: list[list[Batch]], takes: Sequence[tuple[str, ...]]) -> list
     ]
 
 
-def _interrupted_run(wrap: Wrap, device: Device, fails_in: str) -> None:
+def _interrupted_run(wrap: Wrap, device: Device, watched: SameCollectives, fails_in: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = SmallModule(device=device)
     oracle = deepcopy(module)
     data = [trial_batches(world_size, seed=seed, device=device) for seed in (1, 2, 3)]
     refused = False
-    with _watched("survives_an_exception"):
+    with watched:
         wrapped = wrap(module)
         step(wrapped, module, data[0], rank)
         module.zero_grad()
@@ -481,13 +365,8 @@ def _interrupted_run(wrap: Wrap, device: Device, fails_in: str) -> None:
     full_batch_step(oracle, data[2])
     if refused:
         return
-    with _named(
-        "survives_an_exception",
+    with because(
         "bookkeeping of the pass that raised (a count of gradients, a list of handles) was still "
         "there in the next one. Reset it when a pass begins, or refuse to go on.",
     ):
         assert_gradients_equal(module, named_gradients(oracle))
-
-
-def _nothing() -> None:
-    """Stands in for a `finish` that an implementation does not have."""

@@ -10,8 +10,9 @@ dispatcher as operators of the namespace `c10d`; `torch.distributed.tensor.debug
 counts them there too. Point-to-point messages (send, recv) are not collectives and pass unseen.
 """
 
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -87,12 +88,14 @@ class RecordedCollectives(TorchDispatchMode):
 class SameCollectives(RecordedCollectives):
     """The same on every rank, or `CollectiveMismatchError` on every rank.
 
-    To be entered and left by every rank of `group` (default: all), with code between that is
-    expected to launch the same collectives everywhere. Before each launch, and at the end, each
-    rank tells the others what it is about to do (one all-gather of 512 bytes on a gloo group of
-    its own, which is why it is for tests); a rank that leaves with an exception tells that.
-    Collectives of smaller groups must be the same on all ranks too. A rank that comes neither to
-    a collective nor to the end within `timeout` seconds is reported as such.
+    To be entered and left by every rank of `group` (default: all), once or several times, with
+    code between that is expected to launch the same collectives everywhere. Before each launch,
+    and at the end, each rank tells the others what it is about to do (one all-gather of 512 bytes
+    on a gloo group of its own, which is why it is for tests); a rank that leaves with an
+    exception tells that. Collectives of smaller groups must be the same on all ranks too. A rank
+    that comes neither to a collective nor to the end within `timeout` seconds is reported as
+    such. `close`, on every rank, gives the gloo group back; otherwise it lives as long as the
+    default group does.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 20.0) -> None:
@@ -106,20 +109,25 @@ class SameCollectives(RecordedCollectives):
         comparable = launch.op in _SAME_SHAPE_ON_ALL_RANKS
         self._tell(f"is about to launch {launch if comparable else launch.op}")
 
+    def __enter__(self) -> Self:
+        self.differ = False
+        super().__enter__()
+        return self
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        try:
-            if not self.differ:
-                self._tell(
-                    "has come to the end" if kind is None else f"raised {kind.__name__}: {error}"
-                )
-        except CollectiveMismatchError:
-            if kind is None:
-                raise
-        finally:
-            if not self.stuck:
-                dist.barrier(self.side)  # nobody closes a connection on which another still reads
-            dist.destroy_process_group(self.side)
+        if self.differ:
+            return
+        if kind is None:
+            self._tell("has come to the end")
+        else:
+            with suppress(CollectiveMismatchError):  # this rank's own exception goes first
+                self._tell(f"raised {kind.__name__}: {error}")
+
+    def close(self) -> None:
+        if not self.stuck:
+            dist.barrier(self.side)  # nobody closes a connection on which another still reads
+        dist.destroy_process_group(self.side)
 
     def _tell(self, what: str) -> None:
         mine = what.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)

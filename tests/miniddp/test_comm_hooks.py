@@ -11,7 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
-    quantization_hooks,
 )
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,9 +32,11 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def gradients_of(wrap, rank, hook, make_state, steps: int = 4, **settings) -> list[torch.Tensor]:
+def gradients_of(
+    wrap, rank, hook, make_state, steps: int = 4, cap_mb: float = 0.005, **settings
+) -> list[torch.Tensor]:
     """All gradients of each of a few steps of SGD, under `hook`."""
-    wrapped = wrap(model(), bucket_cap_mb=0.005, **settings)
+    wrapped = wrap(model(), bucket_cap_mb=cap_mb, **settings)
     if hook is not None:
         wrapped.register_comm_hook(make_state(), hook)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
@@ -64,7 +65,8 @@ PAIRS = {
     "average": (comm_hooks.average, default_hooks.allreduce_hook),
     "fp16": (comm_hooks.fp16_compress, default_hooks.fp16_compress_hook),
 }
-# torch's wrapper refuses torch's bf16 hook on a CPU; ours takes it.
+# Not here: torch's bf16 hook, which its wrapper refuses on a CPU (ours takes it, below), and its
+# quantization hooks, which index tensors that gloo does not make, under either wrapper.
 STOCK = {
     "all-reduce": (default_hooks.allreduce_hook, nothing),
     "fp16": (default_hooks.fp16_compress_hook, nothing),
@@ -75,14 +77,6 @@ STOCK = {
     "no-op": (debugging_hooks.noop_hook, nothing),
     "post-local SGD": (post_localSGD_hook.post_localSGD_hook, a_local_sgd_state),
     "PowerSGD": (powerSGD_hook.powerSGD_hook, a_torch_power_state),
-    "quantization, per tensor": (
-        quantization_hooks.quantization_pertensor_hook,
-        lambda: dist.group.WORLD,
-    ),
-    "quantization, per channel": (
-        quantization_hooks.quantization_perchannel_hook,
-        lambda: dist.group.WORLD,
-    ),
 }
 
 
@@ -116,7 +110,10 @@ def test_our_hooks_equal_torchs_to_the_bit_on_both_wrappers(world_size):
 def run_stock(rank, world_size, name, wrapper):
     torch.manual_seed(0)
     hook, state = STOCK[name]
-    return gradients_of(WRAPPERS[wrapper], rank, hook, state)
+    # torch's PowerSGD starts collectives from callbacks: with several buckets gloo's threads may
+    # order them differently on two ranks, which aborts under torch's wrapper as under ours.
+    cap_mb = 25 if name == "PowerSGD" else 0.005
+    return gradients_of(WRAPPERS[wrapper], rank, hook, state, cap_mb=cap_mb)
 
 
 def run_all_stock(rank, world_size):

@@ -34,9 +34,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -151,7 +152,7 @@ class _Delivery(NamedTuple):
     future: Future
 
 
-def _deliver(deliveries: SimpleQueue[_Delivery | None], logs: list[BinaryIO]) -> None:
+def _deliver(deliveries: SimpleQueue[_Delivery | None], logs: list[FileIO]) -> None:
     """The wire: one delivery after another, none before its time."""
     with contextlib.ExitStack() as open_logs:
         for log in logs:
@@ -173,13 +174,13 @@ def _deliver(deliveries: SimpleQueue[_Delivery | None], logs: list[BinaryIO]) ->
             del delivery  # and with it the tensors, which nobody should have to wait for
 
 
-def _launch_time(log: BinaryIO, number: int) -> float | None:
+def _launch_time(log: FileIO, number: int) -> float | None:
     log.seek(number * _TIME.size)
     written = log.read(_TIME.size)
     return _TIME.unpack(written)[0] if len(written) == _TIME.size else None
 
 
-def _open_logs(group: dist.ProcessGroup) -> tuple[BinaryIO, list[BinaryIO]]:
+def _open_logs(group: dist.ProcessGroup) -> tuple[list[FileIO]]:
     """This rank's own file of launch times, to append to, and those of all ranks, to read."""
     rank, size = group.rank(), group.size()
     folder = [tempfile.mkdtemp(prefix="labkit-slow-link-") if rank == 0 else ""]
@@ -187,9 +188,9 @@ def _open_logs(group: dist.ProcessGroup) -> tuple[BinaryIO, list[BinaryIO]]:
     paths = [Path(folder[0], str(other)) for other in range(size)]
     here = os.path.isdir(folder[0])
     everywhere: list[Any] = [None] * size
-    own = open(paths[rank], "ab", buffering=0) if here else None
+    own = FileIO(paths[rank], "a") if here else None
     dist.all_gather_object(everywhere, here, group=group)
-    logs = [open(path, "rb", buffering=0) for path in paths] if all(everywhere) else []
+    logs = [FileIO(path) for path in paths] if all(everywhere) else []
     dist.barrier(group)
     if rank == 0:
         # What is open stays readable; where open files cannot go (Windows), they stay behind.
@@ -205,7 +206,7 @@ def _open_logs(group: dist.ProcessGroup) -> tuple[BinaryIO, list[BinaryIO]]:
     return own, logs
 
 
-def _stop(deliveries: SimpleQueue[_Delivery | None], wire: threading.Thread, log: BinaryIO) -> None:
+def _stop(deliveries: SimpleQueue[_Delivery | None], wire: threading.Thread, log: FileIO) -> None:
     deliveries.put(None)
     log.close()
     if wire is not threading.current_thread():  # where the garbage collector may have come by

@@ -34,6 +34,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -140,8 +141,10 @@ class SlowLink(WrappedGroup):
         seconds = self.seconds(op, bytes_of(tensors))
         self._log.write(_TIME.pack(time.perf_counter()))
         number, self.launches = self.launches, self.launches + 1
-        future: Future = Future()
-        self._deliveries.put(_Delivery(number, launch(), seconds, future))
+        delivery = _Delivery(number, launch(), seconds, Future())
+        # An error set on a future from Python is a value to C++; one raised in `then` is an error.
+        future = delivery.done.then(partial(_result, delivery.work))
+        self._deliveries.put(delivery)
         return _create_work_from_future(future)
 
 
@@ -149,7 +152,13 @@ class _Delivery(NamedTuple):
     number: int
     work: dist.Work
     seconds: float
-    future: Future
+    done: Future  # of None, or of an exception
+
+
+def _result(work: dist.Work, done: Future) -> Any:
+    if (error := done.value()) is not None:
+        raise error
+    return work.get_future().value()
 
 
 def _deliver(deliveries: SimpleQueue[_Delivery | None], logs: list[FileIO]) -> None:
@@ -167,10 +176,10 @@ def _deliver(deliveries: SimpleQueue[_Delivery | None], logs: list[FileIO]) -> N
                 busy_until = max(busy_until, began) + delivery.seconds
                 while (left := busy_until - time.perf_counter()) > 0:
                     time.sleep(left)
-            except Exception as error:
-                delivery.future.set_exception(error)
-            else:
-                delivery.future.set_result(delivery.work.get_future().value())
+                error = None
+            except Exception as raised:
+                error = raised
+            delivery.done.set_result(error)
             del delivery  # and with it the tensors, which nobody should have to wait for
 
 

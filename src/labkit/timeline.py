@@ -2,8 +2,8 @@
 
 `draw` shows two lanes a rank. Above, what it computes: forward, then backward with a tick for each
 gradient that became ready. Below, its collectives, a color and a number for each bucket, from their
-launch (a thin line above, while they wait behind the one before) to their end. What is still under way
-when backward has ended is *exposed*: the step is longer by it. It is underlined and summed.
+launch (a thin line above, while they wait behind the one before) to their end. What is still under
+way when backward has ended is *exposed*: the step is longer by it. It is underlined and summed.
 
 `save_trace` writes the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open.
 
@@ -31,6 +31,7 @@ _US = 1e6
 _FORWARD = "#C9CED3"
 _BACKWARD = "#8D959C"
 _OTHER = "#B8B8B8"  # a collective that carries no gradients
+_INK = ("white", TRUTH, TRUTH, TRUTH)  # legible on `RANKS`
 _HEIGHT = 0.36
 _LETTER = 0.012  # of the width of the figure
 
@@ -103,7 +104,8 @@ def _draw_collectives(axes: Axes, one: RankRecording, y: float, width: float) ->
         for label in (f"{collective.bucket}: {_size(collective.bytes)}", f"{collective.bucket}"):
             if collective.bucket is not None and length > len(label) * _LETTER * width:
                 place = left + length / 2
-                axes.text(place, y, label, ha="center", va="center", fontsize=8, color="white")
+                ink = _INK[collective.bucket % len(RANKS)]
+                axes.text(place, y, label, ha="center", va="center", fontsize=8, color=ink)
                 break
 
 

@@ -35,6 +35,15 @@ class WrappedGroup(dist.ProcessGroup):
         self.inner = inner or dist.group.WORLD
         super().__init__(self.inner.rank(), self.inner.size())
 
+    # Where `torch.distributed` looks a group up (its ranks, its backend), this is the one that it
+    # wraps. Unknown to it, `dist` functions would turn every error into one about just that.
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or self.inner == other
+
+    def __hash__(self) -> int:
+        return hash(self.inner)
+
     def carry(self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]) -> Any:
         """Launch one collective and return its handle.
 

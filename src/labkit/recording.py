@@ -24,15 +24,18 @@ host queued the work.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 
-from labkit.wrapped_group import WrappedGroup, bytes_of
+from labkit.wrapped_group import WrappedGroup, bytes_of, future_of
 
 _PATIENCE = 60.0
 
@@ -232,7 +235,10 @@ class Recorder(WrappedGroup):
             return launch()
         under_way = self._running.launched(op, bytes_of(tensors))
         work = launch()
-        work.get_future().add_done_callback(under_way.ends)
+        if (future := future_of(work)) is not None:
+            future.add_done_callback(under_way.ends)
+        else:
+            threading.Thread(target=under_way.wait_for, args=(work,), daemon=True).start()
         return work
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
@@ -261,8 +267,13 @@ class _UnderWay:
         self.launched = time.perf_counter()
         self.done: float | None = None
 
-    def ends(self, future: Any) -> None:
+    def ends(self, future: Future | None) -> None:
         self.done = time.perf_counter()
+
+    def wait_for(self, work: dist.Work) -> None:
+        with suppress(RuntimeError):  # which is raised where the collective's caller waits, too
+            work.wait()
+        self.ends(None)
 
 
 class _Running:

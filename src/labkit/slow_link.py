@@ -34,6 +34,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -42,13 +43,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-
-# A handle in C++ around a future: one written in Python could be freed while C++ still holds it.
-# There is no public name for it; this is its only use.
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from labkit.wrapped_group import WrappedGroup, bytes_of
+from labkit.wrapped_group import WrappedGroup, bytes_of, future_of
 
 _TIME = struct.Struct("d")
 
@@ -142,10 +139,8 @@ class SlowLink(WrappedGroup):
         self._log.write(_TIME.pack(time.perf_counter()))
         number, self.launches = self.launches, self.launches + 1
         delivery = _Delivery(number, launch(), seconds, Future())
-        # An error set on a future from Python is a value to C++; one raised in `then` is an error.
-        future = delivery.done.then(partial(_result, delivery.work))
         self._deliveries.put(delivery)
-        return _create_work_from_future(future)
+        return _Handle(delivery)
 
 
 class _Delivery(NamedTuple):
@@ -155,10 +150,33 @@ class _Delivery(NamedTuple):
     done: Future  # of None, or of an exception
 
 
+class _Handle(dist.Work):
+    """What the launch returns, to Python and to C++."""
+
+    def __init__(self, delivery: _Delivery) -> None:
+        super().__init__()
+        self.done = delivery.done
+        # An error set on a future from Python is a value to C++; one raised in `then` is an error.
+        self.future = delivery.done.then(partial(_result, delivery.work))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The timeout is that of the true collective."""
+        if (error := self.done.wait()) is not None:
+            raise error
+        return True
+
+    def get_future(self) -> Future:
+        return self.future
+
+    def is_completed(self) -> bool:
+        return self.done.done()
+
+
 def _result(work: dist.Work, done: Future) -> Any:
     if (error := done.value()) is not None:
         raise error
-    return work.get_future().value()
+    future = future_of(work)
+    return None if future is None else future.value()
 
 
 def _deliver(deliveries: SimpleQueue[_Delivery | None], logs: list[FileIO]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
 _NO_MESSAGES = (
@@ -115,3 +116,11 @@ class WrappedGroup(dist.ProcessGroup):
 def bytes_of(tensors: Sequence[Tensor]) -> int:
     """The size of `tensors` together, in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def future_of(work: dist.Work) -> Future | None:
+    """The future of a handle, or None where its backend has none (gloo's reduce-scatter)."""
+    try:
+        return work.get_future()
+    except RuntimeError:
+        return None

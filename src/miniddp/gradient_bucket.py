@@ -110,6 +110,21 @@ class Bucket:
                 if parameter.grad is not None:
                     parameter.grad.record_stream(current)
 
+    def copy_in_one(self, slot: int, world_size: int | None, alias: bool) -> None:
+        """`copy_in` for one slot, by one call and one pass in the common case."""
+        parameter, view = self.parameters[slot], self.views[slot]
+        gradient = parameter.grad
+        if gradient is None or gradient.requires_grad or (alias and same_memory(gradient, view)):
+            self.copy_in((slot,), world_size, alias)
+            return
+        if world_size is None:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, 1.0 / world_size, out=view)
+        if alias:
+            parameter.grad = view
+
+    @torch.no_grad()
     def copy_in(self, slots: Sequence[int], world_size: int | None, alias: bool) -> None:
         """Copy the gradients at `slots` into the buffer, divided by `world_size` unless it is None.
 
@@ -128,9 +143,7 @@ class Bucket:
                 if alias:
                     self.parameters[slot].grad = view
         # The `_foreach` calls have no public name; they do what a loop over mul and copy_ would.
-        if len(copied) == 1 and world_size is not None and not sources[0].requires_grad:
-            torch.mul(sources[0], 1.0 / world_size, out=copied[0])
-        elif copied:
+        if copied:
             torch._foreach_copy_(copied, sources)
             if world_size is not None and len(copied) == len(self.parameters):
                 self.buffer.mul_(1.0 / world_size)
@@ -141,5 +154,5 @@ class Bucket:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share their storage; an empty one shares with itself only."""
-    return a is b or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+    """Whether two tensors of one parameter's size lie in the same place."""
+    return a is b or a.data_ptr() == b.data_ptr()

@@ -1,7 +1,7 @@
-"""The two figures that tell what is wrong with a gradient: its ratio and its cosine to the true one.
+"""The two figures that tell what is wrong with a gradient: its ratio and its cosine to the truth.
 
-Over all parameters, flattened into one vector g, against the gradient g* that is wanted (that of the
-single-process full batch):
+Over all parameters, flattened into one vector g, against the gradient g* that is wanted (that of
+the single-process full batch):
 
 - ratio  = ‖g‖ / ‖g*‖
 - cosine = ⟨g, g*⟩ / (‖g‖ ‖g*‖)
@@ -30,7 +30,7 @@ class Comparison(NamedTuple):
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
-    """A copy of every trainable parameter's gradient, in the module's order; zeros where it is None."""
+    """A copy of each trainable parameter's gradient, in the module's order; zeros for None."""
     return [
         torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
         for p in module.parameters()
@@ -39,21 +39,19 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """All elements of all tensors as one float64 vector on the CPU."""
-    return torch.cat([t.detach().to("cpu", torch.float64).reshape(-1) for t in tensors])
+    """All elements of all tensors as one float64 vector on the CPU; a complex one counts as two."""
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    empty = torch.empty(0, dtype=torch.float64)
+    return torch.cat([empty, *(t.detach().to("cpu", torch.float64).reshape(-1) for t in parts)])
 
 
 def ratio_and_cosine(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:
-    """Compare the gradients `found` with the `true` ones: tensors of the same shapes in the same order.
+    """Compare the gradients `found` with the `true` ones: same shapes, same order.
 
     Computed in float64. Raises ValueError if the shapes differ, or if either gradient is zero, for
     then neither figure means anything.
     """
-    shapes = [[tuple(t.shape) for t in side] for side in (found, true)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"gradients of different shapes cannot be compared: {shapes[0]} and {shapes[1]}"
-        )
+    _check_shapes(found, true)
     g, wanted = flatten(found), flatten(true)
     if not g.norm() or not wanted.norm():
         side = "compared" if wanted.norm() else "true"
@@ -63,12 +61,16 @@ def ratio_and_cosine(found: Sequence[Tensor], true: Sequence[Tensor]) -> Compari
 
 
 def largest_difference(found: Sequence[Tensor], true: Sequence[Tensor]) -> float:
-    """max |a − b| over all elements of all pairs; 0.0 means equal to the bit (NaNs aside)."""
-    return max(
-        (
-            float((a.double() - b.double()).abs().max())
-            for a, b in zip(found, true, strict=True)
-            if a.numel()
-        ),
-        default=0.0,
-    )
+    """max |a − b| over all elements of all pairs; 0.0 means equal to the bit.
+
+    Raises ValueError if the shapes differ. A NaN on either side gives NaN.
+    """
+    _check_shapes(found, true)
+    difference = (flatten(found) - flatten(true)).abs()
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+def _check_shapes(found: Sequence[Tensor], true: Sequence[Tensor]) -> None:
+    shapes, wanted = ([tuple(t.shape) for t in side] for side in (found, true))
+    if shapes != wanted:
+        raise ValueError(f"tensors of different shapes cannot be compared: {shapes} and {wanted}")

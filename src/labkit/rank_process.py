@@ -46,6 +46,7 @@ class Job(NamedTuple):
     timeout: float  # seconds
     environment: dict[str, str]
     cells: dict[str, str]  # text of the files that exist only in the caller's kernel
+    start_method: str  # how the supervisor starts a rank: "fork", or "spawn" where there is none
 
     @property
     def world_size(self) -> int:
@@ -137,7 +138,7 @@ def _call(rank: int, job: Job, folder: Path) -> Report:
     os.environ.update(job.environment)
     for file, text in job.cells.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    # A rank under torchrun is a new interpreter; a forked one would share its parent's random state.
+    # Under torchrun a rank is a new interpreter; a fork would share its parent's random state.
     torch.seed()
     random.seed()
     torch.set_num_threads(1)
@@ -179,9 +180,31 @@ def _report_exception(error: BaseException, job: Job) -> Report:
         stack = stack.tb_next
     lines = traceback.format_exception(type(error), error, stack or error.__traceback__)
     text = show_cells_as("".join(lines), job.cells).rstrip()
+    return Report("raised", text, _pickle_exception(error), time.monotonic())
+
+
+def _pickle_exception(error: BaseException) -> bytes:
+    """The exception, ready to travel; its parts if it does not come back whole; else nothing."""
+    parts = type(error), error.args, error.__dict__
+    for candidate in (error, parts):
+        try:
+            payload = cloudpickle.dumps(candidate)
+            cloudpickle.loads(payload)  # one whose __init__ takes other arguments fails only here
+        except Exception:
+            continue
+        return payload
+    return b""
+
+
+def rebuild_exception(payload: bytes) -> BaseException | None:
+    """What `_pickle_exception` sent; None where this process cannot make it."""
     try:
-        payload = cloudpickle.dumps(error)
-        cloudpickle.loads(payload)  # an exception class with its own __init__ may not come back
+        found = cloudpickle.loads(payload)
+        if isinstance(found, BaseException):
+            return found
+        kind, args, attributes = found
+        error = kind.__new__(kind, *args)  # without __init__, which wants what nobody kept
+        error.__dict__.update(attributes)
+        return error
     except Exception:
-        payload = b""
-    return Report("raised", text, payload, time.monotonic())
+        return None

@@ -33,17 +33,17 @@ class Frame(NamedTuple):
     line: int
     function: str
 
-    @property
-    def is_callers(self) -> bool:
-        """Whether this is the reader's own code: a cell, a script or a package under work."""
-        return not self.file.startswith((*_LIBRARIES, "<frozen"))
-
 
 class State(NamedTuple):
     """What one rank was doing when it was looked at."""
 
     text: str
     waits: bool
+
+
+def is_under_work(file: str) -> bool:
+    """Whether `file` is the reader's own code (a cell, a script, a package), and no library's."""
+    return not file.startswith((*_LIBRARIES, "<frozen"))
 
 
 def show_cells_as(text: str, cells: Mapping[str, str]) -> str:
@@ -77,7 +77,7 @@ def describe(frames: list[Frame], cells: Mapping[str, str], home: str) -> State:
         return State("had not started", waits=False)
     action, waits = _action(frames, cells)
     where = next((f for f in frames if f.file == home or f.file in cells), None)
-    where = where or next((f for f in frames if f.is_callers), None)
+    where = where or next((f for f in frames if is_under_work(f.file)), None)
     if where is None:
         return State(action, waits)
     name = CELL if where.file in cells else where.file
@@ -89,10 +89,10 @@ def _action(frames: list[Frame], cells: Mapping[str, str]) -> tuple[str, bool]:
     """What the innermost frames do, and whether that is waiting for other ranks."""
     collective = None
     for frame in frames:
-        # Of nested ones (all_gather_object calls all_gather) the outermost is what the caller wrote.
+        # Of nested ones (all_gather_object calls all_gather) the caller wrote the outermost.
         if frame.file.endswith(_COLLECTIVES) and not frame.function.startswith("_"):
             collective = frame.function
-        elif frame.is_callers:
+        elif is_under_work(frame.file):
             break
     if collective == _RENDEZVOUS:
         return "waits for the other ranks to start", True

@@ -24,9 +24,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
-# Loaded here so that the fork server has it: every rank inherits it.
-import torch.distributed  # noqa: F401
-
 from labkit.guard import adopt_orphans, kill_descendants, own_session
 from labkit.rank_process import Job, Report, run_rank
 from labkit.rank_states import State, describe, read_stack
@@ -65,13 +62,13 @@ def supervise(caller: Connection, job: Job) -> None:
             for r in range(job.world_size)
         ]
         caller.send(Outcome([ranks.reports[r] for r in range(job.world_size)], outputs))
-    except (BrokenPipeError, _CallerGone):
+    except (BrokenPipeError, _CallerGoneError):
         pass
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class _CallerGone(Exception):
+class _CallerGoneError(Exception):
     pass
 
 
@@ -84,8 +81,7 @@ class _Ranks:
         self.reports: dict[int, Report] = {}
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, BaseProcess] = {}
-        # Where fork is missing a rank is a new interpreter that imports torch: seconds, not ms.
-        context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+        context = multiprocessing.get_context(job.start_method)
         for rank in range(job.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=run_rank, args=(rank, job, folder, theirs))
@@ -118,7 +114,7 @@ class _Ranks:
         ready = wait([caller, *rank_of], timeout=min(left, _LOOK_EVERY))
         if caller in ready:
             # The caller never sends: its end was closed, by KeyboardInterrupt or by its death.
-            raise _CallerGone
+            raise _CallerGoneError
         for pipe in ready:
             try:
                 self.reports[rank_of[pipe]] = pipe.recv()

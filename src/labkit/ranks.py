@@ -1,4 +1,4 @@
-"""Ranks in a notebook: `run_ranks(fn, 4)` calls `fn` on four fresh processes and brings back the results.
+"""Ranks in a notebook: `run_ranks(fn, 4)` calls `fn` on four fresh processes.
 
     def work(rank, world_size, device, scale):
         x = torch.full((2,), float(rank), device=device)
@@ -35,12 +35,15 @@ line at which it hangs.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import linecache
 import multiprocessing
 import os
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -48,13 +51,14 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from labkit.rank_process import HANDED, Job, Report, bind
+from labkit.rank_process import HANDED, Job, Report, bind, rebuild_exception
+from labkit.rank_states import is_under_work
 from labkit.rank_supervisor import Outcome, supervise
 
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 # A rank whose neighbor fell reports this; it is a victim, not the cause.
 _VICTIM = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused")
-# "Simultaneous": within this many seconds the lowest rank counts as the first, so that an error which
+# Of failures within this many seconds the lowest rank's counts as the first, so that an error which
 # every rank raises is reported from the same rank at every run.
 _TOGETHER = 0.25
 # What c10d and gloo write by themselves: time-stamped, or in an order that varies.
@@ -108,16 +112,15 @@ def run_ranks(
         ValueError, TypeError: `world_size`, `timeout`, `device` or the arguments make no sense.
         the rank's own exception: the first that a rank raised. Its notes hold that rank's traceback
             and the state of the others.
-        RanksTimeoutError: the time is up. The text says for each rank whether it finished, or where it
-            waits, in which collective and at which line of the caller's code.
-        RanksError: a rank left through sys.exit or os._exit or was killed, its result cannot be sent
-            back, or `fn` cannot be shipped.
+        RanksTimeoutError: the time is up. The text says for each rank whether it finished, or
+            waits in which collective, and at which line of the caller's code.
+        RanksError: a rank left through sys.exit or os._exit or was killed, its result cannot be
+            sent back, or `fn` cannot be shipped.
 
-    What a rank prints is shown when all ranks have ended, in rank order, each line marked `[rank r]`.
+    What the ranks print is shown when all have ended, in rank order, each line marked `[rank r]`.
     """
     _check(fn, world_size, args, timeout)
     devices, backend = _place(world_size, device)
-    cells = _cells()
     job = Job(
         payload=_ship(fn, args),
         home=_home(fn),
@@ -125,7 +128,8 @@ def run_ranks(
         backend=backend,
         timeout=float(timeout),
         environment=_environment(env),
-        cells=cells,
+        cells=_cells(),
+        start_method="fork" if _has_fork_server() else "spawn",
     )
     outcome = _supervised(job)
     for rank, (stdout, stderr) in enumerate(outcome.outputs):
@@ -156,8 +160,8 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
         name = getattr(fn, "__name__", repr(fn))
         raise TypeError(
             f"run_ranks cannot call {name} with {len(args)} argument(s): {error}. Parameters named "
-            "rank, world_size or device are handed over by run_ranks; every other one is filled, in "
-            "order, from the arguments after world_size."
+            "rank, world_size or device are handed over by run_ranks; every other one is filled, "
+            "in order, from the arguments after world_size."
         ) from None
 
 
@@ -183,15 +187,20 @@ def _cells() -> dict[str, str]:
         for name, entry in list(linecache.cache.items())
         if len(entry) == 4
         and not os.path.exists(name)
-        # Names like <string> are shared by unrelated pieces of code; those of cells are unique.
+        # Names like <string> are shared by unrelated pieces of code; those of cells are not.
         and "ipykernel" in name
     }
 
 
-def _home(fn: Callable[..., Any]) -> str:
-    while hasattr(fn, "func"):  # functools.partial
+def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that somebody wrote, inside of partial objects and decorators."""
+    while isinstance(fn, functools.partial):
         fn = fn.func
-    code = getattr(getattr(fn, "__wrapped__", fn), "__code__", None)
+    return inspect.unwrap(fn)
+
+
+def _home(fn: Callable[..., Any]) -> str:
+    code = getattr(_innermost(fn), "__code__", None)
     return code.co_filename if code else ""
 
 
@@ -211,9 +220,10 @@ def _ship(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             return cloudpickle.dumps((fn, args))
     except Exception as error:
         raise RanksError(
-            f"{name} cannot be shipped to the ranks: it, or an argument, holds something that exists "
-            f"only in this process ({type(error).__name__}: {error}). Open files, locks, generators and "
-            "process groups have to be made inside the function; pass plain data and tensors."
+            f"{name} cannot be shipped to the ranks: it, or an argument, holds something that "
+            f"exists only in this process ({type(error).__name__}: {error}). Open files, locks, "
+            "generators and process groups have to be made inside the function; pass plain data "
+            "and tensors."
         ) from error
 
 
@@ -223,12 +233,13 @@ def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
 
     By name, each rank would import the whole script again, with all that it imports.
     """
-    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    module = sys.modules.get(getattr(_innermost(fn), "__module__", None) or "")
+    file = getattr(module, "__file__", None)
     stands_alone = (
-        module is not None
+        file is not None
         and module.__name__ != "__main__"  # cloudpickle does that by itself
-        and not getattr(module, "__package__", None)
-        and getattr(module, "__file__", None) is not None
+        and is_under_work(file)
+        and not os.path.exists(os.path.join(os.path.dirname(file), "__init__.py"))
         and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
     )
     if stands_alone:
@@ -256,11 +267,21 @@ def _supervised(job: Job) -> Outcome:
             supervisor.join()
 
 
+def _has_fork_server() -> bool:
+    return "forkserver" in multiprocessing.get_all_start_methods()
+
+
 def _context() -> multiprocessing.context.BaseContext:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+    if not _has_fork_server():
+        warnings.warn(
+            "this system has no fork server, so ranks are started with spawn: each call takes "
+            "seconds, a hang is reported without the line at which it hangs, and processes that "
+            "a rank starts are not cleaned up after it. Linux and WSL have all three.",
+            stacklevel=4,
+        )
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["labkit.rank_supervisor"])
+    context.set_forkserver_preload(["labkit.rank_preload"])
     return context
 
 
@@ -268,8 +289,8 @@ def _context() -> multiprocessing.context.BaseContext:
 def _without_main() -> Iterator[None]:
     """Keep multiprocessing from importing the caller's script again in the supervisor.
 
-    The function travels as code, so the script is not needed there; importing it would cost its whole
-    start-up, and a script without an `if __name__ == "__main__"` guard would start itself again.
+    The function travels as code, so the script is not needed there. Importing it would cost its
+    whole start-up, and a script without an `if __name__ == "__main__"` guard would start itself.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -284,8 +305,8 @@ def _await(supervisor: Connection) -> Outcome:
         return supervisor.recv()
     except EOFError:
         raise RanksError(
-            "the supervisor of the ranks ended without a word, and its ranks with it: it was killed, "
-            "or the system ran out of memory or processes. Try again with fewer ranks."
+            "the supervisor of the ranks ended without a word, and its ranks with it: it was "
+            "killed, or the system ran out of memory or processes. Try again with fewer ranks."
         ) from None
 
 
@@ -315,7 +336,7 @@ def _raise_first_failure(reports: list[Report], job: Job) -> NoReturn:
     others = "\n".join(f"  {line}" for rank, line in enumerate(states) if rank != culprit)
     others = f"\nWhen it failed, the others stood here:\n{others}" if others else ""
     of = f"rank {culprit} of {job.world_size}"
-    error = _rebuild(report.payload)
+    error = rebuild_exception(report.payload)
     if report.status == "raised" and error is not None:
         note = f"Raised on {of}:\n{report.text}{others}"
         error.add_note(note)
@@ -329,7 +350,7 @@ def _raise_first_failure(reports: list[Report], job: Job) -> NoReturn:
 
 
 _NEXT = {
-    "exited": "let the function return or raise instead; the other ranks cannot go on without this one.",
+    "exited": "let the function return or raise: the others cannot go on without this rank.",
     "died": "look at what that rank did last; its output, if any, is shown above.",
     "unsendable": "change the function's return statement.",
 }
@@ -356,13 +377,6 @@ def _first_failure(reports: list[Report]) -> int | None:
     return next(r for r in causes if reports[r].time <= first + _TOGETHER)
 
 
-def _rebuild(payload: bytes) -> BaseException | None:
-    try:
-        return cloudpickle.loads(payload) if payload else None
-    except Exception:  # its class may be importable only in the rank
-        return None
-
-
 def _raise_timeout(reports: list[Report], states: tuple[str, ...], job: Job) -> NoReturn:
     late = [report for report in reports if report.status == "unfinished"]
     lines = "\n".join(f"  {line}" for line in states)
@@ -374,7 +388,7 @@ def _raise_timeout(reports: list[Report], states: tuple[str, ...], job: Job) -> 
     else:
         action = "pass a larger timeout= if the work is only long, or end the loop that never ends."
     raise RanksTimeoutError(
-        f"{len(late)} of {len(reports)} ranks did not finish within {job.timeout:g} s, and every rank "
-        f"was stopped.\n{lines}\nNext: {action}",
+        f"{len(late)} of {len(reports)} ranks did not finish within {job.timeout:g} s, and every "
+        f"rank was stopped.\n{lines}\nNext: {action}",
         states,
     )

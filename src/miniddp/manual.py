@@ -26,7 +26,6 @@ PyTorch", which does neither; torch's DDP, which with find_unused_parameters=Tru
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Literal
 
 import torch
@@ -46,80 +45,87 @@ def average_gradients(
 ) -> None:
     """Replace every gradient of `module` by its average, or sum, over the ranks of `group`.
 
-    Call it on every rank, after backward and before the optimizer step. Works in place on
-    `parameter.grad` (any shape, any floating or complex dtype; a sparse gradient becomes dense). A
-    gradient missing on some ranks counts as zeros there, and is created; one missing on every rank
-    stays None.
+    Call it on every rank, after backward and before the optimizer step. It works on
+    `parameter.grad`, of any shape and any floating or complex dtype; a sparse gradient becomes
+    dense. A gradient missing on some ranks counts as zeros there, and is created; one missing on
+    every rank stays None.
 
     Args:
-        module: the same parameters, of the same shapes, on every rank.
-        flat: False sends one all-reduce a parameter. True copies all gradients into one buffer (one
-            for each dtype and device) and sends that: fewer, larger messages, at the price of a copy
-            in, a copy out, and a buffer as large as the gradients.
-        combine: "average" divides the sum by W, what DDP does; "sum" leaves it, what DataParallel does.
+        module: the same parameters, in the same order, on every rank.
+        flat: False sends one all-reduce a parameter. True copies all gradients into one buffer
+            (one for each dtype and device) and sends that: fewer, larger messages, at the price
+            of a copy in, a copy out, and a buffer as large as the gradients.
+        combine: "average" divides the sum by W, as DDP does; "sum" does not, as DataParallel.
         group: the process group; the default one when None.
 
     Raises ValueError for another `combine`.
 
-    Costs, for P parameters of B bytes in all on W ranks: P + 1 all-reduces, or with `flat` one for
-    each dtype and device, + 1; each ring all-reduce of b bytes sends 2(W−1)/W · b bytes a rank in
-    2(W−1) steps. The extra one tells which gradients exist: P bytes.
+    Costs, for P parameters on W ranks: P all-reduces and one of P bytes, which tells the ranks
+    what exists; with `flat` one for each dtype and device, in which that travels along. A ring
+    all-reduce of b bytes sends 2(W−1)/W · b bytes a rank, in 2(W−1) steps.
     """
     if combine not in ("average", "sum"):
         raise ValueError(f'combine must be "average" or "sum", got {combine!r}')
     parameters = [p for p in module.parameters() if p.requires_grad]
-    used = [
-        p
-        for p, anywhere in zip(parameters, _used_anywhere(parameters, group), strict=True)
-        if anywhere
-    ]
-    gradients = [_own_gradient(p) for p in used]
+    if not parameters:
+        return
+    gradients = [_own_gradient(p) for p in parameters]
+    has_gradient = [p.grad is not None for p in parameters]
     divisor = dist.get_world_size(group) if combine == "average" else 1
-    if flat:
-        _all_reduce_flat(gradients, divisor, group)
-    else:
-        _all_reduce_each(gradients, divisor, group)
-    for parameter, gradient in zip(used, gradients, strict=True):
-        parameter.grad = gradient
+    combine_all = _all_reduce_flat if flat else _all_reduce_each
+    exists_somewhere = combine_all(gradients, has_gradient, divisor, group)
+    for parameter, gradient, exists in zip(parameters, gradients, exists_somewhere, strict=True):
+        if exists:
+            parameter.grad = gradient
 
 
 def _all_reduce_each(
-    gradients: list[Tensor], divisor: int, group: dist.ProcessGroup | None
-) -> None:
-    for gradient in gradients:
-        gradient /= divisor  # before the sum: a sum of W half-precision gradients may overflow
-        dist.all_reduce(gradient, group=group)
+    gradients: list[Tensor],
+    has_gradient: list[bool],
+    divisor: int,
+    group: dist.ProcessGroup | None,
+) -> list[bool]:
+    """Combine in place, one message a gradient. Returns which of them any rank has."""
+    flags = torch.tensor(has_gradient, dtype=torch.uint8, device=gradients[0].device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    exists_somewhere = flags.bool().tolist()
+    for gradient, exists in zip(gradients, exists_somewhere, strict=True):
+        if exists:
+            # Divided before the sum: a sum of half-precision gradients may overflow.
+            gradient /= divisor
+            dist.all_reduce(gradient, group=group)
+    return exists_somewhere
 
 
 def _all_reduce_flat(
-    gradients: list[Tensor], divisor: int, group: dist.ProcessGroup | None
-) -> None:
-    def kind(gradient: Tensor) -> tuple[str, str]:
-        return str(gradient.dtype), str(gradient.device)
-
-    # Sorted by name, not by order of appearance, so that all ranks send the kinds in one order.
-    for _, same_kind in groupby(sorted(gradients, key=kind), key=kind):
-        parts = list(same_kind)
-        buffer = torch.cat([part.reshape(-1) for part in parts])
+    gradients: list[Tensor],
+    has_gradient: list[bool],
+    divisor: int,
+    group: dist.ProcessGroup | None,
+) -> list[bool]:
+    """Combine in place, one message in all. Returns which of the gradients any rank has."""
+    of_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, gradient in enumerate(gradients):
+        of_kind.setdefault((gradient.dtype, gradient.device), []).append(index)
+    exists_somewhere = list(has_gradient)
+    # In the order of first appearance among the parameters, which is the same on every rank.
+    for indices in of_kind.values():
+        parts = [gradients[i] for i in indices]
+        flags = parts[0].new_tensor([has_gradient[i] for i in indices])
+        buffer = torch.cat([*(part.reshape(-1) for part in parts), flags])
         buffer /= divisor
         dist.all_reduce(buffer, group=group)
-        for part, reduced in zip(parts, buffer.split([p.numel() for p in parts]), strict=True):
-            part.copy_(reduced.view_as(part))
-
-
-def _used_anywhere(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[bool]:
-    """For each parameter, whether any rank has a gradient for it: one all-reduce, a byte each."""
-    if not parameters:
-        return []
-    has_gradient = [p.grad is not None for p in parameters]
-    used = torch.tensor(has_gradient, dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-    return used.bool().tolist()
+        *reduced, flags = buffer.split([*(part.numel() for part in parts), len(parts)])
+        for part, values in zip(parts, reduced, strict=True):
+            part.copy_(values.view_as(part))
+        for i, flag in zip(indices, flags, strict=True):
+            exists_somewhere[i] = bool(flag != 0)
+    return exists_somewhere
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros_like(parameter)
-    # all_reduce wants dense memory without gaps; an expanded or sparse gradient has neither.
-    return gradient.to_dense().contiguous() if gradient.is_sparse else gradient.contiguous()
+        return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    # A collective wants dense memory without gaps; a sparse or expanded gradient has neither.
+    return gradient.to_dense() if gradient.is_sparse else gradient.contiguous()

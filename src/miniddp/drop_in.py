@@ -126,6 +126,38 @@ class ReducerNames:
         self.last_error = message
         return kind(message)
 
+    # Distributed autograd (RPC) keeps gradients in a context of its own, not in `.grad`. They are
+    # lent to `.grad` for the time of the reduction.
+
+    rpc_context: int | None = None
+
+    def find_rpc_context(self) -> int | None:
+        """The number of the distributed-autograd context that is open in this thread, if any."""
+        if not dist.rpc.is_available() or not dist.rpc.api._is_current_rpc_agent_set():
+            return None
+        self.lent: dict[int, tuple[Tensor, Tensor | None]] = {}
+        try:  # there is no public way to ask
+            return torch._C._distributed_autograd._current_context()._context_id()
+        except RuntimeError:
+            return None
+
+    def borrow_gradient(self, index: int) -> None:
+        """Let `.grad` be the context's gradient of a parameter."""
+        parameter = self.parameters[index]
+        gradient = dist.autograd.get_gradients(self.rpc_context).get(parameter)
+        if gradient is not None and index not in self.lent:
+            self.lent[index] = (gradient, parameter.grad)
+            parameter.grad = gradient
+
+    def return_gradients(self) -> None:
+        """Write the reduced gradients to the context, and let `.grad` be what it was."""
+        for index, (gradient, before) in self.lent.items():
+            parameter = self.parameters[index]
+            if parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = before
+        self.rpc_context = None
+
     def _run_allreduce_hook(self, bucket: Any) -> Future:
         return self.all_reduce(bucket)
 

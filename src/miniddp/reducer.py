@@ -155,6 +155,7 @@ class Reducer(ReducerNames):
     def arm(self, outputs: Sequence[Tensor]) -> None:
         """Reduce the next backward. `outputs`: what the forward returned, if unused ones count."""
         self.armed = True
+        self.rpc_context = self.find_rpc_context()
         self.times["backward_start"] = perf_counter_ns()
         self._rewind()
         if self.looks_for_unused:
@@ -184,6 +185,8 @@ class Reducer(ReducerNames):
     def on_gradient(self, index: int) -> None:
         """The gradient of parameter `index` is accumulated, or backward found it undefined."""
         with self.lock:
+            if self.rpc_context is not None:
+                self.borrow_gradient(index)
             if self.takes_all or self._takes(index):
                 self.order.append(index)
                 self._mark_ready(index)
@@ -333,6 +336,8 @@ class Reducer(ReducerNames):
             if self.looks_for_unused:
                 wait_for(self.used_work)
                 self.used = [0] * len(self.parameters)
+            if self.rpc_context is not None:
+                self.return_gradients()
             self.times["comm_end"] = perf_counter_ns()
 
     def _copy_out(self, bucket: Bucket, result: Tensor) -> None:

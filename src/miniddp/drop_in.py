@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp.buckets import MIB, bucket_caps
+from miniddp.mixed_precision import MixedPrecision
 from miniddp.replicas import broadcast_tensors
 
 # Keywords -----------------------------------------------------------------------------------------
@@ -216,7 +217,6 @@ class WrapperNames:
     _has_rebuilt_buckets = False
     _lazy_init_ran = False
     _use_python_reducer = False
-    mixed_precision = None
     broadcast_bucket_size = 250 * MIB
 
     # Construction
@@ -224,16 +224,10 @@ class WrapperNames:
     def _check_arguments(
         self,
         module: nn.Module,
-        mixed_precision: Any,
         check_reduction: bool,
         delayed: Any,
         delayed_by: Any,
     ) -> None:
-        if mixed_precision is not None:
-            raise NotImplementedError(
-                "MiniDDP does not support mixed_precision. Use torch.autocast, or register a comm "
-                "hook that compresses (miniddp.comm_hooks)."
-            )
         if (delayed is None) != (delayed_by is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
@@ -330,6 +324,9 @@ class WrapperNames:
         self._has_rebuilt_buckets = False
         self._comm_hooks: list[tuple[Callable, Any]] = []
         self.logger = _Log(self)
+        if self.mixed_precision is not None:
+            self._precision = MixedPrecision(self, self.mixed_precision)
+            self._set_comm_hook(self._precision.reduce, None, "mixed_precision")
 
     def _delay_all_reduce(
         self, named: Sequence[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
@@ -367,10 +364,15 @@ class WrapperNames:
         if not self._lazy_init_ran:
             self._lazy_init_ran = True
             self._setup_in_backward_optimizers()
+        if self.mixed_precision is not None:
+            self._precision.widen()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.logger.forward_begins()
 
     def _run_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.mixed_precision is not None:
+            self._precision.narrow()
+            inputs, kwargs = self._precision.cast((inputs, kwargs))
         outer = WrapperNames._active_ddp_module
         WrapperNames._active_ddp_module = self
         try:

@@ -145,10 +145,15 @@ class Reducer(ReducerNames):
         for node in self.accumulators:
             # If another reducer waits on the same module, it may not reduce what this one will.
             previous = node.metadata.get("miniddp.reducer", lambda: None)()
-            if previous is not None:
+            if previous not in (None, self):
                 previous.armed = previous.takes_all = False
             node.metadata["miniddp.reducer"] = this
         self.remove_hooks = hook_weakly(self.accumulators, self, Reducer.on_gradient)
+
+    def hook_again(self) -> None:
+        """The parameters' data have changed their type, and so their accumulators."""
+        self.remove_hooks()
+        self._hook_accumulators()
 
     # 2. Arm ---------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ The arithmetic is that of mark_variable_ready_dense in torch/csrc/distributed/c1
 gradient is multiplied by 1/W, one that lies in the buffer is divided by W; the bits may differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -151,6 +151,42 @@ class Bucket:
                 torch._foreach_mul_(copied, 1.0 / world_size)
         if in_place and world_size is not None:
             torch._foreach_div_(in_place, float(world_size))
+
+    def copy_out(self, result: Tensor, slots: Iterable[int], alias: bool, fill: bool) -> list[int]:
+        """Copy the averages in `result` to the gradients at `slots`.
+
+        A missing gradient is made, if `fill`. With `alias` gradients are views of the buffer
+        already; returned are the slots of those that are not.
+        """
+        if self.buffer.is_complex() and not result.is_complex():
+            result = torch.view_as_complex(result)  # collectives may work on pairs of reals
+        views = self.views
+        if self.sparse:
+            self.buffer.copy_(result)
+            views = [self.buffer]
+        elif result.data_ptr() != self.buffer.data_ptr():
+            views = self.views_of(result)
+            if alias:
+                torch._foreach_copy_(self.views, views)
+                views = self.views
+        targets, sources, replaced = [], [], []
+        for slot in slots:
+            parameter, view = self.parameters[slot], views[slot]
+            gradient = parameter.grad
+            if gradient is None:
+                if fill:
+                    keep = alias or self.sparse
+                    parameter.grad = view if keep else torch.empty_like(view).copy_(view)
+            elif self.sparse:
+                parameter.grad = view
+            elif not alias:
+                targets.append(gradient)
+                sources.append(view)
+            elif not same_memory(gradient, view):
+                replaced.append(slot)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return replaced
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

@@ -45,7 +45,7 @@ from miniddp.autograd_graph import (
 )
 from miniddp.buckets import NO_CAP, Plan, arrival_plan, initial_plan, sizes_of
 from miniddp.drop_in import ReducerNames
-from miniddp.gradient_bucket import LARGE, Bucket, GradBucket, same_memory
+from miniddp.gradient_bucket import LARGE, Bucket, GradBucket
 from miniddp.replicas import wait_for
 
 CommHook = Callable[[Any, GradBucket], Future]
@@ -325,15 +325,20 @@ class Reducer(ReducerNames):
             if not self.armed:  # a strict backward has done it already
                 return
             self.times["compute_end"] = perf_counter_ns()
+            may_be_unused = self.looks_for_unused or self.static_graph
             for bucket in self.buckets:
-                if bucket.future is not None:
-                    result = _first_tensor(bucket.future.wait())
-                    if bucket.sparse:
-                        bucket.buffer.copy_(result)
-                        self._write_sparse(bucket)
-                    else:
-                        self._copy_out(bucket, result)
-                    bucket.future = None
+                if bucket.future is None:
+                    continue
+                result = _first_tensor(bucket.future.wait())
+                bucket.future = None
+                # Zeros for an unused gradient would make an optimizer move its parameter.
+                wanted = range(len(bucket.indices))
+                if may_be_unused:
+                    wanted = [i for i in wanted if not self._unused_everywhere(bucket.indices[i])]
+                alias = self.gradient_as_bucket_view
+                replaced = bucket.copy_out(result, wanted, alias, not self.optimizer_in_backward)
+                if replaced:
+                    raise self.error(reducer_errors.not_a_view(self, bucket.indices[replaced[0]]))
             for future in self.extra_futures:
                 future.wait()
             self.extra_futures = []
@@ -344,37 +349,6 @@ class Reducer(ReducerNames):
             if self.rpc_context is not None:
                 self.return_gradients()
             self.times["comm_end"] = perf_counter_ns()
-
-    def _copy_out(self, bucket: Bucket, result: Tensor) -> None:
-        alias = self.gradient_as_bucket_view
-        if bucket.buffer.is_complex() and not result.is_complex():
-            result = torch.view_as_complex(result)  # collectives may work on pairs of reals
-        in_place = result.data_ptr() == bucket.buffer.data_ptr()
-        views = bucket.views if in_place else bucket.views_of(result)
-        if alias and not in_place:
-            torch._foreach_copy_(bucket.views, views)
-            views = bucket.views
-        may_be_unused = self.looks_for_unused or self.static_graph
-        targets, sources = [], []
-        for index, parameter, view in zip(bucket.indices, bucket.parameters, views, strict=True):
-            if may_be_unused and self._unused_everywhere(index):
-                continue  # its gradient stays as it is: zeros would make an optimizer move it
-            gradient = parameter.grad
-            if gradient is None:
-                if not self.optimizer_in_backward:
-                    parameter.grad = view if alias else torch.empty_like(view).copy_(view)
-            elif not alias:
-                targets.append(gradient)
-                sources.append(view)
-            elif not same_memory(gradient, view):
-                raise self.error(reducer_errors.not_a_view(self, index))
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-    def _write_sparse(self, bucket: Bucket) -> None:
-        may_be_unused = self.looks_for_unused or self.static_graph
-        if not (may_be_unused and self._unused_everywhere(bucket.indices[0])):
-            bucket.parameters[0].grad = bucket.buffer
 
     def _unused_everywhere(self, index: int) -> bool:
         """Whether no rank used the parameter; waits for the others' answer when first needed."""

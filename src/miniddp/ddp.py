@@ -84,7 +84,8 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
 
     Raises:
         RuntimeError: the ranks' models differ (on every rank), or nothing is trainable.
-        NotImplementedError: an argument that is not supported, by name.
+        NotImplementedError: `delay_all_reduce_named_params` holds every trainable parameter, or
+            `device_mesh` meets parameters that are DTensors.
     """
 
     # 1. Construction ------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             delayed=delay_all_reduce_named_params,
             delayed_by=param_to_hook_all_reduce,
         )
-        self.process_group = self._group_of(process_group, device_mesh)
+        self.process_group = self._group_of(module, process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore |= {name for name, _ in delay_all_reduce_named_params or ()}
         self.device_type, self.device_ids, self.output_device = devices_of(

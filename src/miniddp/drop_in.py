@@ -246,6 +246,12 @@ class WrapperNames:
                 "DistributedDataParallel is not needed when a module doesn't have any parameter "
                 "that requires a gradient. Use the module itself."
             )
+        delayed_names = {name for name, _ in delayed or ()}
+        if all(n in delayed_names for n, p in parameters.items() if p.requires_grad):
+            raise NotImplementedError(
+                "MiniDDP does not support delay_all_reduce_named_params of every trainable "
+                "parameter: leave at least one to be reduced in its turn"
+            )
         for name, parameter in parameters.items():
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise RuntimeError(
@@ -254,13 +260,19 @@ class WrapperNames:
                     "initialize the modules"
                 )
 
-    def _group_of(self, process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
+    def _group_of(
+        self, module: nn.Module, process_group: Any, device_mesh: Any
+    ) -> dist.ProcessGroup:
         if device_mesh is None:
             return dist.group.WORLD if process_group is None else process_group
         if process_group is not None:
             raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            raise NotImplementedError(
+                "MiniDDP does not support a device_mesh together with DTensor parameters"
+            )
         self.device_mesh = device_mesh
         return device_mesh.get_group(mesh_dim=0)
 

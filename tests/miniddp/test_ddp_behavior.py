@@ -110,6 +110,28 @@ def test_a_penalty_on_the_inputs_gradient_is_reduced_as_torch_does():
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def delayed(rank, world_size):
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    alone = copy.deepcopy(module)
+    above = [(name, p) for name, p in module.named_parameters() if not name.startswith("0.")]
+    wrapped = MiniDDP(
+        module, delay_all_reduce_named_params=above, param_to_hook_all_reduce=module[0].weight
+    )
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(rank, step)).sum().backward()
+    for r in range(world_size):
+        (alone(batch(r, 1)).sum() / world_size).backward()
+    return [(p.grad, q.grad) for p, q in zip(module.parameters(), alone.parameters(), strict=True)]
+
+
+def test_delayed_parameters_are_averaged_together_when_the_other_ones_gradient_arrives():
+    for pairs in run_ranks(delayed, 3):
+        for gradient, expected in pairs:
+            torch.testing.assert_close(gradient, expected)
+
+
 # Construction -------------------------------------------------------------------------------------
 
 
@@ -148,6 +170,13 @@ def test_models_that_differ_raise_on_every_rank_naming_the_parameter_and_the_ran
 def senseless(rank, world_size):
     with pytest.raises(ValueError, match="at the same time"):
         MiniDDP(linear(), param_to_hook_all_reduce=nn.Parameter(torch.zeros(1)))
+    module = linear()
+    delays_all = {
+        "delay_all_reduce_named_params": list(module.named_parameters()),
+        "param_to_hook_all_reduce": module.weight,
+    }
+    with pytest.raises(NotImplementedError, match="delay_all_reduce_named_params"):
+        MiniDDP(module, **delays_all)
     with pytest.raises(RuntimeError, match="that requires a gradient"):
         MiniDDP(linear().requires_grad_(False))
 

@@ -47,6 +47,8 @@ from labkit.trial import (
     Batch,
     InterruptedPassError,
     SmallModule,
+    TrialModule,
+    TwoBuckets,
     Wrap,
     full_batch_step,
     named_gradients,
@@ -170,9 +172,9 @@ def clipping_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollecti
 def missing_counts_as_zeros(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """A gradient missing on some ranks counts as zeros there.
 
-    Three cases, in one run: rank 0 lacks one branch and the others lack another, of equal shapes;
-    all but rank 0 lack two branches; a branch is used in the first micro-batch only. torch's DDP
-    asks for find_unused_parameters=True.
+    Four cases: rank 0 lacks one branch and the others lack another, of equal shapes; all but rank
+    0 lack two branches; a branch is used in the first micro-batch only; all but rank 0 lack the
+    layer whose bucket would be the first to go. torch's DDP asks for find_unused_parameters=True.
     """
     world_size = dist.get_world_size()
     data = trial_batches(world_size, device=device)
@@ -187,6 +189,8 @@ def missing_counts_as_zeros(wrap: Wrap, device: Device, watched: SameCollectives
             [[first, last._replace(take=("a", "b"))] for first, last in twice],
         ],
     )
+    first_bucket_missing = _taking(data, [("a", "b"), *[("a",)] * (world_size - 1)])
+    _one_step(wrap, device, watched, [first_bucket_missing] * 2, module=TwoBuckets(device))
 
 
 @invariant
@@ -234,20 +238,25 @@ def none_stays_none(wrap: Wrap, device: Device, watched: SameCollectives) -> Non
 def collectives_match(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """All ranks launch the same collectives in the same order, and no two gradients are mixed up.
 
-    Although every rank goes through the branches in another order, so that gradients appear in
-    another order too; once with tensors of different shapes, once with tensors of equal ones.
+    Although every rank goes through the module in another order, so that gradients appear in
+    another order too: with tensors of different shapes, with tensors of equal ones, and with
+    layers large enough for buckets of their own.
     """
-    orders = [("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")]
     world_size = dist.get_world_size()
     data = trial_batches(world_size, device=device)
-    turned = [orders[rank % 3] for rank in range(world_size)]
-    swapped = [[("a", "b", "c"), ("b", "a", "c")][rank % 2] for rank in range(world_size)]
+    rounds = [("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")]
+    of_all_shapes = _taking(data, [rounds[rank % 3] for rank in range(world_size)])
+    swaps = [("a", "b", "c"), ("b", "a", "c")]
+    of_equal_shapes = _taking(data, [swaps[rank % 2] for rank in range(world_size)])
+    buckets = [("a", "b"), ("b", "a")]
+    of_buckets = _taking(data, [buckets[rank % 2] for rank in range(world_size)])
     cause = (
         "a gradient was combined with another parameter's of the same shape: buckets are launched "
         "in the order in which they fill on this rank. Launch in one order, fixed for all ranks."
     )
-    _one_step(wrap, device, watched, [_taking(data, turned)], cause=cause)
-    _one_step(wrap, device, watched, [_taking(data, swapped)], cause=cause)
+    _one_step(wrap, device, watched, [of_all_shapes], cause=cause)
+    _one_step(wrap, device, watched, [of_equal_shapes], cause=cause)
+    _one_step(wrap, device, watched, [of_buckets] * 2, cause=cause, module=TwoBuckets(device))
 
 
 @invariant
@@ -314,9 +323,10 @@ def _one_step(
     steps: Sequence[list[list[Batch]]],
     max_norm: float | None = None,
     cause: str | None = None,
+    module: TrialModule | None = None,
 ) -> None:
     """Each of `steps` gives the oracle's gradients, by one wrapped module, without optimizer."""
-    module = SmallModule(device=device)
+    module = module or SmallModule(device=device)
     oracle = deepcopy(module)
     with watched:
         wrapped = wrap(module)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
+from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp.buckets import MIB, bucket_caps
@@ -288,7 +289,7 @@ class WrapperNames:
         """After a reducer was made, at construction or from a pickle."""
         if self.device_type == "cpu":
             for name, layer in self.module.named_modules():
-                if isinstance(layer, nn.SyncBatchNorm):
+                if type(layer) is SyncBatchNorm:  # a subclass may know how
                     raise ValueError(
                         f"SyncBatchNorm layers only work with GPU modules, but {name} is on the "
                         "CPU; miniddp.sync_batch_norm has one that works there"
@@ -645,7 +646,7 @@ class _Log:
             "device_ids": ", ".join(map(str, ddp.device_ids or ())),
             "output_device": -1 if ddp.output_device is None else ddp.output_device,
             "broadcast_buffers": int(ddp.forward_sync_buffers),
-            "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.modules())),
+            "has_sync_bn": int(any("SyncBatchNorm" in type(m).__name__ for m in ddp.modules())),
             "bucket_cap_bytes": ddp.bucket_bytes_cap,
             "find_unused_parameters": int(ddp.find_unused_parameters),
             "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),

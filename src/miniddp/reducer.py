@@ -287,7 +287,10 @@ class Reducer(ReducerNames):
         if self.comm_hook is None:
             return self.all_reduce(bucket)
         hook, state = self.comm_hook
-        return hook(state, bucket)
+        future = hook(state, bucket)
+        if not hasattr(future, "wait"):
+            raise self.error(reducer_errors.not_a_future(future))
+        return future
 
     def all_reduce(self, bucket: GradBucket) -> Future:
         """The sum over all ranks, in place; the future's value holds the bucket's buffer."""
@@ -385,6 +388,7 @@ class Reducer(ReducerNames):
             absent_on_ranks = self.gather_absent(absent)
             self._finalize()
             if any(absent_on_ranks):
+                self.order = []  # no order of arrival to pack the buckets by
                 raise self.error(reducer_errors.absent_on_ranks(self, absent_on_ranks))
 
     def gather_absent(self, absent: list[int]) -> list[list[int]]:

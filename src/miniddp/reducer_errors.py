@@ -110,6 +110,14 @@ def not_sparse(reducer: "Reducer", index: int) -> str:
     )
 
 
+def not_a_future(returned: object) -> str:
+    """A comm hook that returned something else than a Future."""
+    return (
+        f"callback must return a torch.futures.Future object, but got {type(returned)}; wrap a "
+        "finished result by Future.set_result"
+    )
+
+
 def not_a_view(reducer: "Reducer", index: int) -> str:
     """With gradient_as_bucket_view, `.grad` was replaced while the reduction was going on."""
     return (

@@ -10,10 +10,13 @@ implementation is a callable `wrap(module)`, such as torch's DistributedDataPara
 around your own trainer (`labkit.trial` says what it may have). They too run on every rank of an
 initialized process group:
 
-    def work(rank):
-        gradients_equal_full_batch(MyTrainer)
+    class MyTrainer:
+        def __init__(self, module): self.module = module   # and broadcast it from rank 0
+        def __call__(self, inputs): return self.module(inputs)
+        def finish(self): average_gradients(self.module)   # after backward
 
-    run_ranks(work, 3)
+    def test_my_trainer_averages():
+        run_ranks(lambda: gradients_equal_full_batch(MyTrainer), 3)
 
 `INVARIANTS` lists those that every correct implementation obeys; `violations(wrap)` tries them all.
 `communication_overlaps_backward` stands aside: without overlap a gradient is late, but right.

@@ -102,11 +102,8 @@ def ring_all_reduce(
         mine += theirs
 
     for step in range(world_size - 1):  # all-gather
-        finished, missing = (
-            chunks[(rank + 1 - step) % world_size],
-            chunks[(rank - step) % world_size],
-        )
-        _step(group, send=finished, receive=missing, **ring)
+        finished = chunks[(rank - step + 1) % world_size]
+        _step(group, send=finished, receive=chunks[(rank - step) % world_size], **ring)
     _finish(tensor, flat)
 
 

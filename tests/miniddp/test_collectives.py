@@ -226,6 +226,24 @@ def test_only_the_ranks_of_the_group_take_part() -> None:
         assert all(torch.equal(result, wanted) for result in results)
 
 
+def reduce_strided_views(rank: int) -> tuple[list[Tensor], Tensor]:
+    ours = []
+    for all_reduce in ALGORITHMS.values():
+        whole = torch.arange(6.0) + rank
+        all_reduce(whole[::2])
+        ours.append(whole)
+    theirs = torch.arange(6.0) + rank
+    dist.all_reduce(theirs[::2])
+    return ours, theirs
+
+
+def test_a_strided_view_is_reduced_where_torchs_gloo_takes_the_wrong_memory() -> None:
+    for rank, (ours, theirs) in enumerate(run_ranks(reduce_strided_views, 2)):
+        wanted = [1.0, 1.0 + rank, 5.0, 3.0 + rank, 9.0, 5.0 + rank]
+        assert all(tensor.tolist() == wanted for tensor in ours)
+        assert theirs.tolist() != wanted
+
+
 def average_large_halves(rank: int) -> list[Tensor]:
     results = []
     for all_reduce in ALGORITHMS.values():

@@ -1,8 +1,8 @@
 """Keeps what nbval executes: the book rendered after the tests is the one tested.
 
-nbval runs every chapter and compares its text with the stored one. Here the outputs of
-that very run, figures included, are written to `_build/executed`, from which `make html`
-renders without running anything again.
+nbval runs every chapter and compares its text with the stored one. Here the outputs
+of that very run, figures included, are written to `_build/executed`, from which
+`make html` renders without running anything again.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def copy_pages(book: Path, out: Path) -> None:
     for path in sorted(out.rglob("*"), reverse=True):
         if path.relative_to(out) not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    ignore = shutil.ignore_patterns("*.ipynb", "*.py", "__pycache__", ".ipynb_checkpoints")
+    ignore = shutil.ignore_patterns("*.ipynb", "*.py", "ruff.toml", "__pycache__", ".*")
     shutil.copytree(book, out, ignore=ignore, dirs_exist_ok=True)
 
 

@@ -145,7 +145,11 @@ def _guard(command: Sequence[str]) -> NoReturn:
         kill_descendants()
         os._exit(1)
 
-    work = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        work = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127)  # what a shell says for this
     threading.Thread(target=leave_with_the_caller, daemon=True).start()
     code = work.wait()
     kill_descendants()

@@ -73,9 +73,9 @@ def average_gradients(
     has_gradient = [p.grad is not None for p in parameters]
     divisor = dist.get_world_size(group) if combine == "average" else 1
     combine_all = _all_reduce_flat if flat else _all_reduce_each
-    exists = combine_all(gradients, has_gradient, divisor, group)
-    for parameter, gradient, exists_somewhere in zip(parameters, gradients, exists, strict=True):
-        if exists_somewhere:
+    exists_somewhere = combine_all(gradients, has_gradient, divisor, group)
+    for parameter, gradient, exists in zip(parameters, gradients, exists_somewhere, strict=True):
+        if exists:
             parameter.grad = gradient
 
 
@@ -86,13 +86,15 @@ def _all_reduce_each(
     group: dist.ProcessGroup | None,
 ) -> list[bool]:
     """Combine in place, one message a gradient. Returns which of them any rank has."""
-    exists = torch.tensor(has_gradient, dtype=torch.uint8, device=gradients[0].device)
-    dist.all_reduce(exists, op=dist.ReduceOp.MAX, group=group)
-    for gradient, exists_somewhere in zip(gradients, exists.tolist(), strict=True):
-        if exists_somewhere:
-            gradient /= divisor  # before the sum: a sum of W half-precision gradients may overflow
+    flags = torch.tensor(has_gradient, dtype=torch.uint8, device=gradients[0].device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    exists_somewhere = flags.bool().tolist()
+    for gradient, exists in zip(gradients, exists_somewhere, strict=True):
+        if exists:
+            # Divided before the sum: a sum of half-precision gradients may overflow.
+            gradient /= divisor
             dist.all_reduce(gradient, group=group)
-    return exists.bool().tolist()
+    return exists_somewhere
 
 
 def _all_reduce_flat(
@@ -105,7 +107,7 @@ def _all_reduce_flat(
     of_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, gradient in enumerate(gradients):
         of_kind.setdefault((gradient.dtype, gradient.device), []).append(index)
-    exists = list(has_gradient)
+    exists_somewhere = list(has_gradient)
     # In the order of first appearance among the parameters, which is the same on every rank.
     for indices in of_kind.values():
         parts = [gradients[i] for i in indices]
@@ -117,8 +119,8 @@ def _all_reduce_flat(
         for part, values in zip(parts, reduced, strict=True):
             part.copy_(values.view_as(part))
         for i, flag in zip(indices, flags, strict=True):
-            exists[i] = bool(flag != 0)
-    return exists
+            exists_somewhere[i] = bool(flag != 0)
+    return exists_somewhere
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor:

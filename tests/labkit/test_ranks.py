@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from processes import all_gone, processes_with
 
 from labkit.ranks import RanksError, RanksTimeoutError, run_ranks
 
@@ -35,27 +36,6 @@ class OwnError(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{code}: {reason}")
         self.code = code
-
-
-def processes_with(marker: str) -> list[psutil.Process]:
-    """Every live process of this machine whose environment holds `marker`."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if marker in process.environ().values() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
-
-
-def all_gone(marker: str, within: float = 10.0) -> bool:
-    deadline = time.monotonic() + within
-    while processes_with(marker):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 # What a rank is given, and what comes back
@@ -566,3 +546,10 @@ def test_no_temporary_folder_is_left(tmp_path, monkeypatch):
     )
     assert json.loads(run.stdout) == [0, 1], run.stderr
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("ranks-")] == []
+
+
+def test_a_test_module_is_not_imported_again_in_the_ranks():
+    def work():
+        return [name for name in ("pytest", "test_ranks", __name__) if name in sys.modules]
+
+    assert run_ranks(work, 2) == [[], []]

@@ -419,6 +419,8 @@ def hybrid(rank: int, world_size: int) -> dict[str, list[Tensor]]:
         average_gradients(by_hand, combine=combine)
         found[f"by hand, {combine}"] = gradients(by_hand)
 
+    with pytest.raises(ValueError, match="single element"):
+        DistributedDataParallel(classifier(), device_ids=["cpu"] * 2)
     ddp = DistributedDataParallel(MiniDataParallel(classifier(), ["cpu"] * 2))
     F.cross_entropy(ddp(x), y).backward()
     found["torch's DDP around it"] = gradients(ddp)

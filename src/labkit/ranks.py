@@ -166,9 +166,9 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
         bind(fn, args, dict.fromkeys(HANDED))
     except TypeError as error:
         raise TypeError(
-            f"run_ranks cannot call {_name(fn)} with {len(args)} argument(s): {error}. Parameters named "
-            "rank, world_size or device are handed over by run_ranks; every other one is filled, "
-            "in order, from the arguments after world_size."
+            f"run_ranks cannot call {_name(fn)} with {len(args)} argument(s): {error}. Parameters "
+            "named rank, world_size or device are handed over by run_ranks; every other one is "
+            "filled, in order, from the arguments after world_size."
         ) from None
 
 

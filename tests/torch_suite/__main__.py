@@ -1,0 +1,85 @@
+"""``python -m tests.torch_suite``: PyTorch's tests of its DDP, with the class and the device swapped."""
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+
+DESCRIPTION = """\
+Run PyTorch's own tests of DistributedDataParallel on the CPU, with gloo, on the class that you choose.
+The tests are those that ship inside the installed torch, or (--file) those of a checkout of PyTorch's
+repository, for instance --file ~/pytorch/test/distributed/test_c10d_gloo.py."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.torch_suite", description=DESCRIPTION)
+    parser.add_argument("--class", dest="cls", default="miniddp", help="torch, miniddp or module:Class")
+    parser.add_argument("--file", action="append", default=[], help="a test file, instead of those shipped")
+    parser.add_argument("-k", dest="names", action="append", default=[], help="name, or pattern with *")
+    parser.add_argument("--every", action="store_true", help="also the tests that do not name the class")
+    parser.add_argument("--world-size", type=int, default=3, help="ranks of distributed_test (default 3)")
+    parser.add_argument("--jobs", type=int, default=2, help="tests at a time (default 2)")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds for one test (default 60)")
+    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--list", action="store_true", help="only print the names")
+    parser.add_argument("-v", dest="verbose", action="store_true", help="print failures whole")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    # PyTorch's files read these when they are imported.
+    os.environ.update(
+        BACKEND="gloo",
+        WORLD_SIZE=str(options.world_size),
+        TEMP_DIR=tempfile.gettempdir(),
+        OMP_NUM_THREADS="1",
+        OPENBLAS_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1",
+    )
+    from . import discover, placement, runner, swap
+
+    cls = swap.load(options.cls)
+    placement.open_gates()
+    placement.pretend_devices()
+    placement.without_device_ids(cls)
+    swap.Constructions.watch(cls)
+    swap.swap(cls)
+    runner.fork_ranks()
+    chosen = []
+    with placement.nccl_announced():
+        for source in options.file or discover.SHIPPED:
+            module = discover.load(source)
+            swap.swap(cls)
+            chosen += discover.tests(module, options.every)
+    if options.names:
+        chosen = [
+            test
+            for test in chosen
+            if any(fnmatch.fnmatch(runner.name_of(*test), f"*{name}*") for name in options.names)
+        ]
+    if options.list:
+        print("\n".join(runner.name_of(*test) for test in chosen))
+        return 0
+
+    def report(result: runner.Result) -> None:
+        last = result.detail.strip().splitlines()[-1:] if result.outcome != "passed" else []
+        print(f"{result.outcome:8}{result.seconds:6.1f} s  {result.name}", *last, sep="  ", flush=True)
+        if options.verbose and result.detail:
+            print(result.detail, flush=True)
+
+    results = runner.run(chosen, options.jobs, options.timeout, report)
+    totals = Counter(result.outcome for result in results)
+    print(", ".join(f"{n} {outcome}" for outcome, n in totals.most_common()), f"({options.cls})")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([dataclasses.asdict(result) for result in results], file, indent=1)
+    return int(any(result.outcome not in ("passed", "skipped") for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -132,6 +132,31 @@ def open_gates() -> None:
     unittest.skipUnless = factory("skipUnless", False)
 
 
+class _Stream:
+    def wait_stream(self, stream: Any) -> None:
+        """The other stream is this one."""
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Nothing is to be recorded."""
+
+    def record(self, stream: Any = None) -> None:
+        """What was enqueued has run."""
+
+    def wait(self, stream: Any = None) -> None:
+        """What was enqueued has run."""
+
+
+def smaller_convolutions() -> None:
+    """Let every 2-d convolution see at most 32 x 32 points of its input.
+
+    `test_ddp_uneven_inputs` runs one over 1000 x 1000 points several hundred times: hours on a CPU.
+    """
+    forward = torch.nn.Conv2d.forward
+    torch.nn.Conv2d.forward = lambda self, x: forward(self, x[..., :32, :32])
+
+
 def pretend_devices() -> None:
     """Give the tests a `torch.cuda` with devices that can be counted and chosen, and a gloo for an NCCL."""
 
@@ -154,6 +179,9 @@ def pretend_devices() -> None:
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.empty_cache = lambda: None
     torch.cuda.device = device
+    # What waits for a stream on the GPU need not wait on the CPU: it runs in the order of the program.
+    torch.Event = _Event
+    torch.accelerator.current_stream = lambda device=None: _Stream()
     torch.cuda.amp.autocast = functools.partial(torch.autocast, "cpu")
     torch.cuda.amp.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")
 

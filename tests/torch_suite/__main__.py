@@ -21,7 +21,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--file", action="append", default=[], help="a test file, instead of those shipped")
     parser.add_argument("-k", dest="names", action="append", default=[], help="name, or pattern with *")
     parser.add_argument("--every", action="store_true", help="also the tests that do not name the class")
-    parser.add_argument("--world-size", type=int, default=3, help="ranks of distributed_test (default 3)")
+    parser.add_argument("--world-size", type=int, default=4, help="ranks of distributed_test (default 4)")
     parser.add_argument("--jobs", type=int, default=2, help="tests at a time (default 2)")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one test (default 60)")
     parser.add_argument("--json", help="write the results to this file")
@@ -67,8 +67,7 @@ def main() -> int:
         return 0
 
     def report(result: runner.Result) -> None:
-        last = result.detail.strip().splitlines()[-1:] if result.outcome != "passed" else []
-        print(f"{result.outcome:8}{result.seconds:6.1f} s  {result.name}", *last, sep="  ", flush=True)
+        print(f"{result.outcome:8}{result.seconds:6.1f} s  {result.name}", result.reason, flush=True)
         if options.verbose and result.detail:
             print(result.detail, flush=True)
 

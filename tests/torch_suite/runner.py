@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import resource
 import selectors
 import shutil
@@ -27,6 +28,9 @@ from . import placement
 from .swap import Constructions
 
 
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Timeout)\b")
+
+
 @dataclasses.dataclass
 class Result:
     """How one test ended."""
@@ -42,6 +46,17 @@ class Result:
     """why PyTorch would have skipped the test on this machine"""
     detail: str = ""
     """the failure, the reason of the skip, or the last lines that the ranks printed"""
+
+    @property
+    def reason(self) -> str:
+        """The first error that a rank raised, on one line; of a skip or a timeout the last line."""
+        lines = [line for line in self.detail.splitlines() if line.strip()]
+        errors = [
+            f"{line} {following.strip()}" if line.rstrip().endswith((":", "!")) else line
+            for line, following in zip(lines, [*lines[1:], ""], strict=True)
+            if _ERROR.match(line) and "exited with error code" not in line
+        ]
+        return (errors or lines[-1:] or [""])[0][:200]
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ torch is changed: `torch.cuda.is_available()` stays False, and the library goes 
 import contextlib
 import functools
 import inspect
+import threading
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,6 +66,17 @@ class OnCpu(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])
         return func(*args, **kwargs)
+
+
+def in_every_thread() -> None:
+    """Activate `OnCpu`, which holds for one thread, in each thread that Python starts from now on."""
+    run = threading.Thread.run
+
+    def run_on_cpu(self: threading.Thread) -> None:
+        with OnCpu():
+            run(self)
+
+    threading.Thread.run = run_on_cpu
 
 
 def without_device_ids(cls: type) -> None:
@@ -177,6 +189,7 @@ def pretend_devices() -> None:
     torch.cuda.set_device = lambda device: None
     torch.cuda.current_device = lambda: 0
     torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.nccl.version = lambda: (2, 27, 3)
     torch.cuda.empty_cache = lambda: None
     torch.cuda.device = device
     # What waits for a stream on the GPU need not wait on the CPU: it runs in the order of the program.

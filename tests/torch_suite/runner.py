@@ -53,7 +53,7 @@ class Result:
         lines = [line for line in self.detail.splitlines() if line.strip()]
         errors = [
             f"{line} {following.strip()}" if line.rstrip().endswith((":", "!")) else line
-            for line, following in zip(lines, [*lines[1:], ""], strict=True)
+            for line, following in zip(lines, [*lines[1:], ""])  # noqa: B905 (lines may be empty)
             if _ERROR.match(line) and "exited with error code" not in line
         ]
         return (errors or lines[-1:] or [""])[0][:200]
@@ -138,6 +138,7 @@ def _run_here(case: type[unittest.TestCase], method: str, folder: str) -> None:
     if method == "test_ddp_uneven_inputs":
         placement.smaller_convolutions()
     outcome = unittest.TestResult()
+    placement.in_every_thread()
     with placement.OnCpu():
         unittest.TestSuite([case(method)]).run(outcome)
     bad = [text for _, text in (*outcome.errors, *outcome.failures)]

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import types
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.overrides import TorchFunctionMode
 
 PRETENDED_GPUS = 8
@@ -59,6 +61,8 @@ class OnCpu(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.device and args and isinstance(args[0], int):
+            return torch.device("cuda", args[0])  # an index alone needs an accelerator to be there
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1:
@@ -217,6 +221,9 @@ def pretend_devices() -> None:
         replaced = gloo_for_nccl(getattr(dist, name))
         setattr(dist, name, replaced)
         setattr(dist.distributed_c10d, name, replaced)
+    # ZeRO's overlapping hooks refuse a group that calls itself gloo.
+    ddp_zero_hook.dist = types.ModuleType(dist.__name__)
+    vars(ddp_zero_hook.dist).update(vars(dist), get_backend=lambda group=None: "nccl")
     barrier = dist.barrier
     dist.barrier = functools.wraps(barrier)(
         lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)

@@ -54,7 +54,7 @@ class Result:
         errors = [
             f"{line} {following.strip()}" if line.rstrip().endswith((":", "!")) else line
             for line, following in zip(lines, [*lines[1:], ""])  # noqa: B905 (lines may be empty)
-            if _ERROR.match(line) and "exited with error code" not in line
+            if _ERROR.match(line) and "exited with e" not in line
         ]
         return (errors or lines[-1:] or [""])[0][:200]
 

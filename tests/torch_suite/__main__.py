@@ -20,14 +20,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--class", dest="cls", default="miniddp", help="torch, miniddp or module:Class")
     parser.add_argument("--file", action="append", default=[], help="a test file, instead of those shipped")
     parser.add_argument("-k", dest="names", action="append", default=[], help="name, or pattern with *")
+    parser.add_argument("--runnable", action="store_true", help="only those runnable by table.json")
     parser.add_argument("--every", action="store_true", help="also the tests that do not name the class")
     parser.add_argument("--world-size", type=int, default=4, help="ranks of distributed_test (default 4)")
     parser.add_argument("--jobs", type=int, default=2, help="tests at a time (default 2)")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for one test (default 60)")
     parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument(
+        "--write-table", action="store_true", help="with --class torch: write what it does to table.json"
+    )
     parser.add_argument("--list", action="store_true", help="only print the names")
     parser.add_argument("-v", dest="verbose", action="store_true", help="print failures whole")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.write_table and (options.cls != "torch" or options.file or options.names):
+        parser.error("--write-table takes the whole of what ships, run with --class torch")
+    return options
 
 
 def main() -> int:
@@ -41,7 +48,7 @@ def main() -> int:
         OPENBLAS_NUM_THREADS="1",
         MASTER_ADDR="127.0.0.1",
     )
-    from . import discover, placement, runner, swap
+    from . import discover, placement, runner, swap, table
 
     cls = swap.load(options.cls)
     placement.open_gates()
@@ -62,6 +69,9 @@ def main() -> int:
             for test in chosen
             if any(fnmatch.fnmatch(runner.name_of(*test), f"*{name}*") for name in options.names)
         ]
+    if options.runnable:
+        runnable = set(table.read()["runnable"])
+        chosen = [test for test in chosen if runner.name_of(*test) in runnable]
     if options.list:
         print("\n".join(runner.name_of(*test) for test in chosen))
         return 0
@@ -77,6 +87,8 @@ def main() -> int:
     if options.json:
         with open(options.json, "w") as file:
             json.dump([dataclasses.asdict(result) for result in results], file, indent=1)
+    if options.write_table:
+        table.write(results, options.world_size)
     return int(any(result.outcome not in ("passed", "skipped") for result in results))
 
 

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.overrides import TorchFunctionMode
 
+from miniddp.sync_batch_norm import SyncBatchNorm
+
 PRETENDED_GPUS = 8
 """What `torch.cuda.device_count()` says to the tests: none of them asks for more."""
 
@@ -196,6 +198,8 @@ def pretend_devices() -> None:
     torch.cuda.nccl.version = lambda: (2, 27, 3)
     torch.cuda.empty_cache = lambda: None
     torch.cuda.device = device
+    # Torch's SyncBatchNorm has no kernels for the CPU; the project's stands in, whatever class is tested.
+    torch.nn.SyncBatchNorm = SyncBatchNorm
     # What waits for a stream on the GPU need not wait on the CPU: it runs in the order of the program.
     torch.Event = _Event
     torch.accelerator.current_stream = lambda device=None: _Stream()

@@ -17,17 +17,31 @@ repository, for instance --file ~/pytorch/test/distributed/test_c10d_gloo.py."""
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.torch_suite", description=DESCRIPTION)
-    parser.add_argument("--class", dest="cls", default="miniddp", help="torch, miniddp or module:Class")
-    parser.add_argument("--file", action="append", default=[], help="a test file, instead of those shipped")
-    parser.add_argument("-k", dest="names", action="append", default=[], help="name, or pattern with *")
+    parser.add_argument(
+        "--class", dest="cls", default="miniddp", help="torch, miniddp or module:Class"
+    )
+    parser.add_argument(
+        "--file", action="append", default=[], help="a test file, instead of those shipped"
+    )
+    parser.add_argument(
+        "-k", dest="names", action="append", default=[], help="name, or pattern with *"
+    )
     parser.add_argument("--runnable", action="store_true", help="only those runnable by table.json")
-    parser.add_argument("--every", action="store_true", help="also the tests that do not name the class")
-    parser.add_argument("--world-size", type=int, default=4, help="ranks of distributed_test (default 4)")
+    parser.add_argument(
+        "--every", action="store_true", help="also the tests that do not name the class"
+    )
+    parser.add_argument(
+        "--world-size", type=int, default=4, help="ranks of distributed_test (default 4)"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="tests at a time (default 2)")
-    parser.add_argument("--timeout", type=float, default=60, help="seconds for one test (default 60)")
+    parser.add_argument(
+        "--timeout", type=float, default=60, help="seconds for one test (default 60)"
+    )
     parser.add_argument("--json", help="write the results to this file")
     parser.add_argument(
-        "--write-table", action="store_true", help="with --class torch: write what it does to table.json"
+        "--write-table",
+        action="store_true",
+        help="with --class torch: write what it does to table.json",
     )
     parser.add_argument("--list", action="store_true", help="only print the names")
     parser.add_argument("-v", dest="verbose", action="store_true", help="print failures whole")
@@ -77,7 +91,9 @@ def main() -> int:
         return 0
 
     def report(result: runner.Result) -> None:
-        print(f"{result.outcome:8}{result.seconds:6.1f} s  {result.name}", result.reason, flush=True)
+        print(
+            f"{result.outcome:8}{result.seconds:6.1f} s  {result.name}", result.reason, flush=True
+        )
         if options.verbose and result.detail:
             print(result.detail, flush=True)
 

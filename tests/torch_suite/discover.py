@@ -41,7 +41,9 @@ def cases(module: types.ModuleType) -> dict[str, type[unittest.TestCase]]:
     }
 
 
-def tests(module: types.ModuleType, every: bool = False) -> list[tuple[type[unittest.TestCase], str]]:
+def tests(
+    module: types.ModuleType, every: bool = False
+) -> list[tuple[type[unittest.TestCase], str]]:
     """(class, method) for each test that reaches `DistributedDataParallel`, or for every test."""
     return [
         (case, name)

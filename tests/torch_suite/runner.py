@@ -168,5 +168,9 @@ def _finish(test: _Running, status: int | None) -> Result:
     shutil.rmtree(test.folder, ignore_errors=True)
     gates = getattr(getattr(test.case, test.method), "gates", [])
     return Result(
-        name_of(test.case, test.method), seconds=seconds, constructed=constructed, gates=gates, **ended
+        name_of(test.case, test.method),
+        seconds=seconds,
+        constructed=constructed,
+        gates=gates,
+        **ended,
     )

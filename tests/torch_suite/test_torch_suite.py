@@ -51,7 +51,11 @@ def test_every_test_that_ships_inside_torch_is_classified() -> None:
 
 def test_a_wrapper_that_never_averages_is_rejected(tmp_path: Path) -> None:
     broken = run(
-        tmp_path, "--class", "tests.torch_suite.broken_classes:Unsynchronized", "-k", "DataParallelCPU"
+        tmp_path,
+        "--class",
+        "tests.torch_suite.broken_classes:Unsynchronized",
+        "-k",
+        "DataParallelCPU",
     )
     assert {result["outcome"] for result in broken.values()} == {"failed"}
     assert all("Tensor-likes are not" in result["detail"] for result in broken.values())
@@ -70,7 +74,8 @@ def test_a_test_that_hangs_is_killed_with_all_its_ranks(tmp_path: Path) -> None:
     left = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if process.pid not in before and "tests.torch_suite" in (process.info["cmdline"] or [])
+        if process.pid not in before
+        and "tests.torch_suite" in (process.info["cmdline"] or [])
         and str(tmp_path / "results.json") in process.info["cmdline"]
     ]
     assert left == []

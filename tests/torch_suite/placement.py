@@ -150,6 +150,16 @@ def open_gates() -> None:
     unittest.skipUnless = factory("skipUnless", False)
 
 
+class _SyncBatchNorm(SyncBatchNorm):
+    """Constructs the project's SyncBatchNorm, which is no instance of what torch's name stands for.
+
+    So no wrapper refuses it, as it would a layer that cannot run on the CPU.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SyncBatchNorm:
+        return SyncBatchNorm(*args, **kwargs)
+
+
 class _Stream:
     def wait_stream(self, stream: Any) -> None:
         """The other stream is this one."""
@@ -199,7 +209,7 @@ def pretend_devices() -> None:
     torch.cuda.empty_cache = lambda: None
     torch.cuda.device = device
     # Torch's SyncBatchNorm has no kernels for the CPU; the project's stands in, whatever class is tested.
-    torch.nn.SyncBatchNorm = SyncBatchNorm
+    torch.nn.SyncBatchNorm = _SyncBatchNorm
     # What waits for a stream on the GPU need not wait on the CPU: it runs in the order of the program.
     torch.Event = _Event
     torch.accelerator.current_stream = lambda device=None: _Stream()

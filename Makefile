@@ -1,0 +1,58 @@
+# Every target does its own set-up: Python 3.11 or newer and make are all that is needed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+EXECUTED := _build/executed
+LAB ?= 02_accumulate_vs_ddp
+RANKS ?= 4
+ARGS ?=
+
+.PHONY: help book test html update lab serve clean
+
+help:
+	@echo "make book                run every chapter and build the book"
+	@echo "make test                run every test, chapter and lab"
+	@echo "make lab LAB=NAME        run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
+	@echo "make serve               show the built book on this machine's loopback address"
+	@echo "make update              run the chapters in place and store their outputs [CHAPTER=…]"
+	@echo "make clean               remove what was built, and the virtual environment"
+
+$(READY): requirements.txt constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("This project needs Python 3.11 or newer; %s is %s. Choose another with: make … PYTHON=python3.12" % (sys.executable, sys.version.split()[0]))'
+	@echo "Setting up $(VENV) (once; a few minutes) …"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt -e .
+	@touch $@
+
+# Text outputs are compared by `make test`; here the chapters only have to run.
+book: $(READY)
+	@echo "Running the chapters …"
+	@$(BIN)/python -m labkit.chapters execute book $(EXECUTED)
+	@$(MAKE) --no-print-directory html
+
+# Renders what the last `make book` or `make test` executed. Warnings are errors.
+html: $(READY)
+	@test -d $(EXECUTED) || { echo "Nothing has been executed yet: make book does that first." >&2; exit 2; }
+	@$(BIN)/jupyter-book build $(EXECUTED) --config _config.yml --path-output . -W -n --keep-going -q
+	@echo "The book: file://$(abspath _build/html/index.html)"
+
+test: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/python -m pytest
+
+update: $(READY)
+	@$(BIN)/python -m labkit.chapters update $(CHAPTER)
+
+lab: $(READY)
+	@test -f labs/$(LAB).py || { echo "There is no labs/$(LAB).py. There are:" >&2; ls labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) labs/$(LAB).py $(ARGS)
+
+serve: $(READY)
+	@test -f _build/html/index.html || { echo "There is no book yet: make book builds it." >&2; exit 2; }
+	@$(BIN)/python -m http.server 0 --bind 127.0.0.1 --directory _build/html
+
+clean:
+	rm -rf _build $(VENV)

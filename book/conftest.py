@@ -1,0 +1,30 @@
+"""Keeps what nbval executes: the book rendered after the tests is the one tested.
+
+nbval runs every chapter and compares its text with the stored one. Here the outputs
+of that very run, figures included, are written to `_build/executed`, from which
+`make html` renders without running anything again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from labkit.chapters import copy_pages, normalize, write
+
+BOOK = Path(__file__).parent
+EXECUTED = BOOK.parent / "_build" / "executed"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After a chapter's last cell, write the chapter with what it has just put out."""
+    outputs = getattr(item, "test_outputs", None)
+    if outputs is None:
+        return
+    item.cell.outputs = outputs
+    item.cell.execution_count = item.cell_num + 1
+    if nextitem is None or nextitem.parent is not item.parent:
+        copy_pages(BOOK, EXECUTED)
+        write(normalize(item.parent.nb), EXECUTED / item.path.relative_to(BOOK))

@@ -1,0 +1,76 @@
+"""The two figures that tell what is wrong with a gradient: its ratio and its cosine to the truth.
+
+Over all parameters, flattened into one vector g, against the gradient g* that is wanted (that of
+the single-process full batch):
+
+- ratio  = ‖g‖ / ‖g*‖
+- cosine = ⟨g, g*⟩ / (‖g‖ ‖g*‖)
+
+A *scale bug* has cosine 1: some factor repairs it, and a learning rate or Adam hides it.
+A *direction bug* has a cosine below 1: no factor repairs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Comparison(NamedTuple):
+    """How one gradient stands to the true one. Unpacks as `ratio, cosine`."""
+
+    ratio: float
+    cosine: float
+
+    def __str__(self) -> str:
+        return f"ratio {self.ratio:.4f}, cosine {self.cosine:.4f}"
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    """A copy of each trainable parameter's gradient, in the module's order; zeros for None."""
+    return [
+        torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+        for p in module.parameters()
+        if p.requires_grad
+    ]
+
+
+def flatten(tensors: Iterable[Tensor]) -> Tensor:
+    """All elements of all tensors as one float64 vector on the CPU; a complex one counts as two."""
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    empty = torch.empty(0, dtype=torch.float64)
+    return torch.cat([empty, *(t.detach().to("cpu", torch.float64).reshape(-1) for t in parts)])
+
+
+def ratio_and_cosine(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:
+    """Compare the gradients `found` with the `true` ones: same shapes, same order.
+
+    Computed in float64. Raises ValueError if the shapes differ, or if either gradient is zero, for
+    then neither figure means anything.
+    """
+    _check_shapes(found, true)
+    g, wanted = flatten(found), flatten(true)
+    if not g.norm() or not wanted.norm():
+        side = "compared" if wanted.norm() else "true"
+        raise ValueError(f"the {side} gradient is zero everywhere: was backward() called?")
+    cosine = torch.dot(g, wanted) / (g.norm() * wanted.norm())
+    return Comparison(float(g.norm() / wanted.norm()), float(cosine))
+
+
+def largest_difference(found: Sequence[Tensor], true: Sequence[Tensor]) -> float:
+    """max |a − b| over all elements of all pairs; 0.0 means equal to the bit.
+
+    Raises ValueError if the shapes differ. A NaN on either side gives NaN.
+    """
+    _check_shapes(found, true)
+    difference = (flatten(found) - flatten(true)).abs()
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+def _check_shapes(found: Sequence[Tensor], true: Sequence[Tensor]) -> None:
+    shapes, wanted = ([tuple(t.shape) for t in side] for side in (found, true))
+    if shapes != wanted:
+        raise ValueError(f"tensors of different shapes cannot be compared: {shapes} and {wanted}")

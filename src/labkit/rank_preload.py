@@ -1,0 +1,15 @@
+"""Imported by the fork server, once, so that no rank has to: whatever is slow to import.
+
+Nobody else imports this module. torch._dynamo is here because torch's own DDP and its optimizers
+import it when they are first used: a second of every rank, in every call.
+"""
+
+import gc
+
+import torch._dynamo  # noqa: F401
+
+import labkit.rank_supervisor  # noqa: F401
+
+# What is frozen is not walked by a child's collector, so its memory stays shared with the server's.
+gc.collect()
+gc.freeze()

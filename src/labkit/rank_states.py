@@ -1,0 +1,112 @@
+"""Where a rank stands: turns the stack that a stopped rank left into one line for a person.
+
+A hang in data-parallel training has one question: who waits in which collective, and from which
+line of my code? Each rank writes its stack (faulthandler) when it is asked to, even while it is
+blocked inside the communication library. This module reads that stack; it starts nothing.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import site
+import sysconfig
+from collections.abc import Mapping
+from typing import NamedTuple
+
+CELL = "<cell>"
+
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+_RENDEZVOUS = "init_process_group"
+_BACKWARD = "_engine_run_backward"
+_LIBRARIES = tuple(
+    {*site.getsitepackages(), sysconfig.get_path("stdlib"), os.path.dirname(__file__)}
+)
+
+
+class Frame(NamedTuple):
+    """One line of a stack: which file, which line of it, in which function."""
+
+    file: str
+    line: int
+    function: str
+
+
+class State(NamedTuple):
+    """What one rank was doing when it was looked at."""
+
+    text: str
+    waits: bool
+
+
+def is_under_work(file: str) -> bool:
+    """Whether `file` is the reader's own code (a cell, a script, a package), and no library's."""
+    return not file.startswith((*_LIBRARIES, "<frozen"))
+
+
+def show_cells_as(text: str, cells: Mapping[str, str]) -> str:
+    """`text` with the kernel's temporary file names of notebook cells replaced by `<cell>`."""
+    for file in cells:
+        text = text.replace(file, CELL)
+    return text
+
+
+def read_stack(dump: str, main_thread: int) -> list[Frame]:
+    """The main thread's frames in a faulthandler dump of all threads, innermost first."""
+    frames: list[Frame] = []
+    wanted = False
+    for line in dump.splitlines():
+        if "hread 0x" in line:
+            wanted = int(line.split("0x")[1].split()[0], 16) == main_thread
+            if wanted:  # a later dump of the same rank replaces an earlier one
+                frames = []
+        elif wanted and (found := _FRAME.match(line)):
+            frames.append(Frame(found["file"], int(found["line"]), found["function"]))
+    return frames
+
+
+def describe(frames: list[Frame], cells: Mapping[str, str], home: str) -> State:
+    """Say what a rank with this stack does, and at which line of the caller's code.
+
+    `home` is the file that holds the function given to run_ranks: its innermost frame is the line
+    that the reader knows. `cells` maps file names that exist only in the kernel to their text.
+    """
+    if not frames:
+        return State("had not started", waits=False)
+    action, waits = _action(frames, cells)
+    where = next((f for f in frames if f.file == home or f.file in cells), None)
+    where = where or next((f for f in frames if is_under_work(f.file)), None)
+    if where is None:
+        return State(action, waits)
+    name = CELL if where.file in cells else where.file
+    source = _source(where, cells)
+    return State(f"{action}, at {name} line {where.line}: {source}", waits)
+
+
+def _action(frames: list[Frame], cells: Mapping[str, str]) -> tuple[str, bool]:
+    """What the innermost frames do, and whether that is waiting for other ranks."""
+    collective = None
+    for frame in frames:
+        # Of nested ones (all_gather_object calls all_gather) the caller wrote the outermost.
+        if frame.file.endswith(_COLLECTIVES) and not frame.function.startswith("_"):
+            collective = frame.function
+        elif is_under_work(frame.file):
+            break
+    if collective == _RENDEZVOUS:
+        return "waits for the other ranks to start", True
+    if collective:
+        return f"waits in {collective}", True
+    if ".wait(" in _source(frames[0], cells):
+        return "waits for a collective that it launched earlier", True
+    if frames[0].function == _BACKWARD:
+        return "is inside backward(), computing or waiting for an all-reduce of gradients", True
+    return "still runs", False
+
+
+def _source(frame: Frame, cells: Mapping[str, str]) -> str:
+    if frame.file in cells:
+        lines = cells[frame.file].splitlines()
+        return lines[frame.line - 1].strip() if frame.line <= len(lines) else ""
+    return linecache.getline(frame.file, frame.line).strip()

@@ -1,0 +1,66 @@
+"""Run one of the project's scripts from a chapter or a test, and leave nothing of it behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from labkit.guard import run_guarded
+
+# gloo reports each connection on stdout, in an order that varies.
+_NOISE = re.compile(r"^\[Gloo\] Rank \d+ is connected.*\n?", re.MULTILINE)
+
+
+class ScriptError(RuntimeError):
+    """A script ended with an error, or not in time. The text holds the end of what it wrote."""
+
+
+def project_root(start: Path | None = None) -> Path:
+    """The folder that holds this project's pyproject.toml, at or above `start` (default: here)."""
+    start = (start or Path.cwd()).resolve()
+    for folder in (start, *start.parents):
+        if (folder / "pyproject.toml").is_file() and (folder / "labs").is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"{start} is not inside a checkout of this project (no pyproject.toml with a labs folder "
+        "at or above it). Open the notebook from the book folder of a checkout."
+    )
+
+
+def run_script(script: str, *args: str, ranks: int | None = None, timeout: float = 300.0) -> str:
+    """Run a script of this project with this Python and return what it printed to stdout.
+
+    Args:
+        script: its path from the project's root, for example "labs/02_accumulate_vs_ddp.py".
+        args: its command line.
+        ranks: start that many of it, by torchrun; as a plain script when None.
+        timeout: seconds, after which everything that it started is stopped.
+
+    Raises FileNotFoundError if there is no such script, and ScriptError, with the end of what the
+    script wrote, if it fails or is late.
+    """
+    root = project_root()
+    if not (root / script).is_file():
+        raise FileNotFoundError(f"there is no script {script} in this project")
+    command = [sys.executable]
+    if ranks is not None:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    # Threads change the last digits, and ranks that share a few cores only slow each other down.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = run_guarded([*command, script, *args], timeout, cwd=root, env=environment)
+    except subprocess.TimeoutExpired as late:
+        raise ScriptError(
+            f"{script} was stopped: it had not ended after {timeout:g} s.\n{_tail(late.stderr)}"
+        ) from None
+    if done.returncode:
+        ends = "\n".join(_tail(text) for text in (done.stdout, done.stderr))
+        raise ScriptError(f"{script} ended with exit code {done.returncode}:\n{ends}")
+    return _NOISE.sub("", done.stdout).strip("\n")
+
+
+def _tail(text: str | bytes | None, lines: int = 30) -> str:
+    return "\n".join(str(text or "").splitlines()[-lines:])

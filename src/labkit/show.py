@@ -1,0 +1,34 @@
+"""Show a piece of this project's code in a chapter, from where it lives: never from a copy."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+from IPython.display import Markdown
+
+
+def source(*things: Any, docstrings: bool = True) -> Markdown:
+    """The source text of functions, classes or modules, as one highlighted block of Python.
+
+    With `docstrings=False` the functions' and classes' own docstrings are left out, for a page on
+    which the text around says it already.
+    """
+    texts = [textwrap.dedent(inspect.getsource(thing)).rstrip() for thing in things]
+    if not docstrings:
+        texts = [_without_docstring(text) for text in texts]
+    return Markdown("```python\n" + "\n\n\n".join(texts) + "\n```")
+
+
+def _without_docstring(text: str) -> str:
+    definition = ast.parse(text).body[0]
+    if not isinstance(definition, ast.FunctionDef | ast.ClassDef) or not ast.get_docstring(
+        definition
+    ):
+        return text
+    docstring = definition.body[0]
+    lines = text.splitlines()
+    del lines[docstring.lineno - 1 : docstring.end_lineno]
+    return "\n".join(lines)

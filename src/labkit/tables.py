@@ -1,0 +1,62 @@
+"""The same small text table everywhere, and figures printed so that they can be compared exactly.
+
+What a chapter prints is compared, character by character, with what it printed when it was
+written. So a table has one layout, a figure has fixed digits, and a figure of rounding size, whose
+digits vary with the processor, is printed as a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Cell = str | int | float | bool
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]], digits: int = 4) -> str:
+    """A table as text: figures right-aligned with `digits` decimals, words left-aligned.
+
+    A column is one of figures if every cell of it is an int or a float; True and False are shown
+    as yes and no. Raises ValueError if a row is not as long as `headers`.
+    """
+    for row in rows:
+        if len(row) != len(headers):
+            raise ValueError(f"a row has {len(row)} cells under {len(headers)} headers: {row!r}")
+    texts = [[_text(cell, digits) for cell in row] for row in rows]
+    columns = list(zip(headers, *texts, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(_is_figure(row[i]) for row in rows) for i in range(len(headers))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if to_the_right else cell.ljust(width)
+            for cell, width, to_the_right in zip(cells, widths, right, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    rule = "  ".join("─" * width for width in widths)
+    return "\n".join([line(headers), rule, *map(line, texts)])
+
+
+def bound(difference: float, limit: float = 1e-6) -> str:
+    """A difference that ought to be rounding error: "< 1e-06" if it is below `limit`, else itself.
+
+    An exact 0 is shown as the bound, too: where rounding decides, another processor gives 1e-8.
+    """
+    return f"< {limit:.0e}" if abs(difference) < limit else f"{difference:.1e}"
+
+
+def to_the_bit(difference: float) -> str:
+    """A difference that ought to be exactly 0 on every machine: "none", or itself."""
+    return "none" if difference == 0 else f"{difference:.1e}"
+
+
+def _is_figure(cell: Cell) -> bool:
+    return isinstance(cell, int | float) and not isinstance(cell, bool)
+
+
+def _text(cell: Cell, digits: int) -> str:
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, float):
+        return f"{cell:.{digits}f}"
+    return str(cell)

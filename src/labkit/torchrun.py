@@ -1,0 +1,55 @@
+"""What a lab under torchrun needs: join the other ranks, and print in rank order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Place(NamedTuple):
+    """Who this process is among the ranks."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Place]:
+    """Join the ranks that torchrun started; leave them together at the end.
+
+    NCCL and `cuda:LOCAL_RANK` where this machine has a GPU for each of its ranks, gloo and the CPU
+    otherwise. Exits with an explanation if the script was not started by torchrun.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        script = os.path.relpath(sys.argv[0])
+        sys.exit(
+            f"{script} is one rank of several: start it with torchrun, for example\n"
+            f"    torchrun --standalone --nproc-per-node 4 {script}"
+        )
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    yield Place(dist.get_rank(), dist.get_world_size(), device)
+    # Reached only without an exception: a rank that failed must not wait for the others here.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def print_in_rank_order(text: str) -> None:
+    """Print every rank's `text` from rank 0, in rank order. Every rank has to call it."""
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.gather_object(text, texts if dist.get_rank() == 0 else None)
+    if dist.get_rank() == 0:
+        print("\n\n".join(str(t) for t in texts), flush=True)

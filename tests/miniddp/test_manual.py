@@ -1,0 +1,244 @@
+"""`average_gradients` against the single-process full batch and torch's DDP, on every rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.compare import gradients, largest_difference, ratio_and_cosine
+from labkit.ranks import run_ranks
+from miniddp.manual import average_gradients
+
+WAYS = [{"flat": False}, {"flat": True}]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return tuple(torch.randn(samples, n, generator=generator) for n in (5, 3))
+
+
+def share(tensors: tuple[torch.Tensor, ...], rank: int, world_size: int) -> list[torch.Tensor]:
+    return [t.chunk(world_size)[rank] for t in tensors]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_average_is_the_full_batch_gradient_and_torchs_ddp_on_every_rank(world_size):
+    data = batch(4 * world_size)
+    single = network()
+    F.mse_loss(single(data[0]), data[1]).backward()
+    truth = gradients(single)
+
+    def work(rank, world_size):
+        x, y = share(data, rank, world_size)
+        found = []
+        for way in WAYS:
+            module = network()
+            F.mse_loss(module(x), y).backward()
+            local = gradients(module)
+            average_gradients(module, **way)
+            found.append(gradients(module))
+        ddp = DistributedDataParallel(network())
+        F.mse_loss(ddp(x), y).backward()
+        return local, found, gradients(ddp)
+
+    results = run_ranks(work, world_size)
+    for local, found, ddp in results:
+        for g in found:
+            ratio, cosine = ratio_and_cosine(g, truth)
+            assert (ratio, cosine) == pytest.approx((1, 1), abs=1e-6)
+            assert largest_difference(g, truth) < 1e-6
+            assert largest_difference(g, ddp) < 1e-6
+            if world_size <= 2:  # with two summands there is only one order
+                assert largest_difference(g, ddp) == 0
+        assert all(largest_difference(a, b) == 0 for a, b in zip(found, results[0][1], strict=True))
+        if world_size > 1:
+            assert ratio_and_cosine(local, truth).cosine < 0.999, "the ranks' data must differ"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["each", "flat"])
+def test_the_sum_is_the_average_times_the_number_of_ranks(way):
+    data = batch(12)
+
+    def work(rank, world_size):
+        found = []
+        for combine in ("average", "sum"):
+            module = network()
+            x, y = share(data, rank, world_size)
+            F.mse_loss(module(x), y).backward()
+            average_gradients(module, combine=combine, **way)
+            found.append(gradients(module))
+        return found
+
+    for average, total in run_ranks(work, 3):
+        assert largest_difference(total, [3 * g for g in average]) < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["each", "flat"])
+def test_a_gradient_missing_on_some_ranks_counts_as_zeros_and_one_missing_everywhere_stays_none(
+    way,
+):
+    def work(rank, world_size):
+        module = nn.ModuleDict(
+            {name: nn.Linear(2, 2) for name in ("all", "some", "none", "frozen")}
+        )
+        with torch.no_grad():
+            for p in module.parameters():
+                p.fill_(0.5)
+        module["frozen"].requires_grad_(False)
+        x = torch.full((1, 2), float(rank + 1))
+        loss = module["all"](x).sum()
+        if rank == 1:
+            loss = loss + module["some"](x).sum()
+        loss.backward()
+        average_gradients(module, **way)
+        return {name: p.grad for name, p in module.named_parameters()}
+
+    for found in run_ranks(work, 3):
+        assert torch.equal(found["all.weight"], torch.full((2, 2), 2.0))  # (1 + 2 + 3) / 3
+        assert torch.allclose(found["some.weight"], torch.full((2, 2), 2 / 3))  # (0 + 2 + 0) / 3
+        assert torch.allclose(found["some.bias"], torch.full((2,), 1 / 3))
+        for name in ("none.weight", "none.bias", "frozen.weight", "frozen.bias"):
+            assert found[name] is None
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=6),
+    dtypes=st.lists(
+        st.sampled_from(
+            [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+        ),
+        min_size=6,
+        max_size=6,
+    ),
+    missing=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 5))),
+)
+def test_any_shapes_dtypes_and_missing_gradients_average_alike_each_and_flat(
+    shapes, dtypes, missing
+):
+    def value(rank: int, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * rank + index)
+        return torch.randn(shapes[index], generator=generator).to(dtypes[index])
+
+    def work(rank):
+        found = []
+        for flat in (False, True):
+            module = nn.ParameterList(
+                nn.Parameter(torch.zeros(s).to(d)) for s, d in zip(shapes, dtypes, strict=False)
+            )
+            for index, parameter in enumerate(module):
+                if (rank, index) not in missing:
+                    parameter.grad = value(rank, index)
+            average_gradients(module, flat=flat)
+            found.append([p.grad for p in module])
+        return found
+
+    for found in run_ranks(work, 3):
+        for grads in found:
+            for index, gradient in enumerate(grads):
+                ranks = [r for r in range(3) if (r, index) not in missing]
+                if not ranks:
+                    assert gradient is None
+                    continue
+                wanted = sum(value(r, index).to(torch.complex128) for r in ranks) / 3
+                assert gradient.dtype == dtypes[index]
+                tolerance = {torch.bfloat16: 0.05, torch.float16: 5e-3}.get(dtypes[index], 1e-6)
+                assert torch.allclose(gradient.to(torch.complex128), wanted, atol=tolerance)
+
+
+def test_the_number_of_collectives_is_the_one_in_the_docstring(monkeypatch):
+    def work(rank):
+        counted = []
+        real = dist.all_reduce
+
+        def counting(tensor, *args, **kwargs):
+            counted.append(tensor.numel())
+            return real(tensor, *args, **kwargs)
+
+        dist.all_reduce = counting
+        for way in ({"flat": False}, {"flat": True}):
+            module = network()
+            module(torch.full((2, 5), float(rank))).sum().backward()
+            average_gradients(module, **way)
+        return counted
+
+    sizes = [p.numel() for p in network().parameters()]
+    for counted in run_ranks(work, 2):
+        assert counted == [len(sizes), *sizes, sum(sizes) + len(sizes)]
+
+
+def test_a_gradient_on_one_rank_only_cannot_mix_up_two_parameters_of_equal_shape():
+    def work(rank):
+        module = nn.ParameterList([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))])
+        # Skipping None would add rank 0's second gradient to rank 1's first one.
+        module[1 - rank].grad = torch.full((2,), 10.0 if rank else 200.0)
+        average_gradients(module)
+        return [p.grad.tolist() for p in module]
+
+    assert run_ranks(work, 2) == [[[5.0, 5.0], [100.0, 100.0]]] * 2
+
+
+def test_half_precision_sums_do_not_overflow_on_the_way_to_their_average():
+    def work(rank, flat):
+        module = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.float16))])
+        module[0].grad = torch.full((3,), 30000.0 + 100 * rank, dtype=torch.float16)
+        average_gradients(module, flat=flat)
+        return module[0].grad
+
+    for flat in (False, True):
+        for gradient in run_ranks(work, 4, flat):
+            assert torch.allclose(gradient.float(), torch.tensor(30150.0), atol=50)
+
+
+def test_sparse_and_expanded_gradients_become_dense_averages():
+    def work(rank, flat):
+        table = nn.Embedding(4, 2, sparse=True)
+        table(torch.tensor([rank])).sum().backward()
+        bias = nn.Parameter(torch.zeros(3))
+        bias.grad = torch.tensor(float(rank)).expand(3)
+        average_gradients(nn.ModuleDict({"t": table, "b": nn.ParameterList([bias])}), flat=flat)
+        return table.weight.grad, bias.grad
+
+    for flat in (False, True):
+        for table, bias in run_ranks(work, 2, flat):
+            assert torch.equal(
+                table, torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]])
+            )
+            assert torch.equal(bias, torch.full((3,), 0.5))
+
+
+def test_only_the_ranks_of_the_group_are_averaged():
+    def work(rank):
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        module = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+        module[0].grad = torch.tensor([float(rank)])
+        average_gradients(module, group=pairs[rank // 2])
+        return module[0].grad.item()
+
+    assert run_ranks(work, 4) == [0.5, 0.5, 2.5, 2.5]
+
+
+def test_a_module_without_trainable_parameters_is_left_alone():
+    assert run_ranks(lambda: average_gradients(nn.Tanh()), 2) == [None, None]
+
+
+def test_another_way_to_combine_is_refused_on_every_rank():
+    def work(rank):
+        with pytest.raises(ValueError, match='combine must be "average" or "sum", got \'mean\''):
+            average_gradients(copy.deepcopy(network()), combine="mean")
+        return rank
+
+    assert run_ranks(work, 2) == [0, 1]

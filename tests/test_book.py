@@ -1,0 +1,162 @@
+"""The chapters keep to the rules of the page "For authors of chapters", and the rules bite."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+from labkit.chapters import chapters_of, copy_pages, normalize
+from labkit.scripts import project_root
+
+ROOT = project_root()
+BOOK = ROOT / "book"
+CHAPTERS = chapters_of(BOOK)
+MARKERS = re.compile(r"nbval[-_](skip|ignore|check|test|raises)", re.IGNORECASE)
+
+
+def pages() -> list[Path]:
+    return [*CHAPTERS, *BOOK.glob("*.md")]
+
+
+def text_of(page: Path) -> str:
+    if page.suffix == ".md":
+        return page.read_text()
+    return "\n".join(cell.source for cell in nbformat.read(page, as_version=4).cells)
+
+
+def code_cells(chapter: Path) -> list[nbformat.NotebookNode]:
+    return [c for c in nbformat.read(chapter, as_version=4).cells if c.cell_type == "code"]
+
+
+def nbval(chapter: Path) -> subprocess.CompletedProcess[str]:
+    options = [
+        "--nbval",
+        "--nbval-current-env",
+        "--nbval-cell-timeout=120",
+        "-p",
+        "no:cacheprovider",
+    ]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *options, str(chapter), "--rootdir", chapter.parent],
+        capture_output=True,
+        text=True,
+        cwd=chapter.parent,
+        timeout=300,
+    )
+
+
+def test_every_chapter_is_in_the_table_of_contents_and_every_entry_exists():
+    entries = yaml.safe_load((BOOK / "_toc.yml").read_text())
+    names = [entries["root"], *(chapter["file"] for chapter in entries["chapters"])]
+    assert len(names) == len(set(names))
+    assert {p.relative_to(BOOK).with_suffix("").as_posix() for p in pages()} == set(names)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
+def test_every_code_cell_is_compared(chapter):
+    for number, cell in enumerate(code_cells(chapter)):
+        where = f"{chapter.name}, code cell {number}"
+        assert cell.execution_count is not None, (
+            f"{where} was never run: nbval would not compare it"
+        )
+        assert not MARKERS.search(cell.source), f"{where} switches its comparison off"
+        for tag in cell.metadata.get("tags", []):
+            assert not MARKERS.search(tag), f"{where} is tagged {tag}"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
+def test_stored_outputs_are_clean_and_name_no_machine(chapter):
+    notebook = nbformat.read(chapter, as_version=4)
+    assert notebook == normalize(nbformat.read(chapter, as_version=4)), "run: make update"
+    for number, cell in enumerate(code_cells(chapter)):
+        for output in cell.outputs:
+            data = output.get("data", {})
+            text = output.get("text", "") + data.get("text/plain", "") + output.get("evalue", "")
+            assert output.output_type != "stream" or output.name == "stdout", (number, text)
+            assert not re.search(r"0x[0-9a-f]{6,}|/home/|/root/|/tmp/|\bgloo\b|cuda:\d", text), text
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
+def test_every_figure_has_a_text_for_those_who_do_not_see_it(chapter):
+    for number, cell in enumerate(code_cells(chapter)):
+        if any("image/png" in output.get("data", {}) for output in cell.outputs):
+            alt = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
+            assert len(alt) > 40, f"{chapter.name}, code cell {number} draws a figure without alt"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
+def test_every_chapter_has_three_exercises_with_solutions_and_one_to_predict(chapter):
+    text = text_of(chapter)
+    exercises = set(re.findall(r"```\{exercise\}.*\n:label: (\S+)", text))
+    solutions = set(re.findall(r"```\{solution(?:-start)?\} (\S+)", text))
+    assert len(exercises) >= 3
+    assert exercises == solutions
+    assert "Predict before you run" in text
+
+
+def test_a_chapter_whose_number_changes_fails_and_the_unchanged_one_passes(tmp_path):
+    notebook = nbformat.v4.new_notebook()
+    source = (
+        "from labkit.ranks import run_ranks\nprint(run_ranks(lambda rank: 0.1327 * (rank + 1), 2))"
+    )
+    cell = nbformat.v4.new_code_cell(source, execution_count=1)
+    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="[0.1327, 0.2654]\n")]
+    notebook.cells = [cell]
+    nbformat.write(notebook, tmp_path / "right.ipynb")
+    cell.outputs[0].text = "[0.1327, 0.2655]\n"
+    nbformat.write(notebook, tmp_path / "wrong.ipynb")
+
+    right, wrong = nbval(tmp_path / "right.ipynb"), nbval(tmp_path / "wrong.ipynb")
+    assert right.returncode == 0, right.stdout
+    assert wrong.returncode == 1, wrong.stdout
+    assert "Cell outputs differ" in wrong.stdout
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
+def test_a_changed_digit_in_a_copy_of_a_real_chapter_fails(chapter, tmp_path):
+    """One digit of the first printed number is changed; only the cells up to it are run."""
+    notebook = nbformat.read(chapter, as_version=4)
+    for index, cell in enumerate(notebook.cells):  # noqa: B007
+        found = None
+        if cell.cell_type == "code" and cell.outputs and cell.outputs[0].output_type == "stream":
+            found = re.search(r"\d\.\d{3}\d", cell.outputs[0].text)
+        if found:
+            text, last = cell.outputs[0].text, found.end() - 1
+            cell.outputs[0].text = text[:last] + str((int(text[last]) + 1) % 10) + text[last + 1 :]
+            break
+    else:
+        pytest.fail("no cell of this chapter prints a number")
+    notebook.cells = notebook.cells[: index + 1]
+    nbformat.write(notebook, tmp_path / "mutant.ipynb")
+    result = nbval(tmp_path / "mutant.ipynb")
+    assert result.returncode == 1, result.stdout
+    assert re.search(r"\b1 failed, \d+ passed", result.stdout), result.stdout
+
+
+def test_every_link_between_pages_leads_to_a_page_or_a_label():
+    labels = {
+        label for page in pages() for label in re.findall(r"^\((\S+)\)=$", text_of(page), re.M)
+    }
+    for page in pages():
+        for target in re.findall(r"\]\(([^)#\s]+)\)", text_of(page)):
+            if "://" not in target:
+                assert target in labels or (BOOK / target).is_file(), f"{page.name}: {target}"
+
+
+def test_copies_of_pages_lose_what_the_book_lost(tmp_path):
+    book, out = tmp_path / "book", tmp_path / "out"
+    (book / "sub").mkdir(parents=True)
+    (book / "kept.md").write_text("kept")
+    (book / "sub" / "chapter.ipynb").write_text("{}")
+    out.mkdir()
+    (out / "old.ipynb").write_text("{}")
+    (out / "gone").mkdir()
+    (out / "gone" / "page.md").write_text("gone")
+    copy_pages(book, out)
+    assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*")) == ["kept.md", "sub"]

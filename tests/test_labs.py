@@ -1,0 +1,127 @@
+"""Every lab, under torchrun as a reader starts it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from labkit.guard import run_guarded
+from labkit.scripts import ScriptError, project_root, run_script
+from labkit.toy_captioner import PRINTED
+
+ROOT = project_root()
+LAB = "labs/02_accumulate_vs_ddp.py"
+
+
+def blocks(output: str) -> dict[str, dict[str, list[str]]]:
+    """The lab's output as {rank: {parameter: the three norms}}, in the order of printing."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in output.splitlines():
+        if re.fullmatch(r"rank \d+ of \d+", line):
+            found[line] = current = {}
+        elif line.startswith(("encoder.", "decoder.")):
+            name, *norms = line.split()
+            current[name] = norms
+    return found
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "labs").glob("*.py")))
+def test_help_explains_the_script_and_how_to_start_it(script):
+    help_text = run_script(f"labs/{script}", "--help")
+    assert f"labs/{script}" in help_text
+    assert "--seed" in help_text
+
+
+def test_the_lab_prints_the_threads_table_on_four_ranks_in_rank_order():
+    found = blocks(run_script(LAB, ranks=4))
+    assert list(found) == [f"rank {r} of 4" for r in range(4)]
+    for norms in found.values():
+        assert norms == {name: [f"{norm:.4f}"] * 3 for name, norm in PRINTED.items()}
+
+
+def test_with_another_seed_every_column_changes_and_all_still_agree():
+    output = run_script(LAB, "--seed", "7", ranks=4)
+    assert "largest difference between the three, on any rank: < 1e-06" in output
+    found = blocks(output)
+    assert len(found) == 4
+    for norms in found.values():
+        for name, printed in PRINTED.items():
+            assert len(set(norms[name])) == 1
+            assert norms[name][0] != f"{printed:.4f}"
+
+
+def test_the_askers_first_program_is_truly_unseeded_and_does_not_agree():
+    first, second = (blocks(run_script(LAB, "--first-program", ranks=2)) for _ in range(2))
+    assert first != second, "other data at every run"
+    weights = [norms["encoder.weight"] for norms in first.values()]
+    assert len({accumulated for accumulated, _, _ in weights}) == 2, "other data on every rank"
+    assert len({by_hand for _, by_hand, _ in weights}) == 1
+    assert len({ddp for _, _, ddp in weights}) == 1
+
+
+def test_without_torchrun_the_lab_says_how_to_start_it():
+    with pytest.raises(
+        ScriptError, match=r"start it with torchrun.*\n.*--nproc-per-node 4 labs/02"
+    ):
+        run_script(LAB)
+
+
+def test_a_lab_that_fails_on_one_rank_fails_as_a_whole_in_bounded_time():
+    with pytest.raises(ScriptError, match="exit code 1"):
+        run_script(LAB, "--seed", "not a number", ranks=2, timeout=60)
+
+
+def test_lightning_holds_the_threads_numbers_on_every_device():
+    for devices, accumulate in ((4, 1), (1, 4)):
+        output = run_script(
+            "labs/02_lightning.py", "--devices", str(devices), "--accumulate", str(accumulate)
+        )
+        for name, printed in PRINTED.items():
+            line = next(line for line in output.splitlines() if line.startswith(name))
+            assert line.split()[1:] == [f"{printed:.4f}"] * devices
+        batches = " ".join(map(str, range(accumulate)))
+        for rank in range(devices):
+            assert f"rank {rank}: batch_idx {batches}, " in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lab", "LAB=no_such_lab"], "There is no labs/no_such_lab.py. There are:"),
+        (["book", "PYTHON=python3", "-n"], "labkit.chapters execute"),
+    ],
+)
+def test_make_explains_itself(arguments, said):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    command = ["make", "--no-print-directory", *arguments]
+    done = run_guarded(command, 60, cwd=ROOT, env=environment)
+    assert said in done.stdout + done.stderr
+
+
+def test_an_old_python_is_refused_by_name(tmp_path):
+    old = tmp_path / "python3.9"
+    old.write_text(
+        "#!/bin/sh\n"
+        'exec "$PY" -c "import sys; sys.version_info = (3, 9, 2); '
+        'sys.version = \'3.9.2 (old)\'; exec(sys.argv[1])" "$2"\n'
+    )
+    old.chmod(0o755)
+    (tmp_path / "requirements.txt").touch()
+    (tmp_path / "constraints.txt").touch()
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    done = subprocess.run(
+        ["make", "book", f"PYTHON={old}"],
+        cwd=tmp_path,
+        env={**os.environ, "PY": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "needs Python 3.11 or newer" in done.stderr
+    assert "is 3.9.2" in done.stderr

@@ -19,10 +19,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from miniddp.sync_batch_norm import SyncBatchNorm
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.overrides import TorchFunctionMode
-
-from miniddp.sync_batch_norm import SyncBatchNorm
 
 PRETENDED_GPUS = 8
 """What `torch.cuda.device_count()` says to the tests: none of them asks for more."""

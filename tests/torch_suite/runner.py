@@ -27,7 +27,6 @@ import torch
 from . import placement
 from .swap import Constructions
 
-
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Timeout)\b")
 
 

@@ -1,4 +1,4 @@
-"""``python -m tests.torch_suite``: PyTorch's tests of its DDP, with the class and the device swapped."""
+"""``python -m tests.torch_suite``: PyTorch's tests of its DDP, on a class that you choose."""
 
 import argparse
 import dataclasses
@@ -10,41 +10,31 @@ import tempfile
 from collections import Counter
 
 DESCRIPTION = """\
-Run PyTorch's own tests of DistributedDataParallel on the CPU, with gloo, on the class that you choose.
-The tests are those that ship inside the installed torch, or (--file) those of a checkout of PyTorch's
-repository, for instance --file ~/pytorch/test/distributed/test_c10d_gloo.py."""
+Run PyTorch's own tests of DistributedDataParallel on the CPU, over gloo, on a class that you choose.
+The tests are those that ship inside the installed torch, or (--file) those of a checkout of
+PyTorch's repository, for instance --file ~/pytorch/test/distributed/test_c10d_gloo.py."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.torch_suite", description=DESCRIPTION)
-    parser.add_argument(
-        "--class", dest="cls", default="miniddp", help="torch, miniddp or module:Class"
+    add = parser.add_argument
+    add(
+        "--class",
+        dest="cls",
+        default="miniddp",
+        help="torch, miniddp (the default) or module:Class",
     )
-    parser.add_argument(
-        "--file", action="append", default=[], help="a test file, instead of those shipped"
-    )
-    parser.add_argument(
-        "-k", dest="names", action="append", default=[], help="name, or pattern with *"
-    )
-    parser.add_argument("--runnable", action="store_true", help="only those runnable by table.json")
-    parser.add_argument(
-        "--every", action="store_true", help="also the tests that do not name the class"
-    )
-    parser.add_argument(
-        "--world-size", type=int, default=4, help="ranks of distributed_test (default 4)"
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="tests at a time (default 2)")
-    parser.add_argument(
-        "--timeout", type=float, default=60, help="seconds for one test (default 60)"
-    )
-    parser.add_argument("--json", help="write the results to this file")
-    parser.add_argument(
-        "--write-table",
-        action="store_true",
-        help="with --class torch: write what it does to table.json",
-    )
-    parser.add_argument("--list", action="store_true", help="only print the names")
-    parser.add_argument("-v", dest="verbose", action="store_true", help="print failures whole")
+    add("--file", action="append", default=[], help="a test file, instead of those that ship")
+    add("-k", dest="names", action="append", default=[], help="part of a name, or a pattern with *")
+    add("--runnable", action="store_true", help="only those that table.json calls runnable")
+    add("--every", action="store_true", help="also the tests that do not name the class")
+    add("--world-size", type=int, default=4, help="ranks of distributed_test (default 4)")
+    add("--jobs", type=int, default=2, help="tests at a time (default 2)")
+    add("--timeout", type=float, default=60, help="seconds for one test (default 60)")
+    add("--json", help="write the results to this file")
+    add("--write-table", action="store_true", help="with --class torch: write table.json anew")
+    add("--list", action="store_true", help="only print the names")
+    add("-v", dest="verbose", action="store_true", help="print failures whole")
     options = parser.parse_args()
     if options.write_table and (options.cls != "torch" or options.file or options.names):
         parser.error("--write-table takes the whole of what ships, run with --class torch")
@@ -76,12 +66,13 @@ def main() -> int:
         for source in options.file or discover.SHIPPED:
             module = discover.load(source)
             swap.swap(cls)
-            chosen += discover.tests(module, options.every)
+            chosen += discover.tests(module, every=options.every)
     if options.names:
+        patterns = [f"*{name}*" for name in options.names]
         chosen = [
             test
             for test in chosen
-            if any(fnmatch.fnmatch(runner.name_of(*test), f"*{name}*") for name in options.names)
+            if any(fnmatch.fnmatch(runner.name_of(*test), pattern) for pattern in patterns)
         ]
     if options.runnable:
         runnable = set(table.read()["runnable"])
@@ -91,9 +82,8 @@ def main() -> int:
         return 0
 
     def report(result: runner.Result) -> None:
-        print(
-            f"{result.outcome:8}{result.seconds:6.1f} s  {result.name}", result.reason, flush=True
-        )
+        ended = f"{result.outcome:8}{result.seconds:6.1f} s"
+        print(ended, result.name, result.reason, sep="  ", flush=True)
         if options.verbose and result.detail:
             print(result.detail, flush=True)
 

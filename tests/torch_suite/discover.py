@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 SHIPPED = ("distributed_test", "ddp_under_dist_autograd_test", "rpc_test")
-"""The files with tests of the class that ship inside the torch package (`torch.testing._internal`)."""
+"""The files with tests of the class that ship inside torch, under `torch.testing._internal`."""
 
 _NAMES = frozenset({"DistributedDataParallel", "DDP"})
 
@@ -41,9 +41,7 @@ def cases(module: types.ModuleType) -> dict[str, type[unittest.TestCase]]:
     }
 
 
-def tests(
-    module: types.ModuleType, every: bool = False
-) -> list[tuple[type[unittest.TestCase], str]]:
+def tests(module: types.ModuleType, *, every: bool) -> list[tuple[type[unittest.TestCase], str]]:
     """(class, method) for each test that reaches `DistributedDataParallel`, or for every test."""
     return [
         (case, name)

@@ -1,10 +1,10 @@
-"""Device placement replaced: what a test puts on a GPU is put on the CPU, its NCCL group is a gloo group.
+"""Device placement replaced: what a test puts on a GPU is put on the CPU; NCCL becomes gloo.
 
-A test says where its tensors go in four ways, and each is rewritten while it runs: a device argument of a
-torch function (`OnCpu`), the current device of `torch.cuda`, the ``device_ids`` of the wrapper
-(`without_device_ids`), and the backend of the process group. The gates that would skip the test on a
-machine with no GPU are opened, and their reasons kept, so that a table can name them. Nothing else of
-torch is changed: `torch.cuda.is_available()` stays False, and the library goes its CPU ways.
+A test says where its tensors go in four ways, and each is rewritten while it runs: a device
+argument of a torch function (`OnCpu`), the current device of `torch.cuda` (`pretend_devices`), the
+``device_ids`` of the wrapper (`without_device_ids`), and the backend of the process group. The
+gates that would skip the test on a machine with no GPU are opened (`open_gates`), and their reasons
+kept for the table. `torch.cuda.is_available()` stays False, and the library goes its CPU ways.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def on_cpu(device: Any) -> Any:
 
 
 class OnCpu(TorchFunctionMode):
-    """While active, every torch function that is given a GPU as its device is given the CPU instead."""
+    """While active, every torch function that is given a GPU as its device gets the CPU."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -74,7 +74,7 @@ class OnCpu(TorchFunctionMode):
 
 
 def in_every_thread() -> None:
-    """Activate `OnCpu`, which holds for one thread, in each thread that Python starts from now on."""
+    """Activate `OnCpu`, which holds for one thread, in each thread started from now on."""
     run = threading.Thread.run
 
     def run_on_cpu(self: threading.Thread) -> None:
@@ -85,7 +85,7 @@ def in_every_thread() -> None:
 
 
 def without_device_ids(cls: type) -> None:
-    """Make the constructor of `cls` take ``device_ids`` and ``output_device`` that name GPUs as None.
+    """Make the constructor of `cls` take ``device_ids`` and ``output_device`` of GPUs as None.
 
     Torch's DDP refuses them for a module that lies on the CPU, as it must.
     """
@@ -185,7 +185,7 @@ def smaller_convolutions() -> None:
 
 
 def pretend_devices() -> None:
-    """Give the tests a `torch.cuda` with devices that can be counted and chosen, and a gloo for an NCCL."""
+    """Give the tests devices that can be counted and chosen, and a gloo group for an NCCL one."""
 
     @contextlib.contextmanager
     def device(_: Any) -> Iterator[None]:
@@ -207,9 +207,9 @@ def pretend_devices() -> None:
     torch.cuda.nccl.version = lambda: (2, 27, 3)
     torch.cuda.empty_cache = lambda: None
     torch.cuda.device = device
-    # Torch's SyncBatchNorm has no kernels for the CPU; the project's stands in, whatever class is tested.
+    # Torch's SyncBatchNorm has no kernels for the CPU. Ours stands in, whatever class is tested.
     torch.nn.SyncBatchNorm = _SyncBatchNorm
-    # What waits for a stream on the GPU need not wait on the CPU: it runs in the order of the program.
+    # What waits for a stream on a GPU need not on a CPU, which runs in the program's order.
     torch.Event = _Event
     torch.accelerator.current_stream = lambda device=None: _Stream()
     torch.cuda.amp.autocast = functools.partial(torch.autocast, "cpu")
@@ -245,6 +245,6 @@ def pretend_devices() -> None:
 
 @contextlib.contextmanager
 def nccl_announced() -> Iterator[None]:
-    """Inside, torch says that it has NCCL: a file of NCCL tests ends itself at import where it has not."""
-    with mock.patch.object(dist, "is_nccl_available", lambda: True):
+    """Inside, torch says that it has NCCL; a file of NCCL tests would end itself at import."""
+    with mock.patch.object(dist, "is_nccl_available", return_value=True):
         yield

@@ -1,8 +1,8 @@
 """Runs the tests, each in a process of its own that is forked from one which has torch loaded.
 
-A fresh start costs a rank three seconds of import; a fork costs milliseconds. The parent has run no torch
-operation and no thread, so that the children inherit nothing but modules. A test and its ranks are one
-session of processes: at the timeout all of it is killed.
+A fresh start costs a rank three seconds of import; a fork costs milliseconds. The parent has run
+no torch operation and no thread, so that the children inherit nothing but modules. A test and its
+ranks are one session of processes: at the timeout all of it is killed.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import json
 import os
 import re
 import resource
-import selectors
 import shutil
 import signal
 import sys
@@ -88,18 +87,16 @@ def run(
     waiting = list(chosen)[::-1]
     running: list[_Running] = []
     results: list[Result] = []
-    with selectors.DefaultSelector():
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                running.append(_start(*waiting.pop(), timeout))
-            time.sleep(0.02)
-            for test in list(running):
-                pid, status = os.waitpid(test.pid, os.WNOHANG)
-                late = time.monotonic() > test.deadline
-                if pid or late:
-                    running.remove(test)
-                    results.append(_finish(test, None if not pid else status))
-                    report(results[-1])
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(_start(*waiting.pop(), timeout))
+        time.sleep(0.02)
+        for test in list(running):
+            ended, _ = os.waitpid(test.pid, os.WNOHANG)
+            if ended or time.monotonic() > test.deadline:
+                running.remove(test)
+                results.append(_finish(test, late=not ended))
+                report(results[-1])
     return results
 
 
@@ -150,13 +147,13 @@ def _run_here(case: type[unittest.TestCase], method: str, folder: str) -> None:
         json.dump(result, file)
 
 
-def _finish(test: _Running, status: int | None) -> Result:
+def _finish(test: _Running, late: bool) -> Result:
     seconds = time.monotonic() - test.started
     with contextlib.suppress(ProcessLookupError):
         os.killpg(test.pid, signal.SIGKILL)
-    if status is None:
+    if late:
         os.waitpid(test.pid, 0)
-    ended: dict[str, Any] = {"outcome": "timeout" if status is None else "crashed"}
+    ended: dict[str, Any] = {"outcome": "timeout" if late else "crashed"}
     with contextlib.suppress(FileNotFoundError), open(os.path.join(test.folder, "result")) as file:
         ended = json.load(file)
     if ended["outcome"] in ("timeout", "crashed"):

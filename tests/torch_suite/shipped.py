@@ -1,4 +1,4 @@
-"""The test classes that ship inside the torch package, made runnable as PyTorch's own test files do it."""
+"""The test classes that ship inside torch, made runnable as PyTorch's own test files do it."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""The class swapped: every binding of torch's `DistributedDataParallel` is bound to another class."""
+"""The class swapped: every binding of torch's `DistributedDataParallel` becomes another class."""
 
 import functools
 import importlib
@@ -58,8 +58,8 @@ def swap(cls: type) -> None:
 class Constructions:
     """Counts how often the class is constructed in the processes of one test.
 
-    A test that passes without constructing it says nothing about the class. The count is the length of a
-    file, because the constructions happen in the ranks' processes.
+    A test that passes without constructing it says nothing about the class. The count is the length
+    of a file, because the constructions happen in the ranks' processes.
     """
 
     path: str | None = None

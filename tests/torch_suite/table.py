@@ -1,7 +1,7 @@
 """The table of PyTorch's tests: which can run on a CPU, and why the others cannot.
 
-It is what torch's own DDP did in the same harness: a test that it passes, constructing the class, is
-runnable, and every other class has to pass it. A test that it does not pass here says nothing about
+It is what torch's own DDP did in the same harness: a test that it passes, constructing the class,
+is runnable, and another class has to pass it. A test that it does not pass here says nothing about
 another class; the reason is the error that torch's own DDP met.
 """
 
@@ -17,11 +17,12 @@ from .runner import Result
 PATH = Path(__file__).with_name("table.json")
 
 _WHY = {
-    "test_DistributedDataParallel_non_default_stream": "is about a CUDA stream beside the default one",
+    "test_DistributedDataParallel_non_default_stream": "is about a second CUDA stream",
     "test_ddp_device": "asserts the index of each rank's GPU",
     "test_ddp_logging_data_gpu": "asserts the index of each rank's GPU",
     "test_ddp_has_finalized": "is about NCCL's watchdog, which ends the process",
     "test_ddp_hook_pickling_powerSGD": "loads a pickled hook, which torch.load refuses since 2.6",
+    "test_sync_bn_logged": "looks for torch's own SyncBatchNorm, which refuses the CPU",
     "test_ddp_profiling_execution_trace": "asserts NCCL's entries in a trace",
 }
 """What the tests that no CPU can pass ask for; the error alone does not always say it."""

@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 
 DESCRIPTION = """\
-Run PyTorch's own tests of DistributedDataParallel on the CPU, over gloo, on a class that you choose.
+Run PyTorch's own tests of DistributedDataParallel on the CPU, over gloo, on a class of your choice.
 The tests are those that ship inside the installed torch, or (--file) those of a checkout of
 PyTorch's repository, for instance --file ~/pytorch/test/distributed/test_c10d_gloo.py."""
 

@@ -1,8 +1,10 @@
 """PyTorch's own tests of DDP, those that ship inside torch, on MiniDDP: each has its name here.
 
-The whole run takes about two minutes on two cores. One test alone, with what it printed:
+All of them take two to three minutes on two cores. One alone, with what it printed:
 ``python -m tests.torch_suite -v -k test_ddp_namedtuple``.
 """
+
+from __future__ import annotations
 
 import json
 import subprocess
@@ -16,6 +18,25 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads(Path(__file__).with_name("table.json").read_text())
 COMMAND = [sys.executable, "-m", "tests.torch_suite", "--world-size", str(TABLE["world_size"])]
+BROKEN = "tests.torch_suite.broken_classes"
+SHIPPED = "distributed_test.TestDistBackendWithSpawn"
+
+# What torch's DDP does and MiniDDP does not, with the error by which it says so.
+DECLINED = {
+    f"{SHIPPED}.test_compute_bucket_assignment_by_size_sparse_error_with_logger": (
+        "incompatible function arguments"  # the logger that it hands on is torch's reducer's
+    ),
+    **{
+        f"{SHIPPED}.test_ddp_native_mixed_precision_{case}": "does not support mixed_precision"
+        for case in (
+            "ignored_params",
+            "grad_as_bucket_view_no_set_grad_none",
+            "grad_as_bucket_view_set_grad_to_none",
+            "no_grad_as_bucket_view_no_set_grad_none",
+            "no_grad_as_bucket_view_set_grad_to_none",
+        )
+    },
+}
 
 
 def run(folder: Path, *options: str) -> dict[str, dict]:
@@ -31,14 +52,22 @@ def run(folder: Path, *options: str) -> dict[str, dict]:
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("torch_suite")
-    return run(folder, "--class", "miniddp", "--runnable", "--timeout", "120")
+    return run(folder, "--class", "miniddp", "--runnable", "--timeout", "180")
 
 
-@pytest.mark.parametrize("name", TABLE["runnable"])
+@pytest.mark.parametrize("name", sorted({*TABLE["runnable"]} - {*DECLINED}), ids=str)
 def test_miniddp_passes_what_torchs_ddp_passes(name: str, results: dict[str, dict]) -> None:
     result = results[name]
     assert result["outcome"] == "passed", f"{name}: {result['outcome']}\n{result['detail']}"
     assert result["constructed"] > 0, f"{name} passed without constructing the class"
+
+
+@pytest.mark.parametrize(("name", "error"), DECLINED.items(), ids=str)
+def test_miniddp_declines_the_rest_by_an_error(
+    name: str, error: str, results: dict[str, dict]
+) -> None:
+    assert results[name]["outcome"] == "failed"
+    assert error in results[name]["detail"]
 
 
 def test_every_test_that_ships_inside_torch_is_classified() -> None:
@@ -50,32 +79,21 @@ def test_every_test_that_ships_inside_torch_is_classified() -> None:
 
 
 def test_a_wrapper_that_never_averages_is_rejected(tmp_path: Path) -> None:
-    broken = run(
-        tmp_path,
-        "--class",
-        "tests.torch_suite.broken_classes:Unsynchronized",
-        "-k",
-        "DataParallelCPU",
-    )
+    broken = run(tmp_path, "--class", f"{BROKEN}:Unsynchronized", "-k", "DataParallelCPU")
     assert {result["outcome"] for result in broken.values()} == {"failed"}
     assert all("Tensor-likes are not" in result["detail"] for result in broken.values())
 
 
 def test_a_test_that_hangs_is_killed_with_all_its_ranks(tmp_path: Path) -> None:
     began = time.monotonic()
-    before = {process.pid for process in psutil.process_iter()}
     hanging = run(
         tmp_path,
-        *("--class", "tests.torch_suite.broken_classes:Hanging"),
-        *("-k", "test_DistributedDataParallelCPU_grad_is_view", "--timeout", "3"),
+        *("--class", f"{BROKEN}:Hanging", "--timeout", "3"),
+        *("-k", "test_DistributedDataParallelCPU_grad_is_view"),
     )
     assert [result["outcome"] for result in hanging.values()] == ["timeout"]
     assert time.monotonic() - began < 60
-    left = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if process.pid not in before
-        and "tests.torch_suite" in (process.info["cmdline"] or [])
-        and str(tmp_path / "results.json") in process.info["cmdline"]
-    ]
+    # The test and its ranks are forks of the command: they carry its command line.
+    file = str(tmp_path / "results.json")
+    left = [p for p in psutil.process_iter(["cmdline"]) if file in (p.info["cmdline"] or [])]
     assert left == []

@@ -234,11 +234,12 @@ def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
     By name, each rank would import the whole script again, with all that it imports.
     """
     module = sys.modules.get(getattr(_innermost(fn), "__module__", None) or "")
+    file = getattr(module, "__file__", None)
     stands_alone = (
-        module is not None
+        file is not None
         and module.__name__ != "__main__"  # cloudpickle does that by itself
-        and not getattr(module, "__package__", None)
-        and is_under_work(getattr(module, "__file__", None) or "<frozen>")
+        and is_under_work(file)
+        and not os.path.exists(os.path.join(os.path.dirname(file), "__init__.py"))
         and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
     )
     if stands_alone:

@@ -546,3 +546,10 @@ def test_no_temporary_folder_is_left(tmp_path, monkeypatch):
     )
     assert json.loads(run.stdout) == [0, 1], run.stderr
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("ranks-")] == []
+
+
+def test_a_test_module_is_not_imported_again_in_the_ranks():
+    def work():
+        return [name for name in ("pytest", "test_ranks", __name__) if name in sys.modules]
+
+    assert run_ranks(work, 2) == [[], []]

@@ -26,6 +26,13 @@ def test_the_source_is_shown_as_a_block_of_python():
 
 def test_several_things_stand_in_one_block_without_their_own_docstrings():
     shown = source(Example.method, bare, docstrings=False).data
-    assert shown == (
-        "```python\ndef method(self) -> int:\n    return 7\n\n\ndef bare() -> int:\n    return 8\n```"
-    )
+    assert shown.splitlines() == [
+        "```python",
+        "def method(self) -> int:",
+        "    return 7",
+        "",
+        "",
+        "def bare() -> int:",
+        "    return 8",
+        "```",
+    ]

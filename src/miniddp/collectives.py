@@ -1,0 +1,184 @@
+"""All-reduce, built from `send` and `recv`: three ways, one result.
+
+Every rank brings a tensor of the same shape and dtype, and every rank leaves with the sum (or the
+average) of them all. The three functions take what `torch.distributed.all_reduce` takes and work
+in place as it does, so that one may stand where the other stood. What differs is the cost. A
+message of n bytes takes α + n·β seconds: α is the latency of the link, 1/β its bandwidth. With W
+ranks, where a step is one message that the next one has to wait for:
+
+==================  =============  ===========================  =================================
+algorithm           steps          bytes sent by the busiest    time
+==================  =============  ===========================  =================================
+naive               2(W−1)         (W−1)·n                      2(W−1)·α + 2(W−1)·n·β
+ring                2(W−1)         2(W−1)/W·n                   2(W−1)·α + 2(W−1)/W·n·β
+recursive doubling  log₂W          log₂W·n                      log₂W·α + log₂W·n·β
+==================  =============  ===========================  =================================
+
+(for W not a power of two, recursive doubling takes ⌊log₂W⌋ + 2 steps and ⌊log₂W⌋ + 1 times n).
+Someone has to send at least 2(W−1)/W·n bytes in any all-reduce: the ring is optimal in bytes and
+is what long tensors (gradients) want; recursive doubling is the one for short tensors, where only
+the number of steps counts; the naive one is for reading.
+
+**The same bits on every rank.** A floating-point sum depends on the order of its additions, and
+replicas of one model must not drift apart; so each function says why its ranks end with the same
+bits. From one function to another, the last bits may differ: the order does.
+
+Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+MPICH" (2005); Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of
+Workstations" (2009), for the lower bound.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Op = dist.ReduceOp.RedOpType
+Group = dist.ProcessGroup | None
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+def naive_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = None) -> None:
+    """All-reduce in place: everybody sends to rank 0, which adds and sends the result back.
+
+    Steps: 2(W−1) on rank 0, one after another; 2 on each of the others. Bytes sent: (W−1)·n by
+    rank 0, n by each of the others: rank 0's link is the bottleneck and grows with W.
+    Same bits: only rank 0 adds, in rank order, and the others get copies.
+
+    `tensor`, `op` and `group`, and what is raised: see `ring_all_reduce`.
+    """
+    flat, rank, world_size = _start(tensor, op, group)
+    if rank == 0:
+        received = torch.empty_like(flat)
+        for peer in range(1, world_size):
+            _step(group, receive=received, source=peer)
+            flat += received
+        for peer in range(1, world_size):
+            _step(group, send=flat, destination=peer)
+    else:
+        _step(group, send=flat, destination=0)
+        _step(group, receive=flat, source=0)
+    _finish(tensor, flat)
+
+
+def ring_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = None) -> None:
+    """All-reduce in place, in chunks around a ring: a reduce-scatter, then an all-gather.
+
+    The tensor is cut into W chunks. In step s of the reduce-scatter, rank r sends chunk r − s to
+    its right-hand neighbor and adds what comes from the left to its own chunk r − s − 1. After W−1
+    steps rank r holds the finished chunk r + 1; W−1 steps more and the finished chunks have been
+    handed all the way round. (Chunk numbers are modulo W.)
+
+    Steps: 2(W−1). Bytes sent by each rank: all chunks but one, twice: 2(W−1)/W·n. If W does not
+    divide the length, chunks differ by one element, and so may what two ranks send: rank r sends 2n
+    less chunks r + 1 and r + 2. A chunk may be empty (fewer elements than ranks): its messages too.
+    Same bits: chunk c is added up once, along one path (ranks c, c + 1, …, c − 1), and then copied.
+
+    Args:
+        tensor: same shape and dtype on every rank (as in `dist.all_reduce`, not verified); any
+            shape, dtype and strides, also views that torch's gloo all-reduce gets wrong in silence.
+        op: `ReduceOp.SUM` or `ReduceOp.AVG` (each rank divides by W *before* adding, so that
+            float16 does not overflow on the way to an average that it could hold).
+        group: the process group; by default the whole world.
+
+    Raises:
+        ValueError: another `op`, or this rank is not in `group`.
+        TypeError: the tensor is sparse; or the average of integers, which is not an integer.
+    """
+    flat, rank, world_size = _start(tensor, op, group)
+    chunks = flat.tensor_split(world_size)
+    received = torch.empty_like(chunks[0])  # the first chunk is never shorter than another
+    ring = {"destination": (rank + 1) % world_size, "source": (rank - 1) % world_size}
+
+    for step in range(world_size - 1):  # reduce-scatter
+        mine = chunks[(rank - step - 1) % world_size]
+        theirs = received[: len(mine)]
+        _step(group, send=chunks[(rank - step) % world_size], receive=theirs, **ring)
+        mine += theirs
+
+    for step in range(world_size - 1):  # all-gather
+        finished = chunks[(rank - step + 1) % world_size]
+        _step(group, send=finished, receive=chunks[(rank - step) % world_size], **ring)
+    _finish(tensor, flat)
+
+
+def recursive_doubling_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = None) -> None:
+    """All-reduce in place: pairs exchange and add, then pairs of pairs, and so on.
+
+    Before step s each block of 2ˢ ranks holds its own sum; each rank exchanges with the one whose
+    number differs in bit s, and then blocks of 2ˢ⁺¹ hold theirs. If W is no power of two, let P be
+    the greatest one below it: each rank from P on first hands its tensor to rank − P, sits the
+    doubling out, and gets the result from there.
+
+    Steps: log₂W, or log₂P + 2. Bytes sent by each rank: log₂P·n; n more by those that have a rank
+    to stand in for; only n by the ranks from P on.
+    Same bits: the two partners add the same two numbers, one as a + b and the other as b + a, which
+    is the same to the bit; so a block agrees if its two halves do, and a block of one does.
+
+    `tensor`, `op` and `group`, and what is raised: see `ring_all_reduce`.
+    """
+    flat, rank, world_size = _start(tensor, op, group)
+    power = 1 << (world_size.bit_length() - 1)  # P: the greatest power of two up to W
+    received = torch.empty_like(flat)
+    stands_in_for = rank + power
+
+    if rank >= power:
+        _step(group, send=flat, destination=rank - power)
+        _step(group, receive=flat, source=rank - power)
+    else:
+        if stands_in_for < world_size:
+            _step(group, receive=received, source=stands_in_for)
+            flat += received
+        for bit in range(power.bit_length() - 1):
+            partner = rank ^ (1 << bit)
+            _step(group, send=flat, destination=partner, receive=received, source=partner)
+            flat += received
+        if stands_in_for < world_size:
+            _step(group, send=flat, destination=stands_in_for)
+    _finish(tensor, flat)
+
+
+def _step(
+    group: Group,
+    send: Tensor | None = None,
+    destination: int = -1,
+    receive: Tensor | None = None,
+    source: int = -1,
+) -> None:
+    """Send, receive, or both at once, and wait. Ranks are those of the group.
+
+    Both are posted before either is waited for: if all ranks of a ring first sent, and a send
+    returned only once it had been received, none would ever get to its receive.
+    """
+    operations = []
+    if send is not None:
+        operations.append(dist.P2POp(dist.isend, send, group=group, group_peer=destination))
+    if receive is not None:
+        operations.append(dist.P2POp(dist.irecv, receive, group=group, group_peer=source))
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()
+
+
+def _start(tensor: Tensor, op: Op, group: Group) -> tuple[Tensor, int, int]:
+    """The tensor as a flat contiguous buffer (its own memory where that can be), rank and W."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group: call on its members only")
+    if op not in (SUM, AVG):
+        raise ValueError(f"op is {op}: take ReduceOp.SUM or ReduceOp.AVG")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"the tensor's layout is {tensor.layout}: call to_dense() on it first")
+    if op == AVG and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(f"an average of {tensor.dtype} needs fractions: sum, or cast first")
+
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if op == AVG:
+        flat /= world_size
+    return flat, rank, world_size
+
+
+def _finish(tensor: Tensor, flat: Tensor) -> None:
+    """Copy the buffer back if it is not the tensor's own memory."""
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 import unittest
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +28,12 @@ from . import placement
 from .swap import Constructions
 
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Timeout)\b")
+
+
+# A race within the tests of distributed autograd, whatever class is tested: on a busy machine the
+# master's first call may reach a trainer that has not joined the process group. Such a test is run
+# again.
+_RACE = "Default process group has not been initialized"
 
 
 @dataclasses.dataclass
@@ -87,6 +94,7 @@ def run(
     waiting = list(chosen)[::-1]
     running: list[_Running] = []
     results: list[Result] = []
+    lost_races: Counter[str] = Counter()
     while waiting or running:
         while waiting and len(running) < jobs:
             running.append(_start(*waiting.pop(), timeout))
@@ -95,8 +103,13 @@ def run(
             ended, _ = os.waitpid(test.pid, os.WNOHANG)
             if ended or time.monotonic() > test.deadline:
                 running.remove(test)
-                results.append(_finish(test, late=not ended))
-                report(results[-1])
+                result = _finish(test, late=not ended)
+                if _RACE in result.detail and lost_races[result.name] < 3:
+                    lost_races[result.name] += 1
+                    waiting.append((test.case, test.method))
+                    continue
+                results.append(result)
+                report(result)
     return results
 
 

@@ -24,18 +24,8 @@ SHIPPED = "distributed_test.TestDistBackendWithSpawn"
 # What torch's DDP does and MiniDDP does not, with the error by which it says so.
 DECLINED = {
     f"{SHIPPED}.test_compute_bucket_assignment_by_size_sparse_error_with_logger": (
-        "incompatible function arguments"  # the logger that it hands on is torch's reducer's
+        "incompatible function arguments"  # it hands the wrapper's logger on to torch's C++
     ),
-    **{
-        f"{SHIPPED}.test_ddp_native_mixed_precision_{case}": "does not support mixed_precision"
-        for case in (
-            "ignored_params",
-            "grad_as_bucket_view_no_set_grad_none",
-            "grad_as_bucket_view_set_grad_to_none",
-            "no_grad_as_bucket_view_no_set_grad_none",
-            "no_grad_as_bucket_view_set_grad_to_none",
-        )
-    },
 }
 
 

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from labkit.guard import die_with_parent
+
 from . import placement
 from .swap import Constructions
 
@@ -82,6 +84,8 @@ def fork_ranks() -> None:
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     MultiProcessTestCase._spawn_processes = _spawn_processes
+    # If the command is killed, the tests that it runs end, and so do their ranks.
+    os.register_at_fork(after_in_child=die_with_parent)
 
 
 def run(

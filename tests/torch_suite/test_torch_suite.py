@@ -74,16 +74,38 @@ def test_a_wrapper_that_never_averages_is_rejected(tmp_path: Path) -> None:
     assert all("Tensor-likes are not" in result["detail"] for result in broken.values())
 
 
+def forks_of(command_with: str) -> list[psutil.Process]:
+    """The tests and their ranks are forks of the command, and carry its command line."""
+    return [
+        p for p in psutil.process_iter(["cmdline"]) if command_with in (p.info["cmdline"] or [])
+    ]
+
+
+def hanging(seconds: int) -> list[str]:
+    return [
+        *("--class", f"{BROKEN}:Hanging", "--timeout", str(seconds)),
+        *("-k", "test_DistributedDataParallelCPU_grad_is_view"),
+    ]
+
+
 def test_a_test_that_hangs_is_killed_with_all_its_ranks(tmp_path: Path) -> None:
     began = time.monotonic()
-    hanging = run(
-        tmp_path,
-        *("--class", f"{BROKEN}:Hanging", "--timeout", "3"),
-        *("-k", "test_DistributedDataParallelCPU_grad_is_view"),
-    )
-    assert [result["outcome"] for result in hanging.values()] == ["timeout"]
+    results = run(tmp_path, *hanging(3))
+    assert [result["outcome"] for result in results.values()] == ["timeout"]
     assert time.monotonic() - began < 60
-    # The test and its ranks are forks of the command: they carry its command line.
+    assert forks_of(str(tmp_path / "results.json")) == []
+
+
+def test_killing_the_command_leaves_no_rank_behind(tmp_path: Path) -> None:
     file = str(tmp_path / "results.json")
-    left = [p for p in psutil.process_iter(["cmdline"]) if file in (p.info["cmdline"] or [])]
-    assert left == []
+    command = subprocess.Popen([*COMMAND, "--json", file, *hanging(120)], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while len(forks_of(file)) < 2 + TABLE["world_size"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(forks_of(file)) == 2 + TABLE["world_size"]
+    command.kill()
+    command.wait()
+    deadline = time.monotonic() + 10
+    while forks_of(file) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert forks_of(file) == []

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 import yaml
 
-from labkit.chapters import chapters_of, copy_pages, normalize
+from labkit.chapters import chapters_of, normalize
 from labkit.scripts import project_root
 
 ROOT = project_root()
@@ -147,16 +147,3 @@ def test_every_link_between_pages_leads_to_a_page_or_a_label():
         for target in re.findall(r"\]\(([^)#\s]+)\)", text_of(page)):
             if "://" not in target:
                 assert target in labels or (BOOK / target).is_file(), f"{page.name}: {target}"
-
-
-def test_copies_of_pages_lose_what_the_book_lost(tmp_path):
-    book, out = tmp_path / "book", tmp_path / "out"
-    (book / "sub").mkdir(parents=True)
-    (book / "kept.md").write_text("kept")
-    (book / "sub" / "chapter.ipynb").write_text("{}")
-    out.mkdir()
-    (out / "old.ipynb").write_text("{}")
-    (out / "gone").mkdir()
-    (out / "gone" / "page.md").write_text("gone")
-    copy_pages(book, out)
-    assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*")) == ["kept.md", "sub"]

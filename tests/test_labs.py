@@ -63,6 +63,30 @@ def test_the_askers_first_program_is_truly_unseeded_and_does_not_agree():
     assert len({ddp for _, _, ddp in weights}) == 1
 
 
+def test_the_lab_fails_if_the_three_do_not_agree(monkeypatch, tmp_path):
+    # The same lab with an average that sums: every column but one is then four times too large.
+    broken = (
+        (ROOT / LAB)
+        .read_text()
+        .replace("average_gradients(by_hand)", 'average_gradients(by_hand, combine="sum")')
+    )
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / LAB).write_text(broken)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ScriptError, match="accumulated and distributed gradients do not agree"):
+        run_script(LAB, ranks=2)
+
+
+def test_help_under_torchrun_is_printed_once():
+    assert run_script(LAB, "--help", ranks=2).count("usage:") == 1
+
+
+def test_lightnings_script_says_that_torchrun_is_not_for_it():
+    with pytest.raises(ScriptError, match="without torchrun"):
+        run_script("labs/02_lightning.py", ranks=2)
+
+
 def test_without_torchrun_the_lab_says_how_to_start_it():
     with pytest.raises(
         ScriptError, match=r"start it with torchrun.*\n.*--nproc-per-node 4 labs/02"

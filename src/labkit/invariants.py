@@ -10,10 +10,13 @@ implementation is a callable `wrap(module)`, such as torch's DistributedDataPara
 around your own trainer (`labkit.trial` says what it may have). They too run on every rank of an
 initialized process group:
 
-    def work(rank):
-        gradients_equal_full_batch(MyTrainer)
+    class MyTrainer:
+        def __init__(self, module): self.module = module   # and broadcast it from rank 0
+        def __call__(self, inputs): return self.module(inputs)
+        def finish(self): average_gradients(self.module)   # after backward
 
-    run_ranks(work, 3)
+    def test_my_trainer_averages():
+        run_ranks(lambda: gradients_equal_full_batch(MyTrainer), 3)
 
 `INVARIANTS` lists those that every correct implementation obeys; `violations(wrap)` tries them all.
 `communication_overlaps_backward` stands aside: without overlap a gradient is late, but right.
@@ -47,6 +50,8 @@ from labkit.trial import (
     Batch,
     InterruptedPassError,
     SmallModule,
+    TrialModule,
+    TwoBuckets,
     Wrap,
     full_batch_step,
     named_gradients,
@@ -170,9 +175,9 @@ def clipping_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollecti
 def missing_counts_as_zeros(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """A gradient missing on some ranks counts as zeros there.
 
-    Three cases, in one run: rank 0 lacks one branch and the others lack another, of equal shapes;
-    all but rank 0 lack two branches; a branch is used in the first micro-batch only. torch's DDP
-    asks for find_unused_parameters=True.
+    Four cases: rank 0 lacks one branch and the others lack another, of equal shapes; all but rank
+    0 lack two branches; a branch is used in the first micro-batch only; all but rank 0 lack the
+    layer whose bucket would be the first to go. torch's DDP asks for find_unused_parameters=True.
     """
     world_size = dist.get_world_size()
     data = trial_batches(world_size, device=device)
@@ -187,6 +192,8 @@ def missing_counts_as_zeros(wrap: Wrap, device: Device, watched: SameCollectives
             [[first, last._replace(take=("a", "b"))] for first, last in twice],
         ],
     )
+    first_bucket_missing = _taking(data, [("a", "b"), *[("a",)] * (world_size - 1)])
+    _one_step(wrap, device, watched, [first_bucket_missing] * 2, module=TwoBuckets(device))
 
 
 @invariant
@@ -234,20 +241,25 @@ def none_stays_none(wrap: Wrap, device: Device, watched: SameCollectives) -> Non
 def collectives_match(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """All ranks launch the same collectives in the same order, and no two gradients are mixed up.
 
-    Although every rank goes through the branches in another order, so that gradients appear in
-    another order too; once with tensors of different shapes, once with tensors of equal ones.
+    Although every rank goes through the module in another order, so that gradients appear in
+    another order too: with tensors of different shapes, with tensors of equal ones, and with
+    layers large enough for buckets of their own.
     """
-    orders = [("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")]
     world_size = dist.get_world_size()
     data = trial_batches(world_size, device=device)
-    turned = [orders[rank % 3] for rank in range(world_size)]
-    swapped = [[("a", "b", "c"), ("b", "a", "c")][rank % 2] for rank in range(world_size)]
+    rounds = [("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")]
+    of_all_shapes = _taking(data, [rounds[rank % 3] for rank in range(world_size)])
+    swaps = [("a", "b", "c"), ("b", "a", "c")]
+    of_equal_shapes = _taking(data, [swaps[rank % 2] for rank in range(world_size)])
+    buckets = [("a", "b"), ("b", "a")]
+    of_buckets = _taking(data, [buckets[rank % 2] for rank in range(world_size)])
     cause = (
         "a gradient was combined with another parameter's of the same shape: buckets are launched "
         "in the order in which they fill on this rank. Launch in one order, fixed for all ranks."
     )
-    _one_step(wrap, device, watched, [_taking(data, turned)], cause=cause)
-    _one_step(wrap, device, watched, [_taking(data, swapped)], cause=cause)
+    _one_step(wrap, device, watched, [of_all_shapes], cause=cause)
+    _one_step(wrap, device, watched, [of_equal_shapes], cause=cause)
+    _one_step(wrap, device, watched, [of_buckets] * 2, cause=cause, module=TwoBuckets(device))
 
 
 @invariant
@@ -314,9 +326,10 @@ def _one_step(
     steps: Sequence[list[list[Batch]]],
     max_norm: float | None = None,
     cause: str | None = None,
+    module: TrialModule | None = None,
 ) -> None:
     """Each of `steps` gives the oracle's gradients, by one wrapped module, without optimizer."""
-    module = SmallModule(device=device)
+    module = module or SmallModule(device=device)
     oracle = deepcopy(module)
     with watched:
         wrapped = wrap(module)

@@ -1,9 +1,10 @@
 """Does communication overlap with backward? A check without a clock."""
 
-import os
 import tempfile
-import uuid
-from datetime import timedelta
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,45 +24,42 @@ def communication_overlaps_backward(wrap: Wrap, device: Device, watched: SameCol
     four Linear(512, 512), 4 MiB. The second half is tried by holding the last rank back at its
     first gradient: the others must reach their last one while their collective still waits for
     that rank. No clock decides, except that a blocked implementation is given up after three
-    seconds.
+    seconds. The ranks have to run on one machine.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(device)
+    seed = torch.Generator().manual_seed(dist.get_rank())
+    inputs = torch.randn(2, 512, generator=seed).to(device)
     watch = RecordedCollectives()
-    # Before `wrap`, so that its hooks come before the implementation's.
-    backward = _HeldBack(module, watch, rank, world_size)
-    inputs = torch.randn(2, 512, generator=torch.Generator().manual_seed(rank)).to(device)
-    with watched:
-        wrapped = wrap(module)
-        finish = getattr(wrapped, "finish", _nothing)
-        for _ in range(2):
-            wrapped(inputs).square().mean().backward()
+    with _shared_folder() as folder:
+        # Before `wrap`, so that its hooks come before the implementation's.
+        backward = _HeldBack(module, watch, folder)
+        with watched:
+            wrapped = wrap(module)
+            finish = getattr(wrapped, "finish", _nothing)
+            for _ in range(2):
+                wrapped(inputs).square().mean().backward()
+                finish()
+                module.zero_grad()
+        with watch:
+            loss = wrapped(inputs).square().mean()
+            backward.begins()
+            loss.backward()
             finish()
-            module.zero_grad()
-    with watch:
-        loss = wrapped(inputs).square().mean()
-        backward.begins()
-        loss.backward()
-        finish()
-    raise_on_every_rank(backward.error())
+        raise_on_every_rank(backward.error())
 
 
 class _HeldBack:
     """Notes when gradients arrive, and holds the last rank back at its first one."""
 
-    def __init__(
-        self, module: nn.Module, watch: RecordedCollectives, rank: int, world_size: int
-    ) -> None:
-        self.watch, self.rank, self.world_size = watch, rank, world_size
+    def __init__(self, module: nn.Module, watch: RecordedCollectives, folder: Path) -> None:
+        self.watch, self.folder = watch, folder
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.launched_before = -1  # collectives launched when backward began; -1: not begun
         self.launched_at: dict[str, int] = {}  # and when each gradient arrived
         self.waited_in_vain = False
         self.parameters = dict(module.named_parameters())
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
-        path = [os.path.join(tempfile.gettempdir(), f"labkit-overlap-{uuid.uuid4()}")]
-        dist.broadcast_object_list(path)  # rank 0's
-        self.store = dist.FileStore(path[0], world_size)  # the last one to go removes the file
 
     def begins(self) -> None:
         self.launched_before = len(self.watch.launched)
@@ -70,14 +68,19 @@ class _HeldBack:
         if self.launched_before < 0:
             return
         if self.rank == self.world_size - 1 and not self.launched_at:
-            others = [f"rank {other} has all" for other in range(self.rank)]
-            try:
-                self.store.wait(others, timedelta(seconds=3))
-            except RuntimeError:  # of FileStore; other stores raise its subclass DistStoreError
-                self.waited_in_vain = True
+            self._wait_for_the_others()
         self.launched_at[name] = len(self.watch.launched)
         if len(self.launched_at) == len(self.parameters):
-            self.store.set(f"rank {self.rank} has all", "yes")
+            (self.folder / f"rank {self.rank} has all gradients").touch()
+
+    def _wait_for_the_others(self) -> None:
+        awaited = [self.folder / f"rank {other} has all gradients" for other in range(self.rank)]
+        given_up = time.monotonic() + 3
+        while not all(path.exists() for path in awaited):
+            if time.monotonic() > given_up:
+                self.waited_in_vain = True
+                return
+            time.sleep(0.002)
 
     def error(self) -> InvariantError | None:
         last = list(self.launched_at)[-1]
@@ -102,6 +105,15 @@ class _HeldBack:
                 "and wait for all of them when backward has ended.",
             )
         return None
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """A folder that all ranks see: rank 0's. It is a way to signal that is no collective."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        yield Path(folder[0])
 
 
 def _nothing() -> None:

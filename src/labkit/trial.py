@@ -27,12 +27,13 @@ from torch.nn.utils import clip_grad_norm_
 Wrap = Callable[[nn.Module], Any]
 FEATURES = 6
 WIDTH = 8
+WIDE = 384  # a square of float64 of this width has a little more than 1 MiB
 
 
 class Batch(NamedTuple):
     """One micro-batch of one rank: inputs (items, FEATURES) and targets (items,), both float64.
 
-    `take` names the branches of the module that this micro-batch goes through, in order.
+    `take` names the parts of the module that this micro-batch goes through, in order.
     """
 
     inputs: Tensor
@@ -83,6 +84,35 @@ class SmallModule(nn.Module):
         return self.head(torch.stack(branched).sum(0)).squeeze(-1)
 
 
+class TwoBuckets(nn.Module):
+    """Two layers of more than 1 MiB each, applied in the order of `take`, in float64.
+
+    A reducer with torch's default sizes (a first bucket of 1 MiB, then 25) puts them into two
+    buckets, which fill in the opposite order on a rank that applies the layers in the opposite
+    order. `SmallModule` fits into one.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = nn.ModuleDict(
+                {"a": nn.Linear(WIDE, WIDE), "b": nn.Linear(WIDE, WIDE, bias=False)}
+            )
+        self.take: tuple[str, ...] = ("a", "b")
+        self.to(device=device, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(items, FEATURES) → (items,)"""
+        hidden = nn.functional.pad(inputs, (0, WIDE - FEATURES))
+        for name in self.take:
+            hidden = torch.tanh(self.layers[name](hidden))
+        return hidden.sum(-1)
+
+
+TrialModule = SmallModule | TwoBuckets
+
+
 class _RaiseInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -118,7 +148,7 @@ def item_losses(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def backward(
-    wrapped: Any, module: SmallModule, of_all: Sequence[Sequence[Batch]], rank: int
+    wrapped: Any, module: TrialModule, of_all: Sequence[Sequence[Batch]], rank: int
 ) -> None:
     """The forward and backward passes of one step of rank `rank`, without `finish`."""
     mine = of_all[rank]
@@ -138,7 +168,7 @@ def backward(
 
 def step(
     wrapped: Any,
-    module: SmallModule,
+    module: TrialModule,
     of_all: Sequence[Sequence[Batch]],
     rank: int,
     max_norm: float | None = None,
@@ -160,7 +190,9 @@ def step(
 
 
 def full_batch_step(
-    module: SmallModule, of_all: Sequence[Sequence[Batch]], max_norm: float | None = None
+    module: TrialModule,
+    of_all: Sequence[Sequence[Batch]],
+    max_norm: float | None = None,
 ) -> None:
     """The oracle: the same step on one process that has the data of all ranks."""
     items_in_step = sum(len(batch.targets) for one in of_all for batch in one)

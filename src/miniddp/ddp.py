@@ -70,7 +70,8 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         static_graph: every iteration uses the same parameters, each as often as in the first.
         delay_all_reduce_named_params, param_to_hook_all_reduce: (name, parameter) pairs that are
             reduced together, when the gradient of the other one arrives.
-        mixed_precision: not supported.
+        mixed_precision: an object with dtypes or None as its `param_dtype`, `reduce_dtype` and
+            `buffer_dtype`: see `miniddp.mixed_precision`.
         device_mesh: a one-dimensional mesh instead of `process_group`.
         skip_all_reduce_unused_params: do not send buckets of unused parameters only, which must be
             the same on every rank.
@@ -83,7 +84,8 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
 
     Raises:
         RuntimeError: the ranks' models differ (on every rank), or nothing is trainable.
-        NotImplementedError: an argument that is not supported, by name.
+        NotImplementedError: `delay_all_reduce_named_params` holds every trainable parameter, or
+            `device_mesh` meets parameters that are DTensors.
     """
 
     # 1. Construction ------------------------------------------------------------------------------
@@ -116,12 +118,11 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         Joinable.__init__(self)
         self._check_arguments(
             module,
-            mixed_precision=mixed_precision,
             check_reduction=check_reduction,
             delayed=delay_all_reduce_named_params,
             delayed_by=param_to_hook_all_reduce,
         )
-        self.process_group = self._group_of(process_group, device_mesh)
+        self.process_group = self._group_of(module, process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore |= {name for name, _ in delay_all_reduce_named_params or ()}
         self.device_type, self.device_ids, self.output_device = devices_of(
@@ -136,6 +137,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = mixed_precision
         self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -168,7 +170,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             caps=self._caps,
             sparse=sparse,
             find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            gradient_as_bucket_view=self.gradient_as_bucket_view and not self.mixed_precision,
             plan_at_once=bool(self.bucket_bytes_cap_list)
             or (self.find_unused_parameters and not self.static_graph),
             skip_unused=self.skip_all_reduce_unused_params,
@@ -355,7 +357,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger"):
+        for name in ("process_group", "reducer", "logger", "_precision"):
             state.pop(name, None)
         return state
 

@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp.buckets import MIB, bucket_caps
+from miniddp.mixed_precision import MixedPrecision
 from miniddp.replicas import broadcast_tensors
 
 # Keywords -----------------------------------------------------------------------------------------
@@ -126,6 +127,38 @@ class ReducerNames:
         self.last_error = message
         return kind(message)
 
+    # Distributed autograd (RPC) keeps gradients in a context of its own, not in `.grad`. They are
+    # lent to `.grad` for the time of the reduction.
+
+    rpc_context: int | None = None
+
+    def find_rpc_context(self) -> int | None:
+        """The number of the distributed-autograd context that is open in this thread, if any."""
+        if not dist.rpc.is_available() or not dist.rpc.api._is_current_rpc_agent_set():
+            return None
+        self.lent: dict[int, tuple[Tensor, Tensor | None]] = {}
+        try:  # there is no public way to ask
+            return torch._C._distributed_autograd._current_context()._context_id()
+        except RuntimeError:
+            return None
+
+    def borrow_gradient(self, index: int) -> None:
+        """Let `.grad` be the context's gradient of a parameter."""
+        parameter = self.parameters[index]
+        gradient = dist.autograd.get_gradients(self.rpc_context).get(parameter)
+        if gradient is not None and index not in self.lent:
+            self.lent[index] = (gradient, parameter.grad)
+            parameter.grad = gradient
+
+    def return_gradients(self) -> None:
+        """Write the reduced gradients to the context, and let `.grad` be what it was."""
+        for index, (gradient, before) in self.lent.items():
+            parameter = self.parameters[index]
+            if parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = before
+        self.rpc_context = None
+
     def _run_allreduce_hook(self, bucket: Any) -> Future:
         return self.all_reduce(bucket)
 
@@ -184,7 +217,6 @@ class WrapperNames:
     _has_rebuilt_buckets = False
     _lazy_init_ran = False
     _use_python_reducer = False
-    mixed_precision = None
     broadcast_bucket_size = 250 * MIB
 
     # Construction
@@ -192,16 +224,10 @@ class WrapperNames:
     def _check_arguments(
         self,
         module: nn.Module,
-        mixed_precision: Any,
         check_reduction: bool,
         delayed: Any,
         delayed_by: Any,
     ) -> None:
-        if mixed_precision is not None:
-            raise NotImplementedError(
-                "MiniDDP does not support mixed_precision. Use torch.autocast, or register a comm "
-                "hook that compresses (miniddp.comm_hooks)."
-            )
         if (delayed is None) != (delayed_by is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
@@ -220,6 +246,12 @@ class WrapperNames:
                 "DistributedDataParallel is not needed when a module doesn't have any parameter "
                 "that requires a gradient. Use the module itself."
             )
+        delayed_names = {name for name, _ in delayed or ()}
+        if all(n in delayed_names for n, p in parameters.items() if p.requires_grad):
+            raise NotImplementedError(
+                "MiniDDP does not support delay_all_reduce_named_params of every trainable "
+                "parameter: leave at least one to be reduced in its turn"
+            )
         for name, parameter in parameters.items():
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise RuntimeError(
@@ -228,13 +260,19 @@ class WrapperNames:
                     "initialize the modules"
                 )
 
-    def _group_of(self, process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
+    def _group_of(
+        self, module: nn.Module, process_group: Any, device_mesh: Any
+    ) -> dist.ProcessGroup:
         if device_mesh is None:
             return dist.group.WORLD if process_group is None else process_group
         if process_group is not None:
             raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            raise NotImplementedError(
+                "MiniDDP does not support a device_mesh together with DTensor parameters"
+            )
         self.device_mesh = device_mesh
         return device_mesh.get_group(mesh_dim=0)
 
@@ -298,6 +336,9 @@ class WrapperNames:
         self._has_rebuilt_buckets = False
         self._comm_hooks: list[tuple[Callable, Any]] = []
         self.logger = _Log(self)
+        if self.mixed_precision is not None:
+            self._precision = MixedPrecision(self, self.mixed_precision)
+            self._set_comm_hook(self._precision.reduce, None, "mixed_precision")
 
     def _delay_all_reduce(
         self, named: Sequence[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
@@ -335,10 +376,15 @@ class WrapperNames:
         if not self._lazy_init_ran:
             self._lazy_init_ran = True
             self._setup_in_backward_optimizers()
+        if self.mixed_precision is not None:
+            self._precision.widen()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.logger.forward_begins()
 
     def _run_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.mixed_precision is not None:
+            self._precision.narrow()
+            inputs, kwargs = self._precision.cast((inputs, kwargs))
         outer = WrapperNames._active_ddp_module
         WrapperNames._active_ddp_module = self
         try:

@@ -12,7 +12,7 @@ The arithmetic is that of mark_variable_ready_dense in torch/csrc/distributed/c1
 gradient is multiplied by 1/W, one that lies in the buffer is divided by W; the bits may differ.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -110,6 +110,21 @@ class Bucket:
                 if parameter.grad is not None:
                     parameter.grad.record_stream(current)
 
+    def copy_in_one(self, slot: int, world_size: int | None, alias: bool) -> None:
+        """`copy_in` for one slot, by one call and one pass in the common case."""
+        parameter, view = self.parameters[slot], self.views[slot]
+        gradient = parameter.grad
+        if gradient is None or gradient.requires_grad or (alias and same_memory(gradient, view)):
+            self.copy_in((slot,), world_size, alias)
+            return
+        if world_size is None:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, 1.0 / world_size, out=view)
+        if alias:
+            parameter.grad = view
+
+    @torch.no_grad()
     def copy_in(self, slots: Sequence[int], world_size: int | None, alias: bool) -> None:
         """Copy the gradients at `slots` into the buffer, divided by `world_size` unless it is None.
 
@@ -128,9 +143,7 @@ class Bucket:
                 if alias:
                     self.parameters[slot].grad = view
         # The `_foreach` calls have no public name; they do what a loop over mul and copy_ would.
-        if len(copied) == 1 and world_size is not None and not sources[0].requires_grad:
-            torch.mul(sources[0], 1.0 / world_size, out=copied[0])
-        elif copied:
+        if copied:
             torch._foreach_copy_(copied, sources)
             if world_size is not None and len(copied) == len(self.parameters):
                 self.buffer.mul_(1.0 / world_size)
@@ -139,7 +152,43 @@ class Bucket:
         if in_place and world_size is not None:
             torch._foreach_div_(in_place, float(world_size))
 
+    def copy_out(self, result: Tensor, slots: Iterable[int], alias: bool, fill: bool) -> list[int]:
+        """Copy the averages in `result` to the gradients at `slots`.
+
+        A missing gradient is made, if `fill`. With `alias` gradients are views of the buffer
+        already; returned are the slots of those that are not.
+        """
+        if self.buffer.is_complex() and not result.is_complex():
+            result = torch.view_as_complex(result)  # collectives may work on pairs of reals
+        views = self.views
+        if self.sparse:
+            self.buffer.copy_(result)
+            views = [self.buffer]
+        elif result.data_ptr() != self.buffer.data_ptr():
+            views = self.views_of(result)
+            if alias:
+                torch._foreach_copy_(self.views, views)
+                views = self.views
+        targets, sources, replaced = [], [], []
+        for slot in slots:
+            parameter, view = self.parameters[slot], views[slot]
+            gradient = parameter.grad
+            if gradient is None:
+                if fill:
+                    keep = alias or self.sparse
+                    parameter.grad = view if keep else torch.empty_like(view).copy_(view)
+            elif self.sparse:
+                parameter.grad = view
+            elif not alias:
+                targets.append(gradient)
+                sources.append(view)
+            elif not same_memory(gradient, view):
+                replaced.append(slot)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return replaced
+
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share their storage; an empty one shares with itself only."""
-    return a is b or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+    """Whether two tensors of one parameter's size lie in the same place."""
+    return a is b or a.data_ptr() == b.data_ptr()

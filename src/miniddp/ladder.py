@@ -141,12 +141,11 @@ class OverlappedPerParameter(Rung):
     def finish(self) -> None:
         for parameter in self.order[len(self.launched) :]:  # did not appear on this rank, or late
             self._launch(parameter)
-        exists = torch.tensor([p.grad is not None for p in self.order], dtype=torch.uint8)
-        exists = exists.to(self.order[0].device)
-        dist.all_reduce(exists, op=dist.ReduceOp.MAX, group=self.group)
-        for parameter, (gradient, work), anywhere in zip(
-            self.order, self.launched, exists, strict=True
-        ):
+        has_gradient = [float(parameter.grad is not None) for parameter in self.order]
+        exists = torch.tensor(has_gradient, device=self.order[0].device)
+        dist.all_reduce(exists, group=self.group)
+        in_order = zip(self.order, self.launched, exists.tolist(), strict=True)
+        for parameter, (gradient, work), anywhere in in_order:
             work.wait()
             parameter.grad = gradient if anywhere else None
         self.ready.clear()
@@ -188,8 +187,8 @@ class Bucketed(Rung):
             work.wait()
             sizes = [parameter.numel() for parameter in bucket]
             *averages, exists = flat.split([*sizes, len(bucket)])
-            for parameter, average, anywhere in zip(bucket, averages, exists, strict=True):
-                parameter.grad = average.view_as(parameter) if anywhere != 0 else None
+            for parameter, average, anywhere in zip(bucket, averages, exists.tolist(), strict=True):
+                parameter.grad = average.view_as(parameter) if anywhere else None
         self.launched.clear()
 
 

@@ -37,10 +37,15 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from miniddp import reducer_errors
-from miniddp.autograd_graph import at_end_of_backward, gradient_accumulator, reachable_from
+from miniddp.autograd_graph import (
+    at_end_of_backward,
+    gradient_accumulator,
+    hook_weakly,
+    reachable_from,
+)
 from miniddp.buckets import NO_CAP, Plan, arrival_plan, initial_plan, sizes_of
 from miniddp.drop_in import ReducerNames
-from miniddp.gradient_bucket import LARGE, Bucket, GradBucket, same_memory
+from miniddp.gradient_bucket import LARGE, Bucket, GradBucket
 from miniddp.replicas import wait_for
 
 CommHook = Callable[[Any, GradBucket], Future]
@@ -91,6 +96,7 @@ class Reducer(ReducerNames):
         self.learns_graph = False
         self.comm_hook: tuple[CommHook, Any] | None = None
         self.device = self.parameters[0].device
+        self.on_cuda = self.device.type == "cuda"
         self.lock = threading.RLock()  # autograd runs one thread for each GPU
 
         self.armed = False
@@ -98,6 +104,7 @@ class Reducer(ReducerNames):
         self.strayed = False
         self.accumulates_locally = False
         self.rebuilt = False
+        self.takes_all = False
         self.reduced_buckets = 0
         self.divisor: int | None = None
         self.participants: dist.Work | None = None
@@ -119,13 +126,14 @@ class Reducer(ReducerNames):
 
     def _build(self, plan: Plan) -> None:
         self.buckets: list[Bucket] = []  # frees the old buffers before the new ones are made
-        self.place = [(0, 0)] * len(self.parameters)
-        for number, indices in enumerate(plan):
+        self.place: dict[int, tuple[Bucket, int, bool]] = {}
+        for indices in plan:
             parameters = [self.parameters[index] for index in indices]
             bucket = Bucket(indices, parameters, self.sparse[indices[0]])
             self.buckets.append(bucket)
             for slot, index in enumerate(indices):
-                self.place[index] = (number, slot)
+                at_once = bucket.sparse or self.parameters[index].numel() >= LARGE
+                self.place[index] = (bucket, slot, at_once)
                 gradient = self.parameters[index].grad
                 if self.gradient_as_bucket_view and gradient is not None and not bucket.sparse:
                     bucket.views[slot].copy_(gradient)
@@ -133,22 +141,26 @@ class Reducer(ReducerNames):
 
     def _hook_accumulators(self) -> None:
         self.accumulators = [gradient_accumulator(parameter) for parameter in self.parameters]
-        this, handles = weakref.ref(self), []
-        for index, node in enumerate(self.accumulators):
+        this = weakref.ref(self)
+        for node in self.accumulators:
             # If another reducer waits on the same module, it may not reduce what this one will.
             previous = node.metadata.get("miniddp.reducer", lambda: None)()
-            if previous is not None:
-                previous.armed = False
+            if previous not in (None, self):
+                previous.armed = previous.takes_all = False
             node.metadata["miniddp.reducer"] = this
-            handles.append(node.register_hook(_on_gradient_of(this, index)))
-        self.remove_hooks = weakref.finalize(self, _remove_all, handles)
-        self.remove_hooks.atexit = False
+        self.remove_hooks = hook_weakly(self.accumulators, self, Reducer.on_gradient)
+
+    def hook_again(self) -> None:
+        """The parameters' data have changed their type, and so their accumulators."""
+        self.remove_hooks()
+        self._hook_accumulators()
 
     # 2. Arm ---------------------------------------------------------------------------------------
 
     def arm(self, outputs: Sequence[Tensor]) -> None:
         """Reduce the next backward. `outputs`: what the forward returned, if unused ones count."""
         self.armed = True
+        self.rpc_context = self.find_rpc_context()
         self.times["backward_start"] = perf_counter_ns()
         self._rewind()
         if self.looks_for_unused:
@@ -161,11 +173,9 @@ class Reducer(ReducerNames):
     def _rewind(self) -> None:
         self.ready = bytearray(len(self.parameters))
         self.order: list[int] = []
-        self.begun = False
+        self.takes_all = False
         self.next_bucket = 0
-        self.pending_firings = None
-        if self.static_graph and not self.learns_graph:
-            self.pending_firings = list(self.firings)
+        self.pending_firings = list(self.firings)
         for bucket in self.buckets:
             bucket.rewind()
 
@@ -180,37 +190,45 @@ class Reducer(ReducerNames):
     def on_gradient(self, index: int) -> None:
         """The gradient of parameter `index` is accumulated, or backward found it undefined."""
         with self.lock:
-            # Also without synchronization: a parameter used once in a window counts as used.
-            tracks_use = self.looks_for_unused or self.learns_graph
-            if tracks_use and self.parameters[index].grad is not None:
-                self.used[index] = 1
-            if not self.armed:
-                self.strayed |= not self.accumulates_locally
-                return
-            if self.learns_graph:
-                self.firings[index] += 1
-                return
-            if not self.begun:
-                self._begin()
-            self.order.append(index)
-            if self.pending_firings is not None:
-                if self.pending_firings[index] == 0:
-                    raise self.error(reducer_errors.graph_changed(self, index))
-                self.pending_firings[index] -= 1
-                if self.pending_firings[index]:
-                    return
-            self._mark_ready(index)
+            if self.rpc_context is not None:
+                self.borrow_gradient(index)
+            if self.takes_all or self._takes(index):
+                self.order.append(index)
+                self._mark_ready(index)
+
+    def _takes(self, index: int) -> bool:
+        """Whether the gradient that has arrived is the one its bucket waits for."""
+        # Also without synchronization: a parameter used once in a window counts as used.
+        tracks_use = self.looks_for_unused or self.learns_graph
+        if tracks_use and self.parameters[index].grad is not None:
+            self.used[index] = 1
+        if not self.armed:
+            self.strayed |= not self.accumulates_locally
+            return False
+        if self.learns_graph:
+            self.firings[index] += 1
+            return False
+        if not self.unfinished:
+            self._begin()
+        if self.static_graph:
+            self.pending_firings[index] -= 1
+            if self.pending_firings[index] < 0:
+                raise self.error(reducer_errors.graph_changed(self, index))
+            return self.pending_firings[index] == 0
+        return True
 
     def _begin(self) -> None:
-        self.begun = True
+        """At the first gradient of a backward."""
+        self.unfinished = True
+        self.takes_all = not (self.looks_for_unused or self.static_graph)
         self._find_divisor()
         for index in self.unused:
             self._mark_ready(index)
 
     def _find_divisor(self) -> None:
-        """W; or the number of ranks that still have inputs, which the forward has asked for."""
-        self.divisor = self.process_group.size()
-        if self.participants is not None:
+        """W; the number of ranks that still have inputs, if asked for; None under a comm hook."""
+        self.divisor = self.process_group.size() if self.comm_hook is None else None
+        if self.participants is not None and self.comm_hook is None:
             wait_for(self.participants)
             self.divisor = int(_first_tensor(self.participants.get_future().value()).item())
 
@@ -218,23 +236,17 @@ class Reducer(ReducerNames):
         if self.ready[index]:
             raise self.error(reducer_errors.marked_twice(self, index))
         self.ready[index] = 1
-        self.unfinished = True
-        number, slot = self.place[index]
-        bucket = self.buckets[number]
-        if self.device.type == "cuda":
+        bucket, slot, at_once = self.place[index]
+        if self.on_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
-        if bucket.sparse:
-            self._take_sparse(bucket)
-        elif self.parameters[index].numel() >= LARGE:
-            self._copy_in(bucket, (slot,))
+        if at_once:
+            if bucket.sparse:
+                self._take_sparse(bucket)
+            else:
+                bucket.copy_in_one(slot, self.divisor, self.gradient_as_bucket_view)
         bucket.missing -= 1
         if bucket.missing == 0:
             self._launch_full_buckets(bucket)
-
-    @torch.no_grad()
-    def _copy_in(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        divisor = self.divisor if self.comm_hook is None else None
-        bucket.copy_in(slots, divisor, self.gradient_as_bucket_view)
 
     @torch.no_grad()
     def _take_sparse(self, bucket: Bucket) -> None:
@@ -244,7 +256,7 @@ class Reducer(ReducerNames):
             gradient = bucket.zeros()
         if not gradient.is_sparse:
             raise self.error(reducer_errors.not_sparse(self, bucket.indices[0]))
-        if self.comm_hook is None:
+        if self.divisor is not None:
             gradient.div_(self.divisor)
         bucket.buffer = gradient
 
@@ -254,6 +266,7 @@ class Reducer(ReducerNames):
             return
         self.learns_graph = False
         self.unused = [index for index, count in enumerate(self.firings) if count == 0]
+        self.unfinished = True
         self._reduce_used()
         self._find_divisor()
         for index in range(len(self.parameters)):
@@ -265,7 +278,7 @@ class Reducer(ReducerNames):
     def _launch_full_buckets(self, filled: Bucket) -> None:
         if filled.streams:
             filled.wait_for_streams()
-        self._copy_in(filled, filled.late)
+        filled.copy_in(filled.late, self.divisor, self.gradient_as_bucket_view)
         while self.next_bucket < len(self.buckets):
             bucket = self.buckets[self.next_bucket]
             if bucket.missing:
@@ -312,54 +325,30 @@ class Reducer(ReducerNames):
             if not self.armed:  # a strict backward has done it already
                 return
             self.times["compute_end"] = perf_counter_ns()
+            may_be_unused = self.looks_for_unused or self.static_graph
             for bucket in self.buckets:
-                if bucket.future is not None:
-                    result = _first_tensor(bucket.future.wait())
-                    if bucket.sparse:
-                        bucket.buffer.copy_(result)
-                        self._write_sparse(bucket)
-                    else:
-                        self._copy_out(bucket, result)
-                    bucket.future = None
+                if bucket.future is None:
+                    continue
+                result = _first_tensor(bucket.future.wait())
+                bucket.future = None
+                # Zeros for an unused gradient would make an optimizer move its parameter.
+                wanted = range(len(bucket.indices))
+                if may_be_unused:
+                    wanted = [i for i in wanted if not self._unused_everywhere(bucket.indices[i])]
+                alias = self.gradient_as_bucket_view
+                replaced = bucket.copy_out(result, wanted, alias, not self.optimizer_in_backward)
+                if replaced:
+                    raise self.error(reducer_errors.not_a_view(self, bucket.indices[replaced[0]]))
             for future in self.extra_futures:
                 future.wait()
             self.extra_futures = []
-            self.armed = self.unfinished = False
+            self.armed = self.unfinished = self.takes_all = False
             if self.looks_for_unused:
                 wait_for(self.used_work)
                 self.used = [0] * len(self.parameters)
+            if self.rpc_context is not None:
+                self.return_gradients()
             self.times["comm_end"] = perf_counter_ns()
-
-    def _copy_out(self, bucket: Bucket, result: Tensor) -> None:
-        alias = self.gradient_as_bucket_view
-        if bucket.buffer.is_complex() and not result.is_complex():
-            result = torch.view_as_complex(result)  # collectives may work on pairs of reals
-        in_place = result.data_ptr() == bucket.buffer.data_ptr()
-        views = bucket.views if in_place else bucket.views_of(result)
-        if alias and not in_place:
-            torch._foreach_copy_(bucket.views, views)
-            views = bucket.views
-        may_be_unused = self.looks_for_unused or self.static_graph
-        targets, sources = [], []
-        for index, parameter, view in zip(bucket.indices, bucket.parameters, views, strict=True):
-            if may_be_unused and self._unused_everywhere(index):
-                continue  # its gradient stays as it is: zeros would make an optimizer move it
-            gradient = parameter.grad
-            if gradient is None:
-                if not self.optimizer_in_backward:
-                    parameter.grad = view if alias else torch.empty_like(view).copy_(view)
-            elif not alias:
-                targets.append(gradient)
-                sources.append(view)
-            elif not same_memory(gradient, view):
-                raise self.error(reducer_errors.not_a_view(self, index))
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-    def _write_sparse(self, bucket: Bucket) -> None:
-        may_be_unused = self.looks_for_unused or self.static_graph
-        if not (may_be_unused and self._unused_everywhere(bucket.indices[0])):
-            bucket.parameters[0].grad = bucket.buffer
 
     def _unused_everywhere(self, index: int) -> bool:
         """Whether no rank used the parameter; waits for the others' answer when first needed."""
@@ -380,7 +369,7 @@ class Reducer(ReducerNames):
             if not self.armed:
                 return
             absent = [index for index, ready in enumerate(self.ready) if not ready]
-            if not self.begun:
+            if not self.unfinished:
                 self._begin()
             for index in absent:
                 if not self.ready[index]:
@@ -410,8 +399,8 @@ class Reducer(ReducerNames):
         self.check_finished()
         if self.rebuilt or self.looks_for_unused or not self.order:
             return False
-        last = {index: moment for moment, index in enumerate(self.order)}
-        order = sorted(last, key=last.get) + [i for i in self.unused if i not in last]
+        arrived = set(self.order)
+        order = self.order + [index for index in self.unused if index not in arrived]
         self._build(self._agree_on(arrival_plan(self._sizes(), order, self.caps)))
         self.rebuilt = True
         self._rewind()
@@ -450,22 +439,6 @@ class Reducer(ReducerNames):
         """Raise RuntimeError if a backward has begun to reduce and some gradients never came."""
         if self.unfinished:
             raise self.error(reducer_errors.unfinished(self))
-
-
-def _on_gradient_of(reducer: "weakref.ref[Reducer]", index: int) -> Callable[..., None]:
-    """A hook that does not keep its reducer alive: a wrapper that is gone must not reduce."""
-
-    def on_gradient(*_: Any) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive.on_gradient(index)
-
-    return on_gradient
-
-
-def _remove_all(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _first_tensor(result: Any) -> Tensor:

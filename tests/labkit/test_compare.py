@@ -67,3 +67,8 @@ def test_the_largest_difference_is_over_all_elements():
     assert largest_difference([TRUE[0], TRUE[1] - 0.5], TRUE) == 0.5
     assert largest_difference([], []) == 0
     assert math.isnan(largest_difference([torch.tensor(float("nan"))], [torch.tensor(1.0)]))
+
+
+def test_generators_are_compared_and_not_exhausted():
+    assert largest_difference((t for t in TRUE), (t + 1 for t in TRUE)) == 1
+    assert ratio_and_cosine((t for t in TRUE), (2 * t for t in TRUE)).ratio == 0.5

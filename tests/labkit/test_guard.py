@@ -81,3 +81,21 @@ def test_nothing_is_left_when_the_caller_is_killed():
     os.killpg(caller.pid, signal.SIGKILL)
     caller.wait()
     assert all_gone(marker)
+
+
+def test_output_that_is_not_utf8_is_kept():
+    done = run_guarded(["printf", "\\377x"], 30)
+    assert done.stdout == "\ufffdx"
+
+
+@pytest.mark.parametrize("command", ["ls", []])
+def test_a_command_that_is_no_list_of_words_is_refused(command):
+    with pytest.raises(ValueError, match="has to be a list of words"):
+        run_guarded(command, 30)
+
+
+def test_if_the_guard_itself_is_killed_the_command_dies_and_the_caller_goes_on():
+    start = time.monotonic()
+    done = run_guarded(["sh", "-c", "kill -9 $PPID; exec sleep 66"], 30)
+    assert time.monotonic() - start < 20
+    assert done.returncode == -signal.SIGKILL

@@ -39,7 +39,7 @@ def errors_of(rank, check, *arguments):
 def test_torchs_ddp_obeys_every_invariant_and_overlaps(world_size):
     def work():
         ddp = partial(DistributedDataParallel, find_unused_parameters=True)
-        as_views = partial(ddp, gradient_as_bucket_view=True)
+        as_views = partial(ddp, gradient_as_bucket_view=True, bucket_cap_mb=0.0003)
         return [violations(wrap, invariants=EVERY_CHECK) for wrap in (ddp, as_views)]
 
     assert run_ranks(work, world_size, timeout=120, device="cpu") == [[{}, {}]] * world_size

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, Branches, loss_of
+from ddp_models import MODELS, Branches, loss_of
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -110,6 +110,28 @@ def test_a_penalty_on_the_inputs_gradient_is_reduced_as_torch_does():
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def delayed(rank, world_size):
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    alone = copy.deepcopy(module)
+    above = [(name, p) for name, p in module.named_parameters() if not name.startswith("0.")]
+    wrapped = MiniDDP(
+        module, delay_all_reduce_named_params=above, param_to_hook_all_reduce=module[0].weight
+    )
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(rank, step)).sum().backward()
+    for r in range(world_size):
+        (alone(batch(r, 1)).sum() / world_size).backward()
+    return [(p.grad, q.grad) for p, q in zip(module.parameters(), alone.parameters(), strict=True)]
+
+
+def test_delayed_parameters_are_averaged_together_when_the_other_ones_gradient_arrives():
+    for pairs in run_ranks(delayed, 3):
+        for gradient, expected in pairs:
+            torch.testing.assert_close(gradient, expected)
+
+
 # Construction -------------------------------------------------------------------------------------
 
 
@@ -145,17 +167,22 @@ def test_models_that_differ_raise_on_every_rank_naming_the_parameter_and_the_ran
         assert "torch.float32, trainable on rank 1, 2" in dtype
 
 
-def unsupported(rank, world_size):
-    with pytest.raises(NotImplementedError, match="mixed_precision"):
-        MiniDDP(linear(), mixed_precision=object())
+def senseless(rank, world_size):
     with pytest.raises(ValueError, match="at the same time"):
         MiniDDP(linear(), param_to_hook_all_reduce=nn.Parameter(torch.zeros(1)))
+    module = linear()
+    delays_all = {
+        "delay_all_reduce_named_params": list(module.named_parameters()),
+        "param_to_hook_all_reduce": module.weight,
+    }
+    with pytest.raises(NotImplementedError, match="delay_all_reduce_named_params"):
+        MiniDDP(module, **delays_all)
     with pytest.raises(RuntimeError, match="that requires a gradient"):
         MiniDDP(linear().requires_grad_(False))
 
 
-def test_an_argument_that_is_not_supported_is_refused_by_name():
-    run_ranks(unsupported, 1)
+def test_arguments_that_make_no_sense_are_refused():
+    run_ranks(senseless, 1)
 
 
 # Forward and backward -----------------------------------------------------------------------------
@@ -467,3 +494,42 @@ def test_checkpoints_functional_calls_and_the_sharded_optimizer_take_it_for_torc
         assert moved
         assert doubled
         assert torch.equal(weight, per_rank[0][3])
+
+
+class Precisions:
+    """What torch's `_MixedPrecision` holds."""
+
+    def __init__(self, param=None, reduce=None, buffer=None):
+        self.param_dtype, self.reduce_dtype, self.buffer_dtype = param, reduce, buffer
+
+
+def narrow_training(rank, world_size):
+    seen = []
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x):
+            seen.append((x.dtype, self.layer.weight.dtype))
+            return self.layer(x)
+
+    wrapped = MiniDDP(Watched(), mixed_precision=Precisions(torch.bfloat16, torch.float32))
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(batch(rank, step)).float().sum().backward()
+    weight = wrapped.module.layer.weight
+    return seen, weight.dtype, weight.grad, torch.equal(weight, linear().weight)
+
+
+def test_mixed_precision_computes_in_the_narrow_type_and_leaves_wide_parameters_and_gradients():
+    per_rank = run_ranks(narrow_training, 2)
+    full = linear()
+    (sum(full(batch(rank, 2)).sum() for rank in range(2)) / 2).backward()
+    for seen, dtype, gradient, untouched in per_rank:
+        assert seen == [(torch.bfloat16, torch.bfloat16)] * 3
+        assert dtype == gradient.dtype == torch.float32
+        assert untouched
+        assert torch.equal(gradient, per_rank[0][2])
+        torch.testing.assert_close(gradient, full.weight.grad, rtol=3e-2, atol=3e-2)

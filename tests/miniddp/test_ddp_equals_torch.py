@@ -14,7 +14,7 @@ import copy
 
 import pytest
 import torch
-from models import MODELS, loss_of
+from ddp_models import MODELS, loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

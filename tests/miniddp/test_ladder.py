@@ -130,6 +130,14 @@ def test_every_rung_obeys_every_invariant_and_two_overlap(world_size):
     assert run_ranks(work, world_size, timeout=150, device="cpu") == [expected] * world_size
 
 
+def test_buckets_of_any_size_obey_every_invariant():
+    def work():
+        rungs = [partial(BucketedOverlapped, bucket_cap_mb=mib) for mib in (0, 0.0003, 100)]
+        return [list(violations(rung)) for rung in rungs]
+
+    assert run_ranks(work, 3, timeout=90, device="cpu") == [[[], [], []]] * 3
+
+
 def test_each_rung_launches_as_many_collectives_of_as_many_bytes_as_its_docstring_says():
     def work(rank):
         found = []
@@ -148,14 +156,14 @@ def test_each_rung_launches_as_many_collectives_of_as_many_bytes_as_its_docstrin
         return found
 
     weight, bias = 16 * 16 * 4, 16 * 4
-    flags = 8
     layers = [bias, weight] * 4
-    buckets = [bias + weight + 2 * 4] * 4  # of 1 KiB or a little more; a flag a parameter
+    # Of 1 KiB or a little more, with a flag for each of the two parameters.
+    buckets = [bias + weight + 2 * 4] * 4
     for of_rank in run_ranks(work, 2, device="cpu"):
         per_parameter, flat, overlapped, bucketed, bucketed_overlapped = of_rank
-        assert per_parameter == (0, [flags, *[weight, bias] * 4])
+        assert per_parameter == (0, [8, *[weight, bias] * 4])
         assert flat == (0, [sum(layers) + 8 * 4])
-        assert overlapped == (8, [*layers, flags])
+        assert overlapped == (8, [*layers, 8 * 4])
         assert bucketed == (0, buckets)
         assert bucketed_overlapped == (4, buckets)
 

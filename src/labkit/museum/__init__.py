@@ -5,8 +5,8 @@
 
 Each is short, looks innocent, trains, and shows a loss curve that falls. They are kinds of
 mistakes that are made over and over, written anew here; none is anybody's code. Use them to learn
-what a mistake looks like, and to try whether your own tests would notice it: tests that pass here
-prove nothing.
+what a mistake looks like, and to try your own tests on: where they pass on an exhibit, they have a
+hole.
 
 What an exhibit does right it may take from `labkit.museum.parts`.
 """

@@ -10,6 +10,9 @@ the ranks drift apart, faster the longer one accumulates.
 
 Seen in: no_sync added later to a reducer that was built on gradient hooks.
 
+It also launches in the order in which gradients appear on this rank, the mistake of
+launch_when_locally_ready.
+
 Kind: a direction bug. Caught by accumulation_equals_full_batch.
 """
 

@@ -6,10 +6,10 @@ The bug: collectives are matched by their order, not by their content. Gradients
 another order on another rank (its data took another branch); then rank 0's bucket 1 is added to
 rank 1's bucket 2.
 
-Symptom: none as long as all ranks take one path. Otherwise a hang or an error where sizes differ;
+Symptom: none as long as all ranks take one path. Otherwise a hang or an abort where sizes differ;
 and where they are equal, silently, the gradients of two layers in each other's place.
 
-Seen in: almost every short reducer that overlaps.
+Seen in: short reducers that overlap, launched from a count of ready gradients.
 
 Kind: a deadlock. Caught by collectives_match.
 """

@@ -5,9 +5,9 @@ Claims: one all-reduce for each parameter that took part, no time wasted on the 
 The bug: "took part" is a matter of this rank's data. A rank that skips a parameter is one
 collective behind the others, and its next gradient is added to another parameter's.
 
-Symptom: none while every rank uses every parameter. Then an error about sizes, or a hang at the
-end of the step; or, if ranks skip different parameters of equal shapes, wrong gradients in
-silence.
+Symptom: none while every rank uses every parameter. Then an abort over sizes that do not match, or
+a hang at the end of the step; or, if ranks skip different parameters of equal shapes, wrong
+gradients in silence.
 
 Seen in: `if p.grad is not None:` in training loops by hand, tutorials among them.
 

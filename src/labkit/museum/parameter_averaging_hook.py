@@ -11,6 +11,9 @@ differ.
 
 Seen in: tutorials and homework on data parallelism from scratch.
 
+It also launches in the order in which gradients appear on this rank, the mistake of
+launch_when_locally_ready.
+
 Kind: a direction bug. Caught by gradients_are_identical.
 """
 

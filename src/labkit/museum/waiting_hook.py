@@ -5,7 +5,8 @@ Claims: overlaps communication with backward: every gradient is sent from its ho
 The bug: `all_reduce` without `async_op=True` returns when the sum is there. Backward stands still
 for that long; and waits for the slowest rank at each parameter, no longer once a step.
 
-Symptom: every gradient is right, and a step takes longer than with one all-reduce after backward.
+Symptom: every gradient is right, and a step is no shorter than without overlap; with many small
+parameters it is longer than with one all-reduce after backward.
 
 Seen in: overlap by hook that was never measured.
 

@@ -1,0 +1,84 @@
+"""Mixed precision by the wrapper: compute in a narrow type, step in a wide one.
+
+Before a forward every parameter's data are replaced by a copy in `param_dtype`, and the inputs are
+cast too; so activations and gradients are narrow. A bucket travels in `reduce_dtype`. As soon as
+it is full its parameters take their wide data back, and their gradients become wide, so that an
+optimizer sees nothing of all this. Unlike torch.autocast this narrows everything, reductions and
+norms as well.
+
+Cost: for each forward one narrow copy of the parameters, freed during backward. Each rank sends
+half the bytes with a type of two bytes.
+
+The settings are those of torch's `_MixedPrecision`: an object with `param_dtype`, `reduce_dtype`
+and `buffer_dtype`, each a dtype or None. Two things differ from torch's wrapper: it divides by the
+world size before the sum, so that a narrow sum does not overflow, and gradients are never views of
+a bucket, which has another type.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from miniddp.autograd_graph import at_end_of_backward, find_tensors, replace_tensors
+
+
+class MixedPrecision:
+    """Switches the data of `parameters` between wide and narrow, and reduces narrow buckets."""
+
+    def __init__(self, ddp: Any, settings: Any):
+        self.settings = settings
+        self.parameters = list(ddp._own(ddp.module.named_parameters()).values())
+        self.ddp = weakref.ref(ddp)
+        for parameter in self.parameters:
+            parameter._fp_param = parameter.data
+            parameter._mp_param = torch.empty(0, dtype=settings.param_dtype or parameter.dtype)
+        for buffer in ddp._own(ddp.module.named_buffers()).values():
+            if buffer.is_floating_point() and settings.buffer_dtype is not None:
+                buffer.data = buffer.data.to(settings.buffer_dtype)
+            buffer._fp_param = buffer._mp_param = buffer.data
+
+    def narrow(self) -> None:
+        """Before a forward: let the parameters' data, and gradients of earlier ones, be narrow."""
+        for parameter in self.parameters:
+            dtype = self.settings.param_dtype or parameter.dtype
+            if not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            parameter._fp_param = parameter.data
+            parameter._mp_param = parameter.data = parameter.data.to(dtype)
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.to(dtype)
+        # Data of another type have another gradient accumulator.
+        self.ddp().reducer.hook_again()
+
+    def cast(self, inputs: Any) -> Any:
+        """`inputs`, however nested, with every floating-point tensor narrow."""
+        dtype = self.settings.param_dtype
+        tensors = [
+            t.to(dtype) if dtype is not None and t.is_floating_point() else t
+            for t in find_tensors(inputs)
+        ]
+        return replace_tensors(inputs, iter(tensors))
+
+    def widen(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Give `parameters` (all of them when None) their wide data back, and a wide gradient."""
+        for parameter in self.parameters if parameters is None else parameters:
+            parameter.data = parameter._fp_param
+            parameter._mp_param = parameter._mp_param.new_empty(0)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(parameter.dtype)
+
+    def reduce(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+        """A comm hook: the average, sent in `reduce_dtype`; widens the bucket's parameters."""
+        ddp, buffer = self.ddp(), bucket.buffer()
+        if bucket.index() == 0:
+            at_end_of_backward(self.widen)
+        self.widen(bucket.parameters())
+        buffer.div_(ddp.process_group.size())
+        dtype = self.settings.reduce_dtype or self.settings.param_dtype or buffer.dtype
+        work = dist.all_reduce(buffer.to(dtype), group=ddp.process_group, async_op=True)
+        return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))

@@ -1,0 +1,200 @@
+"""The reducer's order of events: launches in the plan's order, overlapped, once per backward."""
+
+import gc
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labkit.ranks import run_ranks
+from miniddp import comm_hooks
+from miniddp.ddp import MiniDDP
+
+
+class AnyOrder(nn.Module):
+    """Four layers whose outputs are chained in the order that the caller wants."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, order):
+        for index in order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+def events_of(rank: int, orders: list[list[int]], steps: int) -> list[list[tuple[str, int]]]:
+    """For each step: ("gradient", parameter) and ("launch", bucket) as they happened."""
+    wrapped = MiniDDP(AnyOrder(), bucket_cap_mb=280 / 2**20)  # a layer, 288 bytes, a bucket
+    events: list[tuple[str, int]] = []
+
+    def note_launch(state, bucket):
+        events.append(("launch", bucket.index()))
+        return comm_hooks.average(state, bucket)
+
+    wrapped.register_comm_hook(None, note_launch)
+    for number, parameter in enumerate(wrapped.parameters()):
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, number=number: events.append(("gradient", number))
+        )
+    seen = []
+    for step in range(steps):
+        events.clear()
+        wrapped.zero_grad()
+        torch.manual_seed(10 * rank + step)
+        wrapped(torch.randn(4, 8), orders[rank]).sum().backward()
+        seen.append(list(events))
+    return seen, torch.cat([p.grad.flatten() for p in wrapped.parameters()])
+
+
+def test_buckets_launch_in_one_order_though_gradients_arrive_in_another_on_each_rank():
+    orders = [[0, 1, 2, 3], [3, 1, 0, 2], [2, 0, 3, 1]]
+    per_rank = run_ranks(events_of, 3, orders, 3)
+    arrivals = []
+    for (_, _, events), gradient in per_rank:
+        assert [number for what, number in events if what == "launch"] == [0, 1, 2, 3]
+        arrivals.append([number for what, number in events if what == "gradient"])
+        assert torch.equal(gradient, per_rank[0][1])
+    assert arrivals[0] != arrivals[1] != arrivals[2]
+    # Rank 0's order of arrival made the plan: there each bucket leaves as soon as it is full.
+    (_, _, events), _ = per_rank[0]
+    assert [what for what, _ in events] == ["gradient", "gradient", "launch"] * 4
+
+
+def test_the_first_backward_sends_one_bucket_and_later_ones_overlap():
+    ((first, second, third), _), *_ = run_ranks(events_of, 2, [[0, 1, 2, 3]] * 2, 3)
+    assert [what for what, _ in first] == ["gradient"] * 8 + ["launch"]
+    assert second == third
+    assert second.index(("launch", 0)) < second.index(second[-2])
+
+
+def collectives_of_a_window(rank, world_size):
+    wrapped = MiniDDP(AnyOrder(), gradient_as_bucket_view=True)
+    launches = []
+
+    def count(state, bucket):
+        launches.append(bucket.index())
+        return comm_hooks.average(state, bucket)
+
+    wrapped.register_comm_hook(None, count)
+    torch.manual_seed(rank)
+    counts = []
+    for _ in range(2):
+        for micro in range(4):
+            launches.clear()
+            wrapped.require_backward_grad_sync = micro == 3
+            wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
+            counts.append(len(launches))
+    gradients = [p.grad for p in wrapped.parameters()]
+    buffers = {b.buffer.untyped_storage().data_ptr() for b in wrapped.reducer.buckets}
+    return counts, all(g.untyped_storage().data_ptr() in buffers for g in gradients)
+
+
+def test_accumulation_communicates_in_the_last_micro_batch_only_and_views_stay_views():
+    for counts, are_views in run_ranks(collectives_of_a_window, 2):
+        assert counts == [0, 0, 0, 1] * 2
+        assert are_views
+
+
+def several_forwards(rank, world_size):
+    wrapped = MiniDDP(AnyOrder())
+    alone = AnyOrder()
+    torch.manual_seed(rank)
+    a, b = torch.randn(4, 8), torch.randn(4, 8)
+    for model in (wrapped, alone):
+        (model(a, [0, 1, 2, 3]).sum() + model(b, [3, 2, 1, 0]).pow(2).sum()).backward()
+    summed = torch.cat([p.grad.flatten() for p in alone.parameters()])
+    dist.all_reduce(summed)
+    return torch.cat([p.grad.flatten() for p in wrapped.parameters()]), summed / world_size
+
+
+def test_several_forwards_before_one_backward_are_averaged_once():
+    for found, expected in run_ranks(several_forwards, 3):
+        torch.testing.assert_close(found, expected)
+
+
+def after_an_exception(rank, world_size):
+    wrapped = MiniDDP(AnyOrder())
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+
+    class InterruptedStepError(Exception):
+        pass
+
+    def interrupt(_):
+        raise InterruptedStepError
+
+    output = wrapped(x, [0, 1, 2, 3])
+    handle = output.register_hook(interrupt)
+    try:
+        output.sum().backward()
+    except InterruptedStepError:
+        handle.remove()
+    wrapped.zero_grad()
+    wrapped(x, [0, 1, 2, 3]).sum().backward()
+    return torch.cat([p.grad.flatten() for p in wrapped.parameters()]), x
+
+
+def test_a_backward_that_was_interrupted_before_its_first_gradient_leaves_no_stale_counts():
+    per_rank = run_ranks(after_an_exception, 2)
+    alone = AnyOrder()
+    for _, x in per_rank:
+        (alone(x, [0, 1, 2, 3]).sum() / 2).backward()
+    expected = torch.cat([p.grad.flatten() for p in alone.parameters()])
+    for found, _ in per_rank:
+        torch.testing.assert_close(found, expected)
+
+
+def lifetimes(rank, world_size):
+    module = AnyOrder()
+    wrapped = MiniDDP(module, find_unused_parameters=True)
+    wrapped(torch.randn(4, 8), [0, 1]).sum().backward()
+    reducer = weakref.ref(wrapped.reducer)
+    gc.disable()
+    del wrapped
+    return reducer() is None
+
+
+def test_a_wrapper_frees_its_buckets_at_once_without_waiting_for_the_garbage_collector():
+    assert run_ranks(lifetimes, 1) == [True]
+
+
+def large_and_small(rank, world_size):
+    """Gradients above and below the size from which they are copied as they arrive."""
+    found = []
+    for views in (False, True):
+        torch.manual_seed(2)
+        wrapped = MiniDDP(
+            nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 2)), gradient_as_bucket_view=views
+        )
+        torch.manual_seed(rank)
+        for step in range(3):
+            wrapped.zero_grad(set_to_none=step != 2)
+            wrapped(torch.randn(3, 200)).sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in wrapped.parameters()]))
+    return found
+
+
+def test_views_change_no_bit_at_two_ranks_for_large_and_small_gradients():
+    for copied, viewed in run_ranks(large_and_small, 2):
+        assert torch.equal(copied, viewed)
+
+
+def autograd_grad(rank, world_size):
+    wrapped = MiniDDP(AnyOrder())
+    torch.manual_seed(rank)
+    x = torch.randn(4, 8)
+    taken = torch.autograd.grad(wrapped(x, [0, 1, 2, 3]).sum(), list(wrapped.parameters()))
+    untouched = all(p.grad is None for p in wrapped.parameters())
+    wrapped(x, [0, 1, 2, 3]).sum().backward()  # the forward before never came back: no error
+    return untouched, taken[0], next(iter(wrapped.parameters())).grad
+
+
+def test_autograd_grad_returns_local_gradients_and_leaves_the_wrapper_usable():
+    per_rank = run_ranks(autograd_grad, 2)
+    average = (per_rank[0][1] + per_rank[1][1]) / 2
+    for untouched, _, gradient in per_rank:
+        assert untouched
+        torch.testing.assert_close(gradient, average)

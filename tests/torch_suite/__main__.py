@@ -1,0 +1,102 @@
+"""``python -m tests.torch_suite``: PyTorch's tests of its DDP, on a class that you choose."""
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+
+DESCRIPTION = """\
+Run PyTorch's own tests of DistributedDataParallel on the CPU, over gloo, on a class of your choice.
+The tests are those that ship inside the installed torch, or (--file) those of a checkout of
+PyTorch's repository, for instance --file ~/pytorch/test/distributed/test_c10d_gloo.py."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.torch_suite", description=DESCRIPTION)
+    add = parser.add_argument
+    add(
+        "--class",
+        dest="cls",
+        default="miniddp",
+        help="torch, miniddp (the default) or module:Class",
+    )
+    add("--file", action="append", default=[], help="a test file, instead of those that ship")
+    add("-k", dest="names", action="append", default=[], help="part of a name, or a pattern with *")
+    add("--runnable", action="store_true", help="only those that table.json calls runnable")
+    add("--every", action="store_true", help="also the tests that do not name the class")
+    add("--world-size", type=int, default=4, help="ranks of distributed_test (default 4)")
+    add("--jobs", type=int, default=2, help="tests at a time (default 2)")
+    add("--timeout", type=float, default=60, help="seconds for one test (default 60)")
+    add("--json", help="write the results to this file")
+    add("--write-table", action="store_true", help="with --class torch: write table.json anew")
+    add("--list", action="store_true", help="only print the names")
+    add("-v", dest="verbose", action="store_true", help="print failures whole")
+    options = parser.parse_args()
+    if options.write_table and (options.cls != "torch" or options.file or options.names):
+        parser.error("--write-table takes the whole of what ships, run with --class torch")
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    # PyTorch's files read these when they are imported.
+    os.environ.update(
+        BACKEND="gloo",
+        WORLD_SIZE=str(options.world_size),
+        TEMP_DIR=tempfile.gettempdir(),
+        OMP_NUM_THREADS="1",
+        OPENBLAS_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1",
+    )
+    from . import discover, placement, runner, swap, table
+
+    cls = swap.load(options.cls)
+    placement.open_gates()
+    placement.pretend_devices()
+    placement.without_device_ids(cls)
+    swap.Constructions.watch(cls)
+    swap.swap(cls)
+    runner.fork_ranks()
+    chosen = []
+    with placement.nccl_announced():
+        for source in options.file or discover.SHIPPED:
+            module = discover.load(source)
+            swap.swap(cls)
+            chosen += discover.tests(module, every=options.every)
+    if options.names:
+        patterns = [f"*{name}*" for name in options.names]
+        chosen = [
+            test
+            for test in chosen
+            if any(fnmatch.fnmatch(runner.name_of(*test), pattern) for pattern in patterns)
+        ]
+    if options.runnable:
+        runnable = set(table.read()["runnable"])
+        chosen = [test for test in chosen if runner.name_of(*test) in runnable]
+    if options.list:
+        print("\n".join(runner.name_of(*test) for test in chosen))
+        return 0
+
+    def report(result: runner.Result) -> None:
+        ended = f"{result.outcome:8}{result.seconds:6.1f} s"
+        print(ended, result.name, result.reason, sep="  ", flush=True)
+        if options.verbose and result.detail:
+            print(result.detail, flush=True)
+
+    results = runner.run(chosen, options.jobs, options.timeout, report)
+    totals = Counter(result.outcome for result in results)
+    print(", ".join(f"{n} {outcome}" for outcome, n in totals.most_common()), f"({options.cls})")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([dataclasses.asdict(result) for result in results], file, indent=1)
+    if options.write_table:
+        table.write(results, options.world_size)
+    return int(any(result.outcome not in ("passed", "skipped") for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

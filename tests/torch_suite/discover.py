@@ -1,0 +1,94 @@
+"""Which tests a module holds, and which of them reach `DistributedDataParallel`."""
+
+import importlib
+import inspect
+import os
+import sys
+import types
+import unittest
+from collections.abc import Iterator
+
+from torch.nn.parallel.distributed import DistributedDataParallel
+
+SHIPPED = ("distributed_test", "ddp_under_dist_autograd_test", "rpc_test")
+"""The files with tests of the class that ship inside torch, under `torch.testing._internal`."""
+
+_NAMES = frozenset({"DistributedDataParallel", "DDP"})
+
+
+def load(source: str) -> types.ModuleType:
+    """The module of one of `SHIPPED`, or of the file at that path."""
+    if source in SHIPPED:
+        from . import shipped
+
+        return getattr(shipped, source)()
+    folder, file = os.path.split(os.path.abspath(source))
+    name = file.removesuffix(".py")
+    for path in (folder, os.path.dirname(folder)):
+        if path not in sys.path:
+            sys.path.append(path)
+    return importlib.import_module(name)
+
+
+def cases(module: types.ModuleType) -> dict[str, type[unittest.TestCase]]:
+    """The test classes of a module, by name, without those it imports from other modules."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, unittest.TestCase)
+        and value.__module__ == module.__name__
+    }
+
+
+def tests(module: types.ModuleType, *, every: bool) -> list[tuple[type[unittest.TestCase], str]]:
+    """(class, method) for each test that reaches `DistributedDataParallel`, or for every test."""
+    return [
+        (case, name)
+        for case in cases(module).values()
+        for name in unittest.TestLoader().getTestCaseNames(case)
+        if every or reaches_ddp(case, getattr(case, name))
+    ]
+
+
+def reaches_ddp(case: type, test: types.FunctionType) -> bool:
+    """Whether the code of a test, or of a helper it calls, names the class.
+
+    Followed are the methods of the test's own class and the functions and classes of its module.
+    """
+    seen: set[types.CodeType] = set()
+    waiting = [inspect.unwrap(test)]
+    while waiting:
+        function = waiting.pop()
+        for code in _nested(function.__code__):
+            if code in seen:
+                continue
+            seen.add(code)
+            for name in (*code.co_names, *code.co_freevars):
+                used = getattr(case, name, None) or function.__globals__.get(name)
+                if name in _NAMES or used is DistributedDataParallel:
+                    return True
+                if used is not None and _is_local(used, case, function):
+                    waiting.extend(_functions(used))
+    return False
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _is_local(used: object, case: type, function: types.FunctionType) -> bool:
+    home = getattr(used, "__module__", None)
+    return home in {base.__module__ for base in case.__mro__ if "test" in base.__module__} | {
+        function.__module__
+    }
+
+
+def _functions(used: object) -> Iterator[types.FunctionType]:
+    if isinstance(used, type):
+        yield from (f for f in vars(used).values() if isinstance(f, types.FunctionType))
+    elif inspect.isfunction(inspect.unwrap(used)) if callable(used) else False:
+        yield inspect.unwrap(used)

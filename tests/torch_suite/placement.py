@@ -1,0 +1,251 @@
+"""Device placement replaced: what a test puts on a GPU is put on the CPU; NCCL becomes gloo.
+
+A test says where its tensors go in four ways, and each is rewritten while it runs: a device
+argument of a torch function (`OnCpu`), the current device of `torch.cuda` (`pretend_devices`), the
+``device_ids`` of the wrapper (`without_device_ids`), and the backend of the process group. The
+gates that would skip the test on a machine with no GPU are opened (`open_gates`), and their reasons
+kept for the table. `torch.cuda.is_available()` stays False, and the library goes its CPU ways.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+import types
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+from torch.overrides import TorchFunctionMode
+
+from miniddp.sync_batch_norm import SyncBatchNorm
+
+PRETENDED_GPUS = 8
+"""What `torch.cuda.device_count()` says to the tests: none of them asks for more."""
+
+_GATE_FACTORIES = (
+    "skip_if_lt_x_gpu",
+    "nccl_skip_if_lt_x_gpu",
+    "require_n_gpus_for_nccl_backend",
+    "requires_nccl",
+    "requires_gloo",
+    "requires_nccl_version",
+    "requires_accelerator_dist_backend",
+    "requires_world_size",
+    "skip_but_pass_in_sandcastle",
+    "skip_but_pass_in_sandcastle_if",
+)
+_GATES = ("skip_if_no_gpu", "skip_if_small_worldsize", "skip_if_rocm_multiprocess")
+
+
+def is_gpu(device: Any) -> bool:
+    """Whether a device argument names a GPU: an index, ``"cuda:1"`` or such a `torch.device`."""
+    if isinstance(device, bool):
+        return False
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda"))
+
+
+def on_cpu(device: Any) -> Any:
+    """The CPU for a GPU; anything else unchanged."""
+    return torch.device("cpu") if is_gpu(device) else device
+
+
+class OnCpu(TorchFunctionMode):
+    """While active, every torch function that is given a GPU as its device gets the CPU."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.device and args and isinstance(args[0], int):
+            return torch.device("cuda", args[0])  # an index alone needs an accelerator to be there
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], on_cpu(args[1]), *args[2:])
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return func(*args, **kwargs)
+
+
+def in_every_thread() -> None:
+    """Activate `OnCpu`, which holds for one thread, in each thread started from now on."""
+    run = threading.Thread.run
+
+    def run_on_cpu(self: threading.Thread) -> None:
+        with OnCpu():
+            run(self)
+
+    threading.Thread.run = run_on_cpu
+
+
+def without_device_ids(cls: type) -> None:
+    """Make the constructor of `cls` take ``device_ids`` and ``output_device`` of GPUs as None.
+
+    Torch's DDP refuses them for a module that lies on the CPU, as it must.
+    """
+    construct = cls.__init__
+    signature = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        bound = signature.bind(self, *args, **kwargs)
+        ids = bound.arguments.get("device_ids")
+        if ids and all(map(is_gpu, ids)):
+            bound.arguments["device_ids"] = None
+        if is_gpu(bound.arguments.get("output_device")):
+            bound.arguments["output_device"] = None
+        construct(*bound.args, **bound.kwargs)
+
+    cls.__init__ = __init__
+
+
+def open_gates() -> None:
+    """Let every test run, whatever it says it needs; its function keeps the reasons in ``gates``.
+
+    To be called before the module of the tests is imported: its decorators run at import.
+    """
+    from torch.testing._internal import common_distributed, common_utils
+
+    def opened(name: str, *arguments: Any) -> Callable:
+        reason = next((a for a in reversed(arguments) if isinstance(a, str)), "")
+        shown = reason or f"{name}({', '.join(map(str, arguments))})"
+
+        def decorate(test: Callable) -> Callable:
+            if isinstance(test, type):
+                return test
+
+            @functools.wraps(test)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return test(*args, **kwargs)
+
+            wrapper.gates = [*getattr(test, "gates", []), shown]
+            return wrapper
+
+        return decorate
+
+    def factory(name: str, *condition_first: bool) -> Callable:
+        def make(*arguments: Any, **_: Any) -> Callable:
+            closed = not condition_first or bool(arguments[0]) is condition_first[0]
+            return opened(name, *arguments) if closed else lambda test: test
+
+        return make
+
+    for module in (common_utils, common_distributed):
+        for name in _GATE_FACTORIES:
+            if hasattr(module, name):
+                condition = (True,) if name == "skip_but_pass_in_sandcastle_if" else ()
+                setattr(module, name, factory(name, *condition))
+        for name in _GATES:
+            if hasattr(module, name):
+                setattr(module, name, opened(name))
+    unittest.skip = factory("skip")
+    unittest.skipIf = factory("skipIf", True)
+    unittest.skipUnless = factory("skipUnless", False)
+
+
+class _SyncBatchNorm(SyncBatchNorm):
+    """Constructs the project's SyncBatchNorm, which is no instance of what torch's name stands for.
+
+    So no wrapper refuses it, as it would a layer that cannot run on the CPU.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SyncBatchNorm:
+        return SyncBatchNorm(*args, **kwargs)
+
+
+class _Stream:
+    def wait_stream(self, stream: Any) -> None:
+        """The other stream is this one."""
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Nothing is to be recorded."""
+
+    def record(self, stream: Any = None) -> None:
+        """What was enqueued has run."""
+
+    def wait(self, stream: Any = None) -> None:
+        """What was enqueued has run."""
+
+
+def smaller_convolutions() -> None:
+    """Let every 2-d convolution see at most 32 x 32 points of its input.
+
+    `test_ddp_uneven_inputs` runs one over 1000 x 1000 points several hundred times: hours on a CPU.
+    """
+    forward = torch.nn.Conv2d.forward
+    torch.nn.Conv2d.forward = lambda self, x: forward(self, x[..., :32, :32])
+
+
+def pretend_devices() -> None:
+    """Give the tests devices that can be counted and chosen, and a gloo group for an NCCL one."""
+
+    @contextlib.contextmanager
+    def device(_: Any) -> Iterator[None]:
+        yield
+
+    move = torch.nn.Module.to
+
+    @functools.wraps(move)
+    def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return move(self, *map(on_cpu, args), **kwargs)
+
+    torch.nn.Module.to = to
+    torch.cuda.device_count = lambda: PRETENDED_GPUS
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.nccl.version = lambda: (2, 27, 3)
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.device = device
+    # Torch's SyncBatchNorm has no kernels for the CPU. Ours stands in, whatever class is tested.
+    torch.nn.SyncBatchNorm = _SyncBatchNorm
+    # What waits for a stream on a GPU need not on a CPU, which runs in the program's order.
+    torch.Event = _Event
+    torch.accelerator.current_stream = lambda device=None: _Stream()
+    torch.cuda.amp.autocast = functools.partial(torch.autocast, "cpu")
+    torch.cuda.amp.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")
+
+    def gloo_for_nccl(create: Callable) -> Callable:
+        signature = inspect.signature(create)
+
+        @functools.wraps(create)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            if bound.arguments.get("backend") == "nccl":
+                bound.arguments["backend"] = "gloo"
+                bound.arguments.pop("pg_options", None)
+            if is_gpu(bound.arguments.get("device_id")):
+                del bound.arguments["device_id"]
+            return create(*bound.args, **bound.kwargs)
+
+        return wrapper
+
+    for name in ("init_process_group", "new_group", "new_subgroups"):
+        replaced = gloo_for_nccl(getattr(dist, name))
+        setattr(dist, name, replaced)
+        setattr(dist.distributed_c10d, name, replaced)
+    # ZeRO's overlapping hooks refuse a group that calls itself gloo.
+    ddp_zero_hook.dist = types.ModuleType(dist.__name__)
+    vars(ddp_zero_hook.dist).update(vars(dist), get_backend=lambda group=None: "nccl")
+    barrier = dist.barrier
+    dist.barrier = functools.wraps(barrier)(
+        lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+    )
+
+
+@contextlib.contextmanager
+def nccl_announced() -> Iterator[None]:
+    """Inside, torch says that it has NCCL; a file of NCCL tests would end itself at import."""
+    with mock.patch.object(dist, "is_nccl_available", return_value=True):
+        yield

@@ -1,0 +1,111 @@
+"""PyTorch's own tests of DDP, those that ship inside torch, on MiniDDP: each has its name here.
+
+All of them take two to three minutes on two cores. One alone, with what it printed:
+``python -m tests.torch_suite -v -k test_ddp_namedtuple``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TABLE = json.loads(Path(__file__).with_name("table.json").read_text())
+COMMAND = [sys.executable, "-m", "tests.torch_suite", "--world-size", str(TABLE["world_size"])]
+BROKEN = "tests.torch_suite.broken_classes"
+SHIPPED = "distributed_test.TestDistBackendWithSpawn"
+
+# What torch's DDP does and MiniDDP does not, with the error by which it says so.
+DECLINED = {
+    f"{SHIPPED}.test_compute_bucket_assignment_by_size_sparse_error_with_logger": (
+        "incompatible function arguments"  # it hands the wrapper's logger on to torch's C++
+    ),
+}
+
+
+def run(folder: Path, *options: str) -> dict[str, dict]:
+    """The results of a run of the harness, by name."""
+    file = folder / "results.json"
+    ended = subprocess.run(
+        [*COMMAND, "--json", file, *options], cwd=ROOT, text=True, capture_output=True, timeout=840
+    )
+    assert file.exists(), ended.stderr
+    return {result["name"]: result for result in json.loads(file.read_text())}
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("torch_suite")
+    return run(folder, "--class", "miniddp", "--runnable", "--timeout", "180")
+
+
+@pytest.mark.parametrize("name", sorted({*TABLE["runnable"]} - {*DECLINED}), ids=str)
+def test_miniddp_passes_what_torchs_ddp_passes(name: str, results: dict[str, dict]) -> None:
+    result = results[name]
+    assert result["outcome"] == "passed", f"{name}: {result['outcome']}\n{result['detail']}"
+    assert result["constructed"] > 0, f"{name} passed without constructing the class"
+
+
+@pytest.mark.parametrize(("name", "error"), DECLINED.items(), ids=str)
+def test_miniddp_declines_the_rest_by_an_error(
+    name: str, error: str, results: dict[str, dict]
+) -> None:
+    assert results[name]["outcome"] == "failed"
+    assert error in results[name]["detail"]
+
+
+def test_every_test_that_ships_inside_torch_is_classified() -> None:
+    listed = subprocess.run(
+        [*COMMAND, "--list"], cwd=ROOT, text=True, capture_output=True, timeout=120, check=True
+    ).stdout.split()
+    classified = {*TABLE["runnable"], *TABLE["not_runnable"]}
+    assert set(listed) == classified, "write the table anew: --class torch --write-table"
+
+
+def test_a_wrapper_that_never_averages_is_rejected(tmp_path: Path) -> None:
+    broken = run(tmp_path, "--class", f"{BROKEN}:Unsynchronized", "-k", "DataParallelCPU")
+    assert {result["outcome"] for result in broken.values()} == {"failed"}
+    assert all("Tensor-likes are not" in result["detail"] for result in broken.values())
+
+
+def forks_of(command_with: str) -> list[psutil.Process]:
+    """The tests and their ranks are forks of the command, and carry its command line."""
+    return [
+        p for p in psutil.process_iter(["cmdline"]) if command_with in (p.info["cmdline"] or [])
+    ]
+
+
+def hanging(seconds: int) -> list[str]:
+    return [
+        *("--class", f"{BROKEN}:Hanging", "--timeout", str(seconds)),
+        *("-k", "test_DistributedDataParallelCPU_grad_is_view"),
+    ]
+
+
+def test_a_test_that_hangs_is_killed_with_all_its_ranks(tmp_path: Path) -> None:
+    began = time.monotonic()
+    results = run(tmp_path, *hanging(3))
+    assert [result["outcome"] for result in results.values()] == ["timeout"]
+    assert time.monotonic() - began < 60
+    assert forks_of(str(tmp_path / "results.json")) == []
+
+
+def test_killing_the_command_leaves_no_rank_behind(tmp_path: Path) -> None:
+    file = str(tmp_path / "results.json")
+    command = subprocess.Popen([*COMMAND, "--json", file, *hanging(120)], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while len(forks_of(file)) < 2 + TABLE["world_size"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(forks_of(file)) == 2 + TABLE["world_size"]
+    command.kill()
+    command.wait()
+    deadline = time.monotonic() + 10
+    while forks_of(file) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert forks_of(file) == []

@@ -154,6 +154,21 @@ def test_other_collectives_give_what_they_give_without_it():
         assert [launch.bytes for launch in order[:4]] == [24] * 4
 
 
+def test_a_link_of_some_ranks_only_is_a_link_of_that_many():
+    def work(rank):
+        some = dist.new_group([2, 1])
+        x = torch.full((3,), float(rank))
+        if rank == 0:
+            return x.tolist(), None
+        link = SlowLink(gbit_per_s=8, latency_us=0, group=some)
+        dist.all_reduce(x, group=link)
+        dist.broadcast(x, src=2, group=link)  # the rank in the world, as without a link
+        assert (dist.get_backend(link), dist.get_process_group_ranks(link)) == ("gloo", [1, 2])
+        return x.tolist(), link.seconds("all_reduce", 10**9)
+
+    assert run_ranks(work, 3, device="cpu") == [([0.0] * 3, None), *[([3.0] * 3, 1.0)] * 2]
+
+
 def test_backward_goes_on_while_the_link_is_busy():
     def work(rank):
         link, recorded = SlowLink(gbit_per_s=0.02), []  # the first bucket takes 0.4 s

@@ -104,7 +104,8 @@ class RankRecording:
     def exposed(self) -> list[tuple[float, float]]:
         """The times after the last gradient in which a collective was under way, as (begin, end).
 
-        It is the communication that backward does not hide.
+        It is the communication that backward does not hide; on a rank that is early, the wait for
+        those that are late is part of it.
         """
         covered = self.compute_end()
         spans: list[tuple[float, float]] = []

@@ -23,6 +23,7 @@ with. The exit code is 1 if a figure differs from the printed one, or if the fix
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
 
 from labkit.bypassed_wrapper import (
     FIXES,
@@ -35,7 +36,7 @@ from labkit.bypassed_wrapper import (
     trajectory,
 )
 from labkit.tables import Cell, table
-from labkit.torchrun import joined
+from labkit.torchrun import Place, joined
 
 Row = list[Cell]
 
@@ -74,10 +75,7 @@ def main() -> None:
     arguments = parse_arguments()
     with joined() as place:
         if place.world_size != RANKS:
-            raise SystemExit(
-                f"the pull request's toy has {RANKS} ranks, not {place.world_size}: start it with\n"
-                f"    torchrun --standalone --nproc-per-node {RANKS} labs/03_bypassed_wrapper.py"
-            )
+            refuse(place)
         bypassed = trajectory("none", seed=arguments.seed, device=place.device)
         fixed = trajectory(arguments.fix, seed=arguments.seed, device=place.device)
 
@@ -90,15 +88,27 @@ def main() -> None:
     gradients = [row for half in halves for row in gradient_rows(*half, compare)]
     drifts = [row for half in halves for row in drift_rows(*half, compare)]
     beside = ["printed", "equal"] if compare else []
+    wrong = compare and not all(row[-1] for row in gradients + drifts)
     if place.rank == 0:
         print("Table 1: the gradient of weight[0] after backward")
         print(table(["", "step", "rank", "ours", *beside], gradients))
         print("\nTable 2: how far the ranks' weights are apart after the step")
         print(table(["", "step", "ours", *beside], drifts))
-    if compare and not all(row[-1] for row in gradients + drifts):
-        raise SystemExit("not every figure is the one that the pull request printed")
-    if any(step.drift for step in fixed):
-        raise SystemExit("the fixed replicas drift apart")
+        if wrong:
+            print("\nNot every figure is the one that the pull request printed.")
+        if any(step.drift for step in fixed):
+            print("\nThe fixed replicas drift apart.")
+    if wrong or any(step.drift for step in fixed):
+        raise SystemExit(1)
+
+
+def refuse(place: Place) -> NoReturn:
+    if place.rank == 0:
+        print(
+            f"The pull request's toy has {RANKS} ranks, not {place.world_size}. Start it with\n"
+            f"    torchrun --standalone --nproc-per-node {RANKS} labs/03_bypassed_wrapper.py"
+        )
+    raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def randn(shape: Sequence[int], seed: int) -> Tensor:
     count = math.prod(shape)
     if count > LARGEST:
         raise ValueError(
-            f"{tuple(shape)} has {count} elements, and only up to {LARGEST} does every GPU draw the "
+            f"{tuple(shape)} has {count} elements, and only up to {LARGEST} do all GPUs draw the "
             "same ones: beyond that it depends on how many threads the GPU holds. Draw smaller "
             "pieces, each with a seed of its own."
         )

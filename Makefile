@@ -47,7 +47,7 @@ update: $(READY)
 	@$(BIN)/python -m labkit.chapters update $(CHAPTER)
 
 lab: $(READY)
-	@test -f labs/$(LAB).py || { echo "There is no labs/$(LAB).py. There are:" >&2; ls labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
+	@test -f labs/$(LAB).py || { echo "There is no labs/$(LAB).py. There are:" >&2; grep -l 'labkit.torchrun' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) labs/$(LAB).py $(ARGS)
 
 serve: $(READY)

@@ -31,12 +31,12 @@ from torch.utils.data import TensorDataset
 
 from labkit.compare import gradients, largest_difference
 from labkit.tables import bound, table
-from labkit.torchrun import Place, joined, print_in_rank_order
+from labkit.torchrun import Place, joined, parse_arguments, print_in_rank_order
 from labkit.toy_captioner import SEED, draw_data, gradient_norms, seeded_data, seeded_model
 from miniddp.manual import average_gradients
 
 
-def parse_arguments() -> argparse.Namespace:
+def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="draw the data before the seed is set: truly unseeded, other data on every rank",
     )
-    return parser.parse_args()
+    return parse_arguments(parser)
 
 
 def accumulate(model: nn.Module, data: TensorDataset, device: torch.device) -> nn.Module:
@@ -83,7 +83,7 @@ def compare_on_this_rank(place: Place, seed: int, first_program: bool) -> tuple[
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = arguments_of_this_lab()
     with joined() as place:
         block, apart = compare_on_this_rank(place, arguments.seed, arguments.first_program)
         print_in_rank_order(block)

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import sys
 import warnings
 from typing import NamedTuple
 
@@ -97,6 +99,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.exit("Lightning starts its ranks itself: python labs/02_lightning.py, without torchrun")
     # Lightning tells on stderr of GPUs, tips and workers; here only a failure matters.
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)

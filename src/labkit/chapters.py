@@ -24,6 +24,8 @@ from nbformat import NotebookNode
 
 from labkit.scripts import project_root
 
+# Tells a folder that may be cleaned from one that somebody named by mistake.
+MARKER = ".executed-book"
 # Longer than any cell should take, for a machine that is loaded.
 CELL_TIMEOUT = 300
 
@@ -86,8 +88,19 @@ def write(notebook: NotebookNode, path: Path) -> None:
 
 
 def copy_pages(book: Path, out: Path) -> None:
-    """Copy everything of the book but its chapters, and remove pages and chapters that it lost."""
-    kept = {path.relative_to(book) for path in book.rglob("*")}
+    """Copy everything of the book but its chapters, and remove pages and chapters that it lost.
+
+    Raises ValueError for an `out` that holds something else, or that lies in `book` or around it.
+    """
+    inside, outside = book.resolve(), out.resolve()
+    if inside.is_relative_to(outside) or outside.is_relative_to(inside):
+        raise ValueError(f"the copy needs a folder of its own: {out} and {book} hold one another")
+    marker = out / MARKER
+    if out.exists() and any(out.iterdir()) and not marker.exists():
+        raise ValueError(f"{out} is not empty and no copy of a book: name another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    kept = {Path(MARKER), *(path.relative_to(book) for path in book.rglob("*"))}
     for path in sorted(out.rglob("*"), reverse=True):
         if path.relative_to(out) not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -110,10 +123,14 @@ def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
     def run(job: tuple[Path, Path]) -> str | None:
         chapter, target = job
         start = time.monotonic()
+        if target != chapter:
+            target.unlink(missing_ok=True)  # what is stale must not be rendered after a failure
         try:
             write(execute(chapter), target)
         except CellExecutionError as error:
             return f"{chapter}: a cell failed\n{error}"
+        except (OSError, ValueError, RuntimeError, TimeoutError) as error:
+            return f"{chapter}: {type(error).__name__}: {error}"
         print(f"  {chapter}  {time.monotonic() - start:.1f} s", flush=True)
         return None
 
@@ -136,7 +153,10 @@ def main() -> None:
     to_update.add_argument("chapters", type=Path, nargs="*", help="default: all of them")
     arguments = parser.parse_args()
     if arguments.command == "execute":
-        execute_book(arguments.book, arguments.out)
+        try:
+            execute_book(arguments.book, arguments.out)
+        except ValueError as error:
+            sys.exit(str(error))
     else:
         update(arguments.chapters or chapters_of(project_root() / "book"))
 

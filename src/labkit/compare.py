@@ -12,7 +12,7 @@ A *direction bug* has a cosine below 1: no factor repairs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -45,13 +45,13 @@ def flatten(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([empty, *(t.detach().to("cpu", torch.float64).reshape(-1) for t in parts)])
 
 
-def ratio_and_cosine(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:
+def ratio_and_cosine(found: Iterable[Tensor], true: Iterable[Tensor]) -> Comparison:
     """Compare the gradients `found` with the `true` ones: same shapes, same order.
 
     Computed in float64. Raises ValueError if the shapes differ, or if either gradient is zero, for
     then neither figure means anything.
     """
-    _check_shapes(found, true)
+    found, true = _of_same_shapes(found, true)
     g, wanted = flatten(found), flatten(true)
     if not g.norm() or not wanted.norm():
         side = "compared" if wanted.norm() else "true"
@@ -60,17 +60,21 @@ def ratio_and_cosine(found: Sequence[Tensor], true: Sequence[Tensor]) -> Compari
     return Comparison(float(g.norm() / wanted.norm()), float(cosine))
 
 
-def largest_difference(found: Sequence[Tensor], true: Sequence[Tensor]) -> float:
+def largest_difference(found: Iterable[Tensor], true: Iterable[Tensor]) -> float:
     """max |a − b| over all elements of all pairs; 0.0 means equal to the bit.
 
-    Raises ValueError if the shapes differ. A NaN on either side gives NaN.
+    Raises ValueError if the shapes differ. A NaN on either side, or an infinity on both, gives NaN.
     """
-    _check_shapes(found, true)
+    found, true = _of_same_shapes(found, true)
     difference = (flatten(found) - flatten(true)).abs()
     return float(difference.max()) if difference.numel() else 0.0
 
 
-def _check_shapes(found: Sequence[Tensor], true: Sequence[Tensor]) -> None:
+def _of_same_shapes(
+    found: Iterable[Tensor], true: Iterable[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    found, true = list(found), list(true)
     shapes, wanted = ([tuple(t.shape) for t in side] for side in (found, true))
     if shapes != wanted:
         raise ValueError(f"tensors of different shapes cannot be compared: {shapes} and {wanted}")
+    return found, true

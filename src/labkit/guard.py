@@ -89,14 +89,18 @@ def run_guarded(
 
     Whatever the command started is gone when this returns, raises `subprocess.TimeoutExpired`
     after `timeout` seconds, or when the calling process is killed. `options` go to
-    `subprocess.Popen` (`cwd`, `env`). Costs about 0.1 s over the command itself.
+    `subprocess.Popen` (`cwd`, `env`). Costs about 0.1 s over the command itself. Raises ValueError
+    for an empty command or one that is a single string.
     """
+    if isinstance(command, str) or not command:
+        raise ValueError(f"the command has to be a list of words, got {command!r}")
     guard = subprocess.Popen(
         [sys.executable, "-m", "labkit.guard", *command],
         stdin=subprocess.PIPE,  # the pipe that tells the guard that we are gone
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         **options,
     )
     try:
@@ -130,7 +134,8 @@ class _Drain(threading.Thread):
         self._text = self._pipe.read()
 
     def text(self) -> str:
-        self.join()
+        # Only a process that escaped the guard could hold the pipe open beyond it.
+        self.join(timeout=5)
         return self._text
 
 
@@ -146,7 +151,9 @@ def _guard(command: Sequence[str]) -> NoReturn:
         os._exit(1)
 
     try:
-        work = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        # If the guard itself is killed, the kernel ends the command. No thread runs here yet.
+        die = die_with_parent if os.name == "posix" else None
+        work = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die)
     except OSError as error:
         print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)  # what a shell says for this

@@ -5,10 +5,17 @@ import it when they are first used: a second of every rank, in every call.
 """
 
 import gc
+import signal
 
-import torch._dynamo  # noqa: F401
+# An interrupt in the first call must not end the server half-way through its imports. The caller
+# starts it with SIGINT blocked.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+if hasattr(signal, "pthread_sigmask"):
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-import labkit.rank_supervisor  # noqa: F401
+import torch._dynamo  # noqa: E402, F401
+
+import labkit.rank_supervisor  # noqa: E402, F401
 
 # What is frozen is not walked by a child's collector, so its memory stays shared with the server's.
 gc.collect()

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import inspect
 import linecache
@@ -58,6 +59,7 @@ class Report(NamedTuple):
 
     status: str  # "returned", "raised", "exited", "died", "unfinished"
     text: str = ""  # for people: the traceback, or where it stands
+    line: str = ""  # the same in one line
     payload: bytes = b""  # cloudpickle of the result or of the exception
     time: float = 0.0  # time.monotonic() when it happened: one clock for all processes of a machine
     waits: bool = False
@@ -73,7 +75,11 @@ def bind(
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     left = list(args)
-    for name, parameter in inspect.signature(fn).parameters.items():
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:
+        raise TypeError("its parameters cannot be read; wrap it in a function of yours") from None
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             positional += left
             left = []
@@ -103,6 +109,7 @@ def bind(
 def run_rank(rank: int, job: Job, folder: Path, supervisor: Connection) -> None:
     """The whole life of rank `rank`. Reports once through `supervisor` and waits for its answer."""
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     _redirect_output(folder, rank)
     stacks = (folder / f"stack-{rank}").open("w")
     stacks.write(f"{threading.main_thread().ident}\n")
@@ -116,8 +123,9 @@ def run_rank(rank: int, job: Job, folder: Path, supervisor: Connection) -> None:
         report = Report("exited", _exit_text(leave.code), time=time.monotonic())
     except BaseException as error:
         report = _report_exception(error, job)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the function may have closed it
+            stream.flush()
     supervisor.send(report)
     supervisor.recv()
 
@@ -143,18 +151,24 @@ def _call(rank: int, job: Job, folder: Path) -> Report:
     # Under torchrun a rank is a new interpreter; a fork would share its parent's random state.
     torch.seed()
     random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
     torch.set_num_threads(1)
     device = torch.device(job.devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         job.backend,
-        init_method=(folder / "meet").as_uri(),
+        # A file as a store listens nowhere; as a file:// address its path could not hold a space.
+        store=dist.FileStore(str(folder / "meet"), job.world_size),
         rank=rank,
         world_size=job.world_size,
         # Ours comes first and says more.
         timeout=timedelta(seconds=job.timeout + 60),
     )
+    # Connected here does not mean connected everywhere: a function that destroys its group at once
+    # would break up the connecting of a slower rank.
+    dist.all_reduce(torch.zeros(1))
     fn, args = cloudpickle.loads(job.payload)
     handed = dict(zip(HANDED, (rank, job.world_size, device), strict=True))
     positional, keywords = bind(fn, args, handed)
@@ -165,7 +179,7 @@ def _call(rank: int, job: Job, folder: Path) -> Report:
         text = (
             f"returned a {type(result).__name__}, which cannot be sent back "
             f"({type(error).__name__}: {error}). Return numbers, strings, tensors, or lists and "
-            "dictionaries of them."
+            "dictionaries of them"
         )
         return Report("unsendable", text, time=time.monotonic())
     return Report("returned", payload=payload, time=time.monotonic())
@@ -182,7 +196,8 @@ def _report_exception(error: BaseException, job: Job) -> Report:
         stack = stack.tb_next
     lines = traceback.format_exception(type(error), error, stack or error.__traceback__)
     text = show_cells_as("".join(lines), job.cells).rstrip()
-    return Report("raised", text, _pickle_exception(error), time.monotonic())
+    line = f"{type(error).__name__}: {error}".rstrip(": ").split("\n", 1)[0]
+    return Report("raised", text, line, _pickle_exception(error), time.monotonic())
 
 
 def _pickle_exception(error: BaseException) -> bytes:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 CELL = "<cell>"
+STARTING = "waits for the other ranks to start"
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
@@ -77,7 +78,8 @@ def describe(frames: list[Frame], cells: Mapping[str, str], home: str) -> State:
         return State("had not started", waits=False)
     action, waits = _action(frames, cells)
     where = next((f for f in frames if f.file == home or f.file in cells), None)
-    where = where or next((f for f in frames if is_under_work(f.file)), None)
+    # Files like <string> are the interpreter's own start.
+    where = where or next((f for f in frames if is_under_work(f.file) and f.file[0] != "<"), None)
     if where is None:
         return State(action, waits)
     name = CELL if where.file in cells else where.file
@@ -95,7 +97,7 @@ def _action(frames: list[Frame], cells: Mapping[str, str]) -> tuple[str, bool]:
         elif is_under_work(frame.file):
             break
     if collective == _RENDEZVOUS:
-        return "waits for the other ranks to start", True
+        return STARTING, True
     if collective:
         return f"waits in {collective}", True
     if ".wait(" in _source(frames[0], cells):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from labkit.guard import adopt_orphans, kill_descendants, own_session
 from labkit.rank_process import Job, Report, run_rank
-from labkit.rank_states import State, describe, read_stack
+from labkit.rank_states import State, describe, read_stack, show_cells_as
 
 # After a failure the other ranks get this long to arrive at where they will be stuck, so that the
 # report says the same at every run; it ends early once none of them moves any more.
@@ -58,7 +58,10 @@ def supervise(caller: Connection, job: Job) -> None:
         finally:
             ranks.stop()
         outputs = [
-            (_read_output(folder / f"stdout-{r}"), _read_output(folder / f"stderr-{r}"))
+            tuple(
+                show_cells_as(_read_output(folder / f"{stream}-{r}"), job.cells)
+                for stream in ("stdout", "stderr")
+            )
             for r in range(job.world_size)
         ]
         caller.send(Outcome([ranks.reports[r] for r in range(job.world_size)], outputs))
@@ -165,6 +168,8 @@ class _Ranks:
             return State("had not started", waits=False)
         if not hasattr(signal, "SIGUSR1"):
             return State("had not finished (where it stands cannot be read here)", waits=False)
+        if not dump:
+            return State("does not answer: it is stopped, or has taken SIGUSR1", waits=False)
         return describe(read_stack(dump, int(head)), self.job.cells, self.job.home)
 
     def look_at_the_unfinished(self) -> None:

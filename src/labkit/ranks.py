@@ -20,9 +20,10 @@ How it works, and where to read on:
    failure is raised with the state of all the other ranks (`labkit.rank_states`).
 
 Each call costs about 0.1 s for four ranks on two cores, and about a second more the first time, in
-which the fork server imports torch. Every rank is a new process with one thread and random
-generators of its own, so nothing carries over from one cell to the next; a chapter that wants equal
-numbers everywhere has to seed.
+which the fork server imports torch. Every rank is a new process with one thread, and random
+generators (torch's, Python's, numpy's) of its own, so nothing carries over from one cell to the
+next; a chapter that wants equal numbers everywhere has to seed. One thing is shared that torchrun's
+ranks do not share: the seed of string hashes, and with it the order of sets.
 
 Nothing listens but gloo itself, on the loopback interface and at ports that the system chooses.
 Nothing is left behind, also when the caller is killed (`labkit.guard`).
@@ -39,9 +40,12 @@ import functools
 import inspect
 import linecache
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
+import signal
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -52,12 +56,14 @@ import cloudpickle
 import torch
 
 from labkit.rank_process import HANDED, Job, Report, bind, rebuild_exception
-from labkit.rank_states import is_under_work
+from labkit.rank_states import STARTING, is_under_work
 from labkit.rank_supervisor import Outcome, supervise
 
+# Two threads that start ranks at once take turns: starting touches the interpreter's own state.
+_STARTING = threading.Lock()
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 # A rank whose neighbor fell reports this; it is a victim, not the cause.
-_VICTIM = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused")
+_VICTIM = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|Read error")
 # Of failures within this many seconds the lowest rank's counts as the first, so that an error which
 # every rank raises is reported from the same rank at every run.
 _TOGETHER = 0.25
@@ -102,7 +108,7 @@ def run_ranks(
             `rank` (int), `world_size` (int) and `device` (torch.device) are handed over by name.
         world_size: how many ranks, at least 1.
         args: what fills the other parameters of `fn`, in order, the same on every rank.
-        timeout: seconds for the whole call, the start of the ranks included.
+        timeout: seconds, from when the ranks have been forked until each has returned.
         device: "auto" takes NCCL and `cuda:rank` where there are `world_size` GPUs, and otherwise
             gloo and the CPU. "cpu" always takes the CPU. "cuda" insists on GPUs: with fewer than
             `world_size` of them the ranks share what there is, over gloo.
@@ -118,6 +124,8 @@ def run_ranks(
             sent back, or `fn` cannot be shipped.
 
     What the ranks print is shown when all have ended, in rank order, each line marked `[rank r]`.
+    Results are pickled: a parameter loses its gradient, and a view takes its whole storage along
+    (return a clone).
     """
     _check(fn, world_size, args, timeout)
     devices, backend = _place(world_size, device)
@@ -157,9 +165,8 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
     try:
         bind(fn, args, dict.fromkeys(HANDED))
     except TypeError as error:
-        name = getattr(fn, "__name__", repr(fn))
         raise TypeError(
-            f"run_ranks cannot call {name} with {len(args)} argument(s): {error}. Parameters named "
+            f"run_ranks cannot call {_name(fn)} with {len(args)} argument(s): {error}. Parameters named "
             "rank, world_size or device are handed over by run_ranks; every other one is filled, "
             "in order, from the arguments after world_size."
         ) from None
@@ -199,6 +206,11 @@ def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
     return inspect.unwrap(fn)
 
 
+def _name(fn: Callable[..., Any]) -> str:
+    fn = _innermost(fn)
+    return getattr(fn, "__name__", type(fn).__name__)  # never repr(), which holds an address
+
+
 def _home(fn: Callable[..., Any]) -> str:
     code = getattr(_innermost(fn), "__code__", None)
     return code.co_filename if code else ""
@@ -209,18 +221,20 @@ def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
     if sys.platform in _LOOPBACK:
         # Otherwise gloo listens on the interface that the host's name resolves to.
         environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK[sys.platform]
-    environment |= env or {}
+    for name, value in (env or {}).items():
+        if not isinstance(value, str):
+            raise TypeError(f"env[{name!r}] has to be a string, got {value!r}")
+        environment[name] = value
     return environment
 
 
 def _ship(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    name = getattr(fn, "__name__", repr(fn))
     try:
         with _by_value(fn):
             return cloudpickle.dumps((fn, args))
     except Exception as error:
         raise RanksError(
-            f"{name} cannot be shipped to the ranks: it, or an argument, holds something that "
+            f"{_name(fn)} cannot be shipped to the ranks: it, or an argument, holds something that "
             f"exists only in this process ({type(error).__name__}: {error}). Open files, locks, "
             "generators and process groups have to be made inside the function; pass plain data "
             "and tensors."
@@ -254,11 +268,33 @@ def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
 def _supervised(job: Job) -> Outcome:
     """Run `job` under a supervisor. However this is left, the supervisor and its ranks are gone."""
     context = _context()
+    try:
+        return _supervised_in(context, job)
+    except _NotStartedError:
+        pass  # the fork server was ending; the next one is new
+    try:
+        return _supervised_in(context, job)
+    except _NotStartedError as error:
+        reason = f"{type(error.__cause__).__name__}: {error.__cause__}"
+        raise RanksError(
+            f"no process could be started for the ranks ({reason}). Restart the kernel or script; "
+            "if TMPDIR is a very long path, set it to a shorter one."
+        ) from error.__cause__
+
+
+class _NotStartedError(Exception):
+    pass
+
+
+def _supervised_in(context: multiprocessing.context.BaseContext, job: Job) -> Outcome:
     ours, theirs = context.Pipe()
     supervisor = context.Process(target=supervise, args=(theirs, job), name="labkit supervisor")
     try:
-        with _without_main():
-            supervisor.start()
+        try:
+            with _STARTING, _without_main():
+                supervisor.start()
+        except (EOFError, OSError) as error:
+            raise _NotStartedError from error
         theirs.close()
         return _await(ours)
     finally:
@@ -281,8 +317,20 @@ def _context() -> multiprocessing.context.BaseContext:
         )
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["labkit.rank_preload"])
+    with _STARTING, _interrupt_held_back():
+        context.set_forkserver_preload(["labkit.rank_preload"])
+        multiprocessing.forkserver.ensure_running()
     return context
+
+
+@contextlib.contextmanager
+def _interrupt_held_back() -> Iterator[None]:
+    """A Ctrl-C in here arrives afterwards; a process started in here begins with it blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -311,10 +359,12 @@ def _await(supervisor: Connection) -> Outcome:
 
 
 def _show(rank: int, text: str, stream: Any) -> None:
-    for line in text.splitlines():
-        if not _NOISE.match(line):
-            # Of a line that was redrawn (a progress bar) only the last state is worth reading.
-            print(f"[rank {rank}] {line.rsplit(chr(13), 1)[-1]}", file=stream)
+    # splitlines() would also split at \r, form feeds and more.
+    for line in text.removesuffix("\n").split("\n") if text else []:
+        # Of a line that was redrawn (a progress bar) only the last state is worth reading.
+        last_state = line.rstrip("\r").rsplit("\r", 1)[-1]
+        if not _NOISE.match(last_state):
+            print(f"[rank {rank}] {last_state}", file=stream)
 
 
 def _receive(rank: int, report: Report) -> Any:
@@ -359,8 +409,11 @@ _NEXT = {
 def _state(report: Report) -> str:
     if report.status == "returned":
         return "finished"
+    if report.status == "raised" and _VICTIM.search(report.text):
+        # What the library says of it names ports and sources, and varies from run to run.
+        return "lost its connection to a rank that had ended"
     if report.status == "raised":
-        return "raised " + report.text.splitlines()[-1]
+        return f"raised {report.line}"
     return report.text
 
 
@@ -380,10 +433,10 @@ def _first_failure(reports: list[Report]) -> int | None:
 def _raise_timeout(reports: list[Report], states: tuple[str, ...], job: Job) -> NoReturn:
     late = [report for report in reports if report.status == "unfinished"]
     lines = "\n".join(f"  {line}" for line in states)
-    if any(report.waits for report in late):
+    if any(report.waits and not report.text.startswith(STARTING) for report in late):
         action = (
-            "every rank has to call the same collectives in the same order; find the one that the "
-            "others did not call."
+            "every rank has to call the same collectives in the same order, on tensors of the same "
+            "shape and dtype; find the one that differs."
         )
     else:
         action = "pass a larger timeout= if the work is only long, or end the loop that never ends."

@@ -30,12 +30,12 @@ def project_root(start: Path | None = None) -> Path:
     )
 
 
-def run_script(script: str, *args: str, ranks: int | None = None, timeout: float = 300.0) -> str:
+def run_script(script: str, *args: object, ranks: int | None = None, timeout: float = 300.0) -> str:
     """Run a script of this project with this Python and return what it printed to stdout.
 
     Args:
         script: its path from the project's root, for example "labs/02_accumulate_vs_ddp.py".
-        args: its command line.
+        args: its command line; numbers may be given as such.
         ranks: start that many of it, by torchrun; as a plain script when None.
         timeout: seconds, after which everything that it started is stopped.
 
@@ -51,10 +51,12 @@ def run_script(script: str, *args: str, ranks: int | None = None, timeout: float
     # Threads change the last digits, and ranks that share a few cores only slow each other down.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
-        done = run_guarded([*command, script, *args], timeout, cwd=root, env=environment)
+        words = [*command, script, *map(str, args)]
+        done = run_guarded(words, timeout, cwd=root, env=environment)
     except subprocess.TimeoutExpired as late:
+        ends = "\n".join(_tail(text) for text in (late.output, late.stderr))
         raise ScriptError(
-            f"{script} was stopped: it had not ended after {timeout:g} s.\n{_tail(late.stderr)}"
+            f"{script} was stopped: it had not ended after {timeout:g} s.\n{ends}"
         ) from None
     if done.returncode:
         ends = "\n".join(_tail(text) for text in (done.stdout, done.stderr))

@@ -29,6 +29,8 @@ def _without_docstring(text: str) -> str:
     ):
         return text
     docstring = definition.body[0]
+    if len(definition.body) == 1 or docstring.lineno == definition.lineno:
+        return text  # nothing would be left
     lines = text.splitlines()
     del lines[docstring.lineno - 1 : docstring.end_lineno]
     return "\n".join(lines)

@@ -8,15 +8,17 @@ digits vary with the processor, is printed as a bound.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 
-Cell = str | int | float | bool
+Cell = str | bool | Real
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]], digits: int = 4) -> str:
     """A table as text: figures right-aligned with `digits` decimals, words left-aligned.
 
-    A column is one of figures if every cell of it is an int or a float; True and False are shown
-    as yes and no. Raises ValueError if a row is not as long as `headers`.
+    A column is one of figures if every cell of it is a number; True and False are shown as yes and
+    no. Raises ValueError if a row is not as long as `headers`, and TypeError for another kind of
+    cell, a tensor for example.
     """
     for row in rows:
         if len(row) != len(headers):
@@ -42,7 +44,7 @@ def bound(difference: float, limit: float = 1e-6) -> str:
 
     An exact 0 is shown as the bound, too: where rounding decides, another processor gives 1e-8.
     """
-    return f"< {limit:.0e}" if abs(difference) < limit else f"{difference:.1e}"
+    return f"< {limit:g}" if abs(difference) < limit else f"{difference:.1e}"
 
 
 def to_the_bit(difference: float) -> str:
@@ -51,12 +53,14 @@ def to_the_bit(difference: float) -> str:
 
 
 def _is_figure(cell: Cell) -> bool:
-    return isinstance(cell, int | float) and not isinstance(cell, bool)
+    return isinstance(cell, Real) and not isinstance(cell, bool)
 
 
 def _text(cell: Cell, digits: int) -> str:
     if isinstance(cell, bool):
         return "yes" if cell else "no"
-    if isinstance(cell, float):
-        return f"{cell:.{digits}f}"
-    return str(cell)
+    if isinstance(cell, str | Integral):
+        return str(cell)
+    if isinstance(cell, Real):
+        return f"{float(cell):z.{digits}f}"  # z: no -0.0000, whose sign would be rounding's
+    raise TypeError(f"a cell is a string or a number, got {type(cell).__name__}: call .item()?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -10,6 +11,18 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """`parser.parse_args()` on every rank; help and errors are printed by the first one only."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return parser.parse_args()
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        return parser.parse_args()
 
 
 class Place(NamedTuple):

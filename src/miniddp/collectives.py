@@ -34,12 +34,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Op = dist.ReduceOp.RedOpType
+Group = dist.ProcessGroup | None
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
-def naive_all_reduce(
-    tensor: Tensor,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-) -> None:
+
+def naive_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = None) -> None:
     """All-reduce in place: everybody sends to rank 0, which adds and sends the result back.
 
     Steps: 2(W−1) on rank 0, one after another; 2 on each of the others. Bytes sent: (W−1)·n by
@@ -62,11 +62,7 @@ def naive_all_reduce(
     _finish(tensor, flat)
 
 
-def ring_all_reduce(
-    tensor: Tensor,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-) -> None:
+def ring_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = None) -> None:
     """All-reduce in place, in chunks around a ring: a reduce-scatter, then an all-gather.
 
     The tensor is cut into W chunks. In step s of the reduce-scatter, rank r sends chunk r − s to
@@ -102,25 +98,18 @@ def ring_all_reduce(
         mine += theirs
 
     for step in range(world_size - 1):  # all-gather
-        finished, missing = (
-            chunks[(rank + 1 - step) % world_size],
-            chunks[(rank - step) % world_size],
-        )
-        _step(group, send=finished, receive=missing, **ring)
+        finished = chunks[(rank - step + 1) % world_size]
+        _step(group, send=finished, receive=chunks[(rank - step) % world_size], **ring)
     _finish(tensor, flat)
 
 
-def recursive_doubling_all_reduce(
-    tensor: Tensor,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-) -> None:
+def recursive_doubling_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = None) -> None:
     """All-reduce in place: pairs exchange and add, then pairs of pairs, and so on.
 
-    Before the step of distance d (1, 2, 4, …), each block of d ranks holds its own sum; each rank
-    exchanges with the one whose number differs in the bit d, and blocks of 2d hold theirs. If W is
-    no power of two, let P be the greatest one below it: each rank from P on first hands its tensor
-    to rank − P, sits the doubling out, and gets the result from there.
+    Before step s each block of 2ˢ ranks holds its own sum; each rank exchanges with the one whose
+    number differs in bit s, and then blocks of 2ˢ⁺¹ hold theirs. If W is no power of two, let P be
+    the greatest one below it: each rank from P on first hands its tensor to rank − P, sits the
+    doubling out, and gets the result from there.
 
     Steps: log₂W, or log₂P + 2. Bytes sent by each rank: log₂P·n; n more by those that have a rank
     to stand in for; only n by the ranks from P on.
@@ -141,19 +130,17 @@ def recursive_doubling_all_reduce(
         if stands_in_for < world_size:
             _step(group, receive=received, source=stands_in_for)
             flat += received
-        distance = 1
-        while distance < power:
-            partner = rank ^ distance
+        for bit in range(power.bit_length() - 1):
+            partner = rank ^ (1 << bit)
             _step(group, send=flat, destination=partner, receive=received, source=partner)
             flat += received
-            distance *= 2
         if stands_in_for < world_size:
             _step(group, send=flat, destination=stands_in_for)
     _finish(tensor, flat)
 
 
 def _step(
-    group: dist.ProcessGroup | None,
+    group: Group,
     send: Tensor | None = None,
     destination: int = -1,
     receive: Tensor | None = None,
@@ -173,23 +160,20 @@ def _step(
         request.wait()
 
 
-def _start(
-    tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
-) -> tuple[Tensor, int, int]:
+def _start(tensor: Tensor, op: Op, group: Group) -> tuple[Tensor, int, int]:
     """The tensor as a flat contiguous buffer (its own memory where that can be), rank and W."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group: call on its members only")
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+    if op not in (SUM, AVG):
         raise ValueError(f"op is {op}: take ReduceOp.SUM or ReduceOp.AVG")
     if tensor.layout != torch.strided:
         raise TypeError(f"the tensor's layout is {tensor.layout}: call to_dense() on it first")
-    average = op == dist.ReduceOp.AVG
-    if average and not (tensor.is_floating_point() or tensor.is_complex()):
+    if op == AVG and not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"an average of {tensor.dtype} needs fractions: sum, or cast first")
 
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if average:
+    if op == AVG:
         flat /= world_size
     return flat, rank, world_size
 

@@ -85,8 +85,7 @@ class MiniDataParallel(nn.Module):
             [(own_inputs, own_kwargs)] = shares
             return self.module(*own_inputs, **own_kwargs)
         devices = self.devices[: len(shares)]
-        replicas = replicate(self.module, devices)
-        outputs = parallel_apply(replicas, shares, devices)
+        outputs = parallel_apply(replicate(self.module, devices), shares, devices)
         return gather(outputs, self.output_device, self.dim)
 
     def _check_placement(self) -> None:
@@ -157,15 +156,10 @@ def parallel_apply(
     exception is raised, with a note that names it.
     """
     devices = [_exact(device) for device in devices]
-    kinds = {"cpu", *(device.type for device in devices)}
-    autocast = {
-        kind: {
-            "dtype": torch.get_autocast_dtype(kind),
-            "enabled": torch.is_autocast_enabled(kind),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-        for kind in kinds
-    }
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        for kind in {"cpu", *(device.type for device in devices)}
+    ]
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     streams = [torch.accelerator.current_stream(d) if d.type != "cpu" else None for d in devices]
 
@@ -174,8 +168,8 @@ def parallel_apply(
         with ExitStack() as context:
             context.enter_context(torch.inference_mode(inference))
             context.enter_context(torch.set_grad_enabled(grad))
-            for kind, state in autocast.items():
-                context.enter_context(torch.autocast(kind, **state))
+            for state in autocast:
+                context.enter_context(torch.autocast(*state))
             if streams[number] is not None:
                 context.enter_context(torch.accelerator.device_index(devices[number].index))
                 context.enter_context(streams[number])
@@ -200,30 +194,28 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
     Raises TypeError for anything else, and ValueError for outputs that are built differently.
     """
     first = outputs[0]
-    if any(type(output) is not type(first) for output in outputs):
-        found = ", ".join(type(output).__name__ for output in outputs)
-        raise ValueError(f"replicas returned different types: {found}. Return the same from each")
-    if isinstance(first, Tensor):
-        if all(output.dim() == 0 for output in outputs):
-            warnings.warn(
-                f"each replica returned a scalar: gathered into a vector of {len(outputs)}. Reduce "
-                "it before backward(), with .mean() only if all chunks are of the same size",
-                stacklevel=2,
-            )
-            return torch.stack([output.to(device) for output in outputs])
-        return torch.cat([output.to(device) for output in outputs], dim)
+    builds = [_build(output) for output in outputs]
+    if any(build != builds[0] for build in builds):
+        raise ValueError(f"the replicas' outputs differ in type, length or keys: {builds}")
     if first is None:
         return None
-    if not isinstance(first, (tuple, list, dict)):
-        raise TypeError(
-            f"a replica returned a {type(first).__name__}, and only tensors, None, tuples, lists "
-            "and dicts of these can be gathered"
+    if isinstance(first, Tensor):
+        outputs = [output.to(device) for output in outputs]
+        if first.dim() > 0:
+            return torch.cat(outputs, dim)
+        warnings.warn(
+            f"each replica returned a scalar: gathered into a vector of {len(outputs)}. Reduce it "
+            "before backward(), with .mean() only if all chunks are of the same size",
+            stacklevel=2,
         )
-    builds = [set(output) if isinstance(output, dict) else len(output) for output in outputs]
-    if any(build != builds[0] for build in builds):
-        raise ValueError(f"replicas returned different keys or lengths: {builds}")
-    keys = first if isinstance(first, dict) else range(len(first))
-    return _like(first, [gather([o[key] for o in outputs], device, dim) for key in keys])
+        return torch.stack(outputs)
+    if isinstance(first, (tuple, list, dict)):
+        keys = first if isinstance(first, dict) else range(len(first))
+        return _like(first, [gather([o[key] for o in outputs], device, dim) for key in keys])
+    raise TypeError(
+        f"a replica returned a {type(first).__name__}: only tensors, None, and tuples, lists and "
+        "dicts of these can be gathered"
+    )
 
 
 def _replica(module: nn.Module, device: torch.device, number: int) -> nn.Module:
@@ -255,6 +247,13 @@ def _like(nest: Any, items: Sequence[Any]) -> Any:
         result.update(zip(nest, items, strict=True))
         return result
     return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
+
+
+def _build(output: Any) -> tuple[str, Any]:
+    """What has to be the same of all replicas' outputs, so that they can be put together."""
+    if isinstance(output, dict):
+        return type(output).__name__, sorted(map(str, output))
+    return type(output).__name__, len(output) if isinstance(output, (tuple, list)) else None
 
 
 def _exact(device: Device) -> torch.device:

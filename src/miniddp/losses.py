@@ -37,7 +37,7 @@ def global_mean(
     Its value is Σ loss_sum / Σ count over the ranks, the same bits on each. Its gradient is that of
     Lᵣ above, W/N times that of this rank's `loss_sum`, of which DDP's average makes the gradient of
     the value. Every rank of the group has to call it, also one whose count is 0: its `loss_sum` is
-    then a zero that still hangs on the parameters (such as the sum of no losses), because DDP waits
+    then a zero that still hangs on the parameters, such as the sum of no losses, because DDP waits
     for that rank's backward too. To accumulate micro-batches, see `loss_scale`.
 
     Args:
@@ -47,10 +47,11 @@ def global_mean(
             differentiated.
         group: the process group; the default one when None.
 
-    Raises ValueError, on every rank, if a rank has a negative count or if all counts are 0; and, on
-    this rank, if `loss_sum` or `count` has more than one element.
+    Raises ValueError, on every rank, if a rank has a negative count, if all counts are 0, or if
+    `loss_sum` requires a gradient on some ranks only; and, on this rank, if `loss_sum` or `count`
+    has more than one element.
 
-    Costs one all-reduce of 24 bytes (three float64: counts are exact up to 2⁵³), and with a GPU a
+    Costs one all-reduce of 32 bytes (four float64: counts are exact up to 2⁵³), and with a GPU a
     wait for the loss.
     """
     if loss_sum.numel() != 1:
@@ -146,28 +147,34 @@ def token_cross_entropy(
 
 
 def _over_all_ranks(
-    loss_sum: Tensor,
-    count: float | Tensor,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
+    loss_sum: Tensor, count: float | Tensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Both, added up over the ranks in float64; a count that makes no sense raises on each rank."""
+    """Sum and count over the ranks, in float64. What makes no sense anywhere raises everywhere."""
     own = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
     if own.numel() != 1:
         raise ValueError(f"count has shape {tuple(own.shape)}: pass one number, such as mask.sum()")
-    # A rank that raised at once on its own bad count would leave the others waiting for it.
-    own = own.reshape(())
-    totals = torch.stack([loss_sum.detach().double().reshape(()), own, (~(own >= 0)).double()])
+    # A rank that raised at once on its own bad input would leave the others waiting for it, so the
+    # ranks tell each other.
+    bad, attached = not own >= 0, loss_sum.requires_grad
+    numbers = [loss_sum.detach().reshape(()), own.reshape(()), *own.new_tensor([bad, attached])]
+    totals = torch.stack([number.double() for number in numbers])
     dist.all_reduce(totals, group=group)
-    total, total_count, bad_ranks = totals.unbind()
+    total, total_count, bad_ranks, attached_ranks = totals.unbind()
+    world_size = dist.get_world_size(group)
     if bad_ranks:
         raise ValueError(
-            f"a negative count (or NaN) on {int(bad_ranks)} of {dist.get_world_size(group)} ranks; "
-            f"this one's is {float(own):g}. Count items, or add up their weights"
+            f"a negative count (or NaN) on {int(bad_ranks)} of {world_size} ranks; this one's is "
+            f"{float(own):g}. Count items, or add up their weights"
         )
     if not total_count:
         raise ValueError(
             "the count is 0 on every rank, and there is no mean of nothing: skip this step on all "
             "ranks, or look at why every item is masked or ignored"
+        )
+    if 0 < attached_ranks < world_size:
+        raise ValueError(
+            f"loss_sum requires a gradient on {int(attached_ranks)} of {world_size} ranks only "
+            f"(this one: {attached}), and in their backward DDP would wait for the others: where "
+            "nothing is counted, pass a zero that hangs on the parameters, such as 0 * output.sum()"
         )
     return total, total_count

@@ -69,7 +69,7 @@ def average_gradients(
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
         return
-    gradients = [_own_gradient(p) for p in parameters]
+    gradients = [own_gradient(p) for p in parameters]
     has_gradient = [p.grad is not None for p in parameters]
     divisor = dist.get_world_size(group) if combine == "average" else 1
     combine_all = _all_reduce_flat if flat else _all_reduce_each
@@ -123,7 +123,8 @@ def _all_reduce_flat(
     return exists_somewhere
 
 
-def _own_gradient(parameter: nn.Parameter) -> Tensor:
+def own_gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's gradient, dense and contiguous: zeros where it is None."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)

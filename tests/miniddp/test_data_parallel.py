@@ -360,14 +360,10 @@ def test_an_exception_keeps_its_type_and_names_the_replica() -> None:
             ValueError,
             r"\(2, 3\) makes 2, \(8,\) makes 4. Give all of them the same batch size",
         ),
-        (lambda: gather(["a", "b"], "cpu"), TypeError, "returned a str, and only tensors"),
-        (lambda: gather([None, torch.ones(1)], "cpu"), ValueError, "types: NoneType, Tensor"),
-        (
-            lambda: gather([{"a": None}, {"b": None}], "cpu"),
-            ValueError,
-            "different keys or lengths",
-        ),
-        (lambda: gather([[None], [None, None]], "cpu"), ValueError, r"keys or lengths: \[1, 2\]"),
+        (lambda: gather(["a", "b"], "cpu"), TypeError, "returned a str: only tensors"),
+        (lambda: gather([None, torch.ones(1)], "cpu"), ValueError, "outputs differ in type"),
+        (lambda: gather([{"a": None}, {"b": None}], "cpu"), ValueError, "length or keys"),
+        (lambda: gather([[None], [None, None]], "cpu"), ValueError, r"'list', 1.*'list', 2"),
     ],
 )
 def test_what_cannot_be_cut_or_put_together_is_said(
@@ -423,6 +419,8 @@ def hybrid(rank: int, world_size: int) -> dict[str, list[Tensor]]:
         average_gradients(by_hand, combine=combine)
         found[f"by hand, {combine}"] = gradients(by_hand)
 
+    with pytest.raises(ValueError, match="single element"):
+        DistributedDataParallel(classifier(), device_ids=["cpu"] * 2)
     ddp = DistributedDataParallel(MiniDataParallel(classifier(), ["cpu"] * 2))
     F.cross_entropy(ddp(x), y).backward()
     found["torch's DDP around it"] = gradients(ddp)

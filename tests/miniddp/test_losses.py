@@ -259,7 +259,7 @@ def test_it_can_be_differentiated_twice() -> None:
     assert run_ranks(second_order, 2) == [12.0, 24.0]
 
 
-def bad_counts(rank: int, world_size: int) -> list[str]:
+def bad_input(rank: int, world_size: int) -> list[str]:
     zero = torch.zeros((), requires_grad=True)
     said = []
     for call in (
@@ -267,6 +267,7 @@ def bad_counts(rank: int, world_size: int) -> list[str]:
         lambda: loss_scale(torch.tensor(0)),
         lambda: global_mean(zero, -1 if rank == 1 else 4),
         lambda: loss_scale(float("nan") if rank == 0 else 4),
+        lambda: global_mean(zero if rank == 0 else zero.detach(), rank + 1),
         lambda: global_mean(torch.zeros(3) + rank, 3),
         lambda: global_mean(zero, torch.ones(2)),
     ):
@@ -277,16 +278,18 @@ def bad_counts(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_a_count_that_makes_no_sense_is_refused_on_every_rank() -> None:
-    of_rank = run_ranks(bad_counts, 3)
+def test_what_makes_no_sense_on_one_rank_is_refused_on_every_rank() -> None:
+    of_rank = run_ranks(bad_input, 3)
     for rank, said in enumerate(of_rank):
         own = -1 if rank == 1 else 4
         assert said[0].startswith("the count is 0 on every rank")
         assert said[1] == said[0]
         assert said[2].startswith(f"a negative count (or NaN) on 1 of 3 ranks; this one's is {own}")
         assert said[3].startswith("a negative count (or NaN) on 1 of 3 ranks")
-        assert said[4].startswith("loss_sum has shape (3,): add the losses up")
-        assert said[5].startswith("count has shape (2,): pass one number")
+        assert said[4].startswith("loss_sum requires a gradient on 1 of 3 ranks only (this one: ")
+        assert f"(this one: {rank == 0})" in said[4]
+        assert said[5].startswith("loss_sum has shape (3,): add the losses up")
+        assert said[6].startswith("count has shape (2,): pass one number")
 
 
 @settings(deadline=None)

@@ -166,27 +166,30 @@ def test_tracking_that_is_switched_off_leaves_the_buffers_alone() -> None:
     assert largest_difference(list(alone[0].buffers()), list(alone[1].buffers())) == 0.0
 
 
-def large_mean(rank: int) -> tuple[Tensor, Tensor, torch.dtype]:
-    case = Case(UNEVEN, dtype=torch.float32, offset=4096.0)
-    layer = case.layer(SyncBatchNorm)
-    single = layer(case.step(rank, 0)[0]).detach()
-    half = SyncBatchNorm(CHANNELS)(Case(UNEVEN, dtype=torch.bfloat16).step(rank, 0)[0])
-    return single, half.detach().float(), half.dtype
+FAR = Case(UNEVEN, dtype=torch.float32, offset=4096.0)
+HALVES = Case(UNEVEN, dtype=torch.bfloat16)
+
+
+def with_few_digits(rank: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    far = FAR.layer(SyncBatchNorm)(FAR.step(rank, 0)[0])
+    mixed = SyncBatchNorm(CHANNELS)  # float32 parameters, as autocast has it
+    y = mixed(HALVES.step(rank, 0)[0])
+    return far.detach(), y.detach(), list(mixed.buffers())
 
 
 def test_a_mean_far_beyond_the_deviation_costs_no_digits_and_halves_are_summed_in_float32() -> None:
-    of_rank = run_ranks(large_mean, 3)
-    case = Case(UNEVEN, dtype=torch.float32, offset=4096.0)
-    full = torch.cat([case.step(rank, 0)[0] for rank in range(3)]).double()
-    layer = Case(UNEVEN).layer(nn.BatchNorm1d)
-    for (single, _, _), part in zip(of_rank, layer(full).split(UNEVEN), strict=True):
-        assert largest_difference([single], [part]) < 2e-3
-    halves = Case(UNEVEN, dtype=torch.bfloat16)
-    full = torch.cat([halves.step(rank, 0)[0] for rank in range(3)]).float()
-    wanted = nn.BatchNorm1d(CHANNELS)(full).split(UNEVEN)
-    for (_, half, dtype), part in zip(of_rank, wanted, strict=True):
-        assert dtype == torch.bfloat16
-        assert largest_difference([half], [part]) < 2e-2
+    far, halves, buffers = zip(*run_ranks(with_few_digits, 3), strict=True)
+    full = torch.cat([FAR.step(rank, 0)[0] for rank in range(3)]).double()
+    wanted = Case(UNEVEN).layer(nn.BatchNorm1d)(full)
+    assert largest_difference([torch.cat(far)], [wanted]) < 2e-3
+
+    full = torch.cat([HALVES.step(rank, 0)[0] for rank in range(3)]).float()
+    layer = nn.BatchNorm1d(CHANNELS)
+    wanted = layer(full)
+    assert {y.dtype for y in halves} == {torch.bfloat16}
+    assert largest_difference([torch.cat(halves)], [wanted]) < 2e-2  # one unit of bfloat16
+    for of_rank in buffers:
+        assert largest_difference(of_rank, list(layer.buffers())) < 1e-6
 
 
 # Within a model, under DDP.
@@ -269,21 +272,25 @@ def test_forward_costs_one_all_gather_and_backward_one_all_reduce_of_the_promise
     assert run_ranks(count_bytes, 3) == [wanted] * 3
 
 
-def in_groups(rank: int) -> Tensor:
+def in_groups(rank: int) -> tuple[Tensor, Tensor]:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = SyncBatchNorm.convert_sync_batchnorm(
-        nn.Sequential(nn.BatchNorm2d(2).double()), groups[rank % 2]
-    )
-    return model(images(rank)).detach()
+    model = nn.Sequential(nn.BatchNorm2d(2).double())
+    SyncBatchNorm.convert_sync_batchnorm(model, groups[rank % 2])
+    x = images(rank).requires_grad_()
+    y = model(x)
+    y.pow(3).sum().backward()
+    return y.detach(), x.grad
 
 
 def test_statistics_are_shared_within_the_process_group_only() -> None:
     found = run_ranks(in_groups, 4)
     for members in ((0, 2), (1, 3)):
-        full = torch.cat([images(rank) for rank in members])
-        wanted = nn.BatchNorm2d(2).double()(full).split([ROWS[rank] for rank in members])
-        for rank, part in zip(members, wanted, strict=True):
-            assert largest_difference([found[rank]], [part]) < 1e-12
+        full = torch.cat([images(rank) for rank in members]).requires_grad_()
+        wanted = nn.BatchNorm2d(2).double()(full)
+        wanted.pow(3).sum().backward()
+        outputs, x_gradients = zip(*(found[rank] for rank in members), strict=True)
+        assert largest_difference([torch.cat(outputs)], [wanted]) < 1e-12
+        assert largest_difference([torch.cat(x_gradients)], [full.grad]) < 1e-12
 
 
 def refused(rank: int) -> list[str]:

@@ -1,0 +1,49 @@
+"""What the exhibits do right, so that each of them is wrong in one way only."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def broadcast_from_rank_0(module: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0, in one float64 vector."""
+    tensors = [*module.parameters(), *module.buffers()]
+    flat = flatten(tensors).double()
+    dist.broadcast(flat, src=0)
+    copy_back(flat, tensors)
+
+
+def used_somewhere(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that have a gradient on some rank, in the module's order.
+
+    Where only this rank has none, its `grad` becomes zeros. One all-reduce of a flag a parameter.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    flags = [float(p.grad is not None) for p in parameters]
+    used = torch.tensor(flags, device=parameters[0].device)
+    dist.all_reduce(used)
+    somewhere = [p for p, count in zip(parameters, used.tolist(), strict=True) if count]
+    for parameter in somewhere:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return somewhere
+
+
+def average_gradients(module: nn.Module) -> None:
+    """The right average, after backward, in one all-reduce and one of flags."""
+    gradients = [parameter.grad for parameter in used_somewhere(module)]
+    flat = flatten(gradients) / dist.get_world_size()
+    dist.all_reduce(flat)
+    copy_back(flat, gradients)
+
+
+def flatten(tensors: list[Tensor]) -> Tensor:
+    """All elements in one vector, a copy."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+@torch.no_grad()
+def copy_back(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Fill `tensors` with the elements of `flat`, as `flatten` took them."""
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,153 @@
+"""Watch the collectives that a piece of code launches, whoever launches them.
+
+`RecordedCollectives` writes down every collective in the order of its launch. `SameCollectives`
+also insists that every rank launches the same one: where two ranks are about to launch different
+collectives, which would hang or mix up two tensors, it raises on every rank and names both.
+
+Both see what Python calls (`torch.distributed.all_reduce`) and what C++ calls (the reducer of
+torch's DistributedDataParallel), because every process group sends its calls through torch's
+dispatcher as operators of the namespace `c10d`; `torch.distributed.tensor.debug.CommDebugMode`
+counts them there too. Point-to-point messages (send, recv) are not collectives and pass unseen.
+"""
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_NAMESPACES = ("c10d", "_c10d_functional")
+_NOT_COLLECTIVE = ("send", "recv_", "recv_any_source_", "wait_tensor")
+# To these every rank brings tensors of one shape; to a gather, a scatter or an all-to-all it need
+# not.
+_SAME_SHAPE_ON_ALL_RANKS = {
+    *("allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_"),
+    *("broadcast_", "broadcast", "reduce_"),
+}
+_MESSAGE_BYTES = 512
+
+
+class CollectiveMismatchError(AssertionError):
+    """The ranks went different ways; `went[rank]` says what each was about to do."""
+
+    def __init__(self, number: int, went: list[str]) -> None:
+        super().__init__(number, went)
+        self.number, self.went = number, went
+
+    def __str__(self) -> str:
+        said = "\n".join(f"  rank {rank}: {what}" for rank, what in enumerate(self.went))
+        return (
+            f"the ranks differ at collective number {self.number} (counted from 1):\n{said}\n"
+            "Without this check they would hang, or mix up two tensors of one shape. Launch the "
+            "same collectives in the same order on every rank, whatever each rank's data are."
+        )
+
+
+class Launch(NamedTuple):
+    """One collective, as this rank launched it."""
+
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.dtype} {', '.join(map(str, map(list, self.shapes)))}"
+
+
+class RecordedCollectives(TorchDispatchMode):
+    """`with RecordedCollectives() as watch: …` → `watch.launched`, a list of `Launch` in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[Launch] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        op = func.overloadpacket.__name__
+        if func.namespace in _NAMESPACES and op not in _NOT_COLLECTIVE:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            launch = Launch(
+                op,
+                tuple(tuple(tensor.shape) for tensor in tensors),
+                str(tensors[0].dtype).removeprefix("torch.") if tensors else "nothing",
+                sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            )
+            self.before(launch)
+            self.launched.append(launch)
+        return func(*args, **(kwargs or {}))
+
+    def before(self, launch: Launch) -> None:
+        """Called just before the launch."""
+
+
+class SameCollectives(RecordedCollectives):
+    """The same on every rank, or `CollectiveMismatchError` on every rank.
+
+    To be entered and left by every rank of `group` (default: all), once or several times, with
+    code between that is expected to launch the same collectives everywhere. Before each launch,
+    and at the end, each rank tells the others what it is about to do (one all-gather of 512 bytes
+    on a gloo group of its own, which is why it is for tests); a rank that leaves with an
+    exception tells that. Collectives of smaller groups must be the same on all ranks too. A rank
+    that comes neither to a collective nor to the end within `timeout` seconds is reported as
+    such. `close`, on every rank, gives the gloo group back; otherwise it lives as long as the
+    default group does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 20.0) -> None:
+        super().__init__()
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.side = dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo")
+        self.timeout = timeout
+        self.differ = self.stuck = False
+
+    def before(self, launch: Launch) -> None:
+        comparable = launch.op in _SAME_SHAPE_ON_ALL_RANKS
+        self._tell(f"is about to launch {launch if comparable else launch.op}")
+
+    def __enter__(self) -> Self:
+        self.differ = False
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if self.differ:
+            return
+        if kind is None:
+            self._tell("has come to the end")
+        else:
+            with suppress(CollectiveMismatchError):  # this rank's own exception goes first
+                self._tell(f"raised {kind.__name__}: {error}")
+
+    def close(self) -> None:
+        if not self.stuck:
+            dist.barrier(self.side)  # nobody closes a connection on which another still reads
+        dist.destroy_process_group(self.side)
+
+    def _tell(self, what: str) -> None:
+        mine = what.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
+        message = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        said = [torch.empty_like(message) for _ in range(self.side.size())]
+        try:
+            dist.all_gather(said, message, group=self.side)
+        except RuntimeError:
+            self.differ = self.stuck = True
+            went = ["?"] * self.side.size()
+            went[self.side.rank()] = (
+                f"{what}; a rank that is stuck or gone has not answered for {self.timeout:g} s"
+            )
+            raise CollectiveMismatchError(len(self.launched) + 1, went) from None
+        went = [bytes(one.tolist()).decode(errors="replace").rstrip() for one in said]
+        if len({_compared(one) for one in went}) > 1:
+            self.differ = True
+            raise CollectiveMismatchError(len(self.launched) + 1, went)
+
+
+def _compared(message: str) -> str:
+    """Two ranks may raise the same exception in different words (each names itself)."""
+    return message.partition(":")[0] if message.startswith("raised ") else message

@@ -1,0 +1,184 @@
+"""Comm hooks: what a bucket goes through instead of the plain all-reduce.
+
+A hook is called as `hook(state, bucket)` when a bucket's turn has come, in launch order, and
+returns a Future of the gradients to use: one flat tensor as long as `bucket.buffer()`. The
+bucket's gradients are the local ones, *not* divided: averaging is the hook's own affair. Register
+it by `wrapper.register_comm_hook(state, hook)`; these hooks work on `MiniDDP` and on torch's
+wrapper alike. `state` is the process group (None for the default one), or for PowerSGD a
+`PowerSGDState`.
+
+| hook | bytes sent per element of fp32, relative | the result |
+|---|---|---|
+| `average` | 1 | exact |
+| `total` | 1 | W times the average: what DataParallel computes |
+| `fp16_compress`, `bf16_compress` | 1/2 | rounded to 11, to 8 significant bits |
+| `power_sgd` | r (n + m) / (n m) for a matrix of n × m | the best part of rank r; the rest is kept
+|
+
+Sources: torch/distributed/algorithms/ddp_comm_hooks; Vogels, Karimireddy and Jaggi, "PowerSGD:
+Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+
+def average(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean over the ranks: what the wrapper computes without a hook, up to rounding.
+
+    Divides before the sum, so that a sum of W large gradients cannot overflow.
+    """
+    return _sum(bucket.buffer().div_(dist.get_world_size(state)), state)
+
+
+def total(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The sum over the ranks, for losses whose denominator is global already."""
+    return _sum(bucket.buffer(), state)
+
+
+def fp16_compress(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean, sent as float16: half the bytes; gradients above 65,504 overflow."""
+    return _compressed_average(torch.float16, state, bucket)
+
+
+def bf16_compress(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean, sent as bfloat16: half the bytes, the range of float32, two to three digits."""
+    return _compressed_average(torch.bfloat16, state, bucket)
+
+
+class PowerSGDState:
+    """What PowerSGD keeps from one iteration to the next, on each rank.
+
+    Args:
+        process_group: the ranks that average; the default group when None.
+        rank: r, the rank of the approximation (not that of a process).
+        start_after: so many iterations are averaged exactly first. At least 2, since the buckets
+            are packed anew before the second, and what is kept belongs to a bucket.
+        error_feedback: add what an iteration's approximation has lost to the next one's gradient.
+            Costs one more buffer as large as the gradients. Without it training may not converge.
+
+    Raises:
+        ValueError: `rank` or `start_after` is too small.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        rank: int = 1,
+        start_after: int = 2,
+        error_feedback: bool = True,
+    ):
+        if rank < 1:
+            raise ValueError(f"the rank of the approximation must be at least 1, but is {rank}")
+        if start_after < 2:
+            raise ValueError(
+                f"start_after must be at least 2, but is {start_after}: the buckets are packed "
+                "anew before the second iteration"
+            )
+        self.process_group = process_group
+        self.rank, self.start_after, self.error_feedback = rank, start_after, error_feedback
+        self.iteration = 0
+        # By the bucket's index, one tensor for each of its matrices.
+        self.errors: dict[int, list[Tensor]] = {}
+        self.factors_q: dict[int, list[Tensor]] = {}
+
+
+def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean, sent as two thin factors for each matrix: M ≈ P Qᵀ with r columns each.
+
+    One step of subspace iteration, started from the last iteration's Q: P = M Q, averaged and made
+    orthonormal; Q = Mᵀ P, averaged. Vectors, and matrices too small to gain, are averaged exactly.
+
+    Three collectives a bucket: the exact part, P, Q. Backward waits for P: started from a callback,
+    the collectives of two buckets could be issued in different orders on different ranks.
+    """
+    exactly = state.iteration < state.start_after
+    state.iteration += bucket.is_last()
+    if exactly:
+        return average(state.process_group, bucket)
+    group, index, r = state.process_group, bucket.index(), state.rank
+
+    # 1. The parts: matrices with what was lost of them last time, and all else.
+    matrices, exact = _worth_compressing(bucket.gradients(), r)
+    for matrix, error in zip(matrices, state.errors.get(index, ()), strict=False):
+        matrix.add_(error)
+    wanted = [matrix.clone() for matrix in matrices] if state.error_feedback else []
+    if index not in state.factors_q:
+        state.factors_q[index] = _random_factors(matrices, r, seed=index)
+
+    # 2. The exact part travels while P is computed, averaged and made orthonormal.
+    exact_flat, exact_done = _start_average(exact, group)
+    factors_p = [m @ q for m, q in zip(matrices, state.factors_q[index], strict=True)]
+    flat_p, p_done = _start_average(factors_p, group)
+    p_done.wait()
+    factors_p = [torch.linalg.qr(p).Q for p in _parts_like(factors_p, flat_p)]
+
+    # 3. Q travels while backward goes on.
+    factors_q = [m.t() @ p for m, p in zip(matrices, factors_p, strict=True)]
+    flat_q, q_done = _start_average(factors_q, group)
+
+    def decompress(done: Future) -> Tensor:
+        done.wait()
+        exact_done.wait()
+        for gradient, mean in zip(exact, _parts_like(exact, exact_flat), strict=True):
+            gradient.copy_(mean)
+        state.factors_q[index] = _parts_like(factors_q, flat_q)
+        for m, p, q in zip(matrices, factors_p, state.factors_q[index], strict=True):
+            torch.matmul(p, q.t(), out=m)
+        state.errors[index] = [w.sub_(m) for w, m in zip(wanted, matrices, strict=False)]
+        return bucket.buffer()
+
+    return q_done.get_future().then(decompress)
+
+
+def _sum(tensor: Tensor, group: dist.ProcessGroup | None) -> Future[Tensor]:
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def _compressed_average(
+    dtype: torch.dtype, group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> Future[Tensor]:
+    buffer = bucket.buffer()
+    compressed = buffer.to(dtype).div_(dist.get_world_size(group))
+    return _sum(compressed, group).then(lambda done: buffer.copy_(done.value()))
+
+
+def _worth_compressing(gradients: Sequence[Tensor], rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients as matrices (all but the first dimension flattened), and those that stay exact."""
+    matrices, exact = [], []
+    for gradient in gradients:
+        n, m = gradient.shape[0] if gradient.ndim else 1, 0
+        m = gradient.numel() // n if n else 0
+        if gradient.ndim > 1 and rank * (n + m) < n * m and rank <= min(n, m):
+            matrices.append(gradient.view(n, m))
+        else:
+            exact.append(gradient)
+    return matrices, exact
+
+
+def _random_factors(matrices: Sequence[Tensor], rank: int, seed: int) -> list[Tensor]:
+    """Orthonormal starting values for Q, the same on every rank, whatever else it has drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(m.shape[1], rank, generator=generator) for m in matrices]
+    return [torch.linalg.qr(q).Q.to(m) for q, m in zip(drawn, matrices, strict=True)]
+
+
+def _start_average(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> tuple[Tensor, dist.Work]:
+    """All `tensors` in one flat one, whose average is under way; without any, an empty one."""
+    device = tensors[0].device if tensors else None
+    parts = [tensor.reshape(-1) for tensor in tensors] or [torch.empty(0, device=device)]
+    flat = torch.cat(parts).div_(dist.get_world_size(group))
+    return flat, dist.all_reduce(flat, group=group, async_op=True)
+
+
+def _parts_like(tensors: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+    """`flat` cut into parts of the shapes of `tensors`."""
+    parts = flat.split([tensor.numel() for tensor in tensors]) if tensors else ()
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

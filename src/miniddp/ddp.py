@@ -1,0 +1,367 @@
+"""MiniDDP: data parallelism around any module, a drop-in for torch's DistributedDataParallel.
+
+Every rank holds a full copy of the module and its own part of the batch. After `backward()` each
+parameter's gradient is the average over the ranks, so equal optimizers take equal steps and the
+copies stay equal. What the wrapper does, numbered again in the code:
+
+1. *Construction.* All ranks verify that they hold the same model, then take rank 0's parameters and
+   buffers (`miniddp.replicas`).
+2. *Forward.* It brings the buffers of rank 0 to all ranks, runs the module, and decides whether the
+   backward to come is reduced; `no_sync()` makes it decide otherwise.
+3. *Backward* is the reducer's (`miniddp.reducer`): the wrapper is not called in it.
+4. *Uneven inputs.* Ranks that have run out of data go on to answer the others' collectives
+   (`miniddp.join`).
+5. *Copies.* Pickling and deepcopy carry the module and the settings; the reducer is made anew.
+
+Cost: at construction one broadcast of the model; for each forward one broadcast of the buffers, if
+there are any; for each backward what `miniddp.reducer` says.
+
+Follows torch/nn/parallel/distributed.py. What is there for compatibility alone is in
+`miniddp.drop_in`.
+"""
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+from miniddp import reducer_errors
+from miniddp.autograd_graph import (
+    OutputGate,
+    at_end_of_backward,
+    at_start_of_backward,
+    find_tensors,
+)
+from miniddp.drop_in import WrapperNames, check_comm_hook, devices_of, synced_buffers_at
+from miniddp.join import MiniDDPJoinHook
+from miniddp.reducer import CommHook, Reducer
+from miniddp.replicas import broadcast_tensors, verify_same_model, wait_for
+
+
+# `isinstance(model, DistributedDataParallel)`, by which libraries recognize a wrapper, holds for
+# this one too, though it shares no code with it.
+@DistributedDataParallel.register
+class MiniDDP(WrapperNames, nn.Module, Joinable):
+    """Averages the gradients of `module` over the ranks of a process group, during backward.
+
+    Takes every keyword of torch's DistributedDataParallel and one more:
+
+    Args:
+        module: the same on every rank; its trainable parameters are reduced.
+        device_ids, output_device: for a module on one GPU, that GPU; inputs are moved to it.
+        dim: only kept, as in torch.
+        broadcast_buffers: deprecated by torch for `forward_sync_buffers`; False leaves the buffers
+            out at construction too.
+        init_sync: verify and broadcast the model at construction.
+        process_group: the ranks that take part; the default group when None.
+        bucket_cap_mb: the buckets' size in MiB; a first one of 1 and then 25 when None.
+        find_unused_parameters: for models in which a forward may leave parameters unused.
+        check_reduction: without effect, as in torch.
+        gradient_as_bucket_view: gradients are views of the buckets: one copy of them less.
+        static_graph: every iteration uses the same parameters, each as often as in the first.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: (name, parameter) pairs that are
+            reduced together, when the gradient of the other one arrives.
+        mixed_precision: not supported.
+        device_mesh: a one-dimensional mesh instead of `process_group`.
+        skip_all_reduce_unused_params: do not send buckets of unused parameters only, which must be
+            the same on every rank.
+        bucket_cap_mb_list: one size a bucket; the last holds for the rest.
+        batched_grad_copy: without effect: small gradients are copied together in any case.
+        forward_sync_buffers: whether each forward takes rank 0's buffers; True when None.
+        strict: report a missing gradient at the end of the backward it is missing in, on every
+            rank, and a backward past the wrapper by an error, not a warning. Costs an all-gather
+            of a byte a parameter in each backward.
+
+    Raises:
+        RuntimeError: the ranks' models differ (on every rank), or nothing is trainable.
+        NotImplementedError: an argument that is not supported, by name.
+    """
+
+    # 1. Construction ------------------------------------------------------------------------------
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        strict: bool = False,
+    ):
+        super().__init__()
+        Joinable.__init__(self)
+        self._check_arguments(
+            module,
+            mixed_precision=mixed_precision,
+            check_reduction=check_reduction,
+            delayed=delay_all_reduce_named_params,
+            delayed_by=param_to_hook_all_reduce,
+        )
+        self.process_group = self._group_of(process_group, device_mesh)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore |= {name for name, _ in delay_all_reduce_named_params or ()}
+        self.device_type, self.device_ids, self.output_device = devices_of(
+            self._own(module.named_parameters()), device_ids, output_device
+        )
+        self.module, self.dim, self.strict = module, dim, strict
+        self.device = next(iter(self._own(module.named_parameters()).values())).device
+        self.forward_sync_buffers, sync_buffers_now = synced_buffers_at(
+            broadcast_buffers, forward_sync_buffers
+        )
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.static_graph = False
+
+        if init_sync:
+            verify_same_model(self._state(sync_buffers_now), self.process_group)
+            self._broadcast_state(0, sync_buffers_now)
+        self._delay_all_reduce(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._make_reducer()
+        if static_graph:
+            self._set_static_graph()
+
+    def _own(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: t for name, t in named if name not in self.parameters_to_ignore}
+
+    def _state(self, with_buffers: bool) -> dict[str, Tensor]:
+        state = self._own(self.module.named_parameters())
+        return state | self._own(self.module.named_buffers()) if with_buffers else state
+
+    def _broadcast_state(self, src: int, with_buffers: bool) -> None:
+        broadcast_tensors(list(self._state(with_buffers).values()), self.process_group, src)
+
+    def _make_reducer(self) -> None:
+        parameters, sparse = self._build_params_for_reducer()
+        self.reducer = Reducer(
+            parameters,
+            list(self._build_debug_param_to_name_mapping(parameters).values()),
+            self.process_group,
+            caps=self._caps,
+            sparse=sparse,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            plan_at_once=bool(self.bucket_bytes_cap_list)
+            or (self.find_unused_parameters and not self.static_graph),
+            skip_unused=self.skip_all_reduce_unused_params,
+        )
+        self._made_reducer()
+
+    # 2. Forward -----------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output; the backward from it is reduced unless `no_sync()` is in force.
+
+        Raises:
+            RuntimeError: the backward before did not produce all gradients.
+        """
+        with torch.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_forward(*inputs, **kwargs))
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._before_forward()
+        participants = Join.notify_join_context(self)
+        self.reducer.participants = None if self._divide_by_initial_world_size else participants
+        if torch.is_grad_enabled():
+            self._report_strays()
+            if self.reducer.rebuild():
+                self._has_rebuilt_buckets = True
+        if self.will_sync_module_buffers() and self._buffers_before_forward():
+            self._sync_buffers()
+        if self._join_config.enable:
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        if self.device_ids:
+            inputs, kwargs = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
+            return inputs[0], kwargs[0]
+        return inputs, kwargs
+
+    def _post_forward(self, output: Any) -> Any:
+        if self.will_sync_module_buffers() and not self._buffers_before_forward():
+            self._sync_buffers()
+        synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = synced
+        reducer = self.reducer
+        if synced:
+            reducer.arm(find_tensors(output) if reducer.looks_for_unused else ())
+        if torch.is_grad_enabled():
+            reducer.accumulates_locally = not synced
+        if reducer.looks_for_unused:
+            output = OutputGate.pass_through(output, self._ddp_sink_clone)
+        if synced and reducer.learns_graph:
+            self._at_end_of_backward(output, Reducer.learn_graph)
+        elif synced and self.strict:
+            self._at_end_of_backward(output, Reducer.complete_or_raise)
+        self._after_forward()
+        return output
+
+    def _at_end_of_backward(self, output: Any, act: Callable[[Reducer], None]) -> None:
+        """Act once, at the end of the backward pass that comes by `output`."""
+        this, entered = weakref.ref(self.reducer), []
+
+        def on_entry() -> None:
+            reducer = this()
+            if reducer is not None and not entered:
+                entered.append(True)
+                at_end_of_backward(lambda: act(reducer))
+
+        at_start_of_backward(output, on_entry)
+
+    def _report_strays(self) -> None:
+        if self.reducer.strayed:
+            self.reducer.strayed = False
+            message = reducer_errors.strayed(self._distributed_rank)
+            if self.strict:
+                raise RuntimeError(message)
+            warnings.warn(message, stacklevel=6)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards in here leave the gradients of their backwards local, to accumulate.
+
+        The first synchronized backward afterwards reduces the sum of all. What counts is where the
+        forward runs: a backward called in here of a forward before is still reduced.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        self.reducer.accumulates_locally = True
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let `hook(state, bucket)` communicate each bucket instead of the all-reduce.
+
+        Args:
+            state: handed to every call, on this rank.
+            hook: gets a `GradBucket`, whose gradients are *not* divided, and returns a Future of
+                one tensor of the bucket's size: the gradients to use. Names its second argument
+                `bucket`.
+
+        Raises:
+            TypeError, ValueError: `hook` is not callable, or its annotations say something else.
+            RuntimeError: a hook is registered already.
+        """
+        check_comm_hook(hook, self.reducer.error)
+        self._set_comm_hook(hook, state, hook.__qualname__)
+
+    # Buffers: whether a forward broadcasts them is decided by the forward before. After one without
+    # synchronization none of the ranks has stepped, and the buffers may differ as the gradients do.
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward takes the buffers of another rank."""
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and len(self.modules_buffers) > 0
+        )
+
+    @torch.no_grad()
+    def _sync_buffers(self) -> None:
+        # Without Join rank 0 is the source; with Join it may have run out of data long ago.
+        src = (
+            self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+        )
+        self._assign_modules_buffers()
+        self._sync_module_buffers(src)
+
+    # 4. Uneven inputs -----------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of inputs.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by W for ever, so that each input counts
+                the same; False: by the number of ranks that still have inputs.
+            enable: False makes this a context without effect.
+            throw_on_early_termination: raise on all ranks as soon as one runs out of inputs.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What this wrapper does on a rank that has joined; called by `Join`."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._joins_uneven_inputs = True
+        return MiniDDPJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
+        """Tell the joined ranks whether this iteration's backward is reduced; they need to know."""
+        wants = not is_joined_rank and self.require_backward_grad_sync
+        flag = torch.tensor([float(wants)], device=self.device)
+        work = dist.all_reduce(flag, group=self.process_group, async_op=True)
+        if not is_joined_rank:
+            return None
+        wait_for(work)
+        return flag.item() != 0
+
+    def _find_common_rank(self, rank: int, is_candidate: bool) -> int:
+        """The highest rank among the candidates."""
+        flag = torch.tensor([rank if is_candidate else -1], device=self.device)
+        largest = dist.ReduceOp.MAX
+        wait_for(dist.all_reduce(flag, op=largest, group=self.process_group, async_op=True))
+        if flag.item() == -1:
+            raise ValueError("no rank offers its model to the others: join and forward disagree")
+        return int(flag.item())
+
+    # 5. Copies ------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        state = copy.copy(self.__dict__)
+        for name in ("process_group", "reducer", "logger"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = dist.group.WORLD
+        super().__setstate__(state)
+        self._make_reducer()
+        if self.static_graph:
+            self.reducer.expect_static_graph()

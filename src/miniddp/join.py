@@ -1,0 +1,54 @@
+"""Uneven inputs: what a rank that has run out of data does while the others go on.
+
+A collective needs every rank of its group. A rank that has joined (has no more inputs) therefore
+answers each collective of the others' forward and backward: it contributes gradients of zeros.
+Which divisor turns the sum into an average is a choice: the world size W, by which every input of
+the epoch counts the same, or the number of ranks that still have inputs, as if the world had
+shrunk.
+
+Cost for a joined rank: the same collectives as for the others, without the computation. For all
+ranks, one all-reduce of one number more in each forward, and one in each backward.
+Source: torch/distributed/algorithms/join.py and _DDPJoinHook in torch/nn/parallel/distributed.py.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+if TYPE_CHECKING:
+    from miniddp.ddp import MiniDDP
+
+
+class MiniDDPJoinHook(JoinHook):
+    """Answers the collectives of a `MiniDDP`, in their order; `Join` calls it on joined ranks."""
+
+    def __init__(self, ddp: "MiniDDP"):
+        self.ddp = ddp
+
+    def main_hook(self) -> None:
+        """Answer one iteration of the ranks that still have inputs."""
+        ddp, reducer = self.ddp, self.ddp.reducer
+        reducer.rebuild()
+        if ddp.will_sync_module_buffers():
+            ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
+        synced = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        ddp.require_forward_param_sync = synced
+        if not synced:
+            return
+        futures = [reducer.reduce(bucket) for bucket in reducer.zero_buckets()]
+        if reducer.looks_for_unused:
+            nothing = torch.zeros(len(reducer.used), dtype=torch.int32, device=reducer.device)
+            dist.all_reduce(nothing, group=reducer.process_group)
+        if ddp.strict:
+            reducer.gather_absent([])
+        for future in futures:
+            future.wait()
+        reducer.adopt_any_order()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have joined: take the model of the last, who alone has taken every step."""
+        ddp = self.ddp
+        ddp._authoritative_rank = ddp._find_common_rank(ddp._distributed_rank, is_last_joiner)
+        ddp._broadcast_state(ddp._authoritative_rank, ddp.forward_sync_buffers)

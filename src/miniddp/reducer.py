@@ -1,0 +1,473 @@
+"""The bucketed, overlapped reducer: what becomes of a gradient between backward and optimizer step.
+
+One reducer serves one module on one rank. Its phases, numbered again in the code:
+
+1. *Build.* Parameters are laid into buckets (`miniddp.buckets`), each a flat buffer with one view
+   for each parameter. A hook waits on every parameter's gradient accumulator.
+2. *Arm.* A forward announces that the backward to come is to be reduced. Parameters that this
+   backward cannot reach are found by a walk over the graph.
+3. *Collect.* A gradient arrives, is divided by the world size W while it is copied into its bucket,
+   and is counted.
+4. *Launch.* A full bucket is all-reduced while backward goes on, but strictly in the order of the
+   plan. A bucket whose turn has not come waits: gradients may arrive in another order on another
+   rank, and collectives match by order alone.
+5. *Finalize.* Once per backward, at its very end: wait for each all-reduce, copy the averages back.
+6. *Rebuild.* Before the second forward the buckets are packed anew, in the order in which gradients
+   arrived on rank 0.
+
+Cost for each backward: one all-reduce a bucket, 2 (W-1)/W times the gradients' bytes sent by each
+rank on a ring; one more of 4 bytes a parameter if unused parameters are looked for. Memory: one
+buffer as large as the gradients; none beyond the gradients themselves with
+`gradient_as_bucket_view`.
+
+Follows torch/csrc/distributed/c10d/reducer.cpp, bit by bit where arithmetic is concerned, and Li et
+al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from miniddp import reducer_errors
+from miniddp.autograd_graph import at_end_of_backward, gradient_accumulator, reachable_from
+from miniddp.buckets import NO_CAP, Plan, arrival_plan, initial_plan, sizes_of
+from miniddp.drop_in import ReducerNames
+from miniddp.gradient_bucket import LARGE, Bucket, GradBucket, same_memory
+from miniddp.replicas import wait_for
+
+CommHook = Callable[[Any, GradBucket], Future]
+
+
+class Reducer(ReducerNames):
+    """Averages the gradients of `parameters` over `process_group` while backward runs.
+
+    Args:
+        parameters: those that require a gradient, each once, in the same order on every rank.
+        names: their names, for errors.
+        process_group: the ranks that average.
+        caps: the buckets' caps in bytes (`miniddp.buckets.bucket_caps`).
+        sparse: for each parameter, whether its gradient is a sparse tensor.
+        find_unused_parameters: walk the graph after each forward; a parameter that no rank used
+            keeps its gradient as it was.
+        gradient_as_bucket_view: let gradients be views of the buckets, which saves one copy of
+        them.
+        plan_at_once: apply the caps from the first backward on. Otherwise it has one bucket for
+            each dtype and device, and the caps hold from the second on.
+        skip_unused: send no bucket that holds unused parameters only; they must then be the same
+            parameters on every rank.
+    """
+
+    # 1. Build -------------------------------------------------------------------------------------
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        process_group: dist.ProcessGroup,
+        *,
+        caps: Sequence[int],
+        sparse: Sequence[bool],
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        plan_at_once: bool = False,
+        skip_unused: bool = False,
+    ):
+        self.parameters, self.names = list(parameters), list(names)
+        self.process_group = process_group
+        self.caps, self.sparse = tuple(caps), list(sparse)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.skip_unused = skip_unused
+        self.static_graph = False
+        self.looks_for_unused = find_unused_parameters
+        self.learns_graph = False
+        self.comm_hook: tuple[CommHook, Any] | None = None
+        self.device = self.parameters[0].device
+        self.lock = threading.RLock()  # autograd runs one thread for each GPU
+
+        self.armed = False
+        self.unfinished = False
+        self.strayed = False
+        self.accumulates_locally = False
+        self.rebuilt = False
+        self.reduced_buckets = 0
+        self.divisor: int | None = None
+        self.participants: dist.Work | None = None
+        self.optimizer_in_backward = False
+        self.extra_futures: list[Future] = []
+        self.times: dict[str, int] = {}
+        self.unused: list[int] = []
+        self.searched = False
+        self.same_unused_so_far = True
+        self.used = [0] * len(self.parameters)
+        self.used_anywhere: Tensor | None = None
+        self.firings = [0] * len(self.parameters)  # gradients a backward, in a static graph
+        self._build(initial_plan(self._sizes(), self.caps if plan_at_once else NO_CAP))
+        self._rewind()
+        self._hook_accumulators()
+
+    def _sizes(self) -> list:
+        return sizes_of(self.parameters, self.sparse)
+
+    def _build(self, plan: Plan) -> None:
+        self.buckets: list[Bucket] = []  # frees the old buffers before the new ones are made
+        self.place = [(0, 0)] * len(self.parameters)
+        for number, indices in enumerate(plan):
+            parameters = [self.parameters[index] for index in indices]
+            bucket = Bucket(indices, parameters, self.sparse[indices[0]])
+            self.buckets.append(bucket)
+            for slot, index in enumerate(indices):
+                self.place[index] = (number, slot)
+                gradient = self.parameters[index].grad
+                if self.gradient_as_bucket_view and gradient is not None and not bucket.sparse:
+                    bucket.views[slot].copy_(gradient)
+                    self.parameters[index].grad = bucket.views[slot]
+
+    def _hook_accumulators(self) -> None:
+        self.accumulators = [gradient_accumulator(parameter) for parameter in self.parameters]
+        this, handles = weakref.ref(self), []
+        for index, node in enumerate(self.accumulators):
+            # If another reducer waits on the same module, it may not reduce what this one will.
+            previous = node.metadata.get("miniddp.reducer", lambda: None)()
+            if previous is not None:
+                previous.armed = False
+            node.metadata["miniddp.reducer"] = this
+            handles.append(node.register_hook(_on_gradient_of(this, index)))
+        self.remove_hooks = weakref.finalize(self, _remove_all, handles)
+        self.remove_hooks.atexit = False
+
+    # 2. Arm ---------------------------------------------------------------------------------------
+
+    def arm(self, outputs: Sequence[Tensor]) -> None:
+        """Reduce the next backward. `outputs`: what the forward returned, if unused ones count."""
+        self.armed = True
+        self.times["backward_start"] = perf_counter_ns()
+        self._rewind()
+        if self.looks_for_unused:
+            with torch.profiler.record_function("miniddp.search_unused_parameters"):
+                reachable = reachable_from(outputs)
+            unused = [i for i, n in enumerate(self.accumulators) if n not in reachable]
+            self.same_unused_so_far &= unused == self.unused or not self.searched
+            self.unused, self.searched = unused, True
+
+    def _rewind(self) -> None:
+        self.ready = bytearray(len(self.parameters))
+        self.order: list[int] = []
+        self.begun = False
+        self.next_bucket = 0
+        self.pending_firings = None
+        if self.static_graph and not self.learns_graph:
+            self.pending_firings = list(self.firings)
+        for bucket in self.buckets:
+            bucket.rewind()
+
+    def expect_static_graph(self) -> None:
+        """From now on the graph is the same in each iteration; the next backward shows it."""
+        self.static_graph = True
+        self.looks_for_unused = False
+        self.learns_graph = True
+
+    # 3. Collect -----------------------------------------------------------------------------------
+
+    def on_gradient(self, index: int) -> None:
+        """The gradient of parameter `index` is accumulated, or backward found it undefined."""
+        with self.lock:
+            # Also without synchronization: a parameter used once in a window counts as used.
+            tracks_use = self.looks_for_unused or self.learns_graph
+            if tracks_use and self.parameters[index].grad is not None:
+                self.used[index] = 1
+            if not self.armed:
+                self.strayed |= not self.accumulates_locally
+                return
+            if self.learns_graph:
+                self.firings[index] += 1
+                return
+            if not self.begun:
+                self._begin()
+            self.order.append(index)
+            if self.pending_firings is not None:
+                if self.pending_firings[index] == 0:
+                    raise self.error(reducer_errors.graph_changed(self, index))
+                self.pending_firings[index] -= 1
+                if self.pending_firings[index]:
+                    return
+            self._mark_ready(index)
+
+    def _begin(self) -> None:
+        self.begun = True
+        self._find_divisor()
+        for index in self.unused:
+            self._mark_ready(index)
+
+    def _find_divisor(self) -> None:
+        """W; or the number of ranks that still have inputs, which the forward has asked for."""
+        self.divisor = self.process_group.size()
+        if self.participants is not None:
+            wait_for(self.participants)
+            self.divisor = int(_first_tensor(self.participants.get_future().value()).item())
+
+    def _mark_ready(self, index: int) -> None:
+        if self.ready[index]:
+            raise self.error(reducer_errors.marked_twice(self, index))
+        self.ready[index] = 1
+        self.unfinished = True
+        number, slot = self.place[index]
+        bucket = self.buckets[number]
+        if self.device.type == "cuda":
+            bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
+        if bucket.sparse:
+            self._take_sparse(bucket)
+        elif self.parameters[index].numel() >= LARGE:
+            self._copy_in(bucket, (slot,))
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._launch_full_buckets(bucket)
+
+    @torch.no_grad()
+    def _copy_in(self, bucket: Bucket, slots: Sequence[int]) -> None:
+        divisor = self.divisor if self.comm_hook is None else None
+        bucket.copy_in(slots, divisor, self.gradient_as_bucket_view)
+
+    @torch.no_grad()
+    def _take_sparse(self, bucket: Bucket) -> None:
+        parameter = bucket.parameters[0]
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = bucket.zeros()
+        if not gradient.is_sparse:
+            raise self.error(reducer_errors.not_sparse(self, bucket.indices[0]))
+        if self.comm_hook is None:
+            gradient.div_(self.divisor)
+        bucket.buffer = gradient
+
+    def learn_graph(self) -> None:
+        """At the end of a static graph's first backward: note what came how often; reduce all."""
+        if not self.learns_graph:  # done already: several forwards, one backward
+            return
+        self.learns_graph = False
+        self.unused = [index for index, count in enumerate(self.firings) if count == 0]
+        self._reduce_used()
+        self._find_divisor()
+        for index in range(len(self.parameters)):
+            self._mark_ready(index)
+
+    # 4. Launch ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _launch_full_buckets(self, filled: Bucket) -> None:
+        if filled.streams:
+            filled.wait_for_streams()
+        self._copy_in(filled, filled.late)
+        while self.next_bucket < len(self.buckets):
+            bucket = self.buckets[self.next_bucket]
+            if bucket.missing:
+                return
+            if self.next_bucket == 0:
+                self.times["comm_start"] = perf_counter_ns()
+                self.reduced_buckets = 0
+            if not (self.skip_unused and set(bucket.indices) <= set(self.unused)):
+                handle = GradBucket(bucket, self.next_bucket, len(self.buckets))
+                bucket.future = self.reduce(handle)
+                self.reduced_buckets += 1
+            self.next_bucket += 1
+        if self.looks_for_unused:
+            self._reduce_used()
+        at_end_of_backward(self._finalize)
+
+    def reduce(self, bucket: GradBucket) -> Future:
+        """Start the all-reduce, or the comm hook, of one bucket."""
+        if self.comm_hook is None:
+            return self.all_reduce(bucket)
+        hook, state = self.comm_hook
+        future = hook(state, bucket)
+        if not hasattr(future, "wait"):
+            raise self.error(reducer_errors.not_a_future(future))
+        return future
+
+    def all_reduce(self, bucket: GradBucket) -> Future:
+        """The sum over all ranks, in place; the future's value holds the bucket's buffer."""
+        work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
+        return work.get_future()
+
+    def _reduce_used(self) -> None:
+        self.used_anywhere = torch.tensor(self.used, dtype=torch.int32, device=self.device)
+        self.used_work = dist.all_reduce(
+            self.used_anywhere, group=self.process_group, async_op=True
+        )
+        self.used_nowhere: list[bool] | None = None
+
+    # 5. Finalize ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _finalize(self) -> None:
+        with self.lock:
+            if not self.armed:  # a strict backward has done it already
+                return
+            self.times["compute_end"] = perf_counter_ns()
+            for bucket in self.buckets:
+                if bucket.future is not None:
+                    result = _first_tensor(bucket.future.wait())
+                    if bucket.sparse:
+                        bucket.buffer.copy_(result)
+                        self._write_sparse(bucket)
+                    else:
+                        self._copy_out(bucket, result)
+                    bucket.future = None
+            for future in self.extra_futures:
+                future.wait()
+            self.extra_futures = []
+            self.armed = self.unfinished = False
+            if self.looks_for_unused:
+                wait_for(self.used_work)
+                self.used = [0] * len(self.parameters)
+            self.times["comm_end"] = perf_counter_ns()
+
+    def _copy_out(self, bucket: Bucket, result: Tensor) -> None:
+        alias = self.gradient_as_bucket_view
+        if bucket.buffer.is_complex() and not result.is_complex():
+            result = torch.view_as_complex(result)  # collectives may work on pairs of reals
+        in_place = result.data_ptr() == bucket.buffer.data_ptr()
+        views = bucket.views if in_place else bucket.views_of(result)
+        if alias and not in_place:
+            torch._foreach_copy_(bucket.views, views)
+            views = bucket.views
+        may_be_unused = self.looks_for_unused or self.static_graph
+        targets, sources = [], []
+        for index, parameter, view in zip(bucket.indices, bucket.parameters, views, strict=True):
+            if may_be_unused and self._unused_everywhere(index):
+                continue  # its gradient stays as it is: zeros would make an optimizer move it
+            gradient = parameter.grad
+            if gradient is None:
+                if not self.optimizer_in_backward:
+                    parameter.grad = view if alias else torch.empty_like(view).copy_(view)
+            elif not alias:
+                targets.append(gradient)
+                sources.append(view)
+            elif not same_memory(gradient, view):
+                raise self.error(reducer_errors.not_a_view(self, index))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _write_sparse(self, bucket: Bucket) -> None:
+        may_be_unused = self.looks_for_unused or self.static_graph
+        if not (may_be_unused and self._unused_everywhere(bucket.indices[0])):
+            bucket.parameters[0].grad = bucket.buffer
+
+    def _unused_everywhere(self, index: int) -> bool:
+        """Whether no rank used the parameter; waits for the others' answer when first needed."""
+        if self.used[index]:
+            return False
+        if self.used_nowhere is None:
+            wait_for(self.used_work)
+            self.used_nowhere = [count == 0 for count in self.used_anywhere.tolist()]
+        return self.used_nowhere[index]
+
+    def complete_or_raise(self) -> None:
+        """At the end of a strict backward: if a gradient is missing anywhere, raise on every rank.
+
+        Costs one all-gather of a byte a parameter. The reduction is completed first, with zeros for
+        what is missing, so that no rank is left waiting in a collective.
+        """
+        with self.lock:
+            if not self.armed:
+                return
+            absent = [index for index, ready in enumerate(self.ready) if not ready]
+            if not self.begun:
+                self._begin()
+            for index in absent:
+                if not self.ready[index]:
+                    self._mark_ready(index)
+            absent_on_ranks = self.gather_absent(absent)
+            self._finalize()
+            if any(absent_on_ranks):
+                self.order = []  # no order of arrival to pack the buckets by
+                raise self.error(reducer_errors.absent_on_ranks(self, absent_on_ranks))
+
+    def gather_absent(self, absent: list[int]) -> list[list[int]]:
+        """For each rank the indices of the parameters without a gradient; `absent` are our own."""
+        flags = torch.zeros(len(self.parameters), dtype=torch.uint8, device=self.device)
+        flags[absent] = 1
+        gathered = [torch.empty_like(flags) for _ in range(self.process_group.size())]
+        wait_for(dist.all_gather(gathered, flags, group=self.process_group, async_op=True))
+        return [rank_flags.nonzero().flatten().tolist() for rank_flags in gathered]
+
+    # 6. Rebuild -----------------------------------------------------------------------------------
+
+    def rebuild(self) -> bool:
+        """Before a forward: pack the buckets by order of arrival, once; True if it was now.
+
+        Raises:
+            RuntimeError: the backward before this forward did not produce all gradients.
+        """
+        self.check_finished()
+        if self.rebuilt or self.looks_for_unused or not self.order:
+            return False
+        last = {index: moment for moment, index in enumerate(self.order)}
+        order = sorted(last, key=last.get) + [i for i in self.unused if i not in last]
+        self._build(self._agree_on(arrival_plan(self._sizes(), order, self.caps)))
+        self.rebuilt = True
+        self._rewind()
+        return True
+
+    def _agree_on(self, plan: Plan) -> Plan:
+        """Rank 0's plan, on every rank."""
+        sizes = [len(bucket) for bucket in plan]
+        sizes += [0] * (len(self.parameters) - len(sizes))
+        indices = [index for bucket in plan for index in bucket]
+        message = torch.tensor([indices, sizes], device=self.device)
+        work = dist.broadcast(message, group=self.process_group, group_src=0, async_op=True)
+        wait_for(work)
+        indices, sizes = message.tolist()
+        ends = list(accumulate(sizes))
+        return [indices[end - size : end] for end, size in zip(ends, sizes, strict=True) if size]
+
+    def zero_buckets(self) -> list[GradBucket]:
+        """The buckets in launch order, full of zeros: what a rank without inputs contributes."""
+        return [
+            GradBucket(bucket, number, len(self.buckets), bucket.zeros())
+            for number, bucket in enumerate(self.buckets)
+        ]
+
+    def adopt_any_order(self) -> None:
+        """On a rank that saw no gradients: be ready to take rank 0's plan at the next rebuild."""
+        if not self.order:
+            self.order = list(range(len(self.parameters)))
+
+    def start_over(self) -> None:
+        """Forget a backward that was interrupted, and the order of arrival; rebuild once more."""
+        self.armed = self.unfinished = self.rebuilt = False
+        self._rewind()
+
+    def check_finished(self) -> None:
+        """Raise RuntimeError if a backward has begun to reduce and some gradients never came."""
+        if self.unfinished:
+            raise self.error(reducer_errors.unfinished(self))
+
+
+def _on_gradient_of(reducer: "weakref.ref[Reducer]", index: int) -> Callable[..., None]:
+    """A hook that does not keep its reducer alive: a wrapper that is gone must not reduce."""
+
+    def on_gradient(*_: Any) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.on_gradient(index)
+
+    return on_gradient
+
+
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _first_tensor(result: Any) -> Tensor:
+    """A future of a collective holds a list of tensors, that of a comm hook may hold one tensor."""
+    return result[0] if isinstance(result, list | tuple) else result

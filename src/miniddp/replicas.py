@@ -1,0 +1,103 @@
+"""Making the replicas equal: verify that all ranks hold the same model, then broadcast one rank's.
+
+Data parallelism averages gradients; that the averages mean the same on every rank rests on equal
+parameters at the start. Copying tensors between models that differ would end in a crash on one
+rank, a hang on another, or garbage without a word, so the models' descriptions are compared first.
+
+Cost: one all-gather of 32 bytes a rank if all agree (the descriptions themselves, if not), and one
+broadcast of all parameters and buffers, in chunks of 250 MiB.
+Source: _verify_param_shape_across_processes and _sync_module_states in torch/distributed/utils.py.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from miniddp.buckets import MIB, initial_plan, sizes_of
+
+_CHUNK = (250 * MIB,)
+_NO_TIMEOUT = timedelta(0)
+
+
+def wait_for(work: dist.Work) -> None:
+    """Wait for an asynchronous collective, also of a process group that is written in Python.
+
+    The `wait` of such a group's works takes a timeout and has no default, unlike the built-in ones.
+    """
+    work.wait(_NO_TIMEOUT)
+
+
+def verify_same_model(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Compare names, shapes, strides, dtypes and requires_grad over the ranks, before data moves.
+
+    Raises:
+        RuntimeError: on every rank, if any two differ; it names the tensors and the ranks.
+    """
+    ours = {name: _describe(tensor) for name, tensor in named.items()}
+    digest = hashlib.sha256(repr(list(ours.items())).encode()).digest()
+    device = next(iter(named.values())).device
+    message = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(message) for _ in range(group.size())]
+    wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
+    if all(torch.equal(theirs, message) for theirs in gathered):
+        return
+    every: list[dict[str, str]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(every, ours, group=group)
+    raise RuntimeError(_difference(every, group.rank()))
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
+    """Overwrite `tensors` by those of rank `src` of `group`; of the same shapes on every rank.
+
+    Autograd's version counters stay as they are: a graph built before may still be used.
+    """
+    for indices in reversed(initial_plan(sizes_of(tensors), _CHUNK)):
+        chunk = [tensors[index].data for index in indices]
+        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+        if flat.numel() == 0:
+            continue
+        wait_for(dist.broadcast(flat, group=group, group_src=src, async_op=True))
+        if group.rank() != src:
+            parts = flat.split([tensor.numel() for tensor in chunk])
+            for tensor, part in zip(chunk, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _describe(tensor: Tensor) -> str:
+    trainable = "trainable" if tensor.requires_grad else "not trainable"
+    return f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}, {trainable}"
+
+
+def _difference(every: Sequence[Mapping[str, str]], rank: int) -> str:
+    lines = [f"rank {r} has {len(described)} of them" for r, described in enumerate(every)]
+    text = (
+        "MiniDDP expects same model across all ranks, but the parameters (and synchronized "
+        f"buffers) differ: {', '.join(lines)}. What appears not to match:\n"
+    )
+    differing = 0
+    for name in dict.fromkeys(name for described in every for name in described):
+        ranks_of = defaultdict(list)
+        for r, described in enumerate(every):
+            ranks_of[described.get(name, "absent")].append(r)
+        if len(ranks_of) > 1:
+            differing += 1
+            if differing <= 20:
+                found = "; ".join(f"{what} on {_ranks(ranks)}" for what, ranks in ranks_of.items())
+                text += f"  {name}: {found}\n"
+    if differing > 20:
+        text += f"  and {differing - 20} more\n"
+    elif differing == 0:
+        text += "  the order in which they are defined\n"
+    return (
+        f"{text}(Reported on rank {rank}; every rank raises this.) Build the module by the same "
+        "code and configuration on every rank, then wrap it."
+    )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return "rank " + ", ".join(map(str, ranks))

@@ -1,0 +1,469 @@
+"""What the wrapper does besides averaging: verification, synchronization, copies and errors."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS, Branches, loss_of
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.ranks import run_ranks
+from miniddp.ddp import MiniDDP
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(5)
+    return nn.Linear(4, 3)
+
+
+def batch(rank: int, step: int = 0, size: int = 6) -> torch.Tensor:
+    return torch.randn(size, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def error_of(function) -> str:
+    """The text of the RuntimeError that `function` raises."""
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+# Averages -----------------------------------------------------------------------------------------
+
+
+def dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def every_model(rank, world_size):
+    found = {}
+    for name, (build, draw) in MODELS.items():
+        torch.manual_seed(7)
+        alone = build()
+        wrapped = MiniDDP(copy.deepcopy(alone), find_unused_parameters=name == "branches")
+        for r in range(world_size):
+            torch.manual_seed(r)
+            part = draw(6)
+            (loss_of(alone(part)) / world_size).backward()
+            if r == rank:
+                loss_of(wrapped(part)).backward()
+        pairs = zip(alone.parameters(), wrapped.parameters(), strict=True)
+        found[name] = [(dense(p.grad), dense(q.grad)) for p, q in pairs]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_are_those_of_one_process_on_the_full_batch(world_size):
+    for found in run_ranks(every_model, world_size, timeout=120):
+        for name, pairs in found.items():
+            # Batch norm normalizes by each rank's own batch, here as there: parts, not the whole.
+            # In bfloat16 the order of additions shows in the second digit.
+            tolerance = 3e-2 if name == "mixed dtypes" else 1e-5
+            largest = max(p.abs().max().item() for p, _ in pairs if p is not None and p.numel())
+            for expected, gradient in pairs:
+                assert (expected is None) == (gradient is None), name
+                if expected is not None and expected.numel():
+                    error = (expected - gradient).abs().max().item()
+                    assert error <= tolerance * largest, name
+
+
+def sub_group(rank, world_size):
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    wrapped = MiniDDP(linear(), process_group=groups[rank % 2])
+    wrapped(batch(rank)).sum().backward()
+    local = linear()
+    local(batch(rank)).sum().backward()
+    return wrapped.module.weight.grad, local.weight.grad
+
+
+def test_a_sub_group_averages_over_its_own_ranks_only():
+    (a, local_a), (b, local_b), (c, local_c) = run_ranks(sub_group, 3)
+    assert torch.equal(a, c)
+    torch.testing.assert_close(a, (local_a + local_c) / 2)
+    assert torch.equal(b, local_b)
+
+
+def higher_order(rank, world_size):
+    found = []
+    for wrap in (MiniDDP, DistributedDataParallel):
+        torch.manual_seed(1)
+        wrapped = wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+        x = batch(rank).requires_grad_()
+        output = wrapped(x).sum()
+        (slope,) = torch.autograd.grad(output, x, create_graph=True)
+        (output + slope.pow(2).sum()).backward()
+        found.append([p.grad for p in wrapped.parameters()])
+    return found
+
+
+def test_a_penalty_on_the_inputs_gradient_is_reduced_as_torch_does():
+    for ours, theirs in run_ranks(higher_order, 2):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# Construction -------------------------------------------------------------------------------------
+
+
+def starts_apart(rank, world_size):
+    torch.manual_seed(rank)
+    module = nn.BatchNorm1d(3)
+    module.weight.data.normal_()
+    module.running_mean.normal_()
+    return [t.clone() for t in MiniDDP(module).state_dict().values()]
+
+
+def test_all_ranks_start_from_rank_zeros_parameters_and_buffers():
+    first, *others = run_ranks(starts_apart, 3)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def differing_models(rank, world_size):
+    shape = nn.Linear(4, 5 if rank == 2 else 3)
+    count = nn.Sequential(nn.Linear(4, 3), *([nn.Linear(3, 3)] if rank == 1 else []))
+    dtype = nn.Linear(4, 3, dtype=torch.float64 if rank == 0 else torch.float32)
+    return [error_of(lambda m=module: MiniDDP(m)) for module in (shape, count, dtype)]
+
+
+def test_models_that_differ_raise_on_every_rank_naming_the_parameter_and_the_ranks():
+    for shape, count, dtype in run_ranks(differing_models, 3):
+        assert "weight: shape (3, 4)" in shape
+        assert "on rank 0, 1; shape (5, 4)" in shape
+        assert "on rank 2" in shape
+        assert "rank 1 has 4" in count
+        assert "1.weight: absent on rank 0, 2; shape (3, 3)" in count
+        assert "torch.float64, trainable on rank 0; " in dtype
+        assert "torch.float32, trainable on rank 1, 2" in dtype
+
+
+def unsupported(rank, world_size):
+    with pytest.raises(NotImplementedError, match="mixed_precision"):
+        MiniDDP(linear(), mixed_precision=object())
+    with pytest.raises(ValueError, match="at the same time"):
+        MiniDDP(linear(), param_to_hook_all_reduce=nn.Parameter(torch.zeros(1)))
+    with pytest.raises(RuntimeError, match="that requires a gradient"):
+        MiniDDP(linear().requires_grad_(False))
+
+
+def test_an_argument_that_is_not_supported_is_refused_by_name():
+    run_ranks(unsupported, 1)
+
+
+# Forward and backward -----------------------------------------------------------------------------
+
+
+def no_sync_cases(rank, world_size):
+    wrapped = MiniDDP(linear())
+    with wrapped.no_sync():
+        armed_inside = wrapped.require_backward_grad_sync
+        output = wrapped(batch(rank))
+    output.sum().backward()  # outside: what counts is where the forward ran
+    local = wrapped.module.weight.grad.clone()
+    wrapped(batch(rank, 1)).sum().backward()
+    accumulated = wrapped.module.weight.grad.clone()
+    wrapped.zero_grad()
+    output = wrapped(batch(rank, 2))
+    with wrapped.no_sync():
+        output.sum().backward()
+    reduced = wrapped.module.weight.grad.clone()
+    with pytest.raises(KeyError), wrapped.no_sync():
+        raise KeyError
+    return armed_inside, local, accumulated, reduced, wrapped.require_backward_grad_sync
+
+
+def test_no_sync_is_decided_by_the_forward_and_survives_exceptions():
+    per_rank = run_ranks(no_sync_cases, 2)
+    for armed_inside, _, accumulated, reduced, afterwards in per_rank:
+        assert (armed_inside, afterwards) == (False, True)
+        assert torch.equal(accumulated, per_rank[0][2])
+        assert torch.equal(reduced, per_rank[0][3])
+    assert not torch.equal(per_rank[0][1], per_rank[1][1])
+
+
+def unused_cases(rank, world_size):
+    torch.manual_seed(3)
+    wrapped = MiniDDP(Branches(), find_unused_parameters=True)
+    wrapped.module.never.weight.grad = torch.full((5, 6), float(rank))
+    inputs = batch(rank, size=12).view(4, 12)
+    inputs[0, 0] = 1.0 if rank == 0 else -1.0  # rank 0 goes left, rank 1 right
+    loss_of(wrapped(inputs)).backward()
+    armed_again = wrapped(inputs)  # a forward whose backward does not come
+    del armed_again
+    loss_of(wrapped(inputs)).backward()
+    return {name: p.grad for name, p in wrapped.module.named_parameters()}
+
+
+def test_a_parameter_used_on_one_rank_is_averaged_and_one_used_on_none_keeps_its_gradient():
+    per_rank = run_ranks(unused_cases, 2)
+    for rank, gradients in enumerate(per_rank):
+        for name in ("left.weight", "right.weight", "stem.weight"):
+            assert torch.equal(gradients[name], per_rank[0][name])
+            assert gradients[name].abs().sum() > 0
+        assert torch.equal(gradients["never.weight"], torch.full((5, 6), float(rank)))
+        assert gradients["never.bias"] is None
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"one": self.one(x), "rest": [self.two(x)]}
+
+
+def half_used_outputs(rank, world_size):
+    wrapped = MiniDDP(TwoHeads(), find_unused_parameters=True)
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(batch(rank))["one"].sum().backward()
+    return wrapped.module.one.weight.grad, wrapped.module.two.weight.grad
+
+
+def test_an_output_that_the_loss_does_not_use_leaves_its_parameters_untouched():
+    per_rank = run_ranks(half_used_outputs, 2)
+    assert torch.equal(per_rank[0][0], per_rank[1][0])
+    assert per_rank[0][1] is None
+    assert per_rank[1][1] is None
+
+
+def buffers(rank, world_size):
+    wrapped = MiniDDP(nn.BatchNorm1d(4))
+    means = []
+    for step in range(3):
+        wrapped(batch(rank, step)).sum().backward()
+        means.append(wrapped.module.running_mean.clone())
+    with torch.no_grad():
+        wrapped(batch(rank, 3))
+    means.append(wrapped.module.running_mean.clone())
+    before = wrapped.module.running_mean.clone()
+    wrapped.eval()
+    wrapped(batch(rank, 4))  # the forward before had no gradients: nothing is broadcast
+    return means, torch.equal(before, wrapped.module.running_mean)
+
+
+def test_each_forward_takes_rank_zeros_buffers_unless_the_one_before_was_not_synchronized():
+    (means, kept), (other, other_kept) = run_ranks(buffers, 2)
+    assert kept
+    assert other_kept
+    # Before each forward rank 1 had rank 0's mean; after it, that moved by a tenth of its own.
+    for step in range(1, 4):
+        start = 0.9 * means[step - 1]
+        torch.testing.assert_close(means[step], start + 0.1 * batch(0, step).mean(0))
+        torch.testing.assert_close(other[step], start + 0.1 * batch(1, step).mean(0))
+
+
+def uneven(rank, world_size, initial_divisor, wrap_name):
+    wrap = {"mini": MiniDDP, "torch": DistributedDataParallel}[wrap_name]
+    wrapped = wrap(nn.Sequential(linear(), nn.BatchNorm1d(3)))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    seen = []
+    with wrapped.join(divide_by_initial_world_size=initial_divisor):
+        for step in range(2 + 2 * rank):
+            optimizer.zero_grad()
+            wrapped(batch(rank, step)).pow(2).sum().backward()
+            optimizer.step()
+            seen.append(wrapped.module[0].weight.grad.clone())
+    return seen, [t.clone() for t in wrapped.state_dict().values()]
+
+
+@pytest.mark.parametrize("initial_divisor", [True, False])
+def test_uneven_inputs_end_in_the_same_model_as_torchs_on_every_rank(initial_divisor):
+    ours = run_ranks(uneven, 3, initial_divisor, "mini")
+    theirs = run_ranks(uneven, 3, initial_divisor, "torch")
+    for rank in range(3):
+        for a, b in zip(ours[rank][0], theirs[rank][0], strict=True):
+            assert torch.equal(a, b)
+        for a, b, first in zip(ours[rank][1], theirs[rank][1], ours[0][1], strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, first)
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def unused_without_the_flag(rank, world_size, strict):
+    torch.manual_seed(3)
+    wrapped = MiniDDP(Branches(), strict=strict)
+    inputs = batch(rank, size=12).view(4, 12)
+    inputs[0, 0] = 1.0 if rank == 0 else -1.0
+    first = error_of(lambda: loss_of(wrapped(inputs)).backward())
+    second = error_of(lambda: loss_of(wrapped(inputs)).backward())
+    return first, second
+
+
+def test_a_missing_gradient_is_reported_by_the_next_forward_in_torchs_words():
+    def same_branch(rank, world_size):
+        torch.manual_seed(3)
+        wrapped = MiniDDP(Branches())
+        inputs = batch(rank, size=12).view(4, 12)
+        inputs[0, 0] = 1.0
+        loss_of(wrapped(inputs)).backward()
+        return error_of(lambda: wrapped(inputs))
+
+    for rank, error in enumerate(run_ranks(same_branch, 2)):
+        assert "Expected to have finished reduction in the prior iteration before" in error
+        assert f"did not receive grad for rank {rank}: right.weight, right.bias, never.w" in error
+        assert "`find_unused_parameters=True`" in error
+
+
+def test_strict_reports_what_each_rank_lacked_in_the_step_itself_and_on_every_rank():
+    for errors in run_ranks(unused_without_the_flag, 2, True):
+        for error in errors:  # and again in the next step: nothing is left hanging
+            assert "rank 0: right.weight, right.bias, never.weight, never.bias" in error
+            assert "rank 1: left.weight, left.bias, never.weight, never.bias" in error
+
+
+def strict_and_sound(rank, world_size):
+    found = []
+    for strict in (True, False):
+        wrapped = MiniDDP(linear(), strict=strict)
+        for step in range(3):
+            wrapped(batch(rank, step)).sum().backward()
+        found.append(wrapped.module.weight.grad)
+    return found
+
+
+def test_strict_changes_no_bit_of_a_sound_training():
+    for strict, plain in run_ranks(strict_and_sound, 2):
+        assert torch.equal(strict, plain)
+
+
+def past_the_wrapper(rank, world_size):
+    wrapped, strict = MiniDDP(linear()), MiniDDP(linear(), strict=True)
+    for each in (wrapped, strict):
+        each.module(batch(rank)).sum().backward()
+    with pytest.warns(UserWarning, match="went past the wrapper"):
+        wrapped(batch(rank))
+    with pytest.raises(RuntimeError, match="Call the wrapper itself"):
+        strict(batch(rank))
+
+
+def test_a_forward_through_the_inner_module_is_said_at_the_next_forward():
+    run_ranks(past_the_wrapper, 2)
+
+
+def shared_between_reentrant_checkpoints(rank, world_size):
+    from torch.utils.checkpoint import checkpoint
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.shared = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = checkpoint(self.shared, self.stem(x), use_reentrant=True)
+            return checkpoint(self.shared, x, use_reentrant=True)
+
+    wrapped = MiniDDP(Twice())
+    error = error_of(lambda: wrapped(batch(rank)).sum().backward())
+    static = MiniDDP(Twice(), static_graph=True)
+    for step in range(3):
+        static.zero_grad()
+        static(batch(rank, step)).sum().backward()
+    return error, static.module.shared.weight.grad
+
+
+def test_a_second_gradient_in_one_backward_is_an_error_unless_the_graph_is_static():
+    per_rank = run_ranks(shared_between_reentrant_checkpoints, 2)
+    for error, gradient in per_rank:
+        assert "Expected to mark a variable ready only once" in error
+        assert "with name shared." in error
+        assert torch.equal(gradient, per_rank[0][1])
+
+
+# Copies and neighbors -----------------------------------------------------------------------------
+
+
+def copies(rank, world_size):
+    wrapped = MiniDDP(linear(), bucket_cap_mb=1, gradient_as_bucket_view=True)
+    wrapped(batch(rank)).sum().backward()
+    file = io.BytesIO()
+    torch.save(wrapped, file)
+    file.seek(0)
+    found = []
+    for other in (
+        copy.deepcopy(wrapped),
+        pickle.loads(pickle.dumps(wrapped)),
+        torch.load(file, weights_only=False),
+    ):
+        other.zero_grad()
+        other(batch(rank)).sum().backward()
+        found.append(other.module.weight.grad)
+    wrapped.zero_grad()
+    wrapped(batch(rank)).sum().backward()
+    return [wrapped.module.weight.grad, *found], list(wrapped.state_dict())
+
+
+def test_a_pickled_or_deep_copied_wrapper_reduces_as_the_original_does():
+    per_rank = run_ranks(copies, 2)
+    for gradients, names in per_rank:
+        assert names == ["module.weight", "module.bias"]
+        for gradient in gradients:
+            assert torch.equal(gradient, per_rank[0][0][0])
+
+
+def wrapped_again(rank, world_size):
+    module = linear()
+    first = MiniDDP(module)
+    armed = first(batch(rank, 9))
+    second = MiniDDP(module)
+    second(batch(rank)).sum().backward()  # would be reduced twice if the first were still armed
+    twice = module.weight.grad.clone()
+    del first, armed
+    gc.collect()
+    module.zero_grad()
+    MiniDDP(module)(batch(rank)).sum().backward()
+    return twice, module.weight.grad, linear(), batch(rank)
+
+
+def test_wrapping_a_module_again_leaves_no_hook_of_the_first_wrapper_reducing():
+    per_rank = run_ranks(wrapped_again, 2)
+    local = linear()
+    for *_, inputs in per_rank:
+        (local(inputs).sum() / 2).backward()
+    for twice, fresh, *_ in per_rank:
+        torch.testing.assert_close(twice, local.weight.grad)
+        assert torch.equal(twice, per_rank[0][0])
+        # A wrapper that is gone before backward does not reduce: the gradients stay local.
+        assert not torch.equal(fresh, twice)
+
+
+def neighbors(rank, world_size):
+    assert isinstance(MiniDDP(linear()), DistributedDataParallel)
+    wrapped = MiniDDP(linear())
+    plain = get_model_state_dict(wrapped)
+    set_model_state_dict(wrapped, {name: t + 1 for name, t in plain.items()})
+    moved = torch.equal(wrapped.module.weight, linear().weight + 1)
+
+    parameters = {name: p.detach() * 2 for name, p in wrapped.named_parameters()}
+    output = torch.func.functional_call(wrapped, parameters, (batch(rank),))
+    doubled = torch.allclose(output, 2 * wrapped.module(batch(rank)))
+
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=torch.optim.Adam, lr=0.1
+    )
+    with Join([wrapped, optimizer]):
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            wrapped(batch(rank, step)).sum().backward()
+            optimizer.step()
+    return list(plain), moved, doubled, wrapped.module.weight.detach()
+
+
+def test_checkpoints_functional_calls_and_the_sharded_optimizer_take_it_for_torchs():
+    per_rank = run_ranks(neighbors, 2)
+    for names, moved, doubled, weight in per_rank:
+        assert names == ["weight", "bias"]
+        assert moved
+        assert doubled
+        assert torch.equal(weight, per_rank[0][3])

@@ -1,0 +1,294 @@
+"""One loop runs every rung against one process with the whole batch, and against torch's DDP."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.invariants import INVARIANTS, communication_overlaps_backward, violations
+from labkit.ranks import run_ranks
+from labkit.watch import RecordedCollectives, SameCollectives
+from miniddp.ladder import (
+    RUNGS,
+    Bucketed,
+    BucketedOverlapped,
+    Flat,
+    OverlappedPerParameter,
+    PerParameter,
+    Rung,
+)
+
+OVERLAPPED = (OverlappedPerParameter, BucketedOverlapped)
+
+
+class Words(nn.Module):
+    """An embedding tied to the output layer, a frozen layer, a norm, a scalar, an unused head."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(11, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.mix = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Linear(8, 3)
+        self.output = nn.Linear(8, 11, bias=False)
+        self.output.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, tokens):
+        hidden = self.frozen(self.embedding(tokens))
+        hidden = self.norm(hidden + torch.tanh(self.mix(hidden)))
+        return self.output(hidden * self.scale)
+
+
+def tokens(rank: int, micro_batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + micro_batch)
+    return torch.randint(0, 11, (5, 4), generator=generator)
+
+
+def loss_of(model, batch):
+    return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def gradients(module):
+    return {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
+
+
+def accumulated(wrap, rank, seed):
+    """Gradients and parameters after a step of two micro-batches, and after one more without."""
+    module = Words(seed)
+    wrapped = wrap(module)
+    finish = getattr(wrapped, "finish", lambda: None)
+    with wrapped.no_sync():
+        (loss_of(wrapped, tokens(rank, 0)) / 2).backward()
+    (loss_of(wrapped, tokens(rank, 1)) / 2).backward()
+    finish()
+    first = gradients(module)
+    torch.optim.AdamW(module.parameters(), lr=0.1).step()
+    module.zero_grad()
+    loss_of(wrapped, tokens(rank, 2)).backward()
+    finish()
+    return first, gradients(module), {n: p.detach() for n, p in module.named_parameters()}
+
+
+def in_one_process(world_size):
+    """The same two steps with the whole batch: what everybody has to equal."""
+    module = Words(seed=0)
+    for micro_batch in (0, 1):
+        for rank in range(world_size):
+            (loss_of(module, tokens(rank, micro_batch)) / (2 * world_size)).backward()
+    first = gradients(module)
+    torch.optim.AdamW(module.parameters(), lr=0.1).step()
+    module.zero_grad()
+    for rank in range(world_size):
+        (loss_of(module, tokens(rank, 2)) / world_size).backward()
+    return first, gradients(module), {n: p.detach() for n, p in module.named_parameters()}
+
+
+def largest_difference(found, right):
+    assert found.keys() == right.keys()
+    assert [n for n, g in found.items() if g is None] == [n for n, g in right.items() if g is None]
+    return max(float((found[n] - right[n]).abs().max()) for n in found if found[n] is not None)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_rung_equals_one_process_with_the_whole_batch_and_torchs_ddp(world_size):
+    def work(rank):
+        # Every rank builds another model: rank 0's must win.
+        ddp = accumulated(
+            partial(DistributedDataParallel, find_unused_parameters=True), rank, seed=rank
+        )
+        return ddp, [accumulated(rung, rank, seed=rank) for rung in RUNGS]
+
+    right = in_one_process(world_size)
+    for ddp, of_rungs in run_ranks(work, world_size, timeout=90, device="cpu"):
+        for rung, found in zip(RUNGS, of_rungs, strict=True):
+            for ours, torchs, wanted in zip(found, ddp, right, strict=True):
+                assert largest_difference(ours, wanted) < 1e-12, rung.__name__
+                # Two ranks have one sum in either order; from three on it depends on where in
+                # its bucket an element lies.
+                bound = 0.0 if world_size == 2 else 1e-14
+                assert largest_difference(ours, torchs) <= bound, rung.__name__
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_rung_obeys_every_invariant_and_two_overlap(world_size):
+    def work():
+        checks = (*INVARIANTS, communication_overlaps_backward)
+        return [list(violations(rung, invariants=checks)) for rung in RUNGS]
+
+    expected = [[] if r in OVERLAPPED else ["communication_overlaps_backward"] for r in RUNGS]
+    assert run_ranks(work, world_size, timeout=150, device="cpu") == [expected] * world_size
+
+
+def test_buckets_of_any_size_obey_every_invariant():
+    def work():
+        rungs = [partial(BucketedOverlapped, bucket_cap_mb=mib) for mib in (0, 0.0003, 100)]
+        return [list(violations(rung)) for rung in rungs]
+
+    assert run_ranks(work, 3, timeout=90, device="cpu") == [[[], [], []]] * 3
+
+
+def test_each_rung_launches_as_many_collectives_of_as_many_bytes_as_its_docstring_says():
+    def work(rank):
+        found = []
+        kib = 1 / 1024
+        small_buckets = [partial(r, bucket_cap_mb=kib) for r in (Bucketed, BucketedOverlapped)]
+        for wrap in (PerParameter, Flat, OverlappedPerParameter, *small_buckets):
+            torch.manual_seed(0)
+            module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+            rung = wrap(module)
+            with RecordedCollectives() as watch:
+                module(torch.full((2, 16), 1.0 + rank)).sum().backward()
+                in_backward = len(watch.launched)
+                rung.finish()
+            assert {launch.op for launch in watch.launched} == {"allreduce_"}
+            found.append((in_backward, [launch.bytes for launch in watch.launched]))
+        return found
+
+    weight, bias = 16 * 16 * 4, 16 * 4
+    layers = [bias, weight] * 4
+    # Of 1 KiB or a little more, with a flag for each of the two parameters.
+    buckets = [bias + weight + 2 * 4] * 4
+    for of_rank in run_ranks(work, 2, device="cpu"):
+        per_parameter, flat, overlapped, bucketed, bucketed_overlapped = of_rank
+        assert per_parameter == (0, [8, *[weight, bias] * 4])
+        assert flat == (0, [sum(layers) + 8 * 4])
+        assert overlapped == (8, [*layers, 8 * 4])
+        assert bucketed == (0, buckets)
+        assert bucketed_overlapped == (4, buckets)
+
+
+def test_gradients_may_be_of_several_dtypes_and_parameters_empty():
+    def work(rank):
+        worst = []
+        for wrap in RUNGS:
+            module = nn.ParameterDict(
+                {
+                    "of_single": torch.zeros(3),
+                    "of_double": torch.zeros(2, 2, dtype=torch.float64),
+                    "of_complex": torch.zeros(2, dtype=torch.complex64),
+                    "of_empty": torch.zeros(0),
+                    "of_half": torch.zeros(4, dtype=torch.bfloat16),
+                }
+            )
+            rung = wrap(module)
+            for number, parameter in enumerate(module.values(), start=1):
+                (parameter * (number + rank)).sum().real.backward()
+            rung.finish()
+            for number, parameter in enumerate(module.values(), start=1):
+                expected = torch.full_like(parameter, number + 0.5)
+                worst.append(float((parameter.grad - expected).detach().abs().sum()))
+        return worst
+
+    for of_rank in run_ranks(work, 2, device="cpu"):
+        assert of_rank == [0.0] * 5 * len(RUNGS)
+
+
+def test_a_rung_on_a_group_leaves_the_other_ranks_alone():
+    def work(rank):
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            return None
+        found = []
+        for wrap in RUNGS:
+            module = nn.Linear(2, 1, bias=False)
+            nn.init.constant_(module.weight, float(rank))
+            rung = wrap(module, group)
+            module(torch.tensor([[1.0, 10.0]]) * rank).sum().backward()
+            rung.finish()
+            found.append((module.weight.tolist(), module.weight.grad.tolist()))
+        return found
+
+    expected = [([[1.0, 1.0]], [[1.5, 15.0]])] * len(RUNGS)
+    assert run_ranks(work, 3, device="cpu") == [None, expected, expected]
+
+
+def test_after_a_backward_that_raised_on_one_rank_finish_makes_the_next_step_right():
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise MemoryError
+
+    def work(rank):
+        found = []
+        for wrap in RUNGS:
+            torch.manual_seed(0)
+            module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+            reference = deepcopy(module)
+            rung = wrap(module)
+            with SameCollectives():
+                x = torch.full((1, 4), 1.0 + rank)
+                middle = module[1](module[0](x))
+                middle = Raises.apply(middle) if rank == 1 else middle
+                try:
+                    module[2](middle).sum().backward()
+                except MemoryError:
+                    assert rank == 1
+                finally:
+                    rung.finish()
+                module.zero_grad()
+                module(x).square().sum().backward()
+                rung.finish()
+            whole = torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 4)
+            (reference(whole).square().sum() / 3).backward()
+            for ours, right in zip(module.parameters(), reference.parameters(), strict=True):
+                found.append(float((ours.grad - right.grad).abs().max() / right.grad.abs().max()))
+        return max(found)
+
+    assert max(run_ranks(work, 3, device="cpu")) < 1e-6
+
+
+def test_a_second_backward_before_finish_is_refused_with_the_next_action():
+    def work(rank):
+        messages = []
+        for wrap in OVERLAPPED:
+            module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+            rung = wrap(module)
+            x = torch.full((1, 3), 1.0 + rank)
+            rung(x).sum().backward()
+            with pytest.raises(RuntimeError) as caught:
+                rung(x).sum().backward()
+            messages.append(str(caught.value))
+        return messages
+
+    for of_rank in run_ranks(work, 2, device="cpu"):
+        for message in of_rank:
+            assert message.startswith("the gradient of 1.bias arrived a second time before")
+            assert message.count("finish()")
+            assert "no_sync()" in message
+
+
+def test_a_module_with_nothing_to_average_is_refused():
+    def work():
+        with pytest.raises(ValueError, match=r"Linear has no parameter that requires a gradient"):
+            Rung(nn.Linear(2, 2).requires_grad_(False))
+
+    run_ranks(work, 2, device="cpu")
+
+
+def test_no_sync_ends_also_when_the_pass_raises():
+    def work(rank):
+        rung = BucketedOverlapped(nn.Linear(2, 2))
+        with pytest.raises(KeyError), rung.no_sync():
+            raise KeyError
+        with rung.no_sync():
+            with rung.no_sync():
+                pass
+            nested = rung.accumulating
+        return nested, rung.accumulating
+
+    assert run_ranks(work, 2, device="cpu") == [(True, False)] * 2

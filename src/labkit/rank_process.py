@@ -144,6 +144,8 @@ def _redirect_output(folder: Path, rank: int) -> None:
 def _call(rank: int, job: Job, folder: Path) -> Report:
     os.environ.clear()
     os.environ.update(job.environment)
+    # torch read TORCH_DISTRIBUTED_DEBUG when it was loaded: in the fork server, before this call.
+    dist.set_debug_level_from_env()
     for file, text in job.cells.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     # Under torchrun a rank is a new interpreter; a fork would share its parent's random state.

@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXECUTED := _build/executed
 LAB ?= 02_accumulate_vs_ddp
+LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
 
@@ -47,8 +48,8 @@ update: $(READY)
 	@$(BIN)/python -m labkit.chapters update $(CHAPTER)
 
 lab: $(READY)
-	@test -f labs/$(LAB).py || { echo "There is no labs/$(LAB).py. There are:" >&2; grep -l 'labkit.torchrun' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) labs/$(LAB).py $(ARGS)
+	@test -f labs/$(LAB_NAME).py || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.torchrun' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) labs/$(LAB_NAME).py $(ARGS)
 
 serve: $(READY)
 	@test -f _build/html/index.html || { echo "There is no book yet: make book builds it." >&2; exit 2; }

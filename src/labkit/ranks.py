@@ -46,6 +46,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -267,13 +268,13 @@ def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
 
 def _supervised(job: Job) -> Outcome:
     """Run `job` under a supervisor. However this is left, the supervisor and its ranks are gone."""
-    context = _context()
+    for pause in (0.1, 0.5):
+        try:
+            return _supervised_in(_context(), job)
+        except _NotStartedError:
+            time.sleep(pause)  # the fork server was ending; once it has ended, a new one is made
     try:
-        return _supervised_in(context, job)
-    except _NotStartedError:
-        pass  # the fork server was ending; the next one is new
-    try:
-        return _supervised_in(context, job)
+        return _supervised_in(_context(), job)
     except _NotStartedError as error:
         reason = f"{type(error.__cause__).__name__}: {error.__cause__}"
         raise RanksError(
@@ -351,7 +352,7 @@ def _without_main() -> Iterator[None]:
 def _await(supervisor: Connection) -> Outcome:
     try:
         return supervisor.recv()
-    except EOFError:
+    except (EOFError, OSError):
         raise RanksError(
             "the supervisor of the ranks ended without a word, and its ranks with it: it was "
             "killed, or the system ran out of memory or processes. Try again with fewer ranks."

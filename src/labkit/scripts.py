@@ -13,6 +13,8 @@ from labkit.guard import run_guarded
 # gloo reports each connection on stdout, in an order that varies.
 _NOISE = re.compile(r"^\[Gloo\] Rank \d+ is connected.*\n?", re.MULTILINE)
 
+_TORCHRUN_REPORT = re.compile(r"^E\d{4} .*torch/distributed/elastic/.*\] failed", re.MULTILINE)
+
 
 class ScriptError(RuntimeError):
     """A script ended with an error, or not in time. The text holds the end of what it wrote."""
@@ -65,4 +67,6 @@ def run_script(script: str, *args: object, ranks: int | None = None, timeout: fl
 
 
 def _tail(text: str | bytes | None, lines: int = 30) -> str:
-    return "\n".join(str(text or "").splitlines()[-lines:])
+    # torchrun adds a long report of its own below what the script said, and says less.
+    own = _TORCHRUN_REPORT.split(str(text or ""), maxsplit=1)[0]
+    return "\n".join(own.splitlines()[-lines:])

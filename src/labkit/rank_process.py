@@ -16,6 +16,7 @@ import inspect
 import linecache
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -32,9 +33,11 @@ import torch
 import torch.distributed as dist
 
 from labkit.guard import die_with_parent
-from labkit.rank_states import show_cells_as
+from labkit.rank_states import Frame, describe, show_cells_as
 
 HANDED = ("rank", "world_size", "device")
+# A rank whose neighbor fell reports this; it is a victim, not the cause.
+VICTIM = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|Read error")
 
 
 class Job(NamedTuple):
@@ -196,7 +199,12 @@ def _report_exception(error: BaseException, job: Job) -> Report:
         stack = stack.tb_next
     lines = traceback.format_exception(type(error), error, stack or error.__traceback__)
     text = show_cells_as("".join(lines), job.cells).rstrip()
-    line = f"{type(error).__name__}: {error}".rstrip(": ").split("\n", 1)[0]
+    line = "raised " + f"{type(error).__name__}: {error}".rstrip(": ").split("\n", 1)[0]
+    if VICTIM.search(str(error)):
+        # Where it waited is what a rank says that nobody has told of the end of the other: the
+        # library's own words name ports and sources, and differ from run to run.
+        frames = [Frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(stack)]
+        line = describe(frames[::-1], job.cells, job.home).text
     return Report("raised", text, line, _pickle_exception(error), time.monotonic())
 
 

@@ -56,15 +56,13 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from labkit.rank_process import HANDED, Job, Report, bind, rebuild_exception
+from labkit.rank_process import HANDED, VICTIM, Job, Report, bind, rebuild_exception
 from labkit.rank_states import STARTING, is_under_work
 from labkit.rank_supervisor import Outcome, supervise
 
 # Two threads that start ranks at once take turns: starting touches the interpreter's own state.
 _STARTING = threading.Lock()
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-# A rank whose neighbor fell reports this; it is a victim, not the cause.
-_VICTIM = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|Read error")
 # Of failures within this many seconds the lowest rank's counts as the first, so that an error which
 # every rank raises is reported from the same rank at every run.
 _TOGETHER = 0.25
@@ -410,12 +408,7 @@ _NEXT = {
 def _state(report: Report) -> str:
     if report.status == "returned":
         return "finished"
-    if report.status == "raised" and _VICTIM.search(report.text):
-        # What the library says of it names ports and sources, and varies from run to run.
-        return "lost its connection to a rank that had ended"
-    if report.status == "raised":
-        return f"raised {report.line}"
-    return report.text
+    return report.line or report.text
 
 
 def _first_failure(reports: list[Report]) -> int | None:
@@ -423,7 +416,7 @@ def _first_failure(reports: list[Report]) -> int | None:
         r for r, report in enumerate(reports) if report.status not in ("returned", "unfinished")
     ]
     causes = [
-        r for r in failed if reports[r].status != "raised" or not _VICTIM.search(reports[r].text)
+        r for r in failed if reports[r].status != "raised" or not VICTIM.search(reports[r].text)
     ] or failed
     if not causes:
         return None

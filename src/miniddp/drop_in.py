@@ -26,7 +26,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp.buckets import MIB, bucket_caps
 from miniddp.mixed_precision import MixedPrecision
-from miniddp.replicas import broadcast_tensors
+from miniddp.replicas import broadcast_tensors, size_of_group
 
 # Keywords -----------------------------------------------------------------------------------------
 
@@ -159,6 +159,14 @@ class ReducerNames:
             parameter.grad = before
         self.rpc_context = None
 
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Reduce a backward whose forward ran under `no_sync`: Lightning and Accelerate do this."""
+        self.arm(outputs if self.looks_for_unused else ())
+        self.accumulates_locally = False
+
+    def prepare_for_forward(self) -> None:
+        """torch starts its timer here; there is nothing to prepare."""
+
     def _run_allreduce_hook(self, bucket: Any) -> Future:
         return self.all_reduce(bucket)
 
@@ -264,6 +272,13 @@ class WrapperNames:
         self, module: nn.Module, process_group: Any, device_mesh: Any
     ) -> dist.ProcessGroup:
         if device_mesh is None:
+            if not dist.is_initialized():
+                raise ValueError(
+                    "Default process group has not been initialized, please make sure to call "
+                    "init_process_group."
+                )
+            if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+                size_of_group(process_group)  # raises
             return dist.group.WORLD if process_group is None else process_group
         if process_group is not None:
             raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")

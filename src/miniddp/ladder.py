@@ -32,17 +32,21 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from miniddp.buckets import arrival_plan, bucket_caps, sizes_of
 from miniddp.manual import average_gradients, own_gradient
-from miniddp.replicas import broadcast_tensors, verify_same_model
+from miniddp.replicas import broadcast_tensors, size_of_group, verify_same_model
+
+_HOOKS_ON: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
 
 class Rung:
@@ -59,9 +63,12 @@ class Rung:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self.module = module
         self.group = group or dist.group.WORLD
-        self.world_size = self.group.size()
+        self.world_size = size_of_group(group)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.accumulating = False
+        # An earlier rung on this module must not go on averaging beside this one.
+        for handle in _HOOKS_ON.pop(module, ()):
+            handle.remove()
         if not self.parameters:
             raise ValueError(
                 f"{type(module).__name__} has no parameter that requires a gradient: there is "
@@ -70,6 +77,11 @@ class Rung:
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         verify_same_model(state, self.group)
         broadcast_tensors(list(state.values()), self.group, src=0)
+
+    def _hook_gradients(self, hook: Callable[[nn.Parameter], None]) -> None:
+        _HOOKS_ON[self.module] = [
+            parameter.register_post_accumulate_grad_hook(hook) for parameter in self.parameters
+        ]
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
         """The module's own forward; rungs have nothing to do in it."""
@@ -119,8 +131,7 @@ class OverlappedPerParameter(Rung):
         self.order = self.parameters[::-1]
         self.ready: set[nn.Parameter] = set()
         self.launched: list[tuple[Tensor, dist.Work]] = []
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
+        self._hook_gradients(self._gradient_is_ready)
 
     def _gradient_is_ready(self, parameter: nn.Parameter) -> None:
         if self.accumulating:
@@ -208,8 +219,7 @@ class BucketedOverlapped(Bucketed):
         super().__init__(module, group, bucket_cap_mb)
         self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.awaited = [set(bucket) for bucket in self.buckets]
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self._gradient_is_ready)
+        self._hook_gradients(self._gradient_is_ready)
 
     def _gradient_is_ready(self, parameter: nn.Parameter) -> None:
         if self.accumulating:

@@ -26,6 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from miniddp.replicas import size_of_group
+
 Batch = TypeVar("Batch")
 
 
@@ -150,6 +152,7 @@ def _over_all_ranks(
     loss_sum: Tensor, count: float | Tensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Sum and count over the ranks, in float64. What makes no sense anywhere raises everywhere."""
+    size_of_group(group)
     own = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
     if own.numel() != 1:
         raise ValueError(f"count has shape {tuple(own.shape)}: pass one number, such as mask.sum()")

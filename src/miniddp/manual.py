@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from miniddp.replicas import size_of_group
+
 Combine = Literal["average", "sum"]
 
 
@@ -58,7 +60,7 @@ def average_gradients(
         combine: "average" divides the sum by W, as DDP does; "sum" does not, as DataParallel.
         group: the process group; the default one when None.
 
-    Raises ValueError for another `combine`.
+    Raises ValueError for another `combine`, and on a rank that is not in `group`.
 
     Costs, for P parameters on W ranks: P all-reduces and one of P bytes, which tells the ranks
     what exists; with `flat` one for each dtype and device, in which that travels along. A ring
@@ -71,7 +73,8 @@ def average_gradients(
         return
     gradients = [own_gradient(p) for p in parameters]
     has_gradient = [p.grad is not None for p in parameters]
-    divisor = dist.get_world_size(group) if combine == "average" else 1
+    world_size = size_of_group(group)
+    divisor = world_size if combine == "average" else 1
     combine_all = _all_reduce_flat if flat else _all_reduce_each
     exists_somewhere = combine_all(gradients, has_gradient, divisor, group)
     for parameter, gradient, exists in zip(parameters, gradients, exists_somewhere, strict=True):

@@ -325,6 +325,8 @@ class Reducer(ReducerNames):
             if not self.armed:  # a strict backward has done it already
                 return
             self.times["compute_end"] = perf_counter_ns()
+            # Now, so that a comm hook whose future fails does not spoil the steps that follow.
+            self.armed = self.unfinished = self.takes_all = False
             may_be_unused = self.looks_for_unused or self.static_graph
             for bucket in self.buckets:
                 if bucket.future is None:
@@ -342,7 +344,6 @@ class Reducer(ReducerNames):
             for future in self.extra_futures:
                 future.wait()
             self.extra_futures = []
-            self.armed = self.unfinished = self.takes_all = False
             if self.looks_for_unused:
                 wait_for(self.used_work)
                 self.used = [0] * len(self.parameters)

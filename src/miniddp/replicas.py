@@ -32,6 +32,18 @@ def wait_for(work: dist.Work) -> None:
     work.wait(_NO_TIMEOUT)
 
 
+def size_of_group(group: dist.ProcessGroup | None) -> int:
+    """W, the number of ranks in `group` (the default one when None).
+
+    Raises ValueError on a rank outside of it, where torch gives -1 for the size, and a collective
+    only warns.
+    """
+    size = dist.get_world_size(group)
+    if size < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group: call on its members only")
+    return size
+
+
 def verify_same_model(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
     """Compare names, shapes, strides, dtypes and requires_grad over the ranks, before data moves.
 
@@ -55,7 +67,19 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
     """Overwrite `tensors` by those of rank `src` of `group`; of the same shapes on every rank.
 
     Autograd's version counters stay as they are: a graph built before may still be used.
+
+    Raises:
+        ValueError: elements of a tensor share memory (it was expanded), so it cannot be written.
     """
+    for tensor in tensors:
+        # Checked on the source too, which writes nothing: it would wait alone for the others.
+        if any(
+            n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: several of its "
+                "elements are one in memory, so it cannot be overwritten. Register its clone()"
+            )
     for indices in reversed(initial_plan(sizes_of(tensors), _CHUNK)):
         chunk = [tensors[index].data for index in indices]
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])

@@ -30,6 +30,8 @@ from torch.autograd.function import once_differentiable
 # The one base of BatchNorm1d, 2d and 3d, torch's SyncBatchNorm among them. It has no public name.
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from miniddp.replicas import size_of_group
+
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization over a process group; parameters and buffers are those of BatchNorm.
@@ -104,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
                 momentum = 1 / self.num_batches_tracked.item()
 
         grouped = dist.is_available() and dist.is_initialized()
-        if not self.training or not grouped or dist.get_world_size(self.process_group) == 1:
+        if not self.training or not grouped or size_of_group(self.process_group) == 1:
             untracked = self.training and not tracked
             statistics = (None, None) if untracked else (self.running_mean, self.running_var)
             use_batch = self.training or self.running_mean is None

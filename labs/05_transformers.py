@@ -56,15 +56,15 @@ class Case(NamedTuple):
 
 def cases(seed: int) -> list[Case]:
     return [
-        Case("LlamaForCausalLM", llama, texts(seed)),
-        Case("GPT2LMHeadModel", gpt2, texts(seed)),
-        Case("VisionEncoderDecoderModel", captioner, pictures(seed)),
-        Case("GPT2LMHeadModel, first label ignored", gpt2, texts(seed, first_label=PADDING)),
+        Case("Llama", llama, texts(seed)),
+        Case("GPT-2", gpt2, texts(seed)),
+        Case("VisionEncoderDecoder", captioner, pictures(seed)),
+        Case("GPT-2, first label ignored", gpt2, texts(seed, first_label=PADDING)),
         Case(
-            "VisionEncoderDecoderModel, compute_loss_func",
+            "VisionEncoderDecoder, own loss",
             captioner,
             pictures(seed, read=True),
-            cross_entropy_over_all_items,
+            sum_over_items,
         ),
     ]
 
@@ -117,13 +117,15 @@ def pictures(seed: int, read: bool = False) -> list[Sequence]:
     """Captioned pictures; with `read`, also what the decoder reads, otherwise left to the model."""
     captions = draw_captions(SEQUENCES, seed)
     rows: Iterator[tuple[Tensor, ...]] = zip(*captions, strict=True)
-    return [
-        {"pixel_values": pixels, "labels": targets} | ({"decoder_input_ids": tokens} if read else {})
-        for pixels, tokens, targets in rows
-    ]
+    sequences = []
+    for pixels, tokens, targets in rows:
+        sequences.append({"pixel_values": pixels, "labels": targets})
+        if read:
+            sequences[-1]["decoder_input_ids"] = tokens
+    return sequences
 
 
-def cross_entropy_over_all_items(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+def sum_over_items(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
     scores = outputs.logits.flatten(0, 1)
     losses = F.cross_entropy(scores, labels.flatten(), ignore_index=PADDING, reduction="sum")
     return losses / num_items_in_batch
@@ -250,12 +252,15 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
+    labels = torch.stack([row["labels"] for row in texts(seed)]) != PADDING
     default = transformers.TrainingArguments.average_tokens_across_devices
     by_trainer, by_accelerate = trainer_rows(seed, world_size), accelerate_rows(seed)
     if int(os.environ.get("RANK", 0)) == 0:
         flag = ["average_tokens"] if world_size > 1 else []
         print(f"transformers {transformers.__version__}, accelerate {accelerate.__version__}")
-        print(f"average_tokens_across_devices is {default} by default\n")
+        print(f"average_tokens_across_devices is {default} by default")
+        words, predicted = int(labels.sum()), int(labels[:, 1:].sum())
+        print(f"{SEQUENCES} sequences of {words} words, {predicted} without the first of each\n")
         headers = ["Trainer", "split", *flag, "ratio", "cosine", "logged", "true loss"]
         print(table(headers, by_trainer))
         print(f"\n{table(['accelerator.backward of', 'ratio', 'cosine'], by_accelerate)}")

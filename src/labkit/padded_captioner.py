@@ -108,7 +108,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:
         key, value = self.key_and_value(seen).chunk(2, dim=-1)
-        by_head = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (self.query(x), key, value))
+        parts = self.query(x), key, value
+        by_head = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
         found = F.scaled_dot_product_attention(*by_head, is_causal=self.causal)
         return self.out(found.transpose(1, 2).flatten(2))
 
@@ -138,9 +139,7 @@ def draw_captions(
     else:
         said[:, 0] = NAMES
     # A picture for each name, the same whatever the seed; what is seen of it is blurred by noise.
-    looks = torch.randn(
-        WORDS, CHANNELS, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0)
-    )
+    looks = torch.randn(WORDS, CHANNELS, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(captions, CHANNELS, PIXELS, PIXELS, generator=generator)
     shown = said[:, 0] if tail == "easy" else said[:, 1]
     start = torch.full((captions, 1), START)
@@ -183,6 +182,7 @@ def trained_captioner(tail: Tail = "easy", seed: int = 0, steps: int = 60) -> Ca
         scores = model(pixels.double(), tokens)
         F.cross_entropy(scores.flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
+    optimizer.zero_grad()  # or the last step's gradient would be added to the caller's
     return model.float()
 
 

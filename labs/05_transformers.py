@@ -150,7 +150,7 @@ def full_batch(case: Case, seed: int) -> Found:
 
 
 class Watch(transformers.TrainerCallback):
-    """Notes the first step's gradient, where it is complete, and the first logged loss."""
+    """Notes the last step's gradient, where it is complete, and the last logged loss."""
 
     gradient: list[Tensor]
     loss: float
@@ -159,12 +159,14 @@ class Watch(transformers.TrainerCallback):
         self.gradient = gradients(model)
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        if "loss" in logs:  # the last log is a summary of the run
+        if "loss" in logs:  # the very last log is a summary of the run
             self.loss = logs["loss"]
 
 
-def trainer_step(case: Case, size: int, steps: int, average: bool, seed: int) -> Found:
-    """One optimizer step of the Trainer: `steps` backwards of `size` sequences on each process."""
+def trainer_step(
+    case: Case, size: int, steps: int, average: bool, seed: int, windows: int = 1
+) -> Found:
+    """The Trainer's last of `windows` steps: `steps` backwards of `size` sequences a process."""
     torch.manual_seed(seed)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +177,8 @@ def trainer_step(case: Case, size: int, steps: int, average: bool, seed: int) ->
             gradient_accumulation_steps=steps,
             average_tokens_across_devices=average,
             train_sampling_strategy="sequential",
-            max_steps=1,
+            max_steps=windows,
+            learning_rate=0,  # every window from the same weights
             max_grad_norm=0,  # no clipping
             optim="sgd",
             logging_steps=1,
@@ -207,6 +210,13 @@ def trainer_rows(seed: int, world_size: int) -> list[list[Cell]]:
                 flag = [average] if world_size > 1 else []
                 compared = ratio_and_cosine(found.gradient, wanted.gradient)
                 rows.append([case.name, split, *flag, *compared, found.loss, wanted.loss])
+    if world_size == 1:
+        # Windows of three micro-batches of two: two micro-batches are left for the last.
+        case = Case("Llama, last window", llama, texts(seed))
+        wanted = full_batch(case._replace(data=case.data[12:]), seed)
+        found = trainer_step(case, 2, 3, True, seed, windows=3)
+        compared = ratio_and_cosine(found.gradient, wanted.gradient)
+        rows.append([case.name, "2×2", *compared, found.loss, wanted.loss])
     return rows
 
 

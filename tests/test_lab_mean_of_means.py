@@ -89,7 +89,8 @@ def test_on_one_process_trainer_divides_by_the_window_where_the_model_lets_it():
     output = run_script(LIBRARIES)
     assert "average_tokens_across_devices is True by default" in output
     rows = library_rows(output)
-    assert len(rows) == 18
+    assert len(rows) == 19
+    assert rows["Llama, last window 2×2"][:2] == ["1.0000", "1.0000"]
     for split, steps in (("16×1", 1), ("4×4", 4), ("1×16", 16)):
         for name in ("Llama", "GPT-2, first label ignored", "VisionEncoderDecoder, own loss"):
             ratio, cosine, logged, true = rows[f"{name} {split}"]

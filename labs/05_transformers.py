@@ -208,16 +208,20 @@ def trainer_rows(seed: int, world_size: int) -> list[list[Cell]]:
                 found = trainer_step(case, size, steps, average, seed)
                 split = f"{size}×{steps}" if world_size == 1 else f"{size}×{steps}×{world_size}"
                 flag = [average] if world_size > 1 else []
-                compared = ratio_and_cosine(found.gradient, wanted.gradient)
-                rows.append([case.name, split, *flag, *compared, found.loss, wanted.loss])
+                rows.append([case.name, split, *flag, *compared(found, wanted)])
     if world_size == 1:
         # Windows of three micro-batches of two: two micro-batches are left for the last.
         case = Case("Llama, last window", llama, texts(seed))
         wanted = full_batch(case._replace(data=case.data[12:]), seed)
         found = trainer_step(case, 2, 3, True, seed, windows=3)
-        compared = ratio_and_cosine(found.gradient, wanted.gradient)
-        rows.append([case.name, "2×2", *compared, found.loss, wanted.loss])
+        rows.append([case.name, "2×2", *compared(found, wanted)])
     return rows
+
+
+def compared(found: Found, wanted: Found) -> list[Cell]:
+    ratio, cosine = ratio_and_cosine(found.gradient, wanted.gradient)
+    # Three digits of what is far from 1: a fourth one would be rounding's, on another processor.
+    return [ratio, f"{cosine:.4f}", found.loss, wanted.loss]
 
 
 def accelerate_rows(seed: int) -> list[list[Cell]]:
@@ -272,7 +276,7 @@ def main() -> None:
         words, predicted = int(labels.sum()), int(labels[:, 1:].sum())
         print(f"{SEQUENCES} sequences of {words} words, {predicted} without the first of each\n")
         headers = ["Trainer", "split", *flag, "ratio", "cosine", "logged", "true loss"]
-        print(table(headers, by_trainer))
+        print(table(headers, by_trainer, digits=3))
         print(f"\n{table(['accelerator.backward of', 'ratio', 'cosine'], by_accelerate)}")
     if dist.is_initialized():
         dist.barrier()

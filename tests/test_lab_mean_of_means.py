@@ -75,12 +75,12 @@ def test_a_window_of_no_micro_batches_is_refused():
 
 
 def library_rows(output: str) -> dict[str, list[str]]:
-    """The rows of both tables by their first column and, where there is one, the flag."""
+    """The figures of both tables by what stands before them in their row."""
     found = {}
     for line in output.splitlines():
         parts = re.split(r"  +", line.strip())
-        if len(parts) in (3, 6, 7) and re.fullmatch(r"-?\d+\.\d{4}", parts[-1]):
-            figures = [p for p in parts if re.fullmatch(r"-?\d+\.\d{4}", p)]
+        figures = [p for p in parts if re.fullmatch(r"\d+\.\d{3,4}", p)]
+        if len(figures) > 1:
             found[" ".join(parts[: -len(figures)])] = figures
     return found
 
@@ -90,15 +90,15 @@ def test_on_one_process_trainer_divides_by_the_window_where_the_model_lets_it():
     assert "average_tokens_across_devices is True by default" in output
     rows = library_rows(output)
     assert len(rows) == 19
-    assert rows["Llama, last window 2×2"][:2] == ["1.0000", "1.0000"]
+    assert rows["Llama, last window 2×2"][:2] == ["1.000", "1.0000"]
     for split, steps in (("16×1", 1), ("4×4", 4), ("1×16", 16)):
         for name in ("Llama", "GPT-2, first label ignored", "VisionEncoderDecoder, own loss"):
             ratio, cosine, logged, true = rows[f"{name} {split}"]
-            assert (ratio, cosine) == ("1.0000", "1.0000")
-            assert float(logged) == pytest.approx(float(true), abs=2e-4)
+            assert (ratio, cosine) == ("1.000", "1.0000")
+            assert float(logged) == pytest.approx(float(true), abs=2e-3)
         ratio, cosine, _, _ = rows[f"GPT-2 {split}"]
         words, predicted = map(int, re.search(r"of (\d+) words, (\d+) without", output).groups())
-        assert float(ratio) == pytest.approx(predicted / words, abs=1e-4)
+        assert float(ratio) == pytest.approx(predicted / words, abs=1e-3)
         assert cosine == "1.0000"
         ratio, cosine, logged, true = rows[f"VisionEncoderDecoder {split}"]
         assert float(ratio) == pytest.approx(steps, rel=0.1)
@@ -115,7 +115,7 @@ def test_on_two_processes_the_default_is_the_one_equation_and_without_it_the_ran
     rows = library_rows(run_script(LIBRARIES, ranks=2))
     assert len(rows) == 13
     for name in ("Llama", "GPT-2, first label ignored", "VisionEncoderDecoder, own loss"):
-        assert rows[f"{name} 4×2×2 yes"][:2] == ["1.0000", "1.0000"]
+        assert rows[f"{name} 4×2×2 yes"][:2] == ["1.000", "1.0000"]
         assert float(rows[f"{name} 4×2×2 no"][1]) < 0.9999
     with_flag, without = (rows[f"VisionEncoderDecoder 4×2×2 {flag}"] for flag in ("yes", "no"))
     assert float(with_flag[0]) == pytest.approx(4, rel=0.1)

@@ -53,6 +53,7 @@ from labkit.timeline import draw_together, save_trace
 from labkit.torchrun import joined, parse_arguments
 from labkit.toy_steps import ToyStep, loss_of, small_transformer, stack_of_linears
 from miniddp.ddp import MiniDDP
+from miniddp.first_steps import STEPS, WARM_UP
 from miniddp.ladder import (
     Bucketed,
     BucketedOverlapped,
@@ -65,7 +66,9 @@ from miniddp.ladder import (
 Averager = Rung | nn.Module
 
 ROUNDING = 1e-5  # of the largest entry; float32 sums of some hundred samples, in several orders
-DDP = "torch DDP"
+DDP, PLANNED = "torch DDP", "MiniDDP, planned"
+# In its first step torch's DDP learns in which order gradients come; MiniDDP plans by some more.
+WARM_UP_STEPS = WARM_UP + STEPS + 1
 PER_RANK = {"stack": 256, "transformer": 8}
 
 
@@ -98,17 +101,29 @@ def positive(text: str) -> int:
     return number
 
 
-def ways(cap: float | None) -> dict[str, Callable[[nn.Module, dist.ProcessGroup], Averager]]:
+def ways(
+    cap: float | None, device: torch.device
+) -> dict[str, Callable[[nn.Module, dist.ProcessGroup], Averager]]:
     """What averages, given a module and a process group, by the name of its row."""
+    planned = {PLANNED: partial(mini_ddp, bucket_plan="measured")} if device.type == "cpu" else {}
     return {
         "one all-reduce a parameter": PerParameter,
         "flat": Flat,
         "a parameter, overlapped": OverlappedPerParameter,
         "buckets": partial(Bucketed, bucket_cap_mb=cap),
         "buckets, overlapped": partial(BucketedOverlapped, bucket_cap_mb=cap),
-        "MiniDDP": lambda m, group: MiniDDP(m, process_group=group, bucket_cap_mb=cap),
-        DDP: lambda m, group: DistributedDataParallel(m, process_group=group, bucket_cap_mb=cap),
+        "MiniDDP": partial(mini_ddp, bucket_cap_mb=cap),
+        **planned,
+        DDP: partial(torch_ddp, bucket_cap_mb=cap),
     }
+
+
+def mini_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
+    return MiniDDP(module, process_group=group, **options)
+
+
+def torch_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
+    return DistributedDataParallel(module, process_group=group, **options)
 
 
 def toy(name: str, seed: int, world_size: int) -> ToyStep:
@@ -151,7 +166,7 @@ class Way:
 
 def run_all(found: dict[str, Way], inputs: Tensor, steps: int) -> dict[str, list[float]]:
     """Each way's seconds, turn by turn; then one more step of each is recorded."""
-    for _ in range(2):  # in its first step torch's DDP learns in which order gradients come
+    for _ in range(WARM_UP_STEPS):
         for way in found.values():
             way.step(inputs)
     seconds: dict[str, list[float]] = {name: [] for name in found}
@@ -218,7 +233,7 @@ def main() -> None:
         truth = flatten(gradients(alone))
 
         link = None if arguments.gbit is None else SlowLink(arguments.gbit)
-        makers = ways(arguments.bucket_cap_mb)
+        makers = ways(arguments.bucket_cap_mb, place.device)
         found = {name: Way(make, model, link) for name, make in makers.items()}
         seconds = run_all(found, batch.chunk(place.world_size)[place.rank], arguments.steps)
         apart = compare(found, truth)

@@ -39,6 +39,7 @@ DEFAULT_CAP_MB = 25
 FIRST_CAP_BYTES = 1 * MIB
 NO_CAP: tuple[int, ...] = (2**63 - 1,)
 WORTH_IT = 0.02
+MOST_BUCKETS = 64
 
 Plan = list[list[int]]
 
@@ -139,11 +140,16 @@ def measured_plan(
     """`fastest_plan`, if it promises a step at least 2 % shorter than `arrival_plan` with `caps`.
 
     Otherwise the latter: what a model promises by less, noise and the model's own error can undo.
+    For the same reason buckets are no longer than 50 times their latency takes on the link. Longer
+    ones would save under 2 % of it, and lose more in a step whose gradients come sooner or later.
     `ready[i]` is when gradient i is ready, in seconds since the step began.
     """
     order = sorted(range(len(sizes)), key=ready.__getitem__)
     usual = arrival_plan(sizes, order, caps)
-    fastest = fastest_plan(sizes, ready, link)
+    total = sum(size.nbytes for size in sizes)
+    worth = WORTH_IT * link.per_byte
+    longest = link.latency / worth if worth else inf
+    fastest = fastest_plan(sizes, ready, link, max(longest, total / MOST_BUCKETS))
     wins = finish_time(fastest, sizes, ready, link) <= (1 - WORTH_IT) * finish_time(
         usual, sizes, ready, link
     )
@@ -167,8 +173,15 @@ def finish_time(
     return done
 
 
-def fastest_plan(sizes: Sequence[ParameterSize], ready: Sequence[float], link: LinkCost) -> Plan:
+def fastest_plan(
+    sizes: Sequence[ParameterSize],
+    ready: Sequence[float],
+    link: LinkCost,
+    longest: float = inf,
+) -> Plan:
     """The plan with the least `finish_time`, of fewest buckets, among runs of the arrival order.
+
+    No bucket of several parameters is longer than `longest` bytes.
 
     If there are several kinds, the cuts are those that would be best if all could travel together,
     and what lies between two of them is sent as one bucket for each kind (and sparse parameter).
@@ -176,8 +189,8 @@ def fastest_plan(sizes: Sequence[ParameterSize], ready: Sequence[float], link: L
     Dynamic programming over (how many buckets, how many gradients). The last bucket of j gradients
     begins after i of them, and only two values of i can be best: the largest for which the link is
     free again when gradient j is ready, since a smaller one only makes the bucket longer; and the
-    next, since a larger one only adds to what the link has to carry after it. Both grow with j, so
-    the whole costs O(buckets · parameters).
+    next, since a larger one only adds to what the link has to carry after it. (If these make it too
+    long: the first that does not.) All grow with j, so the whole costs O(buckets · parameters).
 
     Raises:
         ValueError: `ready` is not one time for each parameter.
@@ -201,13 +214,16 @@ def fastest_plan(sizes: Sequence[ParameterSize], ready: Sequence[float], link: L
         last_alone += (before[-1] - before[-2]) * link.per_byte
         if max(all_bytes, last_alone) >= done[-1]:
             break
-        sooner, begin, free = [-inf], [0], 0
+        sooner, begin, free, fits = [-inf], [0], 0, 0
         for j in range(1, len(order) + 1):
             full = times[j - 1] + spent
+            while fits + 1 < j and before[j] - before[fits] > longest:
+                fits += 1
             while free + 1 < j and done[free + 1] <= full + before[free + 1] * link.cpu_per_byte:
                 free += 1
             best, cut = done[j], j
-            for i in range(free, min(free + 2, j)):
+            first = max(free, fits)
+            for i in range(first, min(first + 2, j)):
                 start = max(done[i], full + before[i] * link.cpu_per_byte)
                 end = start + link.latency + (before[j] - before[i]) * link.per_byte
                 if end < best:

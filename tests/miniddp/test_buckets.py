@@ -173,12 +173,19 @@ def every_plan(ready: list[float]) -> list[Plan]:
     return plans
 
 
-@given(measured())
-def test_no_plan_ends_before_the_fastest_and_none_that_ends_with_it_has_fewer_buckets(case):
+@given(measured(), st.sampled_from([1, 4, 8, 16, float("inf")]))
+def test_no_plan_ends_before_the_fastest_and_none_that_ends_with_it_has_fewer_buckets(
+    case, longest
+):
     sizes, ready, link = case
-    plan = fastest_plan(sizes, ready, link)
-    assert plan in every_plan(ready)
-    ends = [(finish_time(other, sizes, ready, link), len(other)) for other in every_plan(ready)]
+    plan = fastest_plan(sizes, ready, link, longest)
+
+    def allowed(bucket: list[int]) -> bool:
+        return len(bucket) == 1 or sum(sizes[index].nbytes for index in bucket) <= longest
+
+    plans = [one for one in every_plan(ready) if all(map(allowed, one))]
+    assert plan in plans
+    ends = [(finish_time(other, sizes, ready, link), len(other)) for other in plans]
     assert (finish_time(plan, sizes, ready, link), len(plan)) == min(ends)
 
 
@@ -240,6 +247,15 @@ def test_on_a_slow_link_buckets_grow_as_fast_as_the_link_falls_behind():
     assert plan == [[11], [10, 9, 8], [7, 6, 5, 4, 3, 2, 1, 0]]
     limit = 0.01 + 12 * layer.nbytes * 8e-9
     assert finish_time(plan, [layer] * 12, ready, one_gbit) == pytest.approx(limit + 3e-4)
+
+
+def test_no_measured_bucket_is_much_longer_than_its_latency_is_worth():
+    layer = ParameterSize(MIB, "float32")
+    ready = [0.003 * (12 - index) for index in range(12)]
+    link = LinkCost(0.5e-3, 8e-9)  # a MiB takes 8.4 ms, 2 % of 25 ms are its latency
+    plan = measured_plan([layer] * 12, ready, link, bucket_caps())
+    assert max(map(len, plan)) == 2
+    assert max(map(len, fastest_plan([layer] * 12, ready, link))) > 2
 
 
 def test_hundreds_of_parameters_are_planned_in_a_few_buckets():

@@ -23,8 +23,8 @@ between them. A row of the table that rank 0 prints holds, for its way:
   ÷ DDP        the median of its times divided by those of torch's DDP in the same turn
   exposed      ms of the last step in which rank 0 communicated after backward
 
-"MiniDDP, planned" measures the link and its own gradients in the steps before, and sizes its buckets
-by that (on the CPU); --bucket-cap-mb is for all other buckets.
+"MiniDDP, planned" measures the link and its own gradients in the steps before, and sizes its
+buckets by that (on the CPU); --bucket-cap-mb is for all other buckets.
 
 The exit code is 1 if a way differs from the full batch or from torch's DDP by more than rounding,
 or if the ranks differ by a single bit.

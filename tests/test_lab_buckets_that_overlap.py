@@ -70,7 +70,7 @@ def test_it_runs_on_two_nodes_as_it_is():
     both = "import subprocess, sys; nodes = [subprocess.Popen(c) for c in " + repr(nodes) + "]; "
     both += "sys.exit(max(node.wait() for node in nodes))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = run_guarded([sys.executable, "-c", both], 120, cwd=ROOT, env=environment)
+    done = run_guarded([sys.executable, "-c", both], 240, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("4 ranks") == 1, "printed once, not once a node"
     assert all(row[2:5] == ["< 1e-05", "< 1e-05", "none"] for row in rows_of(done.stdout).values())

@@ -140,7 +140,7 @@ def measured_plan(
     """`fastest_plan`, if it promises a step at least 2 % shorter than `arrival_plan` with `caps`.
 
     Otherwise the latter: what a model promises by less, noise and the model's own error can undo.
-    For the same reason buckets are no longer than 50 times their latency takes on the link. Longer
+    For the same reason a bucket is closed when it takes 50 times the latency of the link. Longer
     ones would save under 2 % of it, and lose more in a step whose gradients come sooner or later.
     `ready[i]` is when gradient i is ready, in seconds since the step began.
     """
@@ -181,7 +181,7 @@ def fastest_plan(
 ) -> Plan:
     """The plan with the least `finish_time`, of fewest buckets, among runs of the arrival order.
 
-    No bucket of several parameters is longer than `longest` bytes.
+    A bucket that has `longest` bytes takes no further parameter.
 
     If there are several kinds, the cuts are those that would be best if all could travel together,
     and what lies between two of them is sent as one bucket for each kind (and sparse parameter).
@@ -217,7 +217,7 @@ def fastest_plan(
         sooner, begin, free, fits = [-inf], [0], 0, 0
         for j in range(1, len(order) + 1):
             full = times[j - 1] + spent
-            while fits + 1 < j and before[j] - before[fits] > longest:
+            while fits + 1 < j and before[j - 1] - before[fits] >= longest:
                 fits += 1
             while free + 1 < j and done[free + 1] <= full + before[free + 1] * link.cpu_per_byte:
                 free += 1

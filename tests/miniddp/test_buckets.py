@@ -181,7 +181,7 @@ def test_no_plan_ends_before_the_fastest_and_none_that_ends_with_it_has_fewer_bu
     plan = fastest_plan(sizes, ready, link, longest)
 
     def allowed(bucket: list[int]) -> bool:
-        return len(bucket) == 1 or sum(sizes[index].nbytes for index in bucket) <= longest
+        return len(bucket) == 1 or sum(sizes[index].nbytes for index in bucket[:-1]) < longest
 
     plans = [one for one in every_plan(ready) if all(map(allowed, one))]
     assert plan in plans
@@ -254,8 +254,15 @@ def test_no_measured_bucket_is_much_longer_than_its_latency_is_worth():
     ready = [0.003 * (12 - index) for index in range(12)]
     link = LinkCost(0.5e-3, 8e-9)  # a MiB takes 8.4 ms, 2 % of 25 ms are its latency
     plan = measured_plan([layer] * 12, ready, link, bucket_caps())
-    assert max(map(len, plan)) == 2
-    assert max(map(len, fastest_plan([layer] * 12, ready, link))) > 2
+    assert max(map(len, plan)) == 3
+    assert max(map(len, fastest_plan([layer] * 12, ready, link))) > 3
+
+
+def test_a_bias_travels_with_the_weight_that_follows_it():
+    sizes = [ParameterSize(4 * MIB, "float32"), ParameterSize(4096, "float32")] * 6
+    ready = [0.02 * (6 - index // 2) - 0.0001 * (index % 2) for index in range(12)]
+    plan = measured_plan(sizes, ready, LinkCost(0.3e-3, 8e-9), bucket_caps())
+    assert plan == [[index + 1, index] for index in (10, 8, 6, 4, 2, 0)]
 
 
 def test_hundreds_of_parameters_are_planned_in_a_few_buckets():

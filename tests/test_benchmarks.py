@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from labkit.scripts import project_root, run_script
+from labkit.scripts import ScriptError, project_root, run_script
 
 BENCHMARKS = "labs/benchmarks"
 MODELS = ("wide MLP", "600 small tensors", "transformer")
@@ -58,10 +58,12 @@ def test_help_explains_the_benchmark_and_how_to_start_it(script):
     assert f"python {BENCHMARKS}/{script}" in said
 
 
-def test_every_contender_is_timed_on_every_model_world_and_link(tmp_path):
+CELLS = {f"{m}, {w} ranks, {k}" for m in MODELS for w in (2, 4) for k in ("loopback", "1gbit")}
+
+
+def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(tmp_path):
     figures, printed = figures_of("step_time", tmp_path)
-    wanted = {f"{m}, {w} ranks, {k}" for m in MODELS for w in (2, 4) for k in ("loopback", "1gbit")}
-    assert set(figures["cells"]) == wanted
+    assert set(figures["cells"]) == CELLS
     for name, cell in figures["cells"].items():
         assert set(cell["seconds"]) >= CONTENDERS
         caps = set(cell["seconds"]) - CONTENDERS
@@ -70,6 +72,25 @@ def test_every_contender_is_timed_on_every_model_world_and_link(tmp_path):
         assert all(len(taken) == 2 and min(taken) > 0 for taken in cell["seconds"].values())
         assert sum(cell["plan"]) > 0
         assert name in printed
+    drawn = tmp_path / "race.png"
+    report = run_script(f"{BENCHMARKS}/report.py", tmp_path, "--figure", drawn)
+    assert "600 4 1gbit" in report
+    assert "planned ÷ limit, 1 Gbit/s, worst" in report
+    assert drawn.stat().st_size > 10_000
+
+
+def test_the_stored_race_has_every_cell():
+    stored = project_root() / BENCHMARKS / "results" / "step_time.json"
+    cells = json.loads(stored.read_text())["cells"]
+    assert set(cells) == CELLS
+    for cell in cells.values():
+        assert set(cell["seconds"]) >= CONTENDERS
+        assert len({len(taken) for taken in cell["seconds"].values()}) == 1
+
+
+def test_a_report_on_nothing_says_what_to_run_first(tmp_path):
+    with pytest.raises(ScriptError, match="run these first"):
+        run_script(f"{BENCHMARKS}/report.py", tmp_path)
 
 
 def test_a_later_run_adds_its_cells_to_those_that_are_there(tmp_path):

@@ -164,7 +164,7 @@ def beyond(backward: Backward) -> list[list[Any]]:
             for algorithm in (ring, recursive_doubling):
                 seconds = partial(_seconds, Link.of(gbit, latency), algorithm, ranks)
                 link = LinkCost(seconds(0), seconds(1) - seconds(0))
-                planned = measured_plan(sizes, backward.ready, link, bucket_caps())
+                planned = measured_plan(sizes, [backward.ready], link, bucket_caps())
                 for plan in (in_order(backward, None), planned):
                     row.append(1e3 * simulate(backward, plan, seconds).end)
                 limits.append(1e3 * lower_limit(backward, seconds))

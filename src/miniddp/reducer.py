@@ -429,9 +429,9 @@ class Reducer(ReducerNames):
         self._adopt(arrival_plan(self._sizes(), order, self.caps))
         return True
 
-    def pack_by(self, ready: Sequence[float], link: LinkCost) -> None:
+    def pack_by(self, steps: Sequence[Sequence[float]], link: LinkCost) -> None:
         """Between two steps: pack the buckets anew, by `measured_plan`. Every rank has to call."""
-        self._adopt(measured_plan(self._sizes(), ready, link, self.caps))
+        self._adopt(measured_plan(self._sizes(), steps, link, self.caps))
 
     def _adopt(self, plan: Plan) -> None:
         self._build(self._agree_on(plan))

@@ -10,13 +10,15 @@ The thread names no model and no data. Both are ours: small, and drawn from a se
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from labkit.compare import gradients
 
 Loss = Literal["mean", "sum"]
 Combine = Literal["average", "sum"]
@@ -83,6 +85,25 @@ def train(
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+
+
+class Trained(NamedTuple):
+    """The gradient of the first step, and the weights after the epoch; on the CPU, by parameter."""
+
+    gradient: list[Tensor]
+    weights: list[Tensor]
+
+
+def one_epoch(
+    model: nn.Module, loader: DataLoader, loss: Loss = "mean", lr: float = LEARNING_RATE
+) -> Trained:
+    """Train `model` with plain SGD, and keep the gradient from which the first step was made."""
+    device = next(model.parameters()).device
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x.to(device)), y.to(device), reduction=loss).backward()
+    first = [gradient.cpu() for gradient in gradients(model)]
+    train(model, loader, torch.optim.SGD(model.parameters(), lr=lr), loss)
+    return Trained(first, [p.detach().cpu() for p in model.parameters()])
 
 
 def combined_factor(loss: Loss, combine: Combine, world_size: int) -> float:

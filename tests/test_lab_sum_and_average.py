@@ -28,6 +28,7 @@ from labkit.sum_and_average import (
     batches,
     combined_factor,
     matching_lr,
+    one_epoch,
     seeded_data,
     seeded_model,
     train,
@@ -45,10 +46,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def one_process(batch: int, loss: Loss, lr: float, samples: int = 128) -> list[Tensor]:
-    model = seeded_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    train(model, batches(seeded_data(samples=samples), batch), optimizer, loss)
-    return weights(model)
+    return one_epoch(seeded_model(), batches(seeded_data(samples=samples), batch), loss, lr).weights
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -123,14 +121,8 @@ def every_way(rank: int, world_size: int) -> list[list[Tensor]]:
             if combine == "sum":
                 wrapped.register_comm_hook(None, total)
             lr = matching_lr(loss, combine, world_size, own_batch * world_size)
-            optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr)
-            train(
-                wrapped,
-                batches(seeded_data(samples=128), own_batch, rank, world_size),
-                optimizer,
-                loss,
-            )
-            found.append(weights(wrapped))
+            loader = batches(seeded_data(samples=128), own_batch, rank, world_size)
+            found.append(one_epoch(wrapped, loader, loss, lr).weights)
     return found
 
 
@@ -201,9 +193,8 @@ def hybrid(rank: int, world_size: int) -> list[list[Tensor]]:
     found = []
     for wrap in WRAPPERS:
         wrapped = wrap(MiniDataParallel(seeded_model(), ["cpu"] * 2))
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
-        train(wrapped, batches(seeded_data(samples=128), BATCH // 2, rank, world_size), optimizer)
-        found.append(weights(wrapped))
+        loader = batches(seeded_data(samples=128), BATCH // 2, rank, world_size)
+        found.append(one_epoch(wrapped, loader).weights)
     return found
 
 
@@ -211,9 +202,8 @@ def test_batch_16_on_any_mixture_of_processes_and_devices_keeps_its_learning_rat
     wanted = one_process(BATCH, "mean", LEARNING_RATE)
     for devices in (2, 4):
         parallel = MiniDataParallel(seeded_model(), ["cpu"] * devices)
-        optimizer = torch.optim.SGD(parallel.parameters(), lr=LEARNING_RATE)
-        train(parallel, batches(seeded_data(samples=128), BATCH), optimizer)
-        assert largest_difference(weights(parallel), wanted) < 1e-6
+        found = one_epoch(parallel, batches(seeded_data(samples=128), BATCH)).weights
+        assert largest_difference(found, wanted) < 1e-6
     for found in run_ranks(hybrid, 2):
         assert all(largest_difference(ours, wanted) < 1e-6 for ours in found)
 
@@ -223,24 +213,17 @@ def test_torchs_data_parallel_keeps_it_too_on_the_gpus_that_there_are() -> None:
     model = seeded_model()
     if torch.cuda.device_count() > 1:
         model = nn.DataParallel(model.cuda())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    train(model, batches(seeded_data(samples=128), BATCH), optimizer)
-    found = [w.cpu() for w in weights(model)]
+    found = one_epoch(model, batches(seeded_data(samples=128), BATCH)).weights
     assert largest_difference(found, one_process(BATCH, "mean", LEARNING_RATE)) < 1e-6
 
 
 def test_scale_and_clip_do_what_they_say() -> None:
     def steps(**options: float) -> list[Tensor]:
         model = seeded_model()
-        train(
-            model,
-            batches(seeded_data(samples=16), 16),
-            torch.optim.SGD(model.parameters(), lr=1),
-            **options,
-        )
-        return [
-            w - before for w, before in zip(weights(model), weights(seeded_model()), strict=True)
-        ]
+        before = weights(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        train(model, batches(seeded_data(samples=16), 16), optimizer, **options)
+        return [after - w for after, w in zip(weights(model), before, strict=True)]
 
     plain = steps()
     assert ratio_and_cosine(steps(scale=0.5), plain) == pytest.approx((0.5, 1), abs=1e-6)

@@ -132,9 +132,7 @@ def verdict_figure(sections: Mapping[str, Sequence[Verdict]]) -> Figure:
         for recipe in dict.fromkeys(v.recipe for v in wrong):
             lines.append((recipe, [v for v in wrong if v.recipe == recipe]))
 
-    figure, (angle, ratio) = plt.subplots(
-        1, 2, figsize=(7.6, 0.6 + 0.25 * len(lines)), sharey=True, width_ratios=[1, 1]
-    )
+    figure, (angle, ratio) = plt.subplots(1, 2, figsize=(5.8, 0.7 + 0.24 * len(lines)), sharey=True)
     largest = 90
     for row, (_, judged) in enumerate(lines):
         for verdict in judged:
@@ -146,16 +144,16 @@ def verdict_figure(sections: Mapping[str, Sequence[Verdict]]) -> Figure:
             edge = 20 if math.isnan(r) else min(max(r, 0.05), 20)
             ratio.plot(edge, row, "o", color=figures.WRONG)
     angle.set(xlim=(-4, largest + 4), xticks=range(0, math.ceil(largest) + 1, 30))
-    angle.set_xlabel("angle to the truth, degrees")
+    angle.set_xlabel("angle, degrees")
     ratio.set(xscale="log", xlim=(0.045, 22), xlabel="ratio")
-    ratio.set_xticks([0.1, 0.25, 0.5, 1, 2, 4, 10], ["0.1", "¼", "½", "1", "2", "4", "10"])
+    ratio.set_xticks([0.1, 0.25, 1, 4, 10], ["0.1", "¼", "1", "4", "10"])
     ratio.minorticks_off()
     for axes, at in ((angle, 0), (ratio, 1)):
         axes.axvline(at, color=figures.TRUTH, lw=0.8, alpha=0.5)
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="y", alpha=0.2)
         axes.spines["left"].set_visible(False)
-    angle.set_yticks(range(len(lines)), [name for name, _ in lines], fontsize=8.5)
+    angle.set_yticks(range(len(lines)), [name for name, _ in lines], fontsize=9)
     for row in headings:
         angle.get_yticklabels()[row].set_fontweight("bold")
     angle.set_ylim(len(lines) - 0.5, -0.5)

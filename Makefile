@@ -45,7 +45,7 @@ html: $(READY)
 test: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses=2
 
 update: $(READY)
 	@$(BIN)/python -m labkit.chapters update $(CHAPTER)

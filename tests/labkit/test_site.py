@@ -73,5 +73,5 @@ def test_launch_buttons_lead_to_the_repository_that_is_named():
 
 @pytest.mark.parametrize("address", ["github.com/owner/name", "https://example.org/owner/name"])
 def test_an_address_that_binder_cannot_start_from_is_refused(address):
-    with pytest.raises(ValueError, match="need https://github.com/OWNER/NAME"):
+    with pytest.raises(ValueError, match=r"need https://github\.com/OWNER/NAME"):
         configuration("title: A book\n", address)

@@ -145,11 +145,12 @@ def verdict_figure(sections: Mapping[str, Sequence[Verdict]]) -> Figure:
             ratio.plot(edge, row, "o", color=figures.WRONG)
     angle.set(xlim=(-4, largest + 4), xticks=range(0, math.ceil(largest) + 1, 30))
     angle.set_xlabel("angle, degrees")
-    ratio.set(xscale="log", xlim=(0.045, 22), xlabel="ratio")
+    ratio.set(xscale="log", xlim=(0.035, 28), xlabel="ratio")
     ratio.set_xticks([0.1, 0.25, 1, 4, 10], ["0.1", "¼", "1", "4", "10"])
     ratio.minorticks_off()
     for axes, at in ((angle, 0), (ratio, 1)):
         axes.axvline(at, color=figures.TRUTH, lw=0.8, alpha=0.5)
+        axes.tick_params(axis="x", labelsize=9)
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="y", alpha=0.2)
         axes.spines["left"].set_visible(False)

@@ -57,7 +57,7 @@ def race(
     inputs = model.inputs(rank)
     modules: list[nn.Module] = []
 
-    def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 3) -> tuple[Any, Step]:
+    def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> tuple[Any, Step]:
         module = model.module()
         averager = wrap(module)
         modules.append(module)
@@ -79,15 +79,15 @@ def race(
     def torchs(**options: Any) -> Step:
         return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
 
-    def ours(**options: Any) -> tuple[MiniDDP, Step]:
-        return contender(lambda m: MiniDDP(m, process_group=link, **options), PLANNED_AFTER)
+    def ours(warm_up: int = 2, **options: Any) -> tuple[MiniDDP, Step]:
+        return contender(lambda m: MiniDDP(m, process_group=link, **options), warm_up)
 
     steps: dict[str, Step] = {}
     for rung in RUNGS:
         steps[rung.__name__] = contender(lambda module, rung=rung: rung(module, link))[1]
     steps["MiniDDP"] = ours()[1]
     steps["MiniDDP, views"] = ours(gradient_as_bucket_view=True)[1]
-    planned, steps["MiniDDP, planned"] = ours(bucket_plan="measured")
+    planned, steps["MiniDDP, planned"] = ours(PLANNED_AFTER, bucket_plan="measured")
     plan = [
         sum(parameter.nbytes for parameter in bucket.parameters)
         for bucket in planned.reducer.buckets

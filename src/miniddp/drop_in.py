@@ -229,13 +229,7 @@ class WrapperNames:
 
     # Construction
 
-    def _check_arguments(
-        self,
-        module: nn.Module,
-        check_reduction: bool,
-        delayed: Any,
-        delayed_by: Any,
-    ) -> None:
+    def _check_arguments(self, check_reduction: bool, delayed: Any, delayed_by: Any) -> None:
         if (delayed is None) != (delayed_by is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
@@ -247,8 +241,7 @@ class WrapperNames:
                 FutureWarning,
                 stacklevel=3,
             )
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = {n: p for n, p in module.named_parameters() if n not in ignored}
+        parameters = self._own(self.module.named_parameters())
         if not any(parameter.requires_grad for parameter in parameters.values()):
             raise RuntimeError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameter "
@@ -267,6 +260,13 @@ class WrapperNames:
                     f"`DistributedDataParallel`: {name}. Run a dummy forward pass to correctly "
                     "initialize the modules"
                 )
+
+    def _set_devices(self, device_ids: Any, output_device: Any) -> None:
+        parameters = self._own(self.module.named_parameters())
+        self.device_type, self.device_ids, self.output_device = devices_of(
+            parameters, device_ids, output_device
+        )
+        self.device = next(iter(parameters.values())).device
 
     def _group_of(
         self, module: nn.Module, process_group: Any, device_mesh: Any

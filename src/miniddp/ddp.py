@@ -41,7 +41,7 @@ from miniddp.autograd_graph import (
     at_start_of_backward,
     find_tensors,
 )
-from miniddp.drop_in import WrapperNames, check_comm_hook, synced_buffers_at
+from miniddp.drop_in import WrapperNames, synced_buffers_at
 from miniddp.join import MiniDDPJoinHook
 from miniddp.reducer import CommHook, Reducer
 from miniddp.replicas import broadcast_tensors, verify_same_model, wait_for
@@ -137,6 +137,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             )
             self.parameters_to_ignore |= {name for name, _ in delay_all_reduce_named_params or ()}
             self._set_devices(device_ids, output_device)
+            self._passing_sync_batchnorm_handle(module)
             self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
             state = self._state(sync_buffers_now)
             settings = self._common_settings(static_graph, sync_buffers_now)
@@ -206,7 +207,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         """
         with torch.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            return self._post_forward(self._run_forward(*inputs, **kwargs))
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._before_forward()
@@ -216,7 +217,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             self._report_strays()
             if self.reducer.rebuild():
                 self._has_rebuilt_buckets = True
-        if self.will_sync_module_buffers() and self._buffers_before_forward():
+        if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
@@ -226,7 +227,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
-        if self.will_sync_module_buffers() and not self._buffers_before_forward():
+        if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         synced = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synced
@@ -241,7 +242,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             self._at_end_of_backward(output, Reducer.learn_graph)
         elif synced and self.strict:
             self._at_end_of_backward(output, Reducer.complete_or_raise)
-        self._after_forward()
+        self._clear_grad_buffer()
         return output
 
     def _at_end_of_backward(self, output: Any, act: Callable[[Reducer], None]) -> None:
@@ -289,7 +290,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             TypeError, ValueError: `hook` is not callable, or its annotations say something else.
             RuntimeError: a hook is registered already.
         """
-        check_comm_hook(hook, self.reducer.error)
+        self._check_comm_hook(hook)
         self._set_comm_hook(hook, state, hook.__qualname__)
 
     # Buffers: whether a forward broadcasts them is decided by the forward before. After one without

@@ -1,0 +1,1 @@
+"""Course assignments: released as notebooks, handed in as notebooks, graded by nbval."""

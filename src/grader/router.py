@@ -137,9 +137,7 @@ class Router:
             raise WireError("a collective without tensors")
         root, peer = message.get("root"), message.get("peer")
         for other in (root, peer):
-            if other is not None and (
-                type(other) is not int or not 0 <= other < len(self._ranks)
-            ):
+            if other is not None and (type(other) is not int or not 0 <= other < len(self._ranks)):
                 raise WireError("a rank that does not exist")
         op = str(message.get("op"))[:20]
         launch = Launch(

@@ -105,7 +105,13 @@ def _working_bubblewrap() -> list[str]:
 
 
 def _walls() -> list[str]:
-    words = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words = [
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     if os.getuid() != 0:
         # Run by root, the fork server changes to an unprivileged user itself: only a real change
         # of user makes the limit on processes count.

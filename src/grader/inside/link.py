@@ -112,9 +112,7 @@ class RoutedGroup(dist.ProcessGroup):
         return self._launch("all_gather", [given], list(output.chunk(self.size())))
 
     def reduce_scatter(self, outputs, inputs, options):
-        return self._launch(
-            "reduce_scatter", inputs[0], outputs, reduce=_name(options.reduceOp)
-        )
+        return self._launch("reduce_scatter", inputs[0], outputs, reduce=_name(options.reduceOp))
 
     def _reduce_scatter_base(self, output, given, options):
         parts = list(given.chunk(self.size()))

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import builtins
-import inspect
 import linecache
 import os
 import socket
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grader.inside.link import Link
+from grader.inside.oracle import run_oracle
 from grader.inside.wire import Channel
 
 CHECK = "<check>"
@@ -38,12 +38,15 @@ def run_rank(connection: socket.socket) -> None:
     if job is None:
         return
     torch.set_num_threads(1)
+    if job["call"] != "on_rank":
+        run_oracle(channel, job, _execute, plain)
+        return
     torch.manual_seed(job["seed"])
     rank, world_size = job["rank"], job["world_size"]
     link = None
-    if world_size and job["link"] == "gloo":
+    if job["link"] == "gloo":
         _join_gloo(job)
-    elif world_size:
+    else:
         link = Link(channel, rank, world_size)
         link.join()
     tell = link.tell if link else channel.send
@@ -56,7 +59,7 @@ def run_rank(connection: socket.socket) -> None:
     check.gate = link.gate if link else None
     failure = _execute(job["check"], CHECK, check.__dict__)
     if failure is None:
-        value, failure = _call(check.__dict__[job["call"]], student, job["given"])
+        value, failure = _call(check.on_rank, student, job["given"])
     if failure:
         tell({"kind": "raised", **failure})
         return
@@ -89,9 +92,8 @@ def _execute(source: str, name: str, namespace: dict[str, Any]) -> dict[str, Any
 
 
 def _call(function, student, given) -> tuple[Any, dict[str, Any] | None]:
-    handed = (student, given)[: len(inspect.signature(function).parameters)]
     try:
-        return function(*handed), None
+        return function(student, given), None
     except BaseException as error:
         return None, _describe(error)
 

@@ -236,7 +236,10 @@ def _kill_all_below() -> None:
 def _children_of(root: int) -> list[int]:
     parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
+        with (
+            contextlib.suppress(OSError, ValueError, IndexError),
+            open(f"/proc/{name}/stat") as file,
+        ):
             fields = file.read().rpartition(")")[2].split()
             if fields[0] != "Z":
                 parents[int(name)] = int(fields[1])

@@ -1,0 +1,62 @@
+"""Make what students get from the source notebook: no solutions, no hidden checks, no wrong answers.
+
+A visible check becomes one line that a student can run; its text travels in the notebook's metadata,
+so that `grader validate` needs nothing but the notebook. A hidden check leaves its points and one
+comment. nbgrader's metadata stay, so that its users can read the notebook.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from grader.source import Assignment, CheckSource, kind_of
+
+_PRELUDE = "from grader.student import check"
+
+
+def release(assignment: Assignment) -> dict[str, Any]:
+    """The released notebook."""
+    checks = {check.name: check for check in assignment.checks}
+    cells = []
+    for cell in copy.deepcopy(assignment.notebook["cells"]):
+        kind = kind_of(cell)
+        if kind in ("common", "wrong answer"):
+            continue
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+        grade_id = cell["metadata"].get("nbgrader", {}).get("grade_id")
+        if kind == "solution":
+            cell["source"] = assignment.solutions[grade_id].stub
+        elif kind == "check":
+            cell["source"] = _line(assignment, checks[grade_id])
+        cells.append(cell)
+    metadata = {
+        **assignment.notebook.get("metadata", {}),
+        "grader": {
+            "assignment": assignment.name,
+            "title": assignment.title,
+            "points": assignment.points,
+            "givens": list(assignment.givens),
+            "stubs": assignment.stubs(),
+            "visible": [asdict(check) for check in assignment.checks if check.visible],
+        },
+    }
+    return {**assignment.notebook, "cells": cells, "metadata": metadata}
+
+
+def write_release(assignment: Assignment, path: Path) -> None:
+    """Write the released notebook to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(release(assignment), indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _line(assignment: Assignment, check: CheckSource) -> str:
+    if check.visible:
+        return f'{_PRELUDE}\n\ncheck("{assignment.name}", "{check.name}")'
+    points = f"{check.points:g} point{'' if check.points == 1 else 's'}"
+    return f"# {points}: checked with fresh inputs after you hand in."

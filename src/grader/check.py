@@ -9,9 +9,9 @@ student's; the others run in fresh processes of their own (`grader.inside.oracle
     mistakes(givens)              {sentence: what comes out of a known mistake}
     judge(seen, results, givens)  raise Missed("…") over what passed between the ranks
 
-`expected` returns what every rank has to return, or a list of one for each rank. An entry "gates" of
-a rank's input, {name: number}, stays on the trusted side until backward opens the gate; on the rank
-`gate(tensor, name)` puts one into the graph.
+`expected` returns what every rank has to return, or a list of one for each rank. An entry "gates"
+of a rank's input, {name: number}, stays on the trusted side until backward opens the gate; on the
+rank `gate(tensor, name)` puts one into the graph.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def _run_students(check, givens, solutions, address, inputs, seed) -> GroupEnd:
             # Not the seed of the inputs, from which a rank could draw the other ranks'.
             "seed": random.Random(f"{seed} {rank}").getrandbits(31),
             "link": check.link,
-            "meet": "/tmp/meet",
+            "torch_ddp": check.torch_ddp,
+            "meet": "../meet",
             "seconds": check.seconds,
         }
         for rank, given in enumerate(inputs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from grader.bench import PASSED, VARIABLE, Case
+from labkit.guard import run_guarded
 
-_START = 60.0  # seconds for pytest and the kernel to start
+_START = 120.0  # seconds for pytest and the kernel to start, on a loaded machine
+_SLACK = 10.0  # seconds that a check takes besides its processes
 
 
 def judge(case: Case) -> dict[str, dict[str, Any]]:
@@ -31,8 +32,9 @@ def judge(case: Case) -> dict[str, dict[str, Any]]:
         folder = Path(name)
         case.write(folder / "case.json")
         _write_bench(folder / "bench.ipynb", [check.name for check in case.checks])
-        seconds = sum(check.seconds for check in case.checks) * 2 + _START
-        trouble = _run_nbval(folder, max(check.seconds for check in case.checks) * 2 + 30, seconds)
+        # A check starts three groups of processes, each with a limit of its own.
+        longest = [check.seconds * 4 * 3 + _SLACK for check in case.checks]
+        trouble = _run_nbval(folder, max(longest), sum(longest) + _START)
         outcomes = _read_outcomes(folder / "junit.xml")
         noted = _read_notes(Path(case.verdicts))
     verdicts = {}
@@ -89,34 +91,17 @@ def _run_nbval(folder: Path, cell_seconds: float, seconds: float) -> str:
         "JUPYTER_PLATFORM_DIRS": "1",
         VARIABLE: str(folder / "case.json"),
     }
-    run = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
     try:
-        output, _ = run.communicate(timeout=seconds)
+        run = run_guarded(command, seconds, cwd=folder, env=environment)
     except subprocess.TimeoutExpired:
         return f"nbval was still running after {seconds:g} s"
-    finally:
-        try:
-            os.killpg(run.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        run.wait()
-    return (
-        "" if run.returncode in (0, 1) else f"nbval ended with {run.returncode}: {output[-2000:]}"
-    )
+    if run.returncode in (0, 1):
+        return ""
+    return f"nbval ended with {run.returncode}: {(run.stdout + run.stderr)[-2000:]}"
 
 
 def _read_outcomes(path: Path) -> dict[int, bool]:
-    """By number of the code cell: whether nbval says passed. Skipped and expected are not passed."""
+    """By number of the code cell: whether nbval says passed. Skipped is not passed."""
     if not path.exists():
         return {}
     outcomes = {}

@@ -1,6 +1,6 @@
 """Take a handed-in notebook apart: the source of its solution cells, and nothing else.
 
-A cell belongs to a solution if it carries its grade_id, or else its cell id. Of several the last one
+A cell belongs to a solution if it carries its grade_id, or else its cell id. Of several the last
 that was edited counts. What is missing counts as not written. Outputs, tags, metadata, kernel,
 locked cells, cells that were added: none is read, so none can matter.
 """
@@ -106,6 +106,6 @@ def _compare_locked(
     """Note, for the student, that an edit of a given cell has no effect."""
     handed_in = {cell.get("id"): source_of(cell) for cell in cells if type(cell.get("id")) is str}
     for cell in assignment.notebook["cells"]:
-        if kind_of(cell) == "given" and cell.get("id") in handed_in:
-            if handed_in[cell["id"]].strip() != source_of(cell).strip():
-                repairs.append(f"the given cell {cell['id']} was edited: the original was used")
+        own = handed_in.get(cell.get("id"))
+        if kind_of(cell) == "given" and own is not None and own.strip() != source_of(cell).strip():
+            repairs.append(f"the given cell {cell['id']} was edited: the original was used")

@@ -7,8 +7,10 @@ its own group the time limit, and nobody else anything.
 
 from __future__ import annotations
 
+import builtins
 import json
 import selectors
+import signal
 import socket
 import time
 from dataclasses import dataclass, field
@@ -17,13 +19,18 @@ from typing import Any
 from grader.inside.wire import Decoder, WireError, encode
 from grader.router import Router, Seen
 
+_LARGEST = 16 * 2**20  # bytes of one message of a rank
 _MOST_SENT = 256 * 2**20  # bytes that one rank may send in all
+_WALL = 4  # a check may take this many times the processor time that each rank may use
 _AFTER_EOF = 2.0  # seconds in which the end of a process is reported after its connection closed
 
 
 @dataclass
 class RankEnd:
-    """How one rank ended. `how` is "returned", "raised", "ended early", "timed out" or "sent nonsense"."""
+    """How one rank ended.
+
+    `how` is "returned", "raised", "ended early", "timed out", "used too much" or "sent nonsense".
+    """
 
     how: str = ""
     value: Any = None  # what the check's on_rank returned there
@@ -46,14 +53,15 @@ def run_group(
     jobs: list[dict[str, Any]],
     *,
     link: str = "routed",
-    seconds: float = 20.0,
+    seconds: int = 5,
     router: Router | None = None,
 ) -> GroupEnd:
     """Run one rank for each of `jobs` at the fork server `address`; back when all have ended.
 
-    No later than after `seconds`. All processes of the group are gone, or being killed by the
-    kernel, when this returns. Raises OSError if the fork server is gone, which is the grader's
-    failure and not the student's.
+    Each rank may use `seconds` of processor time, and all together four times that by the clock:
+    on a loaded machine the clock runs faster than a solution. All processes of the group are gone,
+    or being killed by the kernel, when this returns. Raises OSError if the fork server is gone,
+    which is the grader's failure and not the student's.
     """
     return _Group(address, jobs, link, seconds, router or Router(len(jobs))).run()
 
@@ -61,10 +69,11 @@ def run_group(
 class _Peer:
     """One rank, seen from here."""
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
+    def __init__(self, rank: int, connection: socket.socket, job: dict[str, Any]) -> None:
         self.rank = rank
+        self.cells = {cell["id"]: cell["source"].count("\n") + 1 for cell in job.get("cells", [])}
         self.connection = connection
-        self.decoder = Decoder()
+        self.decoder = Decoder(_LARGEST)
         self.outgoing = bytearray()
         self.received = 0
         self.end = RankEnd()
@@ -84,8 +93,11 @@ class _Group:
         self._control = socket.socket(socket.AF_UNIX)
         self._control.connect(address)
         pairs = [socket.socketpair() for _ in jobs]
-        self._peers = [_Peer(rank, ours) for rank, (ours, _) in enumerate(pairs)]
-        request = {"link": link, "seconds": int(seconds) + 1}
+        self._peers = [
+            _Peer(rank, ours, job)
+            for rank, ((ours, _), job) in enumerate(zip(pairs, jobs, strict=True))
+        ]
+        request = {"link": link, "seconds": seconds}
         theirs = [other for _, other in pairs]
         socket.send_fds(
             self._control, [json.dumps(request).encode()], [other.fileno() for other in theirs]
@@ -106,7 +118,7 @@ class _Group:
         return GroupEnd([peer.end for peer in self._peers], self._router.seen, self._isolation)
 
     def _loop(self) -> None:
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._seconds * _WALL
         self._control.setblocking(False)
         self._selector.register(self._control, selectors.EVENT_READ, None)
         for peer, job in zip(self._peers, self._jobs, strict=True):
@@ -129,7 +141,8 @@ class _Group:
     def _write(self) -> None:
         while self._router.replies:
             rank, message = self._router.replies.popleft()
-            self._peers[rank].outgoing += encode(message)
+            if self._peers[rank].running:
+                self._peers[rank].outgoing += encode(message)
         for peer in self._peers:
             if peer.eof_at is not None:
                 continue
@@ -146,13 +159,18 @@ class _Group:
 
     def _hear_warden(self) -> None:
         data = self._control.recv(1 << 16)
-        if not data:
+        if not data and any(peer.running for peer in self._peers):
             raise OSError("the fork server closed its connection")
         *lines, self._control_text = (self._control_text + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
             if "isolation" in message:
                 self._isolation = message["isolation"]
+            elif "too much" in message:
+                for peer in self._peers:
+                    self._drain(peer)
+                    if peer.running:
+                        self._finish(peer, "used too much", f"used too much {message['too much']}")
             elif (peer := self._peers[message["rank"]]).running:
                 self._drain(peer)
                 if peer.running:
@@ -196,11 +214,12 @@ class _Group:
                 peer.end.value = message.get("value")
                 self._finish(peer, "returned", "returned")
             case "raised":
-                peer.end.error = _error(message)
+                peer.end.error = _error(message, peer.cells)
                 self._finish(peer, "raised", f"raised {peer.end.error['type']}")
             case "cell failed":
-                cell = str(message.get("cell"))[:100]
-                peer.end.failed_cells[cell] = _error(message)
+                error = _error(message, peer.cells)
+                if message.get("cell") in peer.cells:
+                    peer.end.failed_cells[message["cell"]] = error
             case _:
                 self._router.take(peer.rank, message)
 
@@ -217,27 +236,36 @@ class _Group:
         for peer in self._peers:
             if peer.running:
                 peer.end.how = "timed out"
-                peer.end.text = f"was still running after {self._seconds:g} s"
+                peer.end.text = f"was still waiting after {self._seconds * _WALL:g} s"
 
 
-def _error(message: dict[str, Any]) -> dict[str, Any]:
-    line = message.get("line")
+def _error(message: dict[str, Any], cells: dict[str, int]) -> dict[str, Any]:
+    """What a rank says of an exception, reduced to what it may say.
+
+    The text may carry the rank's input, and is shown for visible checks only; type, cell and line
+    are always shown, so each has to be one that exists.
+    """
+    kind, cell, line = (message.get(key) for key in ("type", "cell", "line"))
+    known = isinstance(kind, str) and isinstance(getattr(builtins, kind, None), type)
+    if not isinstance(cell, str) or cell not in cells:
+        cell, line = "", None
     return {
-        "type": str(message.get("type"))[:60],
+        "type": kind if known else "an exception of its own",
         "message": str(message.get("message"))[:2000],
-        "cell": str(message.get("cell"))[:100],
-        "line": line if type(line) is int else None,
+        "cell": cell,
+        "line": line if type(line) is int and 0 < line <= cells.get(cell, 0) else None,
     }
 
 
 def _in_words(status: int) -> str:
     """How a process ended: its exit code, by a shell's convention for signals."""
-    import signal
-
     if status < 0 or status > 128:
         number = -status if status < 0 else status - 128
         try:
-            return f"was ended by {signal.Signals(number).name}"
+            name = signal.Signals(number).name
         except ValueError:
-            pass
+            return f"was ended by signal {number}"
+        if name == "SIGXCPU":
+            return "used up its processor time: does a loop never end?"
+        return f"was ended by {name}"
     return f"ended without a result, with exit code {status}"

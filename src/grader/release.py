@@ -1,8 +1,8 @@
-"""Make what students get from the source notebook: no solutions, no hidden checks, no wrong answers.
+"""Make the students' notebook from the source: no solutions, no hidden checks, no wrong answers.
 
-A visible check becomes one line that a student can run; its text travels in the notebook's metadata,
-so that `grader validate` needs nothing but the notebook. A hidden check leaves its points and one
-comment. nbgrader's metadata stay, so that its users can read the notebook.
+A visible check becomes one line that a student can run; its text travels in the notebook's
+metadata, so that `grader validate` needs nothing but the notebook. A hidden check leaves its points
+and one comment. nbgrader's metadata stay, so that its users can read the notebook.
 """
 
 from __future__ import annotations

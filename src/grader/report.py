@@ -1,8 +1,8 @@
 """Results as files: Gradescope's results.json, a CSV for the course system, JUnit XML.
 
-results.json is written for every student, with the whole result under "extra_data"; the other files,
-and the feedback pages, are made from these. A check that needs a person has no score, and neither
-has its submission: 0 would be a verdict.
+results.json is written for every student, with the whole result under "extra_data"; the other
+files, and the feedback pages, are made from these. A check that needs a person has no score, and
+neither has its submission: 0 would be a verdict.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RESULTS = "results.json"
 
 
 def write_results(result: Result, folder: Path, fingerprint: str) -> None:
-    """Write Gradescope's results.json into `folder`. `fingerprint` says of what it is the result."""
+    """Write results.json into `folder`; `fingerprint` says of which file it is the result."""
     report: dict[str, Any] = {
         "output": summary(result),
         "output_format": "text",

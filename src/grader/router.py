@@ -1,4 +1,4 @@
-"""The post office of a group of ranks: carries their messages, adds up, and writes down what it saw.
+"""The post office of a group of ranks: carries messages, adds up, writes down what it saw.
 
 Every collective of a solution passes through here, because ranks have no other way to each other.
 What stands in `Seen` is therefore not a report by the solution: it is what happened.
@@ -18,7 +18,8 @@ import numpy as np
 
 from grader.inside.wire import WireError
 
-_REDUCED = {"all_reduce", "reduce", "reduce_scatter"}
+_OPS = {"all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter"}
+_OPS |= {"barrier"}
 _WITHOUT_ALL = {"send", "recv"}
 _MOST_LAUNCHES = 20_000
 _FOLD = {
@@ -114,8 +115,10 @@ class Router:
             if number in state.unanswered:
                 state.waits_for = number
                 self.seen.waits[rank].append(len(self.seen.gates[rank]))
+                if len(self.seen.waits[rank]) > _MOST_LAUNCHES:
+                    raise WireError(f"more than {_MOST_LAUNCHES} waits")
         else:
-            raise WireError(f"a message of the kind {str(kind)[:40]!r}")
+            raise WireError("a message of an unknown kind")
         self._look_for_deadlock()
 
     def end(self, rank: int, how: str) -> None:
@@ -139,14 +142,16 @@ class Router:
         for other in (root, peer):
             if other is not None and (type(other) is not int or not 0 <= other < len(self._ranks)):
                 raise WireError("a rank that does not exist")
-        op = str(message.get("op"))[:20]
+        op, reduce = message.get("op"), message.get("reduce", "")
+        if op not in _OPS | _WITHOUT_ALL or reduce not in {"", *_FOLD}:
+            raise WireError("a collective that does not exist")
         launch = Launch(
             op,
             sum(t.size for t in tensors),
             sum(t.nbytes for t in tensors),
             tensors[0].dtype.name if tensors else "",
             len(self.seen.gates[rank]),
-            str(message.get("reduce", ""))[:20],
+            reduce,
             root,
             peer,
         )
@@ -239,8 +244,8 @@ class Router:
             self._answer(request.rank, {"number": request.number, "failed": trouble})
 
     def _open(self, rank: int, message: dict[str, Any]) -> None:
-        name = str(message.get("name"))[:100]
-        if name not in self._gates[rank]:
+        name = message.get("name")
+        if not isinstance(name, str) or name not in self._gates[rank]:
             raise WireError("a gate that does not exist")
         if len(self.seen.gates[rank]) >= _MOST_LAUNCHES:
             raise WireError("gates without end")

@@ -139,7 +139,7 @@ def _walls() -> list[str]:
     words += ["--perms", "1777", "--tmpfs", "/tmp"]
     for name, value in _ENVIRONMENT.items():
         words += ["--setenv", name, value]
-    return words + ["--remount-ro", "/"]
+    return [*words, "--remount-ro", "/"]
 
 
 def _visible() -> list[str]:

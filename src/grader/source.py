@@ -1,4 +1,4 @@
-"""The one source notebook of an assignment, read: what is given, asked, checked, and wrong on purpose.
+"""The one source notebook of an assignment: what is given, asked, checked, and known as wrong.
 
 A cell says what it is in its metadata, under "grader": {"kind": …}:
 
@@ -27,7 +27,7 @@ BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 KINDS = ("given", "solution", "common", "check", "wrong answer")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _SETTINGS = {"SOLUTIONS": list, "VISIBLE": bool, "LINK": str, "HOLD": bool, "SECONDS": int}
-_SETTINGS |= {"TOLERANCE": float}
+_SETTINGS |= {"TOLERANCE": float, "TORCH_DDP": bool}
 
 
 class SourceError(ValueError):
@@ -55,7 +55,8 @@ class CheckSource:
     visible: bool = False  # VISIBLE: released, and its first difference is shown
     link: str = "routed"  # LINK: "routed" through the grader, or "gloo"
     hold: bool = False  # HOLD: answer collectives only when backward has passed its last gate
-    seconds: int = 30  # SECONDS that it may take
+    seconds: int = 5  # SECONDS of processor time that each rank may use; 4 times that by the clock
+    torch_ddp: bool = False  # TORCH_DDP: a solution may use torch's DistributedDataParallel
     tolerance: float = 1e-5  # TOLERANCE: largest difference, relative to the largest value
 
 

@@ -16,6 +16,7 @@ launched before backward had passed it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -29,20 +30,44 @@ BACKEND = "routed"
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
-class Answer(torch.futures.Future):
+class Expected(torch.futures.Future):
+    """A future that says when somebody stands waiting for it.
+
+    By that the trusted side can tell a deadlock from a long computation.
+    """
+
+    def __init__(self, number: int, link: Link) -> None:
+        super().__init__()
+        self._number = number
+        self._link = link
+
+    def wait(self) -> Any:
+        if not self.done():
+            self._link.tell({"kind": "waits", "for": self._number})
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future], Any]) -> Expected:
+        later = Expected(self._number, self._link)
+
+        def go_on(done: torch.futures.Future) -> None:
+            try:
+                later.set_result(callback(done))
+            except Exception as error:
+                later.set_exception(error)
+
+        self.add_done_callback(go_on)
+        return later
+
+
+class Answer(Expected):
     """The answer to one request: a future of the tensors that it is written into."""
 
     def __init__(self, number: int, into: list[Tensor], link: Link) -> None:
-        super().__init__()
-        self._number = number
+        super().__init__(number, link)
         self._into = into
-        self._link = link
         self.message: dict[str, Any] = {}
 
     def wait(self) -> list[Tensor]:
-        if not self.done():
-            # Said so that the trusted side can tell a deadlock from a long computation.
-            self._link.tell({"kind": "waits", "for": self._number})
         super().wait()
         if "failed" in self.message:
             raise RuntimeError(self.message["failed"])

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 HEAD = struct.Struct("<II")
-LARGEST = 64 * 2**20  # bytes of one message
+LARGEST = 256 * 2**20  # bytes of one message
 DTYPES = frozenset(
     ["float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 )
@@ -104,11 +104,24 @@ def _restore(value: Any, body: bytes, depth: int) -> Any:
         raise WireError("data nested too deep")
     if isinstance(value, list):
         return [_restore(item, body, depth + 1) for item in value]
+    if isinstance(value, str):
+        _look_at_text(value)
+        return value
     if not isinstance(value, dict):
         return value
     if _MARK in value:
         return _restore_array(value[_MARK], body)
+    for key in value:
+        _look_at_text(key)
     return {key: _restore(item, body, depth + 1) for key, item in value.items()}
+
+
+def _look_at_text(text: str) -> None:
+    """Half of a surrogate pair is valid JSON and can be written to no file."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise WireError("text that is not Unicode") from None
 
 
 def _restore_array(description: Any, body: bytes) -> np.ndarray:

@@ -14,35 +14,36 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 
 import torch
-import torch.distributed  # noqa: F401 (imported here so that no rank has to)
+import torch.distributed
 
 from grader.inside import walls
 from grader.inside.rank import leave, run_rank
 
 _MOST_RANKS = 16
 _LISTENER = 3  # the file descriptor at which the listening socket is inherited
-_ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
-NOBODY = 65534
+_LOOK_EVERY = 0.02  # seconds
+_NOBODY = 65534
 
 
 def serve(contained: bool) -> None:
     """Serve until the starter closes standard input. `contained`: inside bubblewrap."""
     if contained and os.getuid() == 0:
         os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(_NOBODY)
+        os.setuid(_NOBODY)
     walls.unreadable_by_others()
     walls.no_new_privileges()
     torch.set_num_threads(1)
@@ -120,14 +121,16 @@ def _ward(
     """Start the ranks, report how each ends, end when the trusted side closes the connection."""
     walls.die_with_parent()
     os.setsid()
+    below = walls.Below()
+    folder = "/tmp"
     if separated:
         walls.raise_loopback()
         walls.own_folders("/tmp", "/dev/shm")
         if request["link"] != "routed":  # routed ranks still need it, to leave for their own
             walls.hide_processes()
     else:
-        # Without a namespace of processes: adopt what leaves its parent, to find it in the end.
-        ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+        walls.adopt_orphans()
+        folder = tempfile.mkdtemp(prefix="ranks-")
     ranks = {}
     for rank, own in enumerate(sockets):
         pid = os.fork()
@@ -136,19 +139,22 @@ def _ward(
             for other in sockets:
                 if other is not own:
                     other.close()
-            _become(lambda rank=rank, own=own: _cell(rank, own, request, separated))
+            place = f"{folder}/rank-{rank}"
+            _become(lambda own=own, place=place: _cell(own, request, place, separated))
         ranks[pid] = rank
     for own in sockets:
         own.close()
     _tell(connection, {"isolation": "namespaces" if separated else "none"})
-    while True:
-        if select.select([connection], [], [], 0.02)[0]:
-            break
+    while not select.select([connection], [], [], _LOOK_EVERY)[0]:
         pid, status = _next_ended()
         if pid in ranks:
             _tell(connection, {"rank": ranks.pop(pid), "status": status})
+        if below.memory() > walls.OF_A_GROUP:
+            _tell(connection, {"too much": "memory"})
+            break
     if not separated:
-        _kill_all_below()
+        _kill(below)
+        shutil.rmtree(folder, ignore_errors=True)
     # With namespaces the kernel ends everything below when this process, their first, ends.
     os._exit(0)
 
@@ -166,27 +172,26 @@ def _tell(connection: socket.socket, message: dict) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _cell(rank: int, own: socket.socket, request: dict, separated: bool) -> None:
+def _cell(own: socket.socket, request: dict, place: str, separated: bool) -> None:
     """A rank's own namespaces, folder and limits; then the rank."""
     walls.die_with_parent()
-    alone = separated and request["link"] == "routed" and walls.separate()
-    if alone:
+    if separated and request["link"] == "routed" and walls.separate():
         first = os.fork()
         if first == 0:
             # The first process of a namespace is spared most signals: the rank has to be another.
             walls.die_with_parent()
-            _become(lambda: _start_and_mirror(own, request, separated))
+            _become(lambda: _start_and_mirror(own, request, place))
         own.close()
-        _mirror(first)
-    _prison(own, request, separated)
+        _exit_like(os.waitpid(first, 0)[1])
+    _prison(own, request, place, separated)
 
 
-def _start_and_mirror(own: socket.socket, request: dict, separated: bool) -> None:
+def _start_and_mirror(own: socket.socket, request: dict, place: str) -> None:
     walls.own_folders("/tmp", "/dev/shm")
     walls.hide_processes()
     child = os.fork()
     if child == 0:
-        _become(lambda: _prison(own, request, separated))
+        _become(lambda: _prison(own, request, place, True))
     own.close()
     while True:  # also reaps what the rank has orphaned
         pid, status = os.wait()
@@ -194,57 +199,34 @@ def _start_and_mirror(own: socket.socket, request: dict, separated: bool) -> Non
             _exit_like(status)
 
 
-def _mirror(child: int) -> None:
-    _exit_like(os.waitpid(child, 0)[1])
-
-
 def _exit_like(status: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)  # as a shell says that a signal ended a process
 
 
-def _prison(own: socket.socket, request: dict, separated: bool) -> None:
+def _prison(own: socket.socket, request: dict, place: str, contained: bool) -> None:
     os.setsid()
-    folder = f"/tmp/{own.fileno()}" if separated else request["folder"]
-    os.makedirs(folder, exist_ok=True)
-    os.chdir(folder)
+    os.makedirs(place)
+    os.chdir(place)
     os.environ.clear()
-    os.environ.update({"HOME": folder, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})
+    os.environ.update({"HOME": place, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})
     quiet = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(quiet, number)
-    walls.limit(request["seconds"])
+    walls.limit(request["seconds"], contained)
     walls.no_new_privileges()
     run_rank(own)
     leave()
 
 
-def _kill_all_below() -> None:
-    """Kill every descendant, found by parent; twice, because a process may fork meanwhile."""
-    me = os.getpid()
+def _kill(below: walls.Below) -> None:
+    """Kill every process below; again, because one may fork meanwhile."""
     for _ in range(50):
-        below = _children_of(me)
-        if not below:
+        pids = below.pids()
+        if not pids:
             return
-        for pid in below:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         _reap()
         time.sleep(0.01)
-
-
-def _children_of(root: int) -> list[int]:
-    parents = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with (
-            contextlib.suppress(OSError, ValueError, IndexError),
-            open(f"/proc/{name}/stat") as file,
-        ):
-            fields = file.read().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                parents[int(name)] = int(fields[1])
-    found, frontier = [], {root}
-    while frontier:
-        frontier = {pid for pid, parent in parents.items() if parent in frontier}
-        found += frontier
-    return found

@@ -42,7 +42,7 @@ def find_submissions(paths: Iterable[Path]) -> dict[str, Path]:
     counts = Counter(file.stem for file in files)
     named: dict[str, Path] = {}
     for file in files:
-        name = file.stem if counts[file.stem] == 1 else file.parent.name
+        name = _legible(file.stem if counts[file.stem] == 1 else file.parent.name)
         while name in named:
             name += "_"
         named[name] = file
@@ -87,17 +87,26 @@ def grade_all(
             for done in as_completed(running):
                 student = running[done]
                 result = results[student] = done.result()
-                write_results(result, folders[student], fingerprints[student])
-                write_feedback(result, folders[student])
+                _write(result, folders[student], fingerprints[student])
                 bar.update()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    # The clock ran out beside others, which may be why: these get the machine for themselves.
+    for student in waiting if jobs != 1 else []:
+        if results[student].timed_out:
+            results[student] = _grade(submissions[student], student, assignment, server, seed)
+            _write(results[student], folders[student], fingerprints[student])
     ordered = [results[student] for student in submissions]
     out.mkdir(parents=True, exist_ok=True)
     write_csv(ordered, out / "grades.csv")
     write_junit(ordered, out / "junit.xml")
     return ordered
+
+
+def _write(result: Result, folder: Path, fingerprint: str) -> None:
+    write_results(result, folder, fingerprint)
+    write_feedback(result, folder)
 
 
 def _grade(
@@ -112,6 +121,12 @@ def _grade(
             for check in assignment.checks
         ]
         return Result(student, assignment.name, 0, assignment.points, checks)
+
+
+def _legible(name: str) -> str:
+    """`name` without what no file, page or terminal can show."""
+    name = name.encode("utf-8", "replace").decode()
+    return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def _hash(path: Path) -> str:

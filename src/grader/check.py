@@ -44,6 +44,7 @@ class Verdict:
     sentence: str = ""  # the concept missed, or what stopped the ranks
     where: str = ""  # visible checks only: the first rank and place that differ
     failed_cells: list[str] = field(default_factory=list)
+    timed_out: bool = False
     isolation: str = ""
     seconds: float = 0.0
     seed: int = 0
@@ -69,6 +70,7 @@ def run_check(
     end = _run_students(check, givens, solutions, address, inputs, seed)
     verdict = Verdict(check.name, False, isolation=end.isolation, seed=seed)
     verdict.failed_cells = _failed_cells(end, check)
+    verdict.timed_out = any(state.how == "timed out" for state in end.ranks)
     verdict.sentence = _stopped(end, check)
     if not verdict.sentence:
         results = [state.value for state in end.ranks]
@@ -140,11 +142,13 @@ def _stopped(end: GroupEnd, check: CheckSource) -> str:
     errors = [state.error.get("type") for state in end.ranks if state.how == "raised"]
     if _STUB in errors:
         return f"{' or '.join(check.solutions)} is not written yet"
-    if end.seen.trouble:
+    culprits = [(state.order, rank) for rank, state in enumerate(end.ranks) if state.culprit]
+    if not culprits and end.seen.trouble:
         return f"the ranks do not meet: {end.seen.trouble}"
     # The first that fell by itself; the others may have fallen over it.
-    rank, state = next((r, s) for r, s in enumerate(end.ranks) if s.how != "returned")
-    return f"rank {rank} {_how(state, check)}"
+    unfinished = [(0, rank) for rank, state in enumerate(end.ranks) if state.how != "returned"]
+    _, rank = min(culprits or unfinished)
+    return f"rank {rank} {_how(end.ranks[rank], check)}"
 
 
 def _how(state: RankEnd, check: CheckSource) -> str:

@@ -45,6 +45,7 @@ class Result:
     unreadable: str = ""
     isolation: str = ""
     seconds: float = 0.0
+    timed_out: bool = False  # some check ran into its limit by the clock
 
     @property
     def needs_human(self) -> bool:
@@ -100,6 +101,7 @@ def grade(
         submission.unreadable,
         server.isolation,
         round(time.monotonic() - started, 2),
+        any(verdict.get("timed_out") for verdict in verdicts.values()),
     )
 
 

@@ -33,7 +33,7 @@ def judge(case: Case) -> dict[str, dict[str, Any]]:
         case.write(folder / "case.json")
         _write_bench(folder / "bench.ipynb", [check.name for check in case.checks])
         # A check starts three groups of processes, each with a limit of its own.
-        longest = [check.seconds * 4 * 3 + _SLACK for check in case.checks]
+        longest = [check.seconds * 5 * 3 + _SLACK for check in case.checks]
         trouble = _run_nbval(folder, max(longest), sum(longest) + _START)
         outcomes = _read_outcomes(folder / "junit.xml")
         noted = _read_notes(Path(case.verdicts))

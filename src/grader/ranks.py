@@ -21,7 +21,8 @@ from grader.router import Router, Seen
 
 _LARGEST = 16 * 2**20  # bytes of one message of a rank
 _MOST_SENT = 256 * 2**20  # bytes that one rank may send in all
-_WALL = 4  # a check may take this many times the processor time that each rank may use
+_AFTER_FAILURE = 1.0  # seconds that the other ranks get when one has failed
+_WALL = 5  # a check may take this many times the processor time that each rank may use
 _AFTER_EOF = 2.0  # seconds in which the end of a process is reported after its connection closed
 
 
@@ -29,7 +30,9 @@ _AFTER_EOF = 2.0  # seconds in which the end of a process is reported after its 
 class RankEnd:
     """How one rank ended.
 
-    `how` is "returned", "raised", "ended early", "timed out", "used too much" or "sent nonsense".
+    `how` is "returned", "raised", "ended early", "timed out", "used too much", "sent nonsense", or
+    "stopped" because another rank had failed. `order` counts the ranks as they ended; `culprit`
+    says that the rank failed by itself, before the ranks were seen to miss each other.
     """
 
     how: str = ""
@@ -37,6 +40,8 @@ class RankEnd:
     error: dict[str, Any] = field(default_factory=dict)  # type, message, cell, line
     failed_cells: dict[str, dict[str, Any]] = field(default_factory=dict)
     text: str = ""  # for people, after "rank 1 "
+    order: int = 0
+    culprit: bool = False
 
 
 @dataclass
@@ -53,12 +58,12 @@ def run_group(
     jobs: list[dict[str, Any]],
     *,
     link: str = "routed",
-    seconds: int = 5,
+    seconds: int = 3,
     router: Router | None = None,
 ) -> GroupEnd:
     """Run one rank for each of `jobs` at the fork server `address`; back when all have ended.
 
-    Each rank may use `seconds` of processor time, and all together four times that by the clock:
+    Each rank may use `seconds` of processor time, and all together five times that by the clock:
     on a loaded machine the clock runs faster than a solution. All processes of the group are gone,
     or being killed by the kernel, when this returns. Raises OSError if the fork server is gone,
     which is the grader's failure and not the student's.
@@ -90,6 +95,7 @@ class _Group:
         self._seconds = seconds
         self._router = router
         self._isolation = ""
+        self._deadline = time.monotonic() + seconds * _WALL
         self._control = socket.socket(socket.AF_UNIX)
         self._control.connect(address)
         pairs = [socket.socketpair() for _ in jobs]
@@ -118,7 +124,6 @@ class _Group:
         return GroupEnd([peer.end for peer in self._peers], self._router.seen, self._isolation)
 
     def _loop(self) -> None:
-        deadline = time.monotonic() + self._seconds * _WALL
         self._control.setblocking(False)
         self._selector.register(self._control, selectors.EVENT_READ, None)
         for peer, job in zip(self._peers, self._jobs, strict=True):
@@ -127,11 +132,11 @@ class _Group:
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         while any(peer.running for peer in self._peers):
             now = time.monotonic()
-            if now >= deadline:
+            if now >= self._deadline:
                 self._time_out()
                 return
             self._write()
-            for key, events in self._selector.select(min(0.1, deadline - now)):
+            for key, events in self._selector.select(min(0.1, self._deadline - now)):
                 if key.data is None:
                     self._hear_warden()
                 elif events & selectors.EVENT_READ:
@@ -225,6 +230,11 @@ class _Group:
 
     def _finish(self, peer: _Peer, how: str, text: str) -> None:
         peer.end.how, peer.end.text = how, text
+        peer.end.order = sum(not other.running for other in self._peers)
+        peer.end.culprit = how != "returned" and not self._router.seen.trouble
+        if how != "returned":
+            # The check is lost. The others get a moment, in which a deadlock would show.
+            self._deadline = min(self._deadline, time.monotonic() + _AFTER_FAILURE)
         self._router.end(peer.rank, text)
 
     def _bury(self, now: float) -> None:
@@ -233,9 +243,10 @@ class _Group:
                 self._finish(peer, "ended early", "closed its connection")
 
     def _time_out(self) -> None:
+        failed = any(peer.end.how not in ("", "returned") for peer in self._peers)
         for peer in self._peers:
             if peer.running:
-                peer.end.how = "timed out"
+                peer.end.how = "stopped" if failed else "timed out"
                 peer.end.text = f"was still waiting after {self._seconds * _WALL:g} s"
 
 

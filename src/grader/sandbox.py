@@ -43,6 +43,7 @@ class RankServer:
 
     address: str
     isolation: str
+    pid: int
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def rank_server(*, trust: bool = False) -> Iterator[RankServer]:
         if server.stdout.readline() != b"ready\n":
             raise SandboxError("the fork server of ranks did not start; what it says is above")
         isolation = "bubblewrap, a namespace a rank" if bubblewrap else "none: trusted"
-        yield RankServer(address, isolation)
+        yield RankServer(address, isolation, server.pid)
     finally:
         server.stdin.close()
         try:

@@ -55,7 +55,7 @@ class CheckSource:
     visible: bool = False  # VISIBLE: released, and its first difference is shown
     link: str = "routed"  # LINK: "routed" through the grader, or "gloo"
     hold: bool = False  # HOLD: answer collectives only when backward has passed its last gate
-    seconds: int = 5  # SECONDS of processor time that each rank may use; 4 times that by the clock
+    seconds: int = 3  # SECONDS of processor time that each rank may use; 5 times that by the clock
     torch_ddp: bool = False  # TORCH_DDP: a solution may use torch's DistributedDataParallel
     tolerance: float = 1e-5  # TOLERANCE: largest difference, relative to the largest value
 

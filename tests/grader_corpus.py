@@ -141,13 +141,18 @@ ENTRIES = [
         lambda a: submission(a, a.keys() | {"each": a.wrong_answers[0].source}),
         "divide by the world size",
     ),
-    _each("syntax error", 5, "def average_each(module)\n    pass", "SyntaxError"),
+    _each(
+        "syntax error",
+        5,
+        "def average_each(module)\n    pass",
+        "could not be executed (rank 0, line 1): SyntaxError",
+    ),
     _each("no such name", 5, "def average_all(module):\n    pass", "AttributeError"),
     _each(
         "exception on one rank",
         5,
         "def average_each(module):\n    if dist.get_rank() == 1:\n        1 / 0\n",
-        "rank 1 raised ZeroDivisionError",
+        "Rank 1 raised ZeroDivisionError",
     ),
     _each(
         "infinite loop", 5, "def average_each(module):\n    while True: pass\n", "processor time"

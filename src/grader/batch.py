@@ -120,7 +120,7 @@ def _grade(
             CheckResult(check.name, check.points, 0, check.visible, needs_human=why)
             for check in assignment.checks
         ]
-        return Result(student, assignment.name, 0, assignment.points, checks)
+        return Result(student, assignment.name, assignment.title, 0, assignment.points, checks)
 
 
 def _legible(name: str) -> str:

@@ -43,7 +43,7 @@ class Verdict:
     passed: bool
     sentence: str = ""  # the concept missed, or what stopped the ranks
     where: str = ""  # visible checks only: the first rank and place that differ
-    failed_cells: list[str] = field(default_factory=list)
+    failed_cells: dict[str, str] = field(default_factory=dict)  # a sentence a cell
     timed_out: bool = False
     isolation: str = ""
     seconds: float = 0.0
@@ -115,9 +115,9 @@ def _run_students(check, givens, solutions, address, inputs, seed) -> GroupEnd:
     return run_group(address, jobs, link=check.link, seconds=check.seconds, router=router)
 
 
-def _failed_cells(end: GroupEnd, check: CheckSource) -> list[str]:
+def _failed_cells(end: GroupEnd, check: CheckSource) -> dict[str, str]:
     """One sentence a cell that could not be executed on some rank."""
-    sentences = {}
+    sentences: dict[str, str] = {}
     for rank, state in enumerate(end.ranks):
         for cell, error in state.failed_cells.items():
             line = f", line {error['line']}" if error["line"] else ""
@@ -125,7 +125,7 @@ def _failed_cells(end: GroupEnd, check: CheckSource) -> list[str]:
             sentences.setdefault(
                 cell, f"cell {cell} could not be executed (rank {rank}{line}): {detail}"
             )
-    return list(sentences.values())
+    return sentences
 
 
 def _detail(error: dict[str, Any], check: CheckSource) -> str:
@@ -142,6 +142,10 @@ def _stopped(end: GroupEnd, check: CheckSource) -> str:
     errors = [state.error.get("type") for state in end.ranks if state.how == "raised"]
     if _STUB in errors:
         return f"{' or '.join(check.solutions)} is not written yet"
+    for rank, state in enumerate(end.ranks):
+        if state.failed_cells:
+            cells = ", ".join(state.failed_cells)
+            return f"follows from cell {cells}, which could not be executed on rank {rank}"
     culprits = [(state.order, rank) for rank, state in enumerate(end.ranks) if state.culprit]
     if not culprits and end.seen.trouble:
         return f"the ranks do not meet: {end.seen.trouble}"

@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("source", type=Path, metavar="SOURCE", help="the source notebook")
     command.add_argument("out", type=Path, metavar="OUT", help="a folder, or a file *.ipynb")
     command.add_argument("--trust", action="store_true", help=_TRUST)
+    command.add_argument("--book", default="", help="the built book's address, for the links")
     command.set_defaults(run=_release)
 
     command = commands.add_parser("validate", help="run the visible checks of your notebook")
@@ -73,7 +74,7 @@ def _release(options: argparse.Namespace) -> int:
         return 1
     is_file = options.out.suffix == ".ipynb"
     path = options.out if is_file else options.out / f"{assignment.name}.ipynb"
-    write_release(assignment, path)
+    write_release(assignment, path, options.book)
     print(f"Released: {path} ({assignment.points:g} points)")
     return 0
 

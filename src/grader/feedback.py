@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from grader.grade import Result
-from grader.report import sentence_of
+from grader.report import as_sentence, sentence_of
 
 PAGE = "feedback.html"
 
@@ -25,7 +25,7 @@ def write_feedback(result: Result, folder: Path) -> None:
     page = environment.get_template("feedback.html.j2").render(
         result=result,
         sentence_of=sentence_of,
-        missed=[check for check in result.checks if check.score < check.points],
+        as_sentence=as_sentence,
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PAGE).write_text(page, encoding="utf-8")

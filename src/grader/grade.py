@@ -26,6 +26,7 @@ class CheckResult:
     visible: bool
     sentence: str = ""  # what was missed; empty for what passed
     where: str = ""
+    concept: str = ""  # what the check is about
     needs_human: str = ""
     seed: int = 0
     seconds: float = 0.0
@@ -37,6 +38,7 @@ class Result:
 
     student: str
     assignment: str
+    title: str
     score: float
     points: float
     checks: list[CheckResult]
@@ -87,16 +89,14 @@ def grade(
             )
             verdicts = judge(case)
     checks = [_result(check, verdicts, submission) for check in assignment.checks]
-    load_errors = dict.fromkeys(
-        error for verdict in verdicts.values() for error in verdict.get("failed_cells", [])
-    )
     return Result(
         student,
         assignment.name,
+        assignment.title,
         sum(check.score for check in checks),
         assignment.points,
         checks,
-        list(load_errors),
+        _load_errors(verdicts),
         submission.repairs,
         submission.unreadable,
         server.isolation,
@@ -105,10 +105,19 @@ def grade(
     )
 
 
+def _load_errors(verdicts: dict[str, dict[str, Any]]) -> list[str]:
+    """One sentence a cell, the one of a visible check if there is one: it says more."""
+    sentences: dict[str, str] = {}
+    for verdict in verdicts.values():
+        for cell, sentence in verdict.get("failed_cells", {}).items():
+            sentences[cell] = max(sentence, sentences.get(cell, ""), key=len)
+    return list(sentences.values())
+
+
 def _result(
     check: CheckSource, verdicts: dict[str, dict[str, Any]], submission: Submission
 ) -> CheckResult:
-    result = CheckResult(check.name, check.points, 0, check.visible)
+    result = CheckResult(check.name, check.points, 0, check.visible, concept=check.concept)
     if submission.unreadable:
         result.sentence = submission.unreadable
         return result

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grader.source import Assignment, CheckSource, kind_of
+from grader.source import Assignment, CheckSource, kind_of, source_of
 
+_CHAPTER = re.compile(r"\.\./\.\./book/(\w+)\.ipynb")
 _PRELUDE = "from grader.student import check"
 
 
-def release(assignment: Assignment) -> dict[str, Any]:
-    """The released notebook."""
+def release(assignment: Assignment, book: str = "") -> dict[str, Any]:
+    """The released notebook. `book`, the address of the built book, goes into its links."""
     checks = {check.name: check for check in assignment.checks}
     cells = []
     for cell in copy.deepcopy(assignment.notebook["cells"]):
@@ -33,6 +35,8 @@ def release(assignment: Assignment) -> dict[str, Any]:
             cell["source"] = assignment.solutions[grade_id].stub
         elif kind == "check":
             cell["source"] = _line(assignment, checks[grade_id])
+        if cell["cell_type"] == "markdown" and book:
+            cell["source"] = _CHAPTER.sub(rf"{book.rstrip('/')}/\1.html", source_of(cell))
         cells.append(cell)
     metadata = {
         **assignment.notebook.get("metadata", {}),
@@ -48,10 +52,10 @@ def release(assignment: Assignment) -> dict[str, Any]:
     return {**assignment.notebook, "cells": cells, "metadata": metadata}
 
 
-def write_release(assignment: Assignment, path: Path) -> None:
+def write_release(assignment: Assignment, path: Path, book: str = "") -> None:
     """Write the released notebook to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(release(assignment), indent=1, ensure_ascii=False)
+    text = json.dumps(release(assignment, book), indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -56,10 +56,10 @@ def summary(result: Result) -> str:
     if result.needs_human:
         lines.append("The grader could not finish. A person will look at this.")
     if result.unreadable:
-        lines.append(f"Nothing could be graded: {result.unreadable}.")
-    lines += [f"First of all: {error}." for error in result.load_errors]
-    lines += [f"Note: {repair}." for repair in result.repairs]
-    lines.append(f"Isolation: {result.isolation}.")
+        lines.append(as_sentence(f"nothing could be graded: {result.unreadable}"))
+    lines += [as_sentence(f"first of all: {error}") for error in result.load_errors]
+    lines += [as_sentence(f"note: {repair}") for repair in result.repairs]
+    lines.append(as_sentence(f"isolation: {result.isolation or 'none was in force'}"))
     return "\n".join(lines)
 
 
@@ -70,7 +70,13 @@ def sentence_of(check: CheckResult) -> str:
     if check.score == check.points:
         return "Passed."
     where = f" ({check.where})" if check.where else ""
-    return f"{check.sentence}{where}"
+    about = "" if check.concept in ("", check.sentence) else f" What it checks: {check.concept}"
+    return f"{as_sentence(check.sentence + where)}{about}"
+
+
+def as_sentence(text: str) -> str:
+    """`text` with a capital first letter and a full stop."""
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", ")", "?", "!")) else ".")
 
 
 def _gradescope_test(check: CheckResult) -> dict[str, Any]:

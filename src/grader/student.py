@@ -68,7 +68,7 @@ def _run(
 
 def describe(check: CheckSource, verdict: Verdict) -> str:
     """A line for the student."""
-    lines = [f"{name}" for name in verdict.failed_cells]
+    lines = list(verdict.failed_cells.values())
     if verdict.passed:
         lines.append(f"{check.name}: passed")
     else:

@@ -312,7 +312,8 @@ def _fold(reduce: str, values: list[np.ndarray]) -> np.ndarray:
         total = fold(total, value)
     if reduce == "AVG":
         total = total / len(values)
-    return total.astype(dtype)
+    # An array without dimensions becomes a number on the way.
+    return np.asarray(total).astype(dtype)
 
 
 def _integer(message: dict[str, Any], key: str) -> int:

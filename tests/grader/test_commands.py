@@ -11,10 +11,9 @@ from grader import batch, judge
 from grader.bench import Case
 from grader.cli import main
 from grader.grade import grade
-from grader.lint import lint
 from grader.merge import Submission
 from grader.sandbox import RankServer
-from grader.source import read_assignment, source_of
+from grader.source import source_of
 from labkit.scripts import project_root
 
 
@@ -29,6 +28,8 @@ def released(tmp_path_factory):
 def test_a_release_is_written_only_after_its_lint_and_says_what_it_tried(tmp_path, capfd):
     notebook = json.loads(FIRST.read_text())
     [wrong] = [c for c in notebook["cells"] if c["id"] == "wrong_each_sum"]
+    others = [c for c in notebook["cells"] if c["id"].startswith("wrong") and c is not wrong]
+    notebook["cells"] = [c for c in notebook["cells"] if c not in others]
     wrong["source"] = "%%wrong_answer\n" + first_assignment().keys()["each"]
     source = write(notebook, tmp_path / "source.ipynb")
     assert main(["release", str(source), str(tmp_path / "out"), "--trust"]) == 1
@@ -174,7 +175,3 @@ def test_a_case_comes_back_from_its_file_as_it_was(tmp_path):
     case = Case("address", ("given",), {"a": "x = 1"}, checks, {"a": 1}, "verdicts")
     case.write(tmp_path / "case.json")
     assert Case.read(str(tmp_path / "case.json")) == case
-
-
-def test_the_lint_of_a_good_assignment_finds_nothing(server):
-    assert all(finding.right for finding in lint(read_assignment(FIRST), server, jobs=2))

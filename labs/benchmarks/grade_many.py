@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from labkit.scripts import project_root
 from labkit.tables import table
 
 SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
+_WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 BROKEN = {
     "syntax error": "def average_each(module)\n",
     "deadlock": (
@@ -72,6 +74,8 @@ def main() -> None:
         start = time.perf_counter()
         results = grade_all(paths, SOURCE, folder / "graded", server, jobs=arguments.jobs)
         whole = time.perf_counter() - start
+    # Its own and that of all processes that it waited for: the fork server is among them now.
+    used = sum(sum(resource.getrusage(who)[:2]) for who in _WHOSE)
     seconds: dict[str, list[float]] = {}
     for result in results:
         seconds.setdefault(result.student[4:], []).append(result.seconds)
@@ -79,7 +83,7 @@ def main() -> None:
     print(table(["submission", "number", "median [s]", "longest [s]"], rows, digits=1))
     print(
         f"{len(results)} submissions, {arguments.jobs} at a time: {whole:.0f} s, "
-        f"{whole / len(results):.2f} s a submission"
+        f"{whole / len(results):.2f} s a submission, of processor time {used / len(results):.2f} s"
     )
     wrong = [r.student for r in results if r.needs_human or r.score != wanted[r.student]]
     if wrong:

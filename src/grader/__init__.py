@@ -10,6 +10,7 @@ The rooms, in the order in which a submission passes through them:
     judge       nbval over the bench notebook, which is the instructor's
     bench       in nbval's kernel: check("name")
     check       one check: draw inputs, run the ranks, compare
+    mutants     exhibits of the museum, for checks of a student's own test
     ranks       a group of ranks, seen from the trusted side
     router      carries the ranks' messages, and writes down what it saw
     sandbox     starts the fork server of ranks, in bubblewrap

@@ -37,10 +37,7 @@ class Case:
     @classmethod
     def read(cls, path: str) -> Case:
         raw: dict[str, Any] = json.loads(Path(path).read_text())
-        checks = tuple(
-            CheckSource(**{**check, "solutions": tuple(check["solutions"])})
-            for check in raw.pop("checks")
-        )
+        checks = tuple(CheckSource.from_dict(check) for check in raw.pop("checks"))
         return cls(**{**raw, "givens": tuple(raw["givens"]), "checks": checks})
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from grader.mutants import museum_sources
 from grader.ranks import GroupEnd, RankEnd, run_group
 from grader.router import Router
 from grader.source import CheckSource
@@ -93,6 +94,7 @@ def _ask(check: CheckSource, address: str, call: dict[str, Any]) -> Any:
 def _run_students(check, givens, solutions, address, inputs, seed) -> GroupEnd:
     cells = [{"id": f"given {n}", "source": source} for n, source in enumerate(givens)]
     cells += [{"id": name, "source": solutions[name]} for name in check.solutions]
+    museum = museum_sources(check.museum)
     jobs = [
         {
             "call": "on_rank",
@@ -105,6 +107,7 @@ def _run_students(check, givens, solutions, address, inputs, seed) -> GroupEnd:
             "seed": random.Random(f"{seed} {rank}").getrandbits(31),
             "link": check.link,
             "torch_ddp": check.torch_ddp,
+            "museum": museum,
             "meet": "../meet",
             "seconds": check.seconds,
         }

@@ -24,10 +24,11 @@ from typing import Any
 
 SCHEMA = 3
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+RELEASED_AS = "### RELEASED AS"
 KINDS = ("given", "solution", "common", "check", "wrong answer")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _SETTINGS = {"SOLUTIONS": list, "VISIBLE": bool, "LINK": str, "HOLD": bool, "SECONDS": int}
-_SETTINGS |= {"TOLERANCE": float, "TORCH_DDP": bool}
+_SETTINGS |= {"TOLERANCE": float, "TORCH_DDP": bool, "MUSEUM": list}
 
 
 class SourceError(ValueError):
@@ -57,7 +58,13 @@ class CheckSource:
     hold: bool = False  # HOLD: answer collectives only when backward has passed its last gate
     seconds: int = 3  # SECONDS of processor time that each rank may use; 5 times that by the clock
     torch_ddp: bool = False  # TORCH_DDP: a solution may use torch's DistributedDataParallel
+    museum: tuple[str, ...] = ()  # MUSEUM: exhibits of labkit.museum that on_rank may import
     tolerance: float = 1e-5  # TOLERANCE: largest difference, relative to the largest value
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> CheckSource:
+        """The inverse of `dataclasses.asdict`, after a journey through JSON."""
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
 
 
 @dataclass(frozen=True)
@@ -166,15 +173,24 @@ def without_magic(text: str) -> str:
 
 
 def make_stub(key: str, where: str = "a solution") -> str:
-    """`key` with every marked part replaced by a NotImplementedError, indented as it was."""
-    lines, inside, found = [], False, False
+    """`key` with every marked part replaced by a NotImplementedError, indented as it was.
+
+    Or by what stands, commented out, between ### RELEASED AS and ### END SOLUTION: code to mend.
+    """
+    lines, inside, instead, found = [], False, None, False
     for line in key.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
         if line.strip() == BEGIN:
             inside = found = True
-            indent = line[: len(line) - len(line.lstrip())]
-            lines += [f"{indent}# Your code here.", f"{indent}raise NotImplementedError"]
-        elif line.strip() == END:
-            inside = False
+        elif inside and line.strip() == RELEASED_AS:
+            instead = []
+        elif inside and line.strip() == END:
+            if instead is None:
+                instead = [f"{indent}# Your code here.", f"{indent}raise NotImplementedError"]
+            lines += instead
+            inside, instead = False, None
+        elif instead is not None:
+            lines.append(line.replace("# ", "", 1))
         elif not inside:
             lines.append(line)
     if not found or inside:
@@ -182,10 +198,22 @@ def make_stub(key: str, where: str = "a solution") -> str:
     return "\n".join(lines)
 
 
+def make_key(text: str) -> str:
+    """The solution without its marks, and without what is released in its place."""
+    lines, released = [], False
+    for line in text.splitlines():
+        if line.strip() == RELEASED_AS:
+            released = True
+        elif line.strip() == END:
+            released = False
+        elif not released and line.strip() != BEGIN:
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def _read_solution(cell: dict[str, Any], text: str, where: str) -> Solution:
     name = _name(cell, where)
-    unmarked = [line for line in text.splitlines() if line.strip() not in (BEGIN, END)]
-    return Solution(name, "\n".join(unmarked), make_stub(text, where))
+    return Solution(name, make_key(text), make_stub(text, where))
 
 
 def _name(cell: dict[str, Any], where: str) -> str:
@@ -224,6 +252,7 @@ def _read_check(cell: dict[str, Any], text: str, common: str, where: str) -> Che
         common + source,
         " ".join(concept.split()),
         tuple(settings.pop("SOLUTIONS", ())),
+        museum=tuple(settings.pop("MUSEUM", ())),
         **{key.lower(): value for key, value in settings.items()},
     )
 

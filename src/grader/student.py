@@ -24,10 +24,7 @@ def read_release(path: Path) -> tuple[Assignment, float]:
     try:
         notebook = json.loads(path.read_bytes())
         own = notebook["metadata"]["grader"]
-        checks = tuple(
-            CheckSource(**{**check, "solutions": tuple(check["solutions"])})
-            for check in own["visible"]
-        )
+        checks = tuple(CheckSource.from_dict(check) for check in own["visible"])
         solutions = {name: Solution(name, stub, stub) for name, stub in own["stubs"].items()}
         assignment = Assignment(
             own["assignment"],

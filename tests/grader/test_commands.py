@@ -5,24 +5,36 @@ from __future__ import annotations
 import json
 
 import pytest
-from grader_notebooks import FIRST, cell, first_assignment, submission, write
+from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment, submission, write
 
 from grader import batch, judge
 from grader.bench import Case
 from grader.cli import main
 from grader.grade import grade
 from grader.merge import Submission
+from grader.release import write_release
 from grader.sandbox import RankServer
-from grader.source import source_of
+from grader.source import read_assignment, source_of
 from labkit.scripts import project_root
 
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """What `release` makes of the first assignment; the lint is part of it."""
-    folder = tmp_path_factory.mktemp("released")
-    assert main(["release", str(FIRST), str(folder), "--trust"]) == 0
-    return folder / "average_gradients.ipynb"
+    """The release of the first assignment."""
+    path = tmp_path_factory.mktemp("released") / "average_gradients.ipynb"
+    write_release(first_assignment(), path)
+    return path
+
+
+@pytest.mark.parametrize("source", sorted(ASSIGNMENTS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_assignment_can_be_released(source, tmp_path, capfd):
+    """Its key earns everything, its stubs nothing, each wrong answer loses its own check only."""
+    assert main(["release", str(source), str(tmp_path), "--trust"]) == 0, capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "NOT " not in printed
+    assert printed.count("ok ") == 2 + len(read_assignment(source).wrong_answers)
+    [notebook] = tmp_path.glob("*.ipynb")
+    assert f"Released: {notebook}" in printed
 
 
 def test_a_release_is_written_only_after_its_lint_and_says_what_it_tried(tmp_path, capfd):

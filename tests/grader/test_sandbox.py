@@ -34,6 +34,7 @@ def look(server, body, ranks=1):
             "seed": 0,
             "link": "routed",
             "torch_ddp": False,
+            "museum": {},
             "meet": "../meet",
             "seconds": 3,
         }

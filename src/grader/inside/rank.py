@@ -14,6 +14,7 @@ import builtins
 import linecache
 import os
 import socket
+import sys
 import traceback
 import types
 from datetime import timedelta
@@ -52,6 +53,7 @@ def run_rank(connection: socket.socket) -> None:
     tell = link.tell if link else channel.send
     if not job["torch_ddp"]:
         _take_away_ddp()
+    _load(job["museum"])
     student = types.ModuleType("student")
     for cell in job["cells"]:
         failure = _execute(cell["source"], f"<{cell['id']}>", student.__dict__)
@@ -70,6 +72,15 @@ def run_rank(connection: socket.socket) -> None:
         tell(message)
     except TypeError as error:
         tell({"kind": "raised", "type": "TypeError", "message": f"returned {error}"})
+
+
+def _load(sources: dict[str, str]) -> None:
+    """Make modules of `sources`, {name: text}, each importing only those before it."""
+    for name, source in sources.items():
+        module = types.ModuleType(name)
+        module.__path__ = []  # a package to whoever imports what is in it
+        sys.modules[name] = module
+        exec(compile(source, f"{name}.py", "exec"), module.__dict__)
 
 
 def _take_away_ddp() -> None:

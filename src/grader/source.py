@@ -213,7 +213,13 @@ def make_key(text: str) -> str:
 
 def _read_solution(cell: dict[str, Any], text: str, where: str) -> Solution:
     name = _name(cell, where)
-    return Solution(name, make_key(text), make_stub(text, where))
+    solution = Solution(name, make_key(text), make_stub(text, where))
+    for version, source in (("the key", solution.key), ("the stub", solution.stub)):
+        try:
+            ast.parse(source)
+        except SyntaxError as error:
+            raise SourceError(f"{where}: {version} of {name!r}: {error}") from None
+    return solution
 
 
 def _name(cell: dict[str, Any], where: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment
 
 from grader.release import release, write_release
-from grader.source import SourceError, make_stub, read_assignment, source_of
+from grader.source import SourceError, make_key, make_stub, read_assignment, source_of
 
 SOURCES = sorted(ASSIGNMENTS.glob("*.ipynb"))
 
@@ -100,6 +100,15 @@ def test_a_stub_keeps_what_is_outside_the_marks_and_the_indentation():
     ]
 
 
+def test_a_stub_may_be_broken_code_to_mend():
+    key = (
+        "def f():\n    ### BEGIN SOLUTION\n    return 1\n    ### RELEASED AS\n"
+        "    # for x in y:\n    #     return 2\n    ### END SOLUTION"
+    )
+    assert make_stub(key) == "def f():\n    for x in y:\n        return 2"
+    assert make_key(key) == "def f():\n    return 1"
+
+
 @pytest.mark.parametrize("key", ["x = 1", "### BEGIN SOLUTION\nx = 1", "### END SOLUTION"])
 def test_a_solution_without_both_marks_is_refused(key):
     with pytest.raises(SourceError, match="BEGIN SOLUTION"):
@@ -112,6 +121,11 @@ def _no_points(notebook):
 
 def _twice(notebook):
     notebook["cells"].append(cell(notebook, "each"))
+
+
+def _stub_of_no_use(notebook):
+    one = cell(notebook, "each")
+    one["source"] = source_of(one).replace("    ### BEGIN", "        ### BEGIN")
 
 
 def _no_concept(notebook):
@@ -146,6 +160,7 @@ def _not_constant(notebook):
     [
         (_no_points, "needs points"),
         (_twice, "a second solution called 'each'"),
+        (_stub_of_no_use, "the stub of 'each'"),
         (_no_concept, "docstring"),
         (_no_draw, "no function draw"),
         (_no_such_solution, "'all', which is no solution"),

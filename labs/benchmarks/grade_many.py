@@ -10,6 +10,7 @@ the whole run's; fails if any earned other points than it should.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import resource
 import statistics
@@ -62,9 +63,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, rank_server() as server:
         folder = Path(name)
         paths, wanted = {}, {}
+        released = release(assignment, server.address)
         for number in range(arguments.submissions):
             kind, solutions, score = of_kind[number % len(of_kind)]
-            notebook = release(assignment)
+            notebook = copy.deepcopy(released)
             for cell in notebook["cells"]:
                 cell["source"] = solutions.get(cell.get("id"), source_of(cell))
             student = f"{number:03} {kind}"

@@ -69,12 +69,12 @@ def _release(options: argparse.Namespace) -> int:
             also = "" if finding.right else f", should be: {finding.expected}"
             print(f"{mark} {finding.name}: {finding.found}{also}", flush=True)
             wrong += not finding.right
-    if wrong:
-        print(f"Not released: {wrong} of these have to be mended first.", file=sys.stderr)
-        return 1
-    is_file = options.out.suffix == ".ipynb"
-    path = options.out if is_file else options.out / f"{assignment.name}.ipynb"
-    write_release(assignment, path, options.book)
+        if wrong:
+            print(f"Not released: {wrong} of these have to be mended first.", file=sys.stderr)
+            return 1
+        is_file = options.out.suffix == ".ipynb"
+        path = options.out if is_file else options.out / f"{assignment.name}.ipynb"
+        write_release(assignment, path, server.address, options.book)
     print(f"Released: {path} ({assignment.points:g} points)")
     return 0
 

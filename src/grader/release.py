@@ -1,8 +1,8 @@
 """Make the students' notebook from the source: no solutions, no hidden checks, no wrong answers.
 
-A visible check becomes one line that a student can run; its text travels in the notebook's
-metadata, so that `grader validate` needs nothing but the notebook. A hidden check leaves its points
-and one comment. nbgrader's metadata stay, so that its users can read the notebook.
+A visible check becomes one line that a student can run; what it needs travels in the notebook's
+metadata (`grader.record`), so that `grader validate` needs nothing but the notebook. A hidden check
+leaves its points and one comment. nbgrader's metadata stay, for whoever uses nbgrader.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from grader.check import record_check
 from grader.source import Assignment, CheckSource, kind_of, source_of
 
 _CHAPTER = re.compile(r"\.\./\.\./book/(\w+)\.ipynb")
 _PRELUDE = "from grader.student import check"
 
 
-def release(assignment: Assignment, book: str = "") -> dict[str, Any]:
-    """The released notebook. `book`, the address of the built book, goes into its links."""
+SEED = 1  # of the inputs that students see
+
+
+def release(assignment: Assignment, address: str, book: str = "") -> dict[str, Any]:
+    """The released notebook. `book`, the address of the built book, goes into its links.
+
+    The answers of visible checks are computed at the fork server `address`.
+    """
     checks = {check.name: check for check in assignment.checks}
     cells = []
     for cell in copy.deepcopy(assignment.notebook["cells"]):
@@ -46,16 +53,20 @@ def release(assignment: Assignment, book: str = "") -> dict[str, Any]:
             "points": assignment.points,
             "givens": list(assignment.givens),
             "stubs": assignment.stubs(),
-            "visible": [asdict(check) for check in assignment.checks if check.visible],
+            "visible": [
+                asdict(record_check(check, address, SEED))
+                for check in assignment.checks
+                if check.visible
+            ],
         },
     }
     return {**assignment.notebook, "cells": cells, "metadata": metadata}
 
 
-def write_release(assignment: Assignment, path: Path, book: str = "") -> None:
+def write_release(assignment: Assignment, path: Path, address: str, book: str = "") -> None:
     """Write the released notebook to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(release(assignment, book), indent=1, ensure_ascii=False)
+    text = json.dumps(release(assignment, address, book), indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -60,6 +60,7 @@ class CheckSource:
     torch_ddp: bool = False  # TORCH_DDP: a solution may use torch's DistributedDataParallel
     museum: tuple[str, ...] = ()  # MUSEUM: exhibits of labkit.museum that on_rank may import
     tolerance: float = 1e-5  # TOLERANCE: largest difference, relative to the largest value
+    record: str = ""  # in a release: inputs and answers, see `grader.record`
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> CheckSource:

@@ -13,10 +13,9 @@ from typing import Any
 
 from grader.check import Verdict, run_check
 from grader.merge import Submission, read_submission
+from grader.release import SEED
 from grader.sandbox import rank_server
 from grader.source import Assignment, CheckSource, Solution, SourceError
-
-SEED = 1
 
 
 def read_release(path: Path) -> tuple[Assignment, float]:

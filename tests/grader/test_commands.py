@@ -19,10 +19,10 @@ from labkit.scripts import project_root
 
 
 @pytest.fixture(scope="module")
-def released(tmp_path_factory):
+def released(tmp_path_factory, server):
     """The release of the first assignment."""
     path = tmp_path_factory.mktemp("released") / "average_gradients.ipynb"
-    write_release(first_assignment(), path)
+    write_release(first_assignment(), path, server.address)
     return path
 
 

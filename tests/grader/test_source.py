@@ -54,9 +54,9 @@ def test_every_check_has_a_wrong_answer_that_it_alone_catches(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_a_release_holds_no_solution_no_hidden_check_and_no_wrong_answer(path, tmp_path):
+def test_a_release_holds_no_solution_no_hidden_check_and_no_wrong_answer(path, tmp_path, server):
     assignment = read_assignment(path)
-    write_release(assignment, tmp_path / "released.ipynb")
+    write_release(assignment, tmp_path / "released.ipynb", server.address)
     nbformat.validate(nbformat.read(tmp_path / "released.ipynb", as_version=4))
     text = json.dumps(json.loads((tmp_path / "released.ipynb").read_text()), ensure_ascii=False)
     for solution in assignment.solutions.values():
@@ -72,19 +72,20 @@ def test_a_release_holds_no_solution_no_hidden_check_and_no_wrong_answer(path, t
         assert wrong.name not in text
 
 
-def test_a_release_keeps_nbgraders_metadata_and_the_points():
+def test_a_release_keeps_nbgraders_metadata_and_the_points(server):
     assignment = first_assignment()
-    cells = release(assignment)["cells"]
+    cells = release(assignment, server.address)["cells"]
     graded = [c["metadata"]["nbgrader"] for c in cells if "nbgrader" in c["metadata"]]
     assert {one["schema_version"] for one in graded} == {3}
     assert sum(one.get("points", 0) for one in graded) == assignment.points
     assert sum(one["solution"] for one in graded) == len(assignment.solutions)
 
 
-def test_links_to_chapters_lead_to_the_built_book_where_its_address_is_given():
-    released = json.dumps(release(first_assignment(), book="https://book.invalid"))
-    assert "https://book.invalid/01_what_is_averaged.html" in released
-    assert "../../book/" not in released
+def test_links_to_chapters_lead_to_the_built_book_where_its_address_is_given(server):
+    released = release(first_assignment(), server.address, book="https://book.invalid")
+    text = json.dumps(released)
+    assert "https://book.invalid/01_what_is_averaged.html" in text
+    assert "../../book/" not in text
 
 
 def test_a_stub_keeps_what_is_outside_the_marks_and_the_indentation():
@@ -123,9 +124,9 @@ def _twice(notebook):
     notebook["cells"].append(cell(notebook, "each"))
 
 
-def _stub_of_no_use(notebook):
+def _no_python(notebook):
     one = cell(notebook, "each")
-    one["source"] = source_of(one).replace("    ### BEGIN", "        ### BEGIN")
+    one["source"] = source_of(one).replace("def average_each", "def average each")
 
 
 def _no_concept(notebook):
@@ -160,7 +161,7 @@ def _not_constant(notebook):
     [
         (_no_points, "needs points"),
         (_twice, "a second solution called 'each'"),
-        (_stub_of_no_use, "the stub of 'each'"),
+        (_no_python, "the key of 'each'"),
         (_no_concept, "docstring"),
         (_no_draw, "no function draw"),
         (_no_such_solution, "'all', which is no solution"),

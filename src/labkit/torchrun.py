@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """`parser.parse_args()` on every rank; help and errors are printed by the first one only."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":
         return parser.parse_args()
     with (
         open(os.devnull, "w") as nowhere,

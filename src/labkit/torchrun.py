@@ -7,10 +7,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+# Long enough for any lab's slowest rank. torch's own is half an hour.
+TIMEOUT = timedelta(minutes=5)
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -34,9 +38,10 @@ class Place(NamedTuple):
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Place]:
-    """Join the ranks that torchrun started; leave them together at the end.
+def joined(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
+    """Join the ranks that torchrun started, on one node or on many; leave them together at the end.
 
+    A collective that takes longer than `timeout` raises RuntimeError: another rank has not come.
     NCCL and `cuda:LOCAL_RANK` where this machine has a GPU for each of its ranks, gloo and the CPU
     otherwise. Exits with an explanation if the script was not started by torchrun.
     """
@@ -50,10 +55,10 @@ def joined() -> Iterator[Place]:
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     yield Place(dist.get_rank(), dist.get_world_size(), device)
     # Reached only without an exception: a rank that failed must not wait for the others here.
     dist.barrier()

@@ -1,0 +1,69 @@
+"""Several nodes on one machine: a torchrun agent for each, as on a cluster, and no rights needed.
+
+    python -m labkit.nodes --nodes 2 --nproc-per-node 4 labs/02_accumulate_vs_ddp.py
+
+Each agent is started with the command that a cluster's node would get, `torchrun --nnodes 2
+--rdzv-backend c10d --rdzv-endpoint HOST:PORT …`; they meet on the loopback interface and start
+their own ranks. What is missing of a cluster: hostnames, addresses and a network between the nodes.
+`labs/two_hosts.sh` has these.
+
+Ends when all agents have ended, with the first failing one's exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port of the loopback interface that the system gives to nobody else meanwhile.
+
+    It is bound and not listened at; a server that sets SO_REUSEADDR, as torch's store does, may
+    still listen there (Linux).
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def agent_command(nodes: int, port: int, arguments: list[str]) -> list[str]:
+    """What one node is started with."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(nodes), "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
+        # How long an agent waits for a node that does not come, or does not come back.
+        *("--rdzv-conf", "join_timeout=60"),
+        *arguments,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, default=2, help="agents (default 2)")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="torchrun's further options, and the script"
+    )
+    given, options = parser.parse_known_args()
+    interface = "lo" if sys.platform.startswith("linux") else "lo0"
+    environment = {"GLOO_SOCKET_IFNAME": interface, **os.environ}
+    with reserved_port() as port:
+        command = agent_command(given.nodes, port, options + given.arguments)
+        agents = [subprocess.Popen(command, env=environment) for _ in range(given.nodes)]
+        codes = [agent.wait() for agent in agents]
+    failed = [code for code in codes if code]
+    sys.exit(abs(failed[0]) if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

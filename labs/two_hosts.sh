@@ -147,6 +147,8 @@ machine show most of the same: see the chapter \"Two nodes\""
     export RATE BURST UNPLUG GRACE
     export PET_NNODES=2 PET_NPROC_PER_NODE=4
     export PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=host0:29400 PET_RDZV_ID=two_hosts
+    # A fresh store for the ranks after each restart; with the agents' own they miss one another.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PET_RDZV_CONF=join_timeout=60
     export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 

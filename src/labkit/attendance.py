@@ -8,9 +8,12 @@
 
 A rank that waits in a collective learns nothing of the others: after the process group's timeout it
 is told that it timed out, or that a connection was closed. So each rank leaves notes of where it is
-in torchrun's key-value store, beside a pulse that a thread of its own keeps up. Whoever gets an
-error compares: a rank with a pulse whose notes are fewer is *stuck* where its last note says; one
-without a pulse is *gone*, and with it perhaps its node. Then it says so and exits with code 1.
+in the key-value store of the process group, beside a pulse that a thread of its own keeps up.
+Whoever gets an error compares: a rank with a pulse whose notes are fewer is *stuck* where its last
+note says; one without a pulse is *gone*, and with it perhaps its node. Then it says so and exits
+with code 1.
+The pulse of a rank that is stuck itself hears of it, or finds the store gone, and ends the process:
+torchrun cannot, since to the agent of another node such a rank looks healthy.
 
 Every rank must leave the same notes in the same order. Cost: one message to the store a note, and
 one a second. An answer takes up to 3 s after the collective has failed; `labkit.torchrun.joined`
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -33,6 +37,7 @@ import torch.distributed as dist
 
 PULSE = 0.5  # seconds
 _PATIENCE = timedelta(seconds=5)
+_LEFT = "left"
 
 
 class Sign(NamedTuple):
@@ -61,6 +66,7 @@ def attendance() -> Iterator[Callable[[str], None]]:
     except RuntimeError as error:
         if missing := register.missing():
             print(f"{missing}\n({_first_line(error)})", file=sys.stderr, flush=True)
+            register.leave()
             raise SystemExit(1) from error
         raise
     finally:
@@ -107,13 +113,31 @@ class _Register:
             self._write()
 
     def beat(self) -> None:
+        over_for = 0
         while not self.ended.wait(PULSE):
             with self.lock:
                 self.sign = self.sign._replace(beats=self.sign.beats + 1)
-                with contextlib.suppress(RuntimeError):  # whoever waits for us will tell
+                try:
                     self._write()
+                    over = self.store.check([_LEFT])
+                except RuntimeError:
+                    over = True
+            over_for = over_for + 1 if over else 0
+            # A rank that only waits gets an error of its own, and has the time to explain it.
+            if over_for * PULSE > _PATIENCE.total_seconds():
+                print(
+                    f"rank {self.rank} on {self.sign.host} ends: the run is over", file=sys.stderr
+                )
+                os._exit(1)
+
+    def leave(self) -> None:
+        with self.lock, contextlib.suppress(RuntimeError):
+            self.store.set(_LEFT, str(self.rank))
 
     def missing(self) -> str:
+        # torchrun may be about to end this rank, too; it has the patience for an explanation.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             signs = self._look()
             time.sleep(4 * PULSE)
@@ -121,8 +145,7 @@ class _Register:
         except RuntimeError:
             return (
                 f'rank {self.rank} on {self.sign.host} waited in vain at "{self.sign.last}"\n'
-                f"  gone: the node {self.where.rsplit(':', 1)[0]}, which holds the ranks' common "
-                "store, or the network to it"
+                f"  gone: rank 0, its node or the network to it ({self.where} does not answer)"
             )
 
     def _write(self) -> None:

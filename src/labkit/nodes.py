@@ -7,18 +7,23 @@ Each agent is started with the command that a cluster's node would get, `torchru
 their own ranks. What is missing of a cluster: hostnames, addresses and a network between the nodes.
 `labs/two_hosts.sh` has these.
 
-Ends when all agents have ended, with the first failing one's exit code.
+Ends when all agents have ended, with the first failing one's exit code. Once one has failed, the
+others have a minute to notice.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+
+GRACE = 60.0  # seconds
 
 
 @contextlib.contextmanager
@@ -56,13 +61,27 @@ def main() -> None:
     )
     given, options = parser.parse_known_args()
     interface = "lo" if sys.platform.startswith("linux") else "lo0"
-    environment = {"GLOO_SOCKET_IFNAME": interface, **os.environ}
+    # The second is for --max-restarts: see labkit.torchrun.joined.
+    defaults = {"GLOO_SOCKET_IFNAME": interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**defaults, **os.environ}
     with reserved_port() as port:
         command = agent_command(given.nodes, port, options + given.arguments)
         agents = [subprocess.Popen(command, env=environment) for _ in range(given.nodes)]
-        codes = [agent.wait() for agent in agents]
-    failed = [code for code in codes if code]
-    sys.exit(abs(failed[0]) if failed else 0)
+        sys.exit(abs(first_failure(agents)))
+
+
+def first_failure(agents: list[subprocess.Popen[bytes]]) -> int:
+    """The exit code of the first agent that fails, or 0; none is running any more."""
+    failed, deadline = 0, math.inf
+    while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        if not failed and (failed := next((a.returncode for a in agents if a.returncode), 0)):
+            deadline = time.monotonic() + GRACE
+    for agent in agents:
+        if agent.poll() is None:
+            agent.terminate()  # and with it, its ranks
+            agent.wait()
+    return failed or next((agent.returncode for agent in agents if agent.returncode), 0)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ def joined(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
             f"{script} is one rank of several: start it with torchrun, for example\n"
             f"    torchrun --standalone --nproc-per-node 4 {script}"
         )
+    _refuse_restarts_that_cannot_work()
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", local_rank)
@@ -63,6 +64,23 @@ def joined(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     # Reached only without an exception: a rank that failed must not wait for the others here.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _refuse_restarts_that_cannot_work() -> None:
+    """Where a restart on several nodes would end in ranks that do not find each other.
+
+    torchrun lets the ranks of each life meet in its own store, under the number of restarts. That
+    is counted by each node for itself, and only where one of its own ranks failed: a node that
+    restarts because another does is one behind. With a store of rank 0's, new in each life, nobody
+    counts.
+    """
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if several and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        sys.exit(
+            "torchrun --max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
+            "each node, or the restarted ranks may not find one another"
+        )
 
 
 def print_in_rank_order(text: str) -> None:

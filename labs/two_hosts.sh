@@ -149,6 +149,8 @@ machine show most of the same: see the chapter \"Two nodes\""
     export PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=host0:29400 PET_RDZV_ID=two_hosts
     # A fresh store for the ranks after each restart; with the agents' own they miss one another.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PET_RDZV_CONF=join_timeout=60
+    # Or torch warns, with many lines, that the host which ended first does not answer any more.
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,9 +57,9 @@ def models(quick: bool = False) -> dict[str, Model]:
             "transformer": Model(lambda: _transformer(1, 16), (2, 4, 16)),
         }
     return {
-        "wide MLP": Model(lambda: _linears(12, 1024), (128, 1024)),
-        "600 small tensors": Model(lambda: _linears(300, 64), (256, 64)),
-        "transformer": Model(lambda: _transformer(8, 256), (2, 128, 256)),
+        "wide MLP": Model(lambda: _linears(12, 1024), (256, 1024)),
+        "600 small tensors": Model(lambda: _linears(300, 64), (512, 64)),
+        "transformer": Model(lambda: _transformer(8, 256), (3, 128, 256)),
     }
 
 
@@ -84,7 +85,8 @@ def take_turns(
             after()
     slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(seconds, slowest.tolist(), strict=True))
+    rounded = [[round(one, 6) for one in taken] for taken in slowest.tolist()]
+    return dict(zip(seconds, rounded, strict=True))
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -110,7 +112,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def write(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write `figures` and the machine's to `path` as JSON; nothing if it is None."""
+    """Write `figures` and the machine's to `path` as JSON; nothing if it is None.
+
+    A list of numbers takes one line, so that the file can be read.
+    """
     if path is not None:
+        text = json.dumps({"machine": machine(), **figures}, indent=1)
+        text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
+        path.write_text(text + "\n")

@@ -15,16 +15,13 @@ torch/csrc/distributed/c10d/reducer.cpp, _DDPSink in torch/nn/parallel/distribut
 """
 
 import copy
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-
-T = TypeVar("T")
 
 
 def find_tensors(output: Any) -> list[Tensor]:
@@ -69,34 +66,6 @@ def _parts(output: Any) -> dict[Any, Any]:
 def gradient_accumulator(parameter: Tensor) -> Node:
     """The graph's node that adds the gradient to `parameter.grad`; hold it, or it is made anew."""
     return get_gradient_edge(parameter).node
-
-
-def hook_weakly(
-    nodes: Sequence[Node], owner: T, act: Callable[[T, int], None]
-) -> Callable[[], None]:
-    """Call `act(owner, index)` whenever backward has run `nodes[index]`, as long as `owner` lives.
-
-    The hooks do not keep their owner alive, and go with it. Returns a function that removes them.
-    """
-    alive = weakref.ref(owner)
-
-    def hook_for(index: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            found = alive()
-            if found is not None:
-                act(found, index)
-
-        return hook
-
-    handles = [node.register_hook(hook_for(index)) for index, node in enumerate(nodes)]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    finalizer = weakref.finalize(owner, remove)
-    finalizer.atexit = False
-    return finalizer
 
 
 def reachable_from(tensors: Iterable[Tensor]) -> set[Node]:

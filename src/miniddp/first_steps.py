@@ -12,12 +12,11 @@ The processor's time counts, because on one machine an all-reduce is work of the
 compute backward: there is then little to hide, and the plan stays what the caps make it. (Cores to
 spare are not looked for, so with many of them this is too careful.)
 
-Cost: a hook a gradient for a few steps, which then goes; 16 MiB of all-reduces; two short messages.
+Cost: a hook a gradient for a few steps, which then goes; 16 MiB of all-reduces; three messages.
 From three ranks on, the last bits of a sum depend on the buckets, and these now on times: runs
 differ in them.
 """
 
-import statistics
 import weakref
 from collections.abc import Callable
 from time import perf_counter, process_time
@@ -78,17 +77,14 @@ class FirstSteps:
         return enough
 
     def _plan(self) -> None:
-        reducer = self.reducer
-        taken = self.steps[WARM_UP:]
-        medians = [statistics.median(times) for times in zip(*taken, strict=True)]
-        figures = torch.tensor(
-            [*medians, *measure_link(reducer.process_group)], dtype=torch.float64
-        )
-        slowest = dist.ReduceOp.MAX
-        wait_for(dist.all_reduce(figures, op=slowest, group=reducer.process_group, async_op=True))
-        *ready, latency, per_byte, cpu, cpu_per_byte = figures.tolist()
+        reducer, group = self.reducer, self.reducer.process_group
+        steps = torch.tensor(self.steps[WARM_UP:], dtype=torch.float64)
+        costs = torch.tensor(measure_link(group), dtype=torch.float64)
+        for figures in (steps, costs):
+            wait_for(dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group, async_op=True))
+        latency, per_byte, cpu, cpu_per_byte = costs.tolist()
         link = LinkCost(latency, per_byte, min(cpu, latency), min(cpu_per_byte, per_byte))
-        reducer.pack_by(ready, link)
+        reducer.pack_by(steps.tolist(), link)
 
 
 def _hook_for(this: weakref.ref[FirstSteps], index: int) -> Callable[[Tensor], None]:
@@ -114,11 +110,14 @@ def measure_link(group: dist.ProcessGroup) -> LinkCost:
 
 
 def _seconds(tensor: Tensor, group: dist.ProcessGroup, times: int) -> tuple[float, float]:
-    """One all-reduce of `tensor`: (by the clock, of the processor in this process), medians."""
+    """One all-reduce of `tensor`: (by the clock, of the processor in this process).
+
+    The least of several, since whatever else runs on the machine only adds to them.
+    """
     taken = []
     for _ in range(1 + times):
         begin, cpu = perf_counter(), process_time()
         wait_for(dist.all_reduce(tensor, group=group, async_op=True))
         taken.append((perf_counter() - begin, process_time() - cpu))
     wall, cpu = zip(*taken[1:], strict=True)  # in the first one ranks wait for each other
-    return statistics.median(wall), statistics.median(cpu)
+    return min(wall), min(cpu)

@@ -12,15 +12,16 @@ The arithmetic is that of mark_variable_ready_dense in torch/csrc/distributed/c1
 gradient is multiplied by 1/W, one that lies in the buffer is divided by W; the bits may differ.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, repeat
+from operator import is_
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-# Gradients of fewer elements wait for their bucket.
-LARGE = 1 << 14
+# In elements: a gradient of so many is copied alone, smaller ones wait until they are so many.
+LARGE, RUN = 1 << 14, 1 << 16
 
 
 class GradBucket:
@@ -68,20 +69,21 @@ class Bucket:
         self.sparse = sparse
         self.buffer = torch.empty(0)
         self.views: list[Tensor] = []
-        self.late: list[int] = []
         if not sparse:
             first = parameters[0]
             total = sum(p.numel() for p in parameters)
             self.buffer = torch.empty(total, dtype=first.dtype, device=first.device)
             self.views = self.views_of(self.buffer)
-            self.late = [slot for slot, p in enumerate(parameters) if p.numel() < LARGE]
+        self.runs = [Run(self, slots) for slots in _runs_of([p.numel() for p in parameters])]
         self.streams: set[torch.cuda.Stream] = set()
         self.rewind()
 
     def rewind(self) -> None:
         """Forget the last backward: all gradients are missing again."""
         self.streams.clear()
-        self.missing = len(self.parameters)
+        for run in self.runs:
+            run.missing = set(run.indices)
+        self.missing_runs = len(self.runs)
         self.future: Future | None = None
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
@@ -102,7 +104,9 @@ class Bucket:
         return torch.zeros_like(self.buffer)
 
     def wait_for_streams(self) -> None:
-        """Let the current CUDA stream wait for those on which these gradients were computed."""
+        """Let the current CUDA stream wait for those on which gradients were computed or copied."""
+        if not self.streams:
+            return
         current = torch.cuda.current_stream(self.buffer.device)
         for stream in self.streams - {current}:
             current.wait_stream(stream)
@@ -110,50 +114,10 @@ class Bucket:
                 if parameter.grad is not None:
                     parameter.grad.record_stream(current)
 
-    def copy_in_one(self, slot: int, world_size: int | None, alias: bool) -> None:
-        """`copy_in` for one slot, by one call and one pass in the common case."""
-        parameter, view = self.parameters[slot], self.views[slot]
-        gradient = parameter.grad
-        if gradient is None or gradient.requires_grad or (alias and same_memory(gradient, view)):
-            self.copy_in((slot,), world_size, alias)
-            return
-        if world_size is None:
-            view.copy_(gradient)
-        else:
-            torch.mul(gradient, 1.0 / world_size, out=view)
-        if alias:
-            parameter.grad = view
-
-    @torch.no_grad()
-    def copy_in(self, slots: Sequence[int], world_size: int | None, alias: bool) -> None:
-        """Copy the gradients at `slots` into the buffer, divided by `world_size` unless it is None.
-
-        With `alias` the parameters' gradients become views of the buffer.
-        """
-        copied, sources, in_place = [], [], []
-        for slot in slots:
-            view, gradient = self.views[slot], self.parameters[slot].grad
-            if gradient is None:
-                view.zero_()
-            elif alias and same_memory(gradient, view):
-                in_place.append(view)
-            else:
-                copied.append(view)
-                sources.append(gradient)
-                if alias:
-                    self.parameters[slot].grad = view
-        # The `_foreach` calls have no public name; they do what a loop over mul and copy_ would.
-        if copied:
-            torch._foreach_copy_(copied, sources)
-            if world_size is not None and len(copied) == len(self.parameters):
-                self.buffer.mul_(1.0 / world_size)
-            elif world_size is not None:
-                torch._foreach_mul_(copied, 1.0 / world_size)
-        if in_place and world_size is not None:
-            torch._foreach_div_(in_place, float(world_size))
-
-    def copy_out(self, result: Tensor, slots: Iterable[int], alias: bool, fill: bool) -> list[int]:
-        """Copy the averages in `result` to the gradients at `slots`.
+    def copy_out(
+        self, result: Tensor, slots: Sequence[int] | None, alias: bool, fill: bool
+    ) -> list[int]:
+        """Copy the averages in `result` to the gradients at `slots`, or to all of them.
 
         A missing gradient is made, if `fill`. With `alias` gradients are views of the buffer
         already; returned are the slots of those that are not.
@@ -169,26 +133,89 @@ class Bucket:
             if alias:
                 torch._foreach_copy_(self.views, views)
                 views = self.views
+        gradients = [parameter.grad for parameter in self.parameters]
+        if all(map(is_, gradients, views)):
+            return []
         targets, sources, replaced = [], [], []
-        for slot in slots:
-            parameter, view = self.parameters[slot], views[slot]
-            gradient = parameter.grad
+        for slot in range(len(views)) if slots is None else slots:
+            gradient, view = gradients[slot], views[slot]
             if gradient is None:
                 if fill:
                     keep = alias or self.sparse
-                    parameter.grad = view if keep else torch.empty_like(view).copy_(view)
+                    gradient = view if keep else torch.empty_like(view).copy_(view)
+                    self.parameters[slot].grad = gradient
             elif self.sparse:
-                parameter.grad = view
+                self.parameters[slot].grad = view
             elif not alias:
                 targets.append(gradient)
                 sources.append(view)
-            elif not same_memory(gradient, view):
+            elif gradient is not view:
                 replaced.append(slot)
         if targets:
             torch._foreach_copy_(targets, sources)
         return replaced
 
 
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one parameter's size lie in the same place."""
-    return a is b or a.data_ptr() == b.data_ptr()
+class Run:
+    """Neighbors in a bucket, whose gradients are copied in together once all of them are there."""
+
+    def __init__(self, bucket: Bucket, slots: range):
+        self.bucket = bucket
+        self.indices = bucket.indices[slots.start : slots.stop]
+        self.parameters = bucket.parameters[slots.start : slots.stop]
+        self.views = bucket.views[slots.start : slots.stop]
+        self.missing: set[int] = set()
+        if not bucket.sparse:
+            begin = self.views[0].storage_offset() if self.views else 0
+            self.flat = bucket.buffer[begin : begin + sum(p.numel() for p in self.parameters)]
+
+    @torch.no_grad()
+    def copy_in(self, world_size: int | None, alias: bool) -> None:
+        """Copy the gradients into the buffer, divided by `world_size` unless it is None.
+
+        With `alias` the parameters' gradients become views of the buffer.
+        """
+        gradients = [parameter.grad for parameter in self.parameters]
+        factor = None if world_size is None else 1.0 / world_size
+        if all(map(is_, gradients, self.views)):
+            if world_size is not None:
+                self.flat.div_(world_size)
+            return
+        if any(map(is_, gradients, repeat(None))) or any(map(is_, gradients, self.views)):
+            for view, gradient in zip(self.views, gradients, strict=True):
+                if gradient is None:
+                    view.zero_()
+                elif world_size is None:
+                    view.copy_(gradient)
+                elif gradient is view:
+                    view.div_(world_size)
+                else:
+                    torch.mul(gradient, factor, out=view)
+        elif factor is not None and len(gradients) == 1:
+            torch.mul(gradients[0], factor, out=self.views[0])  # in one pass
+        else:
+            torch._foreach_copy_(self.views, gradients)  # has no public name
+            if factor is not None:
+                self.flat.mul_(factor)
+        if alias:
+            for parameter, view, gradient in zip(
+                self.parameters, self.views, gradients, strict=True
+            ):
+                if gradient is not None:
+                    parameter.grad = view
+
+
+def _runs_of(numels: Sequence[int]) -> list[range]:
+    """Slots in order: a large one alone, small ones together until they reach a run's size."""
+    runs, start, size = [], 0, 0
+    for slot, numel in enumerate(numels):
+        if numel >= LARGE and slot > start:
+            runs.append(range(start, slot))
+            start, size = slot, 0
+        size += numel
+        if numel >= LARGE or size >= RUN:
+            runs.append(range(start, slot + 1))
+            start, size = slot + 1, 0
+    if start < len(numels):
+        runs.append(range(start, len(numels)))
+    return runs

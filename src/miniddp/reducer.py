@@ -40,7 +40,6 @@ from miniddp import reducer_errors
 from miniddp.autograd_graph import (
     at_end_of_backward,
     gradient_accumulator,
-    hook_weakly,
     reachable_from,
 )
 from miniddp.buckets import (
@@ -53,7 +52,7 @@ from miniddp.buckets import (
     sizes_of,
 )
 from miniddp.drop_in import ReducerNames
-from miniddp.gradient_bucket import LARGE, Bucket, GradBucket
+from miniddp.gradient_bucket import Bucket, GradBucket, Run
 from miniddp.replicas import wait_for
 
 CommHook = Callable[[Any, GradBucket], Future]
@@ -101,6 +100,7 @@ class Reducer(ReducerNames):
         self.skip_unused = skip_unused
         self.static_graph = False
         self.looks_for_unused = find_unused_parameters
+        self.rpc_context: int | None = None
         self.learns_graph = False
         self.comm_hook: tuple[CommHook, Any] | None = None
         self.device = self.parameters[0].device
@@ -134,18 +134,17 @@ class Reducer(ReducerNames):
 
     def _build(self, plan: Plan) -> None:
         self.buckets: list[Bucket] = []  # frees the old buffers before the new ones are made
-        self.place: dict[int, tuple[Bucket, int, bool]] = {}
+        self.run_of: dict[int, Run] = {}
         for indices in plan:
             parameters = [self.parameters[index] for index in indices]
             bucket = Bucket(indices, parameters, self.sparse[indices[0]])
             self.buckets.append(bucket)
-            for slot, index in enumerate(indices):
-                at_once = bucket.sparse or self.parameters[index].numel() >= LARGE
-                self.place[index] = (bucket, slot, at_once)
-                gradient = self.parameters[index].grad
-                if self.gradient_as_bucket_view and gradient is not None and not bucket.sparse:
-                    bucket.views[slot].copy_(gradient)
-                    self.parameters[index].grad = bucket.views[slot]
+            for run in bucket.runs:
+                self.run_of |= dict.fromkeys(run.indices, run)
+            if self.gradient_as_bucket_view and not bucket.sparse:
+                for parameter, view in zip(parameters, bucket.views, strict=True):
+                    if parameter.grad is not None:
+                        parameter.grad = view.copy_(parameter.grad)
 
     def _hook_accumulators(self) -> None:
         self.accumulators = [gradient_accumulator(parameter) for parameter in self.parameters]
@@ -156,7 +155,12 @@ class Reducer(ReducerNames):
             if previous not in (None, self):
                 previous.armed = previous.takes_all = False
             node.metadata["miniddp.reducer"] = this
-        self.remove_hooks = hook_weakly(self.accumulators, self, Reducer.on_gradient)
+        handles = [
+            node.register_hook(_hook_for(this, index))
+            for index, node in enumerate(self.accumulators)
+        ]
+        self.remove_hooks = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+        self.remove_hooks.atexit = False
 
     def hook_again(self) -> None:
         """The parameters' data have changed their type, and so their accumulators."""
@@ -179,7 +183,6 @@ class Reducer(ReducerNames):
             self.unused, self.searched = unused, True
 
     def _rewind(self) -> None:
-        self.ready = bytearray(len(self.parameters))
         self.order: list[int] = []
         self.takes_all = False
         self.next_bucket = 0
@@ -198,18 +201,17 @@ class Reducer(ReducerNames):
     def on_gradient(self, index: int) -> None:
         """The gradient of parameter `index` is accumulated, or backward found it undefined."""
         with self.lock:
-            if self.rpc_context is not None:
-                self.borrow_gradient(index)
-            if self.takes_all or self._takes(index):
+            if self._takes(index):
                 self.order.append(index)
                 self._mark_ready(index)
 
     def _takes(self, index: int) -> bool:
         """Whether the gradient that has arrived is the one its bucket waits for."""
+        if self.rpc_context is not None:
+            self.borrow_gradient(index)
         # Also without synchronization: a parameter used once in a window counts as used.
-        tracks_use = self.looks_for_unused or self.learns_graph
-        if tracks_use and self.parameters[index].grad is not None:
-            self.used[index] = 1
+        if self.looks_for_unused or self.learns_graph:
+            self._note_used(index)
         if not self.armed:
             self.strayed |= not self.accumulates_locally
             return False
@@ -225,10 +227,14 @@ class Reducer(ReducerNames):
             return self.pending_firings[index] == 0
         return True
 
+    def _note_used(self, index: int) -> None:
+        if self.parameters[index].grad is not None:
+            self.used[index] = 1
+
     def _begin(self) -> None:
         """At the first gradient of a backward."""
         self.unfinished = True
-        self.takes_all = not (self.looks_for_unused or self.static_graph)
+        self.takes_all = not (self.static_graph or self.on_cuda or self.rpc_context is not None)
         self._find_divisor()
         for index in self.unused:
             self._mark_ready(index)
@@ -241,20 +247,27 @@ class Reducer(ReducerNames):
             self.divisor = int(_first_tensor(self.participants.get_future().value()).item())
 
     def _mark_ready(self, index: int) -> None:
-        if self.ready[index]:
+        run = self.run_of[index]
+        if index not in run.missing:
             raise self.error(reducer_errors.marked_twice(self, index))
-        self.ready[index] = 1
-        bucket, slot, at_once = self.place[index]
+        run.missing.remove(index)
+        bucket = run.bucket
         if self.on_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
-        if at_once:
-            if bucket.sparse:
-                self._take_sparse(bucket)
-            else:
-                bucket.copy_in_one(slot, self.divisor, self.gradient_as_bucket_view)
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            self._launch_full_buckets(bucket)
+        if run.missing:
+            return
+        bucket.wait_for_streams()
+        if bucket.sparse:
+            self._take_sparse(bucket)
+        else:
+            run.copy_in(self.divisor, self.gradient_as_bucket_view)
+        bucket.missing_runs -= 1
+        if bucket.missing_runs == 0:
+            self._launch_full_buckets()
+
+    def absent(self) -> list[int]:
+        """The parameters whose gradients have not arrived."""
+        return sorted(i for bucket in self.buckets for run in bucket.runs for i in run.missing)
 
     @torch.no_grad()
     def _take_sparse(self, bucket: Bucket) -> None:
@@ -283,14 +296,12 @@ class Reducer(ReducerNames):
     # 4. Launch ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _launch_full_buckets(self, filled: Bucket) -> None:
-        if filled.streams:
-            filled.wait_for_streams()
-        filled.copy_in(filled.late, self.divisor, self.gradient_as_bucket_view)
+    def _launch_full_buckets(self) -> None:
         while self.next_bucket < len(self.buckets):
             bucket = self.buckets[self.next_bucket]
-            if bucket.missing:
+            if bucket.missing_runs:
                 return
+            bucket.wait_for_streams()
             if self.next_bucket == 0:
                 self.times["comm_start"] = perf_counter_ns()
                 self.reduced_buckets = 0
@@ -319,6 +330,8 @@ class Reducer(ReducerNames):
         return work.get_future()
 
     def _reduce_used(self) -> None:
+        for index in self.order:
+            self._note_used(index)
         self.used_anywhere = torch.tensor(self.used, dtype=torch.int32, device=self.device)
         self.used_work = dist.all_reduce(
             self.used_anywhere, group=self.process_group, async_op=True
@@ -342,9 +355,13 @@ class Reducer(ReducerNames):
                 result = _first_tensor(bucket.future.wait())
                 bucket.future = None
                 # Zeros for an unused gradient would make an optimizer move its parameter.
-                wanted = range(len(bucket.indices))
+                wanted = None
                 if may_be_unused:
-                    wanted = [i for i in wanted if not self._unused_everywhere(bucket.indices[i])]
+                    wanted = [
+                        slot
+                        for slot, index in enumerate(bucket.indices)
+                        if not self._unused_everywhere(index)
+                    ]
                 alias = self.gradient_as_bucket_view
                 replaced = bucket.copy_out(result, wanted, alias, not self.optimizer_in_backward)
                 if replaced:
@@ -377,12 +394,11 @@ class Reducer(ReducerNames):
         with self.lock:
             if not self.armed:
                 return
-            absent = [index for index, ready in enumerate(self.ready) if not ready]
+            absent = self.absent()
             if not self.unfinished:
                 self._begin()
-            for index in absent:
-                if not self.ready[index]:
-                    self._mark_ready(index)
+            for index in self.absent():
+                self._mark_ready(index)
             absent_on_ranks = self.gather_absent(absent)
             self._finalize()
             if any(absent_on_ranks):
@@ -413,9 +429,9 @@ class Reducer(ReducerNames):
         self._adopt(arrival_plan(self._sizes(), order, self.caps))
         return True
 
-    def pack_by(self, ready: Sequence[float], link: LinkCost) -> None:
+    def pack_by(self, steps: Sequence[Sequence[float]], link: LinkCost) -> None:
         """Between two steps: pack the buckets anew, by `measured_plan`. Every rank has to call."""
-        self._adopt(measured_plan(self._sizes(), ready, link, self.caps))
+        self._adopt(measured_plan(self._sizes(), steps, link, self.caps))
 
     def _adopt(self, plan: Plan) -> None:
         self._build(self._agree_on(plan))
@@ -455,6 +471,30 @@ class Reducer(ReducerNames):
         """Raise RuntimeError if a backward has begun to reduce and some gradients never came."""
         if self.unfinished:
             raise self.error(reducer_errors.unfinished(self))
+
+
+def _hook_for(this: weakref.ref[Reducer], index: int) -> Callable[..., None]:
+    """What autograd calls for each parameter in each backward: `on_gradient`, and its short cut.
+
+    A backward of a large model calls hundreds of these, so the common case costs one Python frame:
+    all that arrives is taken, on one thread.
+    """
+
+    def hook(gradients: Any, nothing: Any) -> None:
+        reducer = this()  # the hook does not keep its reducer alive
+        if reducer is None:
+            return
+        if not reducer.takes_all:
+            reducer.on_gradient(index)
+            return
+        reducer.order.append(index)
+        missing = reducer.run_of[index].missing
+        if len(missing) > 1 and index in missing:
+            missing.remove(index)
+        else:
+            reducer._mark_ready(index)
+
+    return hook
 
 
 def _first_tensor(result: Any) -> Tensor:

@@ -14,7 +14,7 @@ _STATIC = "this is not compatible with static_graph set to True."
 
 def unfinished(reducer: "Reducer") -> str:
     """The backward before this forward left buckets waiting for gradients."""
-    absent = [index for index, ready in enumerate(reducer.ready) if not ready]
+    absent = reducer.absent()
     text = "Expected to have finished reduction in the prior iteration before starting a new one. "
     if reducer.static_graph:
         text += (

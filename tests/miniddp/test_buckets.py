@@ -173,12 +173,19 @@ def every_plan(ready: list[float]) -> list[Plan]:
     return plans
 
 
-@given(measured())
-def test_no_plan_ends_before_the_fastest_and_none_that_ends_with_it_has_fewer_buckets(case):
+@given(measured(), st.sampled_from([1, 4, 8, 16, float("inf")]))
+def test_no_plan_ends_before_the_fastest_and_none_that_ends_with_it_has_fewer_buckets(
+    case, longest
+):
     sizes, ready, link = case
-    plan = fastest_plan(sizes, ready, link)
-    assert plan in every_plan(ready)
-    ends = [(finish_time(other, sizes, ready, link), len(other)) for other in every_plan(ready)]
+    plan = fastest_plan(sizes, ready, link, longest)
+
+    def allowed(bucket: list[int]) -> bool:
+        return len(bucket) == 1 or sum(sizes[index].nbytes for index in bucket[:-1]) < longest
+
+    plans = [one for one in every_plan(ready) if all(map(allowed, one))]
+    assert plan in plans
+    ends = [(finish_time(other, sizes, ready, link), len(other)) for other in plans]
     assert (finish_time(plan, sizes, ready, link), len(plan)) == min(ends)
 
 
@@ -195,7 +202,7 @@ def test_plans_by_the_clock_keep_kinds_apart_and_launch_in_order(sizes, caps, se
     link = LinkCost(alpha, beta)
     for plan in (
         fastest_plan(sizes, ready, link),
-        measured_plan(sizes, ready, link, caps),
+        measured_plan(sizes, [ready], link, caps),
     ):
         assert sorted(index for bucket in plan for index in bucket) == list(range(len(sizes)))
         last = [max(ready[index] for index in bucket) for bucket in plan]
@@ -215,7 +222,7 @@ def test_the_measured_plan_is_that_of_the_caps_or_promises_a_shorter_step(
         ready[index] = float(moment)
     link = LinkCost(alpha, beta)
     usual = arrival_plan(sizes, order, caps)
-    plan = measured_plan(sizes, ready, link, caps)
+    plan = measured_plan(sizes, [ready], link, caps)
     if plan != usual:
         promised = finish_time(plan, sizes, ready, link)
         assert promised <= 0.98 * finish_time(usual, sizes, ready, link)
@@ -240,6 +247,34 @@ def test_on_a_slow_link_buckets_grow_as_fast_as_the_link_falls_behind():
     assert plan == [[11], [10, 9, 8], [7, 6, 5, 4, 3, 2, 1, 0]]
     limit = 0.01 + 12 * layer.nbytes * 8e-9
     assert finish_time(plan, [layer] * 12, ready, one_gbit) == pytest.approx(limit + 3e-4)
+
+
+def test_where_steps_differ_shorter_buckets_are_taken():
+    layer = ParameterSize(MIB, "float32")
+    link = LinkCost(0.5e-3, 8e-9)
+    calm = [0.003 * (16 - index) for index in range(16)]
+    late = [3 * moment for moment in calm]
+    alike = measured_plan([layer] * 16, [calm] * 3, link, bucket_caps())
+    differing = measured_plan([layer] * 16, [calm, calm, late], link, bucket_caps())
+    assert max(map(len, differing)) < max(map(len, alike))
+
+    def mean_end(plan: Plan) -> float:
+        return sum(finish_time(plan, [layer] * 16, step, link) for step in (calm, calm, late)) / 3
+
+    assert mean_end(differing) < mean_end(alike)
+
+
+def test_a_bias_travels_with_the_weight_that_follows_it():
+    sizes = [ParameterSize(4 * MIB, "float32"), ParameterSize(4096, "float32")] * 6
+    ready = [0.02 * (6 - index // 2) - 0.0001 * (index % 2) for index in range(12)]
+    plan = fastest_plan(sizes, ready, LinkCost(0.3e-3, 8e-9), 4 * MIB)
+    assert plan == [[index + 1, index] for index in (10, 8, 6, 4, 2, 0)]
+
+
+@pytest.mark.parametrize("steps", [[], [[0.0, 1.0]], [[0.0] * 3, [0.0] * 4]])
+def test_steps_without_a_time_for_each_parameter_are_refused(steps):
+    with pytest.raises(ValueError, match="one time for each of the 3 parameters"):
+        measured_plan([ParameterSize(4, "float32")] * 3, steps, LinkCost(1, 1), NO_CAP)
 
 
 def test_hundreds_of_parameters_are_planned_in_a_few_buckets():

@@ -72,7 +72,7 @@ def test_after_the_first_steps_all_ranks_take_the_plan_of_the_slowest_ranks_time
     # the bias's comes first.
     order = [index for layer in reversed(range(6)) for index in (2 * layer + 1, 2 * layer)]
     ready = [3e-5 * (1 + order.index(index)) for index in range(12)]
-    wanted = measured_plan(sizes, ready, ONE_GBIT, bucket_caps())
+    wanted = measured_plan(sizes, [ready] * STEPS, ONE_GBIT, bucket_caps())
     assert len(wanted) > 1
     assert len(first[0]) == 1
     assert first[SETTLED - 2] != wanted

@@ -75,10 +75,10 @@ def main() -> None:
 def first_failure(agents: list[subprocess.Popen[bytes]]) -> int:
     """The exit code of the first agent that fails, or 0; none is running any more."""
     failed, deadline = 0, math.inf
-    while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
-        time.sleep(0.05)
-        if not failed and (failed := next((a.returncode for a in agents if a.returncode), 0)):
+    while None in (codes := [agent.poll() for agent in agents]) and time.monotonic() < deadline:
+        if not failed and (failed := next(filter(None, codes), 0)):
             deadline = time.monotonic() + GRACE
+        time.sleep(0.05)
     for agent in agents:
         if agent.poll() is None:
             agent.terminate()  # and with it, its ranks

@@ -33,16 +33,19 @@ book: $(READY)
 	@$(BIN)/python -m labkit.chapters execute book $(EXECUTED)
 	@$(MAKE) --no-print-directory html
 
-# Renders what the last `make book` or `make test` executed. Warnings are errors.
+# Renders what the last `make book` or `make test` executed, and checks every link and picture of
+# every page. Warnings are errors. BOOK_REPOSITORY=https://github.com/… adds launch buttons.
 html: $(READY)
 	@test -d $(EXECUTED) || { echo "Nothing has been executed yet: make book does that first." >&2; exit 2; }
-	@$(BIN)/jupyter-book build $(EXECUTED) --config _config.yml --path-output . -W -n --keep-going -q
+	@$(BIN)/python -m labkit.site configure _config.yml _build/_config.yml
+	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q
+	@$(BIN)/python -m labkit.site check _build/html
 	@echo "The book: file://$(abspath _build/html/index.html)"
 
 test: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses=2
 
 update: $(READY)
 	@$(BIN)/python -m labkit.chapters update $(CHAPTER)

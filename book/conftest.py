@@ -17,6 +17,12 @@ BOOK = Path(__file__).parent
 EXECUTED = BOOK.parent / "_build" / "executed"
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Copy the pages once, in the process that hands the tests out to workers."""
+    if not hasattr(session.config, "workerinput"):
+        copy_pages(BOOK, EXECUTED)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """After a chapter's last cell, write the chapter with what it has just put out."""
@@ -26,5 +32,4 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.cell.outputs = outputs
     item.cell.execution_count = item.cell_num + 1
     if nextitem is None or nextitem.parent is not item.parent:
-        copy_pages(BOOK, EXECUTED)
         write(normalize(item.parent.nb), EXECUTED / item.path.relative_to(BOOK))

@@ -9,7 +9,8 @@ every further device, with other environment variables. Whatever stands at the t
 runs once a process, and random draws have to be seeded before they are made, not after.
 
 Prints, for each rank, the batches that it saw, the norm of encoder.weight's gradient after each
-backward, and all norms where they are complete: just before the optimizer step.
+backward, and all norms where they are complete: just before the optimizer step. With the thread's
+seed and its four samples the thread's norms stand beside them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from labkit.tables import table
+from labkit.tables import Cell, table
 from labkit.toy_captioner import (
+    PRINTED,
     SEED,
     ToyCaptioner,
     gradient_norms,
     seeded_data,
 )
+
+SAMPLES = 4  # the thread's
 
 
 class Seen(NamedTuple):
@@ -47,8 +51,9 @@ class Seen(NamedTuple):
 class LightningCaptioner(pl.LightningModule):
     """Notes the index of each batch, and the gradient norms where they are complete."""
 
-    def __init__(self) -> None:
+    def __init__(self, compare: bool) -> None:
         super().__init__()
+        self.compare = compare
         self.captioner = ToyCaptioner()
         self.batches: list[int] = []
         self.after_backward: list[float] = []
@@ -72,19 +77,29 @@ class LightningCaptioner(pl.LightningModule):
             report = [mine] * dist.get_world_size()
             dist.all_gather_object(report, mine)
         if self.global_rank == 0:
-            print_report(report)
+            print_report(report, self.compare)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def print_report(report: list[Seen]) -> None:
+def print_report(report: list[Seen], compare: bool) -> None:
+    """`compare`: the thread printed these norms, too."""
     for rank, seen in enumerate(report):
         batches = " ".join(map(str, seen.batches))
         norms = " ".join(f"{norm:.4f}" for norm in seen.after_backward)
         print(f"rank {rank}: batch_idx {batches}, encoder.weight after each backward {norms}")
-    rows = [[name, *(seen.norms[name] for seen in report)] for name in report[0].norms]
-    print(table(["parameter", *(f"rank {rank}" for rank in range(len(report)))], rows), flush=True)
+    rows: list[list[Cell]] = []
+    for name in report[0].norms:
+        norms = [seen.norms[name] for seen in report]
+        if compare:
+            equal = all(f"{norm:.4f}" == f"{PRINTED[name]:.4f}" for norm in norms)
+            rows.append([name, PRINTED[name], *norms, equal])
+        else:
+            rows.append([name, *norms])
+    ranks = [f"rank {rank}" for rank in range(len(report))]
+    headers = ["parameter", "the thread", *ranks, "equal"] if compare else ["parameter", *ranks]
+    print(table(headers, rows), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -105,7 +120,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
-    data = seeded_data(arguments.seed, arguments.devices * arguments.accumulate)
+    samples = arguments.devices * arguments.accumulate
+    data = seeded_data(arguments.seed, samples)
+    compare = arguments.seed == SEED and samples == SAMPLES
     pl.seed_everything(arguments.seed, workers=True, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -118,7 +135,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(LightningCaptioner(), DataLoader(data, batch_size=1))
+    trainer.fit(LightningCaptioner(compare), DataLoader(data, batch_size=1))
 
 
 if __name__ == "__main__":

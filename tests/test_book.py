@@ -27,7 +27,8 @@ def pages() -> list[Path]:
 def text_of(page: Path) -> str:
     if page.suffix == ".md":
         return page.read_text()
-    return "\n".join(cell.source for cell in nbformat.read(page, as_version=4).cells)
+    cells = nbformat.read(page, as_version=4).cells
+    return "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
 
 
 def code_cells(chapter: Path) -> list[nbformat.NotebookNode]:

@@ -106,10 +106,16 @@ def test_lightning_holds_the_threads_numbers_on_every_device():
         )
         for name, printed in PRINTED.items():
             line = next(line for line in output.splitlines() if line.startswith(name))
-            assert line.split()[1:] == [f"{printed:.4f}"] * devices
+            assert line.split()[1:] == [f"{printed:.4f}"] * (devices + 1) + ["yes"]
         batches = " ".join(map(str, range(accumulate)))
         for rank in range(devices):
             assert f"rank {rank}: batch_idx {batches}, " in output
+
+
+def test_with_another_seed_lightnings_norms_are_compared_with_none():
+    output = run_script("labs/02_lightning.py", "--devices", "1", "--seed", "7")
+    assert "equal" not in output
+    assert "the thread" not in output
 
 
 @pytest.mark.parametrize(

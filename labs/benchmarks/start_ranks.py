@@ -1,16 +1,16 @@
-"""How long it takes to start and stop fresh ranks: run_ranks beside torch.multiprocessing.spawn.
+"""How long it takes to start fresh ranks: run_ranks, torch.multiprocessing.spawn and torchrun.
 
     python labs/benchmarks/start_ranks.py [--ranks 4] [--repeat 20]
 
-Each call starts new processes, joins them in a gloo group, makes one all-reduce and ends them. The
-two are timed in turn, so that a machine that slows down slows both. Prints medians, and the spread.
+Each call starts new processes, joins them in a gloo group, makes one all-reduce and ends them. They
+are timed in turn, so that a machine that slows down slows all. Prints medians, and the spread.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,8 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from labkit.benchmark import parser, write
+from labkit.guard import run_guarded
 from labkit.ranks import run_ranks
 from labkit.tables import table
+from labkit.torchrun import joined
 
 
 def all_reduce_once(rank: int) -> float:
@@ -43,6 +46,15 @@ def spawn(ranks: int) -> None:
         mp.spawn(spawned, args=(ranks, os.path.join(folder, "meet")), nprocs=ranks)
 
 
+def torchrun(ranks: int) -> None:
+    """This script once more, on each rank; see `main`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", __file__]
+    done = run_guarded(command, 120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise RuntimeError(f"torchrun ended with exit code {done.returncode}:\n{done.stderr}")
+
+
 def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
@@ -50,27 +62,35 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=20, help="calls of run_ranks (default 20)")
-    arguments = parser.parse_args()
+    if "LOCAL_RANK" in os.environ:
+        with joined() as place:
+            all_reduce_once(place.rank)
+        return
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=4)
+    arguments.add_argument("--repeat", type=int, default=20, help="calls of run_ranks (default 20)")
+    given = arguments.parse_args()
+    ranks, repeat = (2, 1) if given.quick else (given.ranks, given.repeat)
 
-    first = seconds(lambda: run_ranks(all_reduce_once, arguments.ranks))
-    ours: list[float] = []
-    theirs: list[float] = []
-    for turn in range(arguments.repeat):
-        ours.append(seconds(lambda: run_ranks(all_reduce_once, arguments.ranks)))
-        if turn % 5 == 0:  # it takes seconds
-            theirs.append(seconds(lambda: spawn(arguments.ranks)))
+    first = seconds(lambda: run_ranks(all_reduce_once, ranks))
+    taken: dict[str, list[float]] = {
+        "run_ranks": [],
+        "torch.multiprocessing.spawn": [],
+        "torchrun": [],
+    }
+    for turn in range(repeat):
+        taken["run_ranks"].append(seconds(lambda: run_ranks(all_reduce_once, ranks)))
+        if turn % 5 == 0:  # they take seconds
+            taken["torch.multiprocessing.spawn"].append(seconds(lambda: spawn(ranks)))
+            taken["torchrun"].append(seconds(lambda: torchrun(ranks)))
 
     rows = [
         [name, len(times), statistics.median(times), min(times), max(times)]
-        for name, times in (("run_ranks", ours), ("torch.multiprocessing.spawn", theirs))
+        for name, times in taken.items()
     ]
-    print(f"{arguments.ranks} fresh ranks, seconds a call (the first call took {first:.2f})")
+    print(f"{ranks} fresh ranks, seconds a call (the first call took {first:.2f})")
     print(table(["", "calls", "median", "least", "most"], rows, digits=3))
+    write(given.json, {"ranks": ranks, "first": first, "seconds": taken})
 
 
 if __name__ == "__main__":

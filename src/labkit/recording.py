@@ -124,6 +124,19 @@ class RankRecording:
         """The length of `exposed()`."""
         return sum(end - begin for begin, end in self.exposed())
 
+    def shifted(self, by: float) -> RankRecording:
+        """The same recording, `by` seconds later."""
+        return replace(
+            self,
+            begin=self.begin + by,
+            end=self.end + by,
+            forwards=tuple((begin + by, end + by) for begin, end in self.forwards),
+            gradients=tuple(g._replace(ready=g.ready + by) for g in self.gradients),
+            collectives=tuple(
+                c._replace(launched=c.launched + by, done=c.done + by) for c in self.collectives
+            ),
+        )
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -158,20 +171,7 @@ def merge(ranks: Iterable[RankRecording]) -> Recording:
             "`recorder.recorded` from every rank, and merge all of them."
         )
     origin = min(one.begin for one in in_order)
-    return Recording(tuple(_shifted(one, -origin) for one in in_order))
-
-
-def _shifted(one: RankRecording, by: float) -> RankRecording:
-    return replace(
-        one,
-        begin=one.begin + by,
-        end=one.end + by,
-        forwards=tuple((begin + by, end + by) for begin, end in one.forwards),
-        gradients=tuple(g._replace(ready=g.ready + by) for g in one.gradients),
-        collectives=tuple(
-            c._replace(launched=c.launched + by, done=c.done + by) for c in one.collectives
-        ),
-    )
+    return Recording(tuple(one.shifted(-origin) for one in in_order))
 
 
 class Recorder(WrappedGroup):

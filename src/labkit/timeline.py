@@ -4,6 +4,7 @@
 gradient that became ready. Below, its collectives, a color and a number for each bucket, from their
 launch (a thin line above, while they wait behind the one before) to their end. What is still under
 way when backward has ended is *exposed*: the step is longer by it. It is underlined and summed.
+`draw_together` shows one rank of several recordings so, one below another.
 
 `save_trace` writes the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open.
 
@@ -13,7 +14,7 @@ Both show times, which differ at every run: never compare their text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -44,22 +45,39 @@ def draw(recording: Recording, title: str | None = None) -> Figure:
     it is legible on a dark page too.
     """
     ranks = recording.ranks
+    lanes = [f"rank {one.rank} {lane}" for one in ranks for lane in ("computes", "sends")]
+    return _draw_rows(ranks, lanes, title or _sentence(recording))
+
+
+def draw_together(
+    recordings: Mapping[str, Recording], rank: int = 0, title: str | None = None
+) -> Figure:
+    """Draw one rank's step of several recordings below each other, on one axis of time.
+
+    Args:
+        recordings: by name, from top to bottom; each begins at 0.
+        rank: which rank of each. One that begins before the others waits for them in its first
+            collective: let all begin together, with a barrier before `with recorder:`.
+    """
+    steps = [recording.ranks[rank] for recording in recordings.values()]
+    lanes = [lane for name in recordings for lane in (name, "sends")]
+    return _draw_rows([one.shifted(-one.begin) for one in steps], lanes, title)
+
+
+def _draw_rows(steps: Sequence[RankRecording], lanes: Sequence[str], title: str | None) -> Figure:
     figure, axes = plt.subplots(
-        figsize=(7.6, 1.1 + 0.95 * len(ranks)), layout="constrained", facecolor="white"
+        figsize=(7.6, 1.1 + 0.95 * len(steps)), layout="constrained", facecolor="white"
     )
-    width = max(one.end for one in ranks) * _MS
-    for row, one in enumerate(ranks):
+    width = max(one.end for one in steps) * _MS
+    for row, one in enumerate(steps):
         _draw_compute(axes, one, 2.2 * row)
         _draw_collectives(axes, one, 2.2 * row + 0.8, width)
         _draw_exposed(axes, one, 2.2 * row + 0.8)
-    axes.set_yticks(
-        [2.2 * row + lane for row in range(len(ranks)) for lane in (0, 0.8)],
-        [f"rank {one.rank} {lane}" for one in ranks for lane in ("computes", "sends")],
-    )
-    axes.set(xlabel="ms", xlim=(0, width * 1.02), ylim=(2.2 * len(ranks) - 0.75, -0.5))
+    axes.set_yticks([2.2 * row + lane for row in range(len(steps)) for lane in (0, 0.8)], lanes)
+    axes.set(xlabel="ms", xlim=(0, width * 1.02), ylim=(2.2 * len(steps) - 0.75, -0.5))
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(title or _sentence(recording), loc="left", fontsize=11)
+    axes.set_title(title or "", loc="left", fontsize=11)
     figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
 
@@ -127,6 +145,8 @@ def _color(collective: Collective) -> str:
 
 
 def _size(nbytes: int) -> str:
+    if nbytes < 2**10:
+        return f"{nbytes} B"
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 / 10 else f"{nbytes / 2**10:.1f} KiB"
 
 

@@ -12,6 +12,7 @@ In reading order, one idea a file:
 `comm_hooks`                what may take the place of the all-reduce
 `data_parallel`             `MiniDataParallel`: one process, many devices, gradients that sum
 `losses`                    which loss each rank has to back-propagate
+`differentiable`            collectives that autograd knows, for losses over all ranks' items
 `sync_batch_norm`           batch normalization over the batch of all ranks
 ==========================  ==================================================================
 

@@ -42,6 +42,7 @@ from miniddp.autograd_graph import (
     find_tensors,
 )
 from miniddp.drop_in import WrapperNames, synced_buffers_at
+from miniddp.first_steps import FirstSteps
 from miniddp.join import MiniDDPJoinHook
 from miniddp.reducer import CommHook, Reducer
 from miniddp.replicas import broadcast_tensors, verify_same_model, wait_for
@@ -53,7 +54,7 @@ from miniddp.replicas import broadcast_tensors, verify_same_model, wait_for
 class MiniDDP(WrapperNames, nn.Module, Joinable):
     """Averages the gradients of `module` over the ranks of a process group, during backward.
 
-    Takes every keyword of torch's DistributedDataParallel and one more:
+    Takes every keyword of torch's DistributedDataParallel and two more:
 
     Args:
         module: the same on every rank; its trainable parameters are reduced.
@@ -81,8 +82,12 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         strict: report a missing gradient at the end of the backward it is missing in, on every
             rank, and a backward past the wrapper by an error, not a warning. Costs an all-gather
             of a byte a parameter in each backward.
+        bucket_plan: "caps", or "measured": the first steps and the link are timed, and the buckets
+            then packed so that communication ends early; see `miniddp.first_steps`. On the CPU,
+            without comm hooks, `join` and parameters that may be unused.
 
     Raises (on every rank, also if the cause is on one alone, unless `init_sync` is False):
+        ValueError: an unknown `bucket_plan`, or "measured" with what it does not go with.
         RuntimeError: the ranks' models or settings differ, or nothing is trainable.
         NotImplementedError: `delay_all_reduce_named_params` holds every trainable parameter, or
             `device_mesh` meets parameters that are DTensors.
@@ -113,6 +118,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         strict: bool = False,
+        bucket_plan: str = "caps",
     ):
         super().__init__()
         Joinable.__init__(self)
@@ -139,6 +145,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             self._set_devices(device_ids, output_device)
             self._passing_sync_batchnorm_handle(module)
             self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+            self._set_bucket_plan(bucket_plan)
             state = self._state(sync_buffers_now)
             settings = self._common_settings(static_graph, sync_buffers_now)
         except Exception as error:  # of this rank; the others are told, lest they wait for it
@@ -163,6 +170,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             "static_graph": static_graph,
             "strict": self.strict,
             "bucket caps in bytes": self._caps,
+            "bucket_plan": self.bucket_plan,
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "forward_sync_buffers (or broadcast_buffers)": self.forward_sync_buffers,
             "buffers broadcast at construction": sync_buffers_now,
@@ -195,6 +203,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             or (self.find_unused_parameters and not self.static_graph),
             skip_unused=self.skip_all_reduce_unused_params,
         )
+        self._first_steps = FirstSteps(self.reducer) if self.bucket_plan == "measured" else None
         self._made_reducer()
 
     # 2. Forward -----------------------------------------------------------------------------------
@@ -217,6 +226,8 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             self._report_strays()
             if self.reducer.rebuild():
                 self._has_rebuilt_buckets = True
+            if self._first_steps is not None and self._first_steps.before_forward():
+                self._first_steps = None
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -328,6 +339,9 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
                 the same; False: by the number of ranks that still have inputs.
             enable: False makes this a context without effect.
             throw_on_early_termination: raise on all ranks as soon as one runs out of inputs.
+
+        Raises:
+            ValueError: with `bucket_plan="measured"`: joined ranks take no times.
         """
         return Join(
             [self],
@@ -338,6 +352,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this wrapper does on a rank that has joined; called by `Join`."""
+        self._refuse_measured_plan("join()")
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         self._joins_uneven_inputs = True
         return MiniDDPJoinHook(self)
@@ -374,7 +389,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_precision"):
+        for name in ("process_group", "reducer", "logger", "_precision", "_first_steps"):
             state.pop(name, None)
         return state
 

@@ -323,6 +323,23 @@ class WrapperNames:
         self.bucket_bytes_cap_list = list(self._caps) if cap_mb_list else []
         self.bucket_bytes_cap_default = cap_mb is None and not cap_mb_list
 
+    def _set_bucket_plan(self, bucket_plan: str) -> None:
+        if bucket_plan not in ("caps", "measured"):
+            raise ValueError(f'bucket_plan is {bucket_plan!r}: take "caps" or "measured"')
+        self.bucket_plan = bucket_plan
+        if self.find_unused_parameters:
+            self._refuse_measured_plan("find_unused_parameters, which never repacks")
+        if self.mixed_precision is not None:
+            self._refuse_measured_plan("mixed_precision")
+        if self.device.type != "cpu":
+            self._refuse_measured_plan(f"a module on {self.device}: its clock is the CPU's")
+
+    def _refuse_measured_plan(self, what: str) -> None:
+        if self.bucket_plan == "measured":
+            raise ValueError(
+                f'bucket_plan="measured" does not go with {what}. Leave one of the two out.'
+            )
+
     @property
     def broadcast_buffers(self) -> bool:
         return self.forward_sync_buffers
@@ -550,6 +567,7 @@ class WrapperNames:
             raise self.reducer.error(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
+        self._refuse_measured_plan("a communication hook, whose time it does not take")
         self.reducer.comm_hook = (hook, state)
         self._comm_hooks.append((hook, state))
         self.logger.figures["comm_hook"] = name

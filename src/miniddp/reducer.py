@@ -13,7 +13,7 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
    rank, and collectives match by order alone.
 5. *Finalize.* Once per backward, at its very end: wait for each all-reduce, copy the averages back.
 6. *Rebuild.* Before the second forward the buckets are packed anew, in the order in which gradients
-   arrived on rank 0.
+   arrived on rank 0; and once more by the clock, if that is asked for (`miniddp.first_steps`).
 
 Cost for each backward: one all-reduce a bucket, 2 (W-1)/W times the gradients' bytes sent by each
 rank on a ring; one more of 4 bytes a parameter if unused parameters are looked for. Memory: one
@@ -42,7 +42,15 @@ from miniddp.autograd_graph import (
     gradient_accumulator,
     reachable_from,
 )
-from miniddp.buckets import NO_CAP, Plan, arrival_plan, initial_plan, sizes_of
+from miniddp.buckets import (
+    NO_CAP,
+    LinkCost,
+    Plan,
+    arrival_plan,
+    initial_plan,
+    measured_plan,
+    sizes_of,
+)
 from miniddp.drop_in import ReducerNames
 from miniddp.gradient_bucket import Bucket, GradBucket, Run
 from miniddp.replicas import wait_for
@@ -440,10 +448,17 @@ class Reducer(ReducerNames):
             return False
         arrived = set(self.order)
         order = self.order + [index for index in self.unused if index not in arrived]
-        self._build(self._agree_on(arrival_plan(self._sizes(), order, self.caps)))
+        self._adopt(arrival_plan(self._sizes(), order, self.caps))
+        return True
+
+    def pack_by(self, steps: Sequence[Sequence[float]], link: LinkCost) -> None:
+        """Between two steps: pack the buckets anew, by `measured_plan`. Every rank has to call."""
+        self._adopt(measured_plan(self._sizes(), steps, link, self.caps))
+
+    def _adopt(self, plan: Plan) -> None:
+        self._build(self._agree_on(plan))
         self.rebuilt = True
         self._rewind()
-        return True
 
     def _agree_on(self, plan: Plan) -> Plan:
         """Rank 0's plan, on every rank."""

@@ -42,6 +42,7 @@ REPAIRS = {
             "                bucket = []\n        if bucket:\n            self.average(bucket)\n",
         )
     ],
+    "last_forward_unsynced": [("        yield\n", "        yield\n        self.finish()\n")],
     "last_micro_batch_only": [
         (
             "parameter.register_hook(self.average)",
@@ -81,8 +82,21 @@ REPAIRS = {
             "        for parameter in used_somewhere(self.module):\n            if True:\n",
         ),
     ],
+    "own_loss_scale": [
+        (
+            "        average_gradients(self.module)\n",
+            "        dist.all_reduce(largest, op=dist.ReduceOp.MAX)\n"
+            "        average_gradients(self.module)\n",
+        )
+    ],
     "parameter_averaging_hook": [
         ("_hook(self.average)", "_hook(lambda parameter: self.average(parameter.grad))")
+    ],
+    "plain_all_reduce_in_loss": [
+        (
+            "(own + (total - own).detach())",
+            "(dist.get_world_size() * own + (total - dist.get_world_size() * own).detach())",
+        )
     ],
     "stale_ready_count": [
         (
@@ -117,6 +131,13 @@ REPAIRS = {
         ("total += arriving", "parts[(rank - step - 1) % world_size] = arriving"),
         ("return total", "return sum(parts[r] for r in range(world_size))"),
     ],
+    "wrapper_not_kept": [
+        (
+            "        broadcast_from_rank_0(module)\n",
+            "        self.model = DistributedDataParallel(module, find_unused_parameters=True)\n",
+        ),
+        ("DistributedDataParallel(self.module, init_sync=False)", "self.model"),
+    ],
     "zeros_for_none": [
         ("import broadcast_from_rank_0", "import broadcast_from_rank_0, used_somewhere"),
         (
@@ -135,7 +156,13 @@ STILL_LAUNCHED_WHEN_READY = {
     "parameter_averaging_hook": {"missing_counts_as_zeros", "collectives_match"},
 }
 
-OVERLAPPED = {"bypassed_wrapper", "launch_when_locally_ready", "waiting_hook"}
+OVERLAPPED = {
+    "bypassed_wrapper",
+    "last_forward_unsynced",
+    "launch_when_locally_ready",
+    "waiting_hook",
+    "wrapper_not_kept",
+}
 
 
 def repaired(name: str) -> type:

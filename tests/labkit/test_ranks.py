@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -580,19 +581,19 @@ def test_of_a_progress_bar_the_last_state_is_shown_and_noise_of_the_libraries_is
     assert err == "[rank 0] kept\n"
 
 
-def test_a_temporary_folder_with_a_space_and_an_umlaut_will_do(tmp_path):
-    folder = tmp_path / "a ümlaut"
-    folder.mkdir()
+def test_a_temporary_folder_with_a_space_and_an_umlaut_will_do():
     script = (
         "from labkit.ranks import run_ranks; print(run_ranks(lambda rank: rank, 2, timeout=20))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    # Not pytest's own temporary folder: the path of a Unix socket has to be short.
+    with tempfile.TemporaryDirectory(prefix="a ümlaut ") as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     assert done.stdout == "[0, 1]\n", done.stderr
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.ranks import run_ranks
 from labkit.recording import Collective, Gradient, RankRecording, Recorder, Recording, merge
 from labkit.slow_link import SlowLink
-from labkit.timeline import draw, save_trace
+from labkit.timeline import draw, draw_together, save_trace
 
 matplotlib.use("agg")
 MIB = 2**20
@@ -73,6 +73,19 @@ def test_a_bar_begins_where_the_one_before_ends_and_exposed_ones_where_backward_
     colors = [color for _, _, color in bars[: len(bars) // 2]]
     assert len(set(colors)) == len(colors), "each kind and each bucket has a color of its own"
     assert figure.get_facecolor() == (1, 1, 1, 1), "legible on a dark page"
+
+
+def test_one_rank_of_several_recordings_is_drawn_from_zero_on_one_axis(recording):
+    figure = draw_together({"as is": recording, "once more": recording}, rank=1, title="two")
+    (axes,) = figure.axes
+    lanes = [label.get_text() for label in axes.get_yticklabels()]
+    assert lanes == ["as is", "sends", "once more", "sends"]
+    assert axes.get_title(loc="left") == "two"
+    assert [text.get_text() for text in axes.texts].count("exposed 34.0 ms") == 2
+    # Rank 1 began 1 ms after rank 0, and its forward 1 ms after that.
+    forwards = [bar.get_x() for bar in axes.patches if bar.get_width() == pytest.approx(8)]
+    assert forwards == [pytest.approx(1), pytest.approx(1)]
+    plt.close(figure)
 
 
 def check_events(events: list[dict]) -> None:

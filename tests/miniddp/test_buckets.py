@@ -12,10 +12,15 @@ from miniddp.buckets import (
     FIRST_CAP_BYTES,
     MIB,
     NO_CAP,
+    LinkCost,
     ParameterSize,
+    Plan,
     arrival_plan,
     bucket_caps,
+    fastest_plan,
+    finish_time,
     initial_plan,
+    measured_plan,
     sizes_of,
 )
 
@@ -139,3 +144,147 @@ def test_layers_of_a_megabyte_and_a_half_close_the_small_first_bucket_and_share_
     layer = ParameterSize(3 * MIB // 2, "float32")
     assert arrival_plan([layer] * 3, [2, 1, 0], bucket_caps(1)) == [[2], [1], [0]]
     assert arrival_plan([layer] * 3, [2, 1, 0], bucket_caps()) == [[2], [1, 0]]
+
+
+# Times and sizes are small multiples of powers of two, so that sums of them are exact, and "fewest
+# buckets" is not a matter of rounding.
+EIGHTHS = st.integers(0, 40).map(lambda n: n / 8)
+
+
+@st.composite
+def measured(draw) -> tuple[list[ParameterSize], list[float], LinkCost]:
+    """Sizes of one kind, ready times, and a link."""
+    nbytes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=8))
+    ready = draw(st.lists(EIGHTHS, min_size=len(nbytes), max_size=len(nbytes)))
+    latency, per_byte = draw(EIGHTHS), draw(EIGHTHS)
+    cpu = draw(st.sampled_from([0, latency / 4, latency]))
+    cpu_per_byte = draw(st.sampled_from([0, per_byte / 2, per_byte]))
+    sizes = [ParameterSize(n, "float32") for n in nbytes]
+    return sizes, ready, LinkCost(latency, per_byte, cpu, cpu_per_byte)
+
+
+def every_plan(ready: list[float]) -> list[Plan]:
+    """All runs of the order of arrival."""
+    first, *others = sorted(range(len(ready)), key=ready.__getitem__)
+    plans = [[[first]]]
+    for index in others:
+        joined = [[*plan[:-1], [*plan[-1], index]] for plan in plans]
+        plans = joined + [[*plan, [index]] for plan in plans]
+    return plans
+
+
+@given(measured(), st.sampled_from([1, 4, 8, 16, float("inf")]))
+def test_no_plan_ends_before_the_fastest_and_none_that_ends_with_it_has_fewer_buckets(
+    case, longest
+):
+    sizes, ready, link = case
+    plan = fastest_plan(sizes, ready, link, longest)
+
+    def allowed(bucket: list[int]) -> bool:
+        return len(bucket) == 1 or sum(sizes[index].nbytes for index in bucket[:-1]) < longest
+
+    plans = [one for one in every_plan(ready) if all(map(allowed, one))]
+    assert plan in plans
+    ends = [(finish_time(other, sizes, ready, link), len(other)) for other in plans]
+    assert (finish_time(plan, sizes, ready, link), len(plan)) == min(ends)
+
+
+@given(measured())
+def test_where_all_reduces_take_the_whole_processor_one_bucket_is_best(case):
+    sizes, ready, link = case
+    busy = LinkCost(link.latency + 1, link.per_byte, link.latency + 1, link.per_byte)
+    assert len(fastest_plan(sizes, ready, busy)) == 1
+
+
+@given(SIZES, CAPS, st.integers(), st.floats(0, 1), st.floats(0, 0.01))
+def test_plans_by_the_clock_keep_kinds_apart_and_launch_in_order(sizes, caps, seed, alpha, beta):
+    ready = [float(moment) for moment in shuffled(sizes, seed)]
+    link = LinkCost(alpha, beta)
+    for plan in (
+        fastest_plan(sizes, ready, link),
+        measured_plan(sizes, [ready], link, caps),
+    ):
+        assert sorted(index for bucket in plan for index in bucket) == list(range(len(sizes)))
+        last = [max(ready[index] for index in bucket) for bucket in plan]
+        assert last == sorted(last)
+        for bucket in plan:
+            assert len({sizes[index].kind for index in bucket}) == 1
+            assert len(bucket) == 1 or not any(sizes[index].sparse for index in bucket)
+
+
+@given(SIZES, CAPS, st.integers(), st.floats(0, 1), st.floats(0, 0.01))
+def test_the_measured_plan_is_that_of_the_caps_or_promises_a_shorter_step(
+    sizes, caps, seed, alpha, beta
+):
+    order = shuffled(sizes, seed)
+    ready = [0.0] * len(order)
+    for moment, index in enumerate(order):
+        ready[index] = float(moment)
+    link = LinkCost(alpha, beta)
+    usual = arrival_plan(sizes, order, caps)
+    plan = measured_plan(sizes, [ready], link, caps)
+    if plan != usual:
+        promised = finish_time(plan, sizes, ready, link)
+        assert promised <= 0.98 * finish_time(usual, sizes, ready, link)
+
+
+def test_a_finish_time_worked_by_hand():
+    sizes = [ParameterSize(10, "float32")] * 3
+    ready = [4.0, 2.0, 1.0]
+    # Sent 1 to 2.5, then 2.5 to 4, then 4 to 5.5; all at once, 4 to 7.5.
+    link = LinkCost(0.5, 0.1)
+    assert finish_time([[2], [1], [0]], sizes, ready, link) == pytest.approx(5.5)
+    assert finish_time([[2, 1, 0]], sizes, ready, link) == pytest.approx(7.5)
+    # Each bucket takes 0.25 s from backward: the last gradient comes at 4.5.
+    assert finish_time([[2], [1], [0]], sizes, ready, LinkCost(0.5, 0.1, 0.25)) == pytest.approx(6)
+
+
+def test_on_a_slow_link_buckets_grow_as_fast_as_the_link_falls_behind():
+    layer = ParameterSize(4 * MIB, "float32")
+    ready = [0.01 * (12 - index) for index in range(12)]
+    one_gbit = LinkCost(1e-4, 8e-9)  # 34 ms a layer
+    plan = fastest_plan([layer] * 12, ready, one_gbit)
+    assert plan == [[11], [10, 9, 8], [7, 6, 5, 4, 3, 2, 1, 0]]
+    limit = 0.01 + 12 * layer.nbytes * 8e-9
+    assert finish_time(plan, [layer] * 12, ready, one_gbit) == pytest.approx(limit + 3e-4)
+
+
+def test_where_steps_differ_shorter_buckets_are_taken():
+    layer = ParameterSize(MIB, "float32")
+    link = LinkCost(0.5e-3, 8e-9)
+    calm = [0.003 * (16 - index) for index in range(16)]
+    late = [3 * moment for moment in calm]
+    alike = measured_plan([layer] * 16, [calm] * 3, link, bucket_caps())
+    differing = measured_plan([layer] * 16, [calm, calm, late], link, bucket_caps())
+    assert max(map(len, differing)) < max(map(len, alike))
+
+    def mean_end(plan: Plan) -> float:
+        return sum(finish_time(plan, [layer] * 16, step, link) for step in (calm, calm, late)) / 3
+
+    assert mean_end(differing) < mean_end(alike)
+
+
+def test_a_bias_travels_with_the_weight_that_follows_it():
+    sizes = [ParameterSize(4 * MIB, "float32"), ParameterSize(4096, "float32")] * 6
+    ready = [0.02 * (6 - index // 2) - 0.0001 * (index % 2) for index in range(12)]
+    plan = fastest_plan(sizes, ready, LinkCost(0.3e-3, 8e-9), 4 * MIB)
+    assert plan == [[index + 1, index] for index in (10, 8, 6, 4, 2, 0)]
+
+
+@pytest.mark.parametrize("steps", [[], [[0.0, 1.0]], [[0.0] * 3, [0.0] * 4]])
+def test_steps_without_a_time_for_each_parameter_are_refused(steps):
+    with pytest.raises(ValueError, match="one time for each of the 3 parameters"):
+        measured_plan([ParameterSize(4, "float32")] * 3, steps, LinkCost(1, 1), NO_CAP)
+
+
+def test_hundreds_of_parameters_are_planned_in_a_few_buckets():
+    sizes = [ParameterSize(256 if index % 2 else 16384, "float32") for index in range(600)]
+    ready = [0.02 + 7e-5 * (600 - index) for index in range(600)]
+    plan = fastest_plan(sizes, ready, LinkCost(3e-4, 8e-9, 1e-4, 1e-9))
+    assert len(plan) < 20
+    assert len(plan[-1]) < len(plan[0])  # what is exposed in the end is short
+
+
+def test_times_that_are_not_one_a_parameter_are_refused():
+    with pytest.raises(ValueError, match="2 ready times for 3 parameters"):
+        fastest_plan([ParameterSize(4, "float32")] * 3, [0.0, 1.0], LinkCost(1, 1))

@@ -1,0 +1,70 @@
+"""How long it takes to wrap a module: MiniDDP beside torch's DDP.
+
+    python labs/benchmarks/construction.py [--ranks 2] [--rounds 20]
+
+Wrapping verifies that all ranks hold the same model, broadcasts rank 0's and makes the buckets.
+Each turn wraps a new module; building it is not timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.benchmark import Model, models, paired_ratio, parser, take_turns, write
+from labkit.ranks import run_ranks
+from labkit.tables import table
+from miniddp.ddp import MiniDDP
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "torch DDP": DistributedDataParallel,
+    "MiniDDP": MiniDDP,
+}
+
+
+def wrap_in_turns(model: Model, rounds: int) -> dict[str, list[float]]:
+    """The seconds of each wrapping, on each rank."""
+    new: list[nn.Module] = []
+    wrapped: list[nn.Module] = []
+
+    def renew() -> None:
+        wrapped.clear()
+        new[:] = [model.module()]
+
+    programs = {
+        name: lambda wrap=wrap: wrapped.append(wrap(new[0])) for name, wrap in WRAPPERS.items()
+    }
+    renew()
+    take_turns(programs, 1, renew)
+    return take_turns(programs, rounds, renew)
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--rounds", type=int, default=20, help="turns of each (default 20)")
+    given = arguments.parse_args()
+    rounds = 2 if given.quick else given.rounds
+
+    cells = {}
+    for name, model in models(given.quick).items():
+        ranks = run_ranks(wrap_in_turns, given.ranks, model, rounds, timeout=600, device="cpu")
+        cells[name] = ranks[0]
+    rows = [
+        [
+            name,
+            *(1e3 * statistics.median(seconds[wrapper]) for wrapper in WRAPPERS),
+            paired_ratio(seconds["MiniDDP"], seconds["torch DDP"]),
+        ]
+        for name, seconds in cells.items()
+    ]
+    print(f"to wrap a module on {given.ranks} ranks, medians in ms")
+    print(table(["", *WRAPPERS, "ratio"], rows, digits=2))
+    write(given.json, {"ranks": given.ranks, "cells": cells})
+
+
+if __name__ == "__main__":
+    main()

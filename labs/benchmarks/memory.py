@@ -1,0 +1,113 @@
+"""What averaging costs in memory: gradients and buckets in steady state, and the rebuild's peak.
+
+    python labs/benchmarks/memory.py [--model "wide MLP"]
+
+Counted after a backward: the distinct storages of all gradients and all buckets, in bytes, divided
+by those of the parameters. 2.00 is a gradient and its copy in a bucket; 1.00 a gradient that is a
+view of its bucket. The buckets are seen through a communication hook, in torch's DDP as in MiniDDP.
+
+Beside it, on Linux, what the process grew by: the peak of its resident memory within the step that
+rebuilds the buckets and within a later one, beyond what it was before the wrapper, again divided
+by the parameters' bytes. Activations are part of these, and few: the batch is one sample.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.benchmark import Model, models, parser, write
+from labkit.ranks import run_ranks
+from labkit.tables import table
+from miniddp.ddp import MiniDDP
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "torch DDP": DistributedDataParallel,
+    "torch DDP, views": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
+    "MiniDDP": MiniDDP,
+    "MiniDDP, views": lambda m: MiniDDP(m, gradient_as_bucket_view=True),
+}
+STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def storages(tensors: list[Tensor]) -> dict[int, int]:
+    """The bytes of each distinct storage."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def resident(what: str) -> int:
+    """VmRSS, or VmHWM, its peak since `forget_peak`, in bytes."""
+    return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", STATUS.read_text())[1])
+
+
+def forget_peak() -> None:
+    REFS.write_text("5")
+
+
+def count(model: Model, name: str, observed: bool) -> dict[str, float]:
+    """On each rank. `observed`: by the hook that sees the buckets; if not, weigh the process."""
+    module = model.module()
+    inputs = torch.randn(1, *model.shape[1:])
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
+    weigh = not observed and REFS.exists()
+    before = resident("VmRSS") if weigh else 0
+    wrapped = WRAPPERS[name](module)
+    buffers: list[Tensor] = []
+
+    def hook(state, bucket):  # torch wants no annotations here, or its own
+        buffers.append(bucket.buffer())
+        done = Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    if observed:
+        wrapped.register_comm_hook(None, hook)
+    peaks = []
+    for _ in range(4):
+        buffers.clear()
+        module.zero_grad()
+        if weigh:
+            forget_peak()
+        wrapped(inputs).square().mean().backward()
+        if weigh:
+            peaks.append((resident("VmHWM") - before) / parameters)
+    if observed:
+        held = storages([*buffers, *(parameter.grad for parameter in module.parameters())])
+        return {"steady": sum(held.values()) / parameters}
+    return {"rebuild": peaks[1], "later": peaks[3]} if weigh else {}
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", nargs="+", choices=list(models()), default=list(models()))
+    given = arguments.parse_args()
+
+    cells: dict[str, dict[str, float]] = {}
+    for name in given.model:
+        model = models(given.quick)[name]
+        for wrapper in WRAPPERS:
+            cell = cells[f"{name}, {wrapper}"] = {}
+            for observed in (True, False):
+                ranks = run_ranks(count, 2, model, wrapper, observed, device="cpu")
+                for figure in ranks[0]:
+                    cell[figure] = max(rank[figure] for rank in ranks)
+    columns = ("steady", "rebuild", "later")
+    print("bytes ÷ parameter bytes; the peaks are those of the process")
+    print(
+        table(
+            ["", "gradients + buckets", "peak of the rebuild", "peak of a later step"],
+            [[name, *(cell.get(c, "") for c in columns)] for name, cell in cells.items()],
+            digits=2,
+        )
+    )
+    write(given.json, {"cells": cells})
+
+
+if __name__ == "__main__":
+    main()

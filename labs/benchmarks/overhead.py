@@ -1,0 +1,75 @@
+"""What a hook costs: the time that a wrapper adds to a step, divided by its parameters.
+
+    python labs/benchmarks/overhead.py [--rounds 200]
+
+One rank, so that nothing has to be waited for, and 600 tensors of a few hundred bytes, so that
+copying them is cheap: what is left is the bookkeeping of each gradient, and of a step. The module
+alone and the wrappers take turns; shown are medians of the paired differences.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.benchmark import Model, paired_ratio, parser, take_turns, write
+from labkit.ranks import run_ranks
+from labkit.tables import table
+from miniddp.ddp import MiniDDP
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "the module alone": lambda module: module,
+    "torch DDP": DistributedDataParallel,
+    "torch DDP, views": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
+    "MiniDDP": MiniDDP,
+    "MiniDDP, views": lambda m: MiniDDP(m, gradient_as_bucket_view=True),
+}
+
+
+def steps(layers: int, rounds: int) -> dict[str, list[float]]:
+    """The seconds of each wrapper's steps."""
+    model = Model(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), (2, 8))
+    inputs = model.inputs(0)
+    wrapped = {name: wrap(model.module()) for name, wrap in WRAPPERS.items()}
+
+    def clear() -> None:
+        for module in wrapped.values():
+            module.zero_grad()
+
+    programs = {
+        name: lambda module=module: module(inputs).sum().backward()
+        for name, module in wrapped.items()
+    }
+    take_turns(programs, 3, clear)  # buckets are rebuilt, memory is touched
+    return take_turns(programs, rounds, clear)
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=200, help="turns of each (default 200)")
+    given = arguments.parse_args()
+    layers, rounds = (5, 3) if given.quick else (300, given.rounds)
+
+    seconds = run_ranks(steps, 1, layers, rounds, timeout=600, device="cpu")[0]
+    alone = seconds["the module alone"]
+    rows = [
+        [
+            name,
+            1e3 * statistics.median(taken),
+            1e6
+            * statistics.median(a - b for a, b in zip(taken, alone, strict=True))
+            / (2 * layers),
+            paired_ratio(taken, seconds["torch DDP"]),
+        ]
+        for name, taken in seconds.items()
+    ]
+    print(f"{2 * layers} tensors, one rank")
+    print(table(["", "step, ms", "added, µs a tensor", "÷ torch DDP"], rows, digits=2))
+    write(given.json, {"parameters": 2 * layers, "seconds": seconds})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The benchmarks' figures, from the JSON that they wrote: tables, one figure, and what was reached.
+
+    python labs/benchmarks/report.py [FOLDER] [--figure FILE]
+
+FOLDER (default: labs/benchmarks/results) holds step_time.json, memory.json and the others, as their
+`--json` wrote them; what is missing is left out.
+
+Of each contender's steps two figures are shown. The median over the rounds of its time ÷ torch
+DDP's in the same round is what to trust on a machine that is left alone. Where other programs
+come and go, the *calm* ratio says more: both take the fastest quarter of their rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from labkit.benchmark import paired_ratio
+from labkit.figures import RANKS, TRUTH, WRONG
+from labkit.tables import table
+
+RESULTS = Path(__file__).parent / "results"
+TORCH, OURS, PLANNED, FLAT = "torch DDP", "MiniDDP", "MiniDDP, planned", "Flat"
+SHOWN = (FLAT, "PerParameter", "OverlappedPerParameter", "Bucketed", "BucketedOverlapped", OURS)
+SHOWN += ("MiniDDP, views", PLANNED, TORCH, "torch DDP, views", "torch DDP, our plan")
+
+Cells = dict[str, dict[str, Any]]
+Seconds = dict[str, list[float]]
+
+
+def calm(seconds: Sequence[float]) -> float:
+    """The median of the fastest quarter."""
+    return statistics.median(sorted(seconds)[: max(1, len(seconds) // 4)])
+
+
+def limit(seconds: Seconds) -> float:
+    """max(compute, t₁ + C), of calm times."""
+    return max(calm(seconds["compute"]), calm(seconds["t1"]) + calm(seconds["C"]))
+
+
+def best_swept(seconds: Seconds) -> str:
+    """torch's DDP with the cap that was fastest in this cell."""
+    return min((name for name in seconds if name.endswith(" MiB")), key=lambda n: calm(seconds[n]))
+
+
+def ratios(cells: Cells, quiet: bool) -> str:
+    """A row a contender, a column a cell: its step ÷ torch DDP's."""
+
+    def ratio(seconds: Seconds, name: str) -> float:
+        if quiet:
+            return calm(seconds[name]) / calm(seconds[TORCH])
+        return paired_ratio(seconds[name], seconds[TORCH])
+
+    rows: list[list[Any]] = []
+    for name in SHOWN:
+        rows.append([name, *(ratio(cell["seconds"], name) for cell in cells.values())])
+    swept = {name: best_swept(cell["seconds"]) for name, cell in cells.items()}
+    best = [ratio(cells[name]["seconds"], one) for name, one in swept.items()]
+    rows.append(["torch DDP, best cap", *best])
+    rows.append(
+        ["the limit", *(limit(c["seconds"]) / calm(c["seconds"][TORCH]) for c in cells.values())]
+    )
+    rows.append(
+        ["torch DDP, ms", *(f"{1e3 * calm(c['seconds'][TORCH]):.0f}" for c in cells.values())]
+    )
+    rows.append(["best cap", *(one.removeprefix(f"{TORCH}, ") for one in swept.values())])
+    return table(["", *(_short(name) for name in cells)], rows, digits=2)
+
+
+def _short(cell: str) -> str:
+    model, ranks, link = cell.split(", ")
+    return f"{model.split()[0]} {ranks.split()[0]} {link}"
+
+
+def reached(cells: Cells, memory: Cells) -> str:
+    """The goals of the race, and what was measured, in calm ratios."""
+
+    def over(name: str, base: str, where: str = "") -> dict[str, float]:
+        return {
+            cell: calm(of["seconds"][name]) / calm(of["seconds"][base])
+            for cell, of in cells.items()
+            if where in cell
+        }
+
+    parity = over(OURS, TORCH)
+    slow, loop = over(PLANNED, TORCH, "1gbit"), over(PLANNED, TORCH, "loopback")
+    to_limit = {
+        cell: calm(of["seconds"][PLANNED]) / limit(of["seconds"])
+        for cell, of in cells.items()
+        if "1gbit" in cell
+    }
+    lesson = {k: v for k, v in over(FLAT, PLANNED, "1gbit").items() if "small" not in k}
+    small = over(OURS, TORCH, "600 small tensors")
+    hooks = {k: v for k, v in small.items() if "loopback" in k}
+    views = {k: v["steady"] for k, v in memory.items() if k.endswith("MiniDDP, views")}
+    goals = [
+        ("MiniDDP ÷ torch DDP, worst cell", parity, "≤", 1.03),
+        ("planned ÷ torch DDP, 1 Gbit/s, worst", slow, "≤", 0.88),
+        ("planned ÷ torch DDP, loopback, worst", loop, "≤", 1.00),
+        ("planned ÷ limit, 1 Gbit/s, worst", to_limit, "≤", 1.10),
+        ("flat ÷ planned, 1 Gbit/s, wide and transformer, least", lesson, "≥", 1.30),
+        ("600 small tensors, loopback: MiniDDP ÷ torch DDP, worst", hooks, "≤", 1.00),
+        ("gradients + buckets with views ÷ parameters", views, "≤", 1.02),
+    ]
+    rows = [_worst(*goal) for goal in goals if goal[1]]
+    if parity:
+        median = statistics.median(parity.values())
+        rows.insert(0, _goal("MiniDDP ÷ torch DDP, median of all cells", median, "≤", 1.00))
+    return table(["figure", "to reach", "measured", "reached", "in"], rows)
+
+
+def _worst(name: str, found: dict[str, float], sign: str, goal: float) -> list[Any]:
+    cell = (max if sign == "≤" else min)(found, key=found.__getitem__)
+    return [*_goal(name, found[cell], sign, goal)[:-1], cell]
+
+
+def _goal(name: str, value: float, sign: str, goal: float) -> list[Any]:
+    met = round(value, 2) <= goal if sign == "≤" else round(value, 2) >= goal
+    return [name, f"{sign} {goal:.2f}", f"{value:.2f}", met, ""]
+
+
+def draw(cells: Cells, path: Path) -> None:
+    """A row of dots a cell: each contender's step ÷ the limit."""
+    contenders = {
+        FLAT: (WRONG, "s"),
+        TORCH: (TRUTH, "o"),
+        "torch DDP, best cap": (TRUTH, "x"),
+        OURS: (RANKS[0], "o"),
+        PLANNED: (RANKS[2], "D"),
+    }
+    figure, axes = plt.subplots(figsize=(7.6, 1.2 + 0.36 * len(cells)), layout="constrained")
+    for name, (color, marker) in contenders.items():
+        found = [
+            calm(s[best_swept(s) if name.endswith("best cap") else name]) / limit(s)
+            for s in (cell["seconds"] for cell in cells.values())
+        ]
+        rows = range(len(cells))
+        axes.plot(found, rows, marker, color=color, label=name, markersize=6, alpha=0.85)
+    axes.axvline(1, color=TRUTH, linewidth=0.8, linestyle="--")
+    axes.set_yticks(range(len(cells)), list(cells))
+    axes.invert_yaxis()
+    axes.set_xlabel("step ÷ max(compute, t₁ + C)")
+    axes.set_title("No plan gets left of the dashed line", loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the race there")
+    given = parser.parse_args()
+
+    def read(name: str) -> dict[str, Any]:
+        path = given.folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    race, memory = read("step_time"), read("memory").get("cells", {})
+    cells: Cells = race.get("cells", {})
+    if not cells and not memory:
+        parser.error(f"{given.folder} holds no step_time.json and no memory.json; run these first")
+    if cells:
+        rounds = {len(cell["seconds"][TORCH]) for cell in cells.values()}
+        print(f"{race['machine']}, {min(rounds)} to {max(rounds)} rounds a cell\n")
+        print(f"step ÷ torch DDP's, median of the paired ratios\n{ratios(cells, False)}\n")
+        print(f"step ÷ torch DDP's, calm\n{ratios(cells, True)}\n")
+        if given.figure:
+            draw(cells, given.figure)
+    print(reached(cells, memory))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""How long a step takes: every rung of the ladder, MiniDDP and torch's DDP, side by side.
+
+    python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
+
+A step is forward and backward until every gradient is averaged. All contenders are in the same
+processes and take turns (`labkit.benchmark`), with one thread a rank. The link of 1 Gbit/s is
+`labkit.slow_link`: what the machine does, and then waiting. Beside the contenders stand the figures
+of the limit that no plan beats, max(compute, t₁ + C):
+
+- compute: the step of the module alone;
+- t₁: when its first gradient is ready;
+- C: one all-reduce of all bytes on that link.
+
+torch's DDP takes part with its defaults, with views, with each of some bucket caps, and with the
+plan that MiniDDP found, through `bucket_cap_mb_list`. With --json FILE the raw seconds are put into
+FILE, cell by cell, beside those of cells that it has already; `report.py` shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.benchmark import Model, models, paired_ratio, parser, take_turns, write
+from labkit.ranks import run_ranks
+from labkit.slow_link import SlowLink
+from labkit.tables import table
+from miniddp.buckets import MIB
+from miniddp.ddp import MiniDDP
+from miniddp.ladder import RUNGS
+
+LINKS = {"loopback": None, "1gbit": 1.0}
+CAPS = (1, 2, 4, 8, 16)
+REFERENCE = "torch DDP"
+PLANNED_AFTER = 8  # steps until MiniDDP has its measured plan
+Step = Callable[[], object]
+
+
+def race(
+    rank: int,
+    world_size: int,
+    model: Model,
+    gbit_per_s: float | None,
+    rounds: int,
+    patience: float,
+) -> dict[str, Any]:
+    """On each rank: all contenders on one model and one link; returns the cell's raw figures."""
+    link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
+    inputs = model.inputs(rank)
+    modules: list[nn.Module] = []
+
+    def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> tuple[Any, Step]:
+        module = model.module()
+        averager = wrap(module)
+        modules.append(module)
+
+        def step() -> None:
+            averager(inputs).square().mean().backward()
+            if hasattr(averager, "finish"):
+                averager.finish()
+
+        for _ in range(warm_up):
+            step()
+            clear()
+        return averager, step
+
+    def clear() -> None:
+        for module in modules:
+            module.zero_grad()
+
+    def torchs(**options: Any) -> Step:
+        return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
+
+    def ours(warm_up: int = 2, **options: Any) -> tuple[MiniDDP, Step]:
+        return contender(lambda m: MiniDDP(m, process_group=link, **options), warm_up)
+
+    steps: dict[str, Step] = {}
+    for rung in RUNGS:
+        steps[rung.__name__] = contender(lambda module, rung=rung: rung(module, link))[1]
+    steps["MiniDDP"] = ours()[1]
+    steps["MiniDDP, views"] = ours(gradient_as_bucket_view=True)[1]
+    planned, steps["MiniDDP, planned"] = ours(PLANNED_AFTER, bucket_plan="measured")
+    plan = [
+        sum(parameter.nbytes for parameter in bucket.parameters)
+        for bucket in planned.reducer.buckets
+    ]
+    steps[REFERENCE] = torchs()
+    steps["torch DDP, views"] = torchs(gradient_as_bucket_view=True)
+    for cap in CAPS:
+        steps[f"torch DDP, {cap} MiB"] = torchs(bucket_cap_mb=cap)
+    steps["torch DDP, our plan"] = torchs(bucket_cap_mb_list=[size / MIB for size in plan])
+
+    alone = model.module()
+    modules.append(alone)
+    arrivals: list[float] = []
+    for parameter in alone.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: arrivals.append(time.perf_counter()))
+    first: list[float] = []
+
+    def compute() -> None:
+        arrivals.clear()
+        begin = time.perf_counter()
+        alone(inputs).square().mean().backward()
+        first.append(arrivals[0] - begin)
+
+    everything = torch.zeros(sum(plan) // 4)
+    steps["compute"] = compute
+    steps["C"] = lambda: dist.all_reduce(everything, group=link)
+    compute()
+    clear()
+    seconds = take_turns(steps, rounds, clear, patience)
+    slowest = torch.tensor(first[-rounds:], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    seconds["t1"] = [round(one, 6) for one in slowest.tolist()]
+    return {"parameters": len(list(alone.parameters())), "plan": plan, "seconds": seconds}
+
+
+def limit(seconds: dict[str, list[float]]) -> float:
+    """max(compute, t₁ + C), of medians."""
+    compute, first, whole = (statistics.median(seconds[name]) for name in ("compute", "t1", "C"))
+    return max(compute, first + whole)
+
+
+def show(name: str, cell: dict[str, Any]) -> str:
+    """The cell as a table: milliseconds, and medians of paired ratios to torch's DDP."""
+    seconds = cell["seconds"]
+    least = limit(seconds)
+    rows = [
+        [
+            contender,
+            1e3 * statistics.median(taken),
+            paired_ratio(taken, seconds[REFERENCE]),
+            statistics.median(taken) / least,
+        ]
+        for contender, taken in seconds.items()
+    ]
+    buckets = " + ".join(f"{size / MIB:.2f}" for size in cell["plan"])
+    return (
+        f"{name}: {cell['parameters']} tensors, {sum(cell['plan']) / 1e6:.0f} MB; "
+        f"the limit is {1e3 * least:.0f} ms; planned: {buckets} MiB\n"
+        + table(["", "median ms", f"÷ {REFERENCE}", "÷ limit"], rows, digits=2)
+    )
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", nargs="+", choices=list(models()), default=list(models()))
+    arguments.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    arguments.add_argument("--link", nargs="+", choices=list(LINKS), default=list(LINKS))
+    arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
+    arguments.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="a cell's time for repeating turns that other programs disturbed (default 0)",
+    )
+    given = arguments.parse_args()
+    rounds = 2 if given.quick else given.rounds
+
+    cells = {}
+    if given.json is not None and given.json.exists():
+        cells = json.loads(given.json.read_text())["cells"]
+    for name in given.model:
+        for ranks in given.ranks:
+            for link in given.link:
+                cell = f"{name}, {ranks} ranks, {link}"
+                model = models(given.quick)[name]
+                cells[cell] = run_ranks(
+                    race,
+                    ranks,
+                    model,
+                    LINKS[link],
+                    rounds,
+                    given.patience,
+                    timeout=3600,
+                    device="cpu",
+                )[0]
+                print(show(cell, cells[cell]), end="\n\n", flush=True)
+                write(given.json, {"cells": cells})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What the scripts of labs/benchmarks share: models, the clock of paired steps, the JSON.
+
+Two programs are compared within one run, in the same processes, turn by turn: a machine that slows
+down for a while then slows both, and the median over the turns of the *ratio* of the two hardly
+notices. Times of separate runs can differ by more than what is to be shown. A turn that another
+program disturbed can be taken again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Model(NamedTuple):
+    """A module, and the shape of what one rank feeds it in a step."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+
+    def inputs(self, rank: int) -> Tensor:
+        """Other data on each rank."""
+        return torch.randn(self.shape, generator=torch.Generator().manual_seed(rank))
+
+    def module(self) -> nn.Module:
+        """Built with one seed, so that all copies are equal."""
+        torch.manual_seed(0)
+        return self.build()
+
+
+def _linears(count: int, width: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def _transformer(layers: int, width: int) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def models(quick: bool = False) -> dict[str, Model]:
+    """The three models of all benchmarks; with `quick` small ones that only show that it runs."""
+    if quick:
+        return {
+            "wide MLP": Model(lambda: _linears(3, 64), (4, 64)),
+            "600 small tensors": Model(lambda: _linears(10, 8), (4, 8)),
+            "transformer": Model(lambda: _transformer(1, 16), (2, 4, 16)),
+        }
+    return {
+        "wide MLP": Model(lambda: _linears(12, 1024), (256, 1024)),
+        "600 small tensors": Model(lambda: _linears(300, 64), (512, 64)),
+        "transformer": Model(lambda: _transformer(8, 256), (3, 128, 256)),
+    }
+
+
+def take_turns(
+    programs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    after: Callable[[], object],
+    patience: float = 0.0,
+) -> dict[str, list[float]]:
+    """Time each of `programs` once a round, in an order that is drawn anew for each round.
+
+    Every rank has to call it with the same names. All start together; what counts is the rank that
+    ends last, so all ranks return the same seconds, in order of rounds. `after` is called after
+    each, and not timed.
+
+    A turn in which other programs took more than a twentieth of the processors (and 20 ms, since
+    the system counts in hundredths of a second) is taken again, as long as such turns have cost
+    less than `patience` seconds. Only Linux tells; elsewhere every turn counts.
+    """
+    names = list(programs)
+    shuffle = random.Random(0).shuffle
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        shuffle(names)
+        for name in names:
+            while True:
+                dist.barrier()
+                busy, own, begin = _busy(), time.process_time(), time.perf_counter()
+                programs[name]()
+                taken = time.perf_counter() - begin
+                spent = torch.tensor([taken, time.process_time() - own], dtype=torch.float64)
+                slowest, together = spent.clone(), spent
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                dist.all_reduce(together)
+                after()
+                allowed = 0.05 * (os.cpu_count() or 1) * slowest[0] + 0.02
+                disturbed = torch.tensor([_busy() - busy - together[1] > allowed])
+                dist.broadcast(disturbed, 0)
+                if not disturbed or patience <= 0:
+                    break
+                patience -= slowest[0].item()
+            seconds[name].append(round(slowest[0].item(), 6))
+    return seconds
+
+
+def _busy() -> float:
+    """The seconds that all processors of this machine have worked, where the system tells."""
+    try:
+        first = Path("/proc/stat").read_text().split("\n", 1)[0]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, *interrupts = map(int, first.split()[1:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median over the rounds of ours ÷ theirs."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def machine() -> dict[str, Any]:
+    """What of this machine a reader of the figures needs to know."""
+    return {"cores": os.cpu_count(), "threads a rank": 1, "torch": torch.__version__}
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks take."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="tiny sizes and few repeats: shows only that it runs"
+    )
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there, too")
+    return made
+
+
+def write(path: Path | None, figures: Mapping[str, Any]) -> None:
+    """Write `figures` and the machine's to `path` as JSON; nothing if it is None.
+
+    A list of numbers takes one line, so that the file can be read.
+    """
+    if path is not None:
+        text = json.dumps({"machine": machine(), **figures}, indent=1)
+        text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")

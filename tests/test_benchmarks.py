@@ -1,0 +1,138 @@
+"""Every benchmark runs, in miniature, and its JSON has every cell. No time is judged here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from labkit.scripts import ScriptError, project_root, run_script
+
+BENCHMARKS = "labs/benchmarks"
+MODELS = ("wide MLP", "600 small tensors", "transformer")
+CONTENDERS = {
+    "PerParameter",
+    "Flat",
+    "OverlappedPerParameter",
+    "Bucketed",
+    "BucketedOverlapped",
+    "MiniDDP",
+    "MiniDDP, views",
+    "MiniDDP, planned",
+    "torch DDP",
+    "torch DDP, views",
+    "torch DDP, our plan",
+    "compute",
+    "C",
+    "t1",
+}
+
+
+def figures_of(name: str, folder: Path, *arguments: object) -> tuple[dict[str, Any], str]:
+    """The JSON and the output of a benchmark in miniature."""
+    path = folder / f"{name}.json"
+    printed = run_script(f"{BENCHMARKS}/{name}.py", "--quick", "--json", path, *arguments)
+    figures = json.loads(path.read_text())
+    assert set(figures["machine"]) == {"cores", "threads a rank", "torch"}
+    assert all(math.isfinite(number) for number in numbers(figures))
+    return figures, printed
+
+
+def numbers(tree: Any) -> Iterator[float]:
+    if isinstance(tree, dict | list):
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from numbers(branch)
+    elif isinstance(tree, int | float):
+        yield tree
+
+
+@pytest.mark.parametrize(
+    "script", sorted(p.name for p in (project_root() / BENCHMARKS).glob("*.py"))
+)
+def test_help_explains_the_benchmark_and_how_to_start_it(script):
+    said = run_script(f"{BENCHMARKS}/{script}", "--help")
+    assert f"python {BENCHMARKS}/{script}" in said
+
+
+CELLS = {f"{m}, {w} ranks, {k}" for m in MODELS for w in (2, 4) for k in ("loopback", "1gbit")}
+
+
+def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(tmp_path):
+    figures, printed = figures_of("step_time", tmp_path)
+    assert set(figures["cells"]) == CELLS
+    for name, cell in figures["cells"].items():
+        assert set(cell["seconds"]) >= CONTENDERS
+        caps = set(cell["seconds"]) - CONTENDERS
+        assert len(caps) >= 3
+        assert all(one.startswith("torch DDP, ") and one.endswith(" MiB") for one in caps)
+        assert all(len(taken) == 2 and min(taken) > 0 for taken in cell["seconds"].values())
+        assert sum(cell["plan"]) > 0
+        assert name in printed
+    drawn = tmp_path / "race.png"
+    report = run_script(f"{BENCHMARKS}/report.py", tmp_path, "--figure", drawn)
+    assert "600 4 1gbit" in report
+    assert "planned ÷ limit, 1 Gbit/s, worst" in report
+    assert drawn.stat().st_size > 10_000
+
+
+def test_the_stored_race_has_every_cell():
+    stored = project_root() / BENCHMARKS / "results" / "step_time.json"
+    cells = json.loads(stored.read_text())["cells"]
+    assert set(cells) == CELLS
+    for cell in cells.values():
+        assert set(cell["seconds"]) >= CONTENDERS
+        assert len({len(taken) for taken in cell["seconds"].values()}) == 1
+
+
+def test_a_report_on_nothing_says_what_to_run_first(tmp_path):
+    with pytest.raises(ScriptError, match="run these first"):
+        run_script(f"{BENCHMARKS}/report.py", tmp_path)
+
+
+def test_a_later_run_adds_its_cells_to_those_that_are_there(tmp_path):
+    one = ("--model", "wide MLP", "--ranks", 2, "--link")
+    figures_of("step_time", tmp_path, *one, "loopback")
+    figures, _ = figures_of("step_time", tmp_path, *one, "1gbit")
+    assert set(figures["cells"]) == {"wide MLP, 2 ranks, loopback", "wide MLP, 2 ranks, 1gbit"}
+
+
+def test_memory_counts_gradients_and_buckets_of_both_wrappers(tmp_path):
+    figures, _ = figures_of("memory", tmp_path)
+    wrappers = {"torch DDP": 2, "torch DDP, views": 1, "MiniDDP": 2, "MiniDDP, views": 1}
+    assert set(figures["cells"]) == {f"{m}, {w}" for m in MODELS for w in wrappers}
+    for name, cell in figures["cells"].items():
+        # Counted, not timed: a gradient and its copy, or a view.
+        assert cell["steady"] == pytest.approx(wrappers[name.split(", ", 1)[1]], abs=0.02)
+
+
+def test_overhead_and_construction_time_both_wrappers(tmp_path):
+    overhead, _ = figures_of("overhead", tmp_path)
+    assert set(overhead["seconds"]) >= {"the module alone", "torch DDP", "MiniDDP"}
+    construction, _ = figures_of("construction", tmp_path)
+    assert set(construction["cells"]) == set(MODELS)
+    for seconds in construction["cells"].values():
+        assert set(seconds) == {"torch DDP", "MiniDDP"}
+
+
+def test_ranks_are_started_in_three_ways(tmp_path):
+    figures, _ = figures_of("start_ranks", tmp_path)
+    assert set(figures["seconds"]) == {"run_ranks", "torch.multiprocessing.spawn", "torchrun"}
+    assert all(figures["seconds"].values())
+
+
+def test_simulated_steps_stand_beside_measured_ones_and_beyond_is_marked_as_simulated(tmp_path):
+    figures, printed = figures_of("simulated_steps", tmp_path)
+    assert set(figures["collectives"]) == {"gloo", "naive", "ring", "recursive doubling"}
+    assert set(figures["cells"]) == {
+        f"{m}, 2 ranks, {k}" for m in MODELS for k in ("loopback", "1gbit")
+    }
+    for cell in figures["cells"].values():
+        for step in cell["steps"]:
+            error = 100 * (step["simulated"] / step["measured"] - 1)
+            assert step["error"] == pytest.approx(error)
+    assert max(row["ranks"] for row in figures["simulated"]) >= 1000
+    assert "SIMULATED" in printed

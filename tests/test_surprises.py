@@ -1,0 +1,164 @@
+"""Every surprise that the book promises has a cell that was executed, with its two figures."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labkit.chapters import chapters_of
+from labkit.scripts import project_root
+
+BOOK = project_root() / "book"
+
+# Item → what its table has to show: verdicts, or the two figures where there is no verdict.
+STEP = {
+    "clip-before-sync": {"direction bug", "right"},
+    "clip-under-accumulation": {"direction bug", "right"},
+    "gradscaler-inf-on-one-rank": {"not finite", "right"},
+    "gradscaler-different-scales": {"direction bug", "right"},
+    "no-sync-placement": {"direction bug", "right"},
+    "wrapper-not-kept": {"direction bug", "right"},
+    "expected-to-have-finished-reduction": {"Expected to have finished reduction", "right.weight"},
+    "schedulers-step-w-times": {"direction bug", "right"},
+    "floating-point-order": {"right", "no"},
+    "half-precision-range": {"not finite", "zero", "direction bug", "right"},
+    "parameters-averaged": {"direction bug", "right"},
+    "hooks-see-local-gradients": {"direction bug", "right"},
+    "reentrant-checkpoint-twice": {"direction bug", "right"},
+    "static-graph-with-no-sync": {"INTERNAL ASSERT FAILED", "right"},
+}
+DATA = {
+    "batchnorm": {"direction bug"},
+    "sync-batchnorm": {"right"},
+    "sampler-padding-in-evaluation": {"direction bug", "right", "accuracy"},
+    "set-epoch": {"without set_epoch", "with set_epoch"},
+    "same-seed-same-dropout": {"one seed", "seed + rank"},
+    "uneven-inputs": {"scale bug", "direction bug", "right"},
+    "last-rank-logging": {"right", "whoever wrote last"},
+}
+LOSS = {
+    "gather-gradient": {"scale bug", "right"},
+    "clip-times-w": {"direction bug", "scale bug", "right"},
+    "clip-temperature": {"direction bug", "scale bug", "right"},
+    "local-loss": {"direction bug", "right", "best factor"},
+    "all-reduce-in-the-loss": {"scale bug", "direction bug", "right"},
+    "non-linear-loss": {"direction bug", "scale bug", "right"},
+    "times-w-in-detection": {"direction bug", "scale bug", "right"},
+    "sqrt-or-linear": {"SGD, times W", "Adam, times √W"},
+    "bypassing-module": {"direction bug", "right"},
+    "gloo-avg": {"right", "AVG"},
+}
+CHAPTERS = {
+    "07_surprises_in_the_step.ipynb": STEP,
+    "08_surprises_in_the_data.ipynb": DATA,
+    "09_surprises_in_the_loss.ipynb": LOSS,
+}
+# Executed cells without a gradient of their own.
+MUSEUM = {
+    "museum-catalog": set(),
+    "museum-loss-curves": {"one process"},
+    "museum-matrix": {"ratio", "cosine"},
+    "museum-error": {"likely cause"},
+    "museum-own-test": {"no invariant is violated"},
+    "museum-judges-tests": {"loss_falls"},
+}
+
+
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(BOOK / name, as_version=4)
+
+
+def cells_of(notebook: nbformat.NotebookNode) -> dict[str, tuple[int, nbformat.NotebookNode]]:
+    """Item → the cell that carries it, and its place."""
+    found = {}
+    for place, cell in enumerate(notebook.cells):
+        for item in cell.metadata.get("miniddp_item", []):
+            assert item not in found, f"two cells are tagged {item}"
+            found[item] = place, cell
+    return found
+
+
+def text_of(cell: nbformat.NotebookNode) -> str:
+    return "".join(
+        output.get("text", "") + output.get("data", {}).get("text/plain", "")
+        for output in cell.outputs
+    )
+
+
+def check(notebook: nbformat.NotebookNode, item: str, shows: set[str], figures: bool) -> None:
+    """`item` has a cell that was run to its end and prints what it is to show."""
+    cells = cells_of(notebook)
+    assert item in cells, f"no cell of this chapter is about {item}"
+    place, cell = cells[item]
+    assert cell.cell_type == "code"
+    assert cell.execution_count is not None, f"the cell about {item} was never run"
+    assert cell.outputs, f"the cell about {item} has no output"
+    assert all(output.output_type != "error" for output in cell.outputs), item
+    printed = text_of(cell)
+    wanted = shows | ({"ratio", "cosine"} if figures else set())
+    for what in wanted:
+        assert what in printed, f"the cell about {item} does not print: {what}"
+    before = "\n".join(c.source for c in notebook.cells[:place] if c.cell_type == "markdown")
+    section = before[before.rindex("\n## ") :]
+    label = before[: before.rindex("\n## ")].rstrip().splitlines()[-1]
+    assert re.fullmatch(r"\(\S+\)=", label), f"the section of {item} has no label: {label}"
+    if figures:
+        after = next(c.source for c in notebook.cells[place + 1 :] if c.cell_type == "markdown")
+        assert "> *" in section or "(clip-scale-parameter)=" in section or "gather" in item, item
+        assert "**Why.**" in after or "**Under which" in after or item in NO_WHY, item
+
+
+# Told in the sentences around: one that goes with its neighbour, and one where all is right.
+NO_WHY = {"clip-temperature", "gloo-avg", "gather-gradient"}
+
+
+@pytest.mark.parametrize(
+    ("chapter", "item"), [(name, item) for name, items in CHAPTERS.items() for item in items]
+)
+def test_every_surprise_has_an_executed_cell_with_ratio_and_cosine(chapter, item):
+    check(read(chapter), item, CHAPTERS[chapter][item], figures=True)
+
+
+@pytest.mark.parametrize("item", MUSEUM)
+def test_every_part_of_the_museum_chapter_is_executed(item):
+    check(read("10_museum.ipynb"), item, MUSEUM[item], figures=False)
+
+
+@pytest.mark.parametrize("chapter", chapters_of(BOOK), ids=lambda path: path.stem)
+def test_no_cell_is_tagged_with_an_item_that_nobody_lists(chapter: Path):
+    listed = {**STEP, **DATA, **LOSS, **MUSEUM}
+    assert set(cells_of(read(chapter.name))) <= set(listed)
+
+
+def without(notebook: nbformat.NotebookNode, what: str) -> nbformat.NotebookNode:
+    notebook = copy.deepcopy(notebook)
+    _, cell = cells_of(notebook)["clip-before-sync"]
+    if what == "the cell":
+        notebook.cells.remove(cell)
+    elif what == "its output":
+        cell.outputs = []
+    elif what == "its count":
+        cell.execution_count = None
+    elif what == "the cosine":
+        cell.outputs[0].text = cell.outputs[0].text.replace("cosine", "")
+    elif what == "the wrong recipe":
+        lines = cell.outputs[0].text.splitlines()
+        cell.outputs[0].text = "\n".join(line for line in lines if "direction bug" not in line)
+    elif what == "an exception":
+        cell.outputs.append(nbformat.v4.new_output("error", ename="E", evalue="", traceback=[]))
+    return notebook
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["the cell", "its output", "its count", "the cosine", "the wrong recipe", "an exception"],
+)
+def test_a_chapter_that_lacks_one_of_them_is_refused(what):
+    chapter = read("07_surprises_in_the_step.ipynb")
+    check(chapter, "clip-before-sync", STEP["clip-before-sync"], figures=True)
+    with pytest.raises(AssertionError):
+        check(without(chapter, what), "clip-before-sync", STEP["clip-before-sync"], figures=True)

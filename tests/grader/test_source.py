@@ -59,10 +59,11 @@ def test_a_release_holds_no_solution_no_hidden_check_and_no_wrong_answer(path, t
     write_release(assignment, tmp_path / "released.ipynb", server.address)
     nbformat.validate(nbformat.read(tmp_path / "released.ipynb", as_version=4))
     text = json.dumps(json.loads((tmp_path / "released.ipynb").read_text()), ensure_ascii=False)
+    given = {line.strip() for source in assignment.givens for line in source.splitlines()}
     for solution in assignment.solutions.values():
-        secret = set(solution.key.splitlines()) - set(solution.stub.splitlines())
-        for line in secret:
-            if len(line.strip()) > 25:
+        shown = given | {line.strip() for line in solution.stub.splitlines()}
+        for line in {line.strip() for line in solution.key.splitlines()} - shown:
+            if len(line) > 25:
                 assert json.dumps(line, ensure_ascii=False)[1:-1] not in text
     for check in assignment.checks:
         if not check.visible:

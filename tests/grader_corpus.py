@@ -256,9 +256,9 @@ ENTRIES = [
         5,
         "import glob, os\n"
         "found = []\n"
-        "for top in ('/work', '/root', '/home', '/opt', '/tmp', '/srv', '/mnt', '/var'):\n"
-        "    for folder, _, files in os.walk(top):\n"
-        "        found += [f for f in files if 'average' in f or f in ('manual.py', 'check.py')]\n"
+        "for top in set(os.listdir('/')) - {'usr', 'proc', 'dev', 'lib', 'lib64', 'bin', 'sbin'}:\n"
+        "    for folder, _, files in os.walk('/' + top):\n"
+        "        found += [f for f in files if f.endswith('average_gradients.ipynb')]\n"
         "try:\n"
         "    from miniddp.manual import average_gradients as average_each\n"
         "except ImportError:\n"

@@ -10,11 +10,12 @@ LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
 
-.PHONY: help book test html update lab serve clean
+.PHONY: help book test test-cluster html update lab serve clean
 
 help:
 	@echo "make book                run every chapter and build the book"
 	@echo "make test                run every test, chapter and lab"
+	@echo "make test-cluster        two hosts and a Slurm on this machine (Linux, as root)"
 	@echo "make lab LAB=NAME        run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
 	@echo "make serve               show the built book on this machine's loopback address"
 	@echo "make update              run the chapters in place and store their outputs [CHAPTER=…]"
@@ -46,6 +47,10 @@ test: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/python -m pytest --numprocesses=2
+
+test-cluster: $(READY)
+	@tests/cluster/needs.sh
+	@$(BIN)/python -m pytest tests/cluster
 
 update: $(READY)
 	@$(BIN)/python -m labkit.chapters update $(CHAPTER)

@@ -22,6 +22,7 @@ STEP = {
     "gradscaler-different-scales": {"direction bug", "right"},
     "no-sync-placement": {"direction bug", "right"},
     "wrapper-not-kept": {"direction bug", "right"},
+    "expected-to-have-finished-reduction": {"Expected to have finished reduction", "right.weight"},
     "schedulers-step-w-times": {"direction bug", "right"},
     "floating-point-order": {"right", "no"},
     "half-precision-range": {"not finite", "zero", "direction bug", "right"},

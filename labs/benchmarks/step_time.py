@@ -45,14 +45,19 @@ Step = Callable[[], object]
 
 
 def race(
-    rank: int, world_size: int, model: Model, gbit_per_s: float | None, rounds: int
+    rank: int,
+    world_size: int,
+    model: Model,
+    gbit_per_s: float | None,
+    rounds: int,
+    patience: float,
 ) -> dict[str, Any]:
     """On each rank: all contenders on one model and one link; returns the cell's raw figures."""
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
     inputs = model.inputs(rank)
     modules: list[nn.Module] = []
 
-    def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 3) -> tuple[Any, Step]:
+    def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> tuple[Any, Step]:
         module = model.module()
         averager = wrap(module)
         modules.append(module)
@@ -74,15 +79,15 @@ def race(
     def torchs(**options: Any) -> Step:
         return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
 
-    def ours(**options: Any) -> tuple[MiniDDP, Step]:
-        return contender(lambda m: MiniDDP(m, process_group=link, **options), PLANNED_AFTER)
+    def ours(warm_up: int = 2, **options: Any) -> tuple[MiniDDP, Step]:
+        return contender(lambda m: MiniDDP(m, process_group=link, **options), warm_up)
 
     steps: dict[str, Step] = {}
     for rung in RUNGS:
         steps[rung.__name__] = contender(lambda module, rung=rung: rung(module, link))[1]
     steps["MiniDDP"] = ours()[1]
     steps["MiniDDP, views"] = ours(gradient_as_bucket_view=True)[1]
-    planned, steps["MiniDDP, planned"] = ours(bucket_plan="measured")
+    planned, steps["MiniDDP, planned"] = ours(PLANNED_AFTER, bucket_plan="measured")
     plan = [
         sum(parameter.nbytes for parameter in bucket.parameters)
         for bucket in planned.reducer.buckets
@@ -111,10 +116,10 @@ def race(
     steps["C"] = lambda: dist.all_reduce(everything, group=link)
     compute()
     clear()
-    seconds = take_turns(steps, rounds, clear)
-    slowest = torch.tensor(first[1:], dtype=torch.float64)
+    seconds = take_turns(steps, rounds, clear, patience)
+    slowest = torch.tensor(first[-rounds:], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    seconds["t1"] = slowest.tolist()
+    seconds["t1"] = [round(one, 6) for one in slowest.tolist()]
     return {"parameters": len(list(alone.parameters())), "plan": plan, "seconds": seconds}
 
 
@@ -151,6 +156,13 @@ def main() -> None:
     arguments.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     arguments.add_argument("--link", nargs="+", choices=list(LINKS), default=list(LINKS))
     arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
+    arguments.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="a cell's time for repeating turns that other programs disturbed (default 0)",
+    )
     given = arguments.parse_args()
     rounds = 2 if given.quick else given.rounds
 
@@ -163,7 +175,14 @@ def main() -> None:
                 cell = f"{name}, {ranks} ranks, {link}"
                 model = models(given.quick)[name]
                 cells[cell] = run_ranks(
-                    race, ranks, model, LINKS[link], rounds, timeout=3600, device="cpu"
+                    race,
+                    ranks,
+                    model,
+                    LINKS[link],
+                    rounds,
+                    given.patience,
+                    timeout=3600,
+                    device="cpu",
                 )[0]
                 print(show(cell, cells[cell]), end="\n\n", flush=True)
                 write(given.json, {"cells": cells})

@@ -2,7 +2,8 @@
 
 Two programs are compared within one run, in the same processes, turn by turn: a machine that slows
 down for a while then slows both, and the median over the turns of the *ratio* of the two hardly
-notices. Times of separate runs can differ by more than what is to be shown.
+notices. Times of separate runs can differ by more than what is to be shown. A turn that another
+program disturbed can be taken again.
 """
 
 from __future__ import annotations
@@ -64,13 +65,20 @@ def models(quick: bool = False) -> dict[str, Model]:
 
 
 def take_turns(
-    programs: Mapping[str, Callable[[], object]], rounds: int, after: Callable[[], object]
+    programs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    after: Callable[[], object],
+    patience: float = 0.0,
 ) -> dict[str, list[float]]:
     """Time each of `programs` once a round, in an order that is drawn anew for each round.
 
     Every rank has to call it with the same names. All start together; what counts is the rank that
     ends last, so all ranks return the same seconds, in order of rounds. `after` is called after
     each, and not timed.
+
+    A turn in which other programs took more than a twentieth of the processors (and 20 ms, since
+    the system counts in hundredths of a second) is taken again, as long as such turns have cost
+    less than `patience` seconds. Only Linux tells; elsewhere every turn counts.
     """
     names = list(programs)
     shuffle = random.Random(0).shuffle
@@ -78,15 +86,34 @@ def take_turns(
     for _ in range(rounds):
         shuffle(names)
         for name in names:
-            dist.barrier()
-            begin = time.perf_counter()
-            programs[name]()
-            seconds[name].append(time.perf_counter() - begin)
-            after()
-    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    rounded = [[round(one, 6) for one in taken] for taken in slowest.tolist()]
-    return dict(zip(seconds, rounded, strict=True))
+            while True:
+                dist.barrier()
+                busy, own, begin = _busy(), time.process_time(), time.perf_counter()
+                programs[name]()
+                taken = time.perf_counter() - begin
+                spent = torch.tensor([taken, time.process_time() - own], dtype=torch.float64)
+                slowest, together = spent.clone(), spent
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                dist.all_reduce(together)
+                after()
+                allowed = 0.05 * (os.cpu_count() or 1) * slowest[0] + 0.02
+                disturbed = torch.tensor([_busy() - busy - together[1] > allowed])
+                dist.broadcast(disturbed, 0)
+                if not disturbed or patience <= 0:
+                    break
+                patience -= slowest[0].item()
+            seconds[name].append(round(slowest[0].item(), 6))
+    return seconds
+
+
+def _busy() -> float:
+    """The seconds that all processors of this machine have worked, where the system tells."""
+    try:
+        first = Path("/proc/stat").read_text().split("\n", 1)[0]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, *interrupts = map(int, first.split()[1:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

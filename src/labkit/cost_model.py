@@ -82,6 +82,17 @@ def recursive_doubling(world_size: int, nbytes: float) -> Cost:
     return Cost(doublings + 2, (doublings + 2) * nbytes, (doublings + 1) * nbytes)
 
 
+def tree(world_size: int, nbytes: float) -> Cost:
+    """Two binary trees at once, half of the bytes up and down each, cut into many small pieces.
+
+    The least that takes: ⌈log₂W⌉ steps up, as many down, and every byte twice over a rank's link.
+    Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction
+    and scan" (2009).
+    """
+    depth = (world_size - 1).bit_length()
+    return Cost(2 * depth, 2 * nbytes if depth else 0, 2 * nbytes if depth else 0)
+
+
 def gloo(world_size: int, nbytes: float) -> Cost:
     """gloo's own all-reduce: a ring whose chunks are cut into segments of at most 1 MiB.
 
@@ -119,6 +130,17 @@ class Link(NamedTuple):
     def seconds(self, cost: Cost) -> float:
         """α for each step and β for each byte of `cost`."""
         return cost.steps * self.latency + cost.bytes * self.seconds_per_byte
+
+
+def hierarchical_seconds(
+    nodes: int, ranks_per_node: int, nbytes: float, inside: Link, across: Link
+) -> float:
+    """`miniddp.collectives.hierarchical_all_reduce`: a ring inside each node, rings across them.
+
+    `inside` is the link between two ranks of a node; `across` that of a whole node to the others,
+    which its ranks share: together they send what one ring over the nodes would.
+    """
+    return inside.seconds(ring(ranks_per_node, nbytes)) + across.seconds(ring(nodes, nbytes))
 
 
 # 2. Fitting ---------------------------------------------------------------------------------------

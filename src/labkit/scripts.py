@@ -32,7 +32,14 @@ def project_root(start: Path | None = None) -> Path:
     )
 
 
-def run_script(script: str, *args: object, ranks: int | None = None, timeout: float = 300.0) -> str:
+def run_script(
+    script: str,
+    *args: object,
+    ranks: int | None = None,
+    timeout: float = 300.0,
+    nodes: int = 1,
+    max_restarts: int = 0,
+) -> str:
     """Run a script of this project with this Python and return what it printed to stdout.
 
     Args:
@@ -40,6 +47,8 @@ def run_script(script: str, *args: object, ranks: int | None = None, timeout: fl
         args: its command line; numbers may be given as such.
         ranks: start that many of it, by torchrun; as a plain script when None.
         timeout: seconds, after which everything that it started is stopped.
+        nodes: start so many torchrun agents with `ranks` ranks each, as on a cluster of nodes.
+        max_restarts: how often torchrun may start all ranks anew after one has failed.
 
     Raises FileNotFoundError if there is no such script, and ScriptError, with the end of what the
     script wrote, if it fails or is late.
@@ -49,7 +58,9 @@ def run_script(script: str, *args: object, ranks: int | None = None, timeout: fl
         raise FileNotFoundError(f"there is no script {script} in this project")
     command = [sys.executable]
     if ranks is not None:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        alone = ["-m", "torch.distributed.run", "--standalone"]
+        command += alone if nodes == 1 else ["-m", "labkit.nodes", f"--nodes={nodes}"]
+        command += [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     # Threads change the last digits, and ranks that share a few cores only slow each other down.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:

@@ -7,15 +7,19 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+# Long enough for any lab's slowest rank. torch's own is half an hour.
+TIMEOUT = timedelta(minutes=5)
+
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """`parser.parse_args()` on every rank; help and errors are printed by the first one only."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0":
         return parser.parse_args()
     with (
         open(os.devnull, "w") as nowhere,
@@ -34,9 +38,10 @@ class Place(NamedTuple):
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Place]:
-    """Join the ranks that torchrun started; leave them together at the end.
+def joined(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
+    """Join the ranks that torchrun started, on one node or on many; leave them together at the end.
 
+    A collective that takes longer than `timeout` raises RuntimeError: another rank has not come.
     NCCL and `cuda:LOCAL_RANK` where this machine has a GPU for each of its ranks, gloo and the CPU
     otherwise. Exits with an explanation if the script was not started by torchrun.
     """
@@ -46,18 +51,36 @@ def joined() -> Iterator[Place]:
             f"{script} is one rank of several: start it with torchrun, for example\n"
             f"    torchrun --standalone --nproc-per-node 4 {script}"
         )
+    _refuse_restarts_that_cannot_work()
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     yield Place(dist.get_rank(), dist.get_world_size(), device)
     # Reached only without an exception: a rank that failed must not wait for the others here.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _refuse_restarts_that_cannot_work() -> None:
+    """Where a restart on several nodes would end in ranks that do not find each other.
+
+    torchrun lets the ranks of each life meet in its own store, under the number of restarts. That
+    is counted by each node for itself, and only where one of its own ranks failed: a node that
+    restarts because another does is one behind. With a store of rank 0's, new in each life, nobody
+    counts.
+    """
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if several and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        sys.exit(
+            "torchrun --max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
+            "each node, or the restarted ranks may not find one another"
+        )
 
 
 def print_in_rank_order(text: str) -> None:

@@ -4,13 +4,14 @@ A hook is called as `hook(state, bucket)` when a bucket's turn has come, in laun
 returns a Future of the gradients to use: one flat tensor as long as `bucket.buffer()`. The
 bucket's gradients are the local ones, *not* divided: averaging is the hook's own affair. Register
 it by `wrapper.register_comm_hook(state, hook)`; these hooks work on `MiniDDP` and on torch's
-wrapper alike. `state` is the process group (None for the default one), or for PowerSGD a
-`PowerSGDState`.
+wrapper alike. `state` is the process group (None for the default one), for PowerSGD a
+`PowerSGDState`, and for the hierarchical average a `HierarchicalState`.
 
 | hook | bytes sent per element of fp32, relative | the result |
 |---|---|---|
 | `average` | 1 | exact |
 | `total` | 1 | W times the average: what DataParallel computes |
+| `hierarchical_average` | 1, and the least that can be between nodes | exact |
 | `fp16_compress`, `bf16_compress` | 1/2 | rounded to 11, to 8 significant bits |
 | `power_sgd` | r (n + m) / (n m) for a matrix of n × m | the best part of rank r; the rest is kept
 |
@@ -20,11 +21,14 @@ Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+
+from miniddp.collectives import Nodes, hierarchical_all_reduce
 
 
 def average(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -38,6 +42,59 @@ def average(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[
 def total(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
     """The sum over the ranks, for losses whose denominator is global already."""
     return _sum(bucket.buffer(), state)
+
+
+class HierarchicalState:
+    """The nodes, and one thread that averages bucket after bucket while backward goes on.
+
+    The parts of an average wait for one another, and only a thread of their own can wait. It is
+    one for all buckets, and the groups are nobody else's: so every rank sends in launch order.
+
+    Args:
+        ranks_per_node: L. Every rank of the world has to make a state.
+
+    Raises ValueError if the world is not made of whole nodes. Costs a thread, until `close` or the
+    end of the state.
+    """
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self.nodes = Nodes.groups(ranks_per_node)
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hierarchical average")
+
+    def close(self) -> None:
+        """End the thread, once what is under way is done; before the groups are destroyed."""
+        self.thread.shutdown()
+
+
+def hierarchical_average(state: HierarchicalState, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean over the ranks, by `collectives.hierarchical_all_reduce`: between nodes, the least.
+
+    For CPU gradients on gloo, whose own all-reduce is a flat ring. Raises NotImplementedError for
+    others: NCCL knows the machine's links, and takes a path like this by itself.
+    """
+    buffer = bucket.buffer()
+    if buffer.device.type != "cpu":
+        raise NotImplementedError(
+            f"the bucket is on {buffer.device}, and this hook is for the CPU: take "
+            "comm_hooks.average, where NCCL finds the nodes by itself"
+        )
+    done: Future[Exception | None] = Future()
+
+    def average_and_tell() -> None:
+        try:
+            hierarchical_all_reduce(buffer, dist.ReduceOp.AVG, nodes=state.nodes)
+            done.set_result(None)
+        except Exception as error:
+            done.set_result(error)
+
+    def result(done: Future[Exception | None]) -> Tensor:
+        # Raised here, since torch's C++ takes an exception that was set for a value.
+        if (error := done.value()) is not None:
+            raise error
+        return buffer
+
+    state.thread.submit(average_and_tell)
+    return done.then(result)
 
 
 def fp16_compress(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -41,7 +41,7 @@ from miniddp.autograd_graph import (
     at_start_of_backward,
     find_tensors,
 )
-from miniddp.drop_in import WrapperNames, check_comm_hook, devices_of, synced_buffers_at
+from miniddp.drop_in import WrapperNames, synced_buffers_at
 from miniddp.first_steps import FirstSteps
 from miniddp.join import MiniDDPJoinHook
 from miniddp.reducer import CommHook, Reducer
@@ -86,9 +86,9 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             then packed so that communication ends early; see `miniddp.first_steps`. On the CPU,
             without comm hooks, `join` and parameters that may be unused.
 
-    Raises:
+    Raises (on every rank, also if the cause is on one alone, unless `init_sync` is False):
         ValueError: an unknown `bucket_plan`, or "measured" with what it does not go with.
-        RuntimeError: the ranks' models differ (on every rank), or nothing is trainable.
+        RuntimeError: the ranks' models or settings differ, or nothing is trainable.
         NotImplementedError: `delay_all_reduce_named_params` holds every trainable parameter, or
             `device_mesh` meets parameters that are DTensors.
     """
@@ -122,41 +122,62 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
     ):
         super().__init__()
         Joinable.__init__(self)
-        self._check_arguments(
-            module,
-            check_reduction=check_reduction,
-            delayed=delay_all_reduce_named_params,
-            delayed_by=param_to_hook_all_reduce,
-        )
         self.process_group = self._group_of(module, process_group, device_mesh)
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore |= {name for name, _ in delay_all_reduce_named_params or ()}
-        self.device_type, self.device_ids, self.output_device = devices_of(
-            self._own(module.named_parameters()), device_ids, output_device
-        )
         self.module, self.dim, self.strict = module, dim, strict
-        self.device = next(iter(self._own(module.named_parameters()).values())).device
-        self.forward_sync_buffers, sync_buffers_now = synced_buffers_at(
-            broadcast_buffers, forward_sync_buffers
-        )
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = mixed_precision
-        self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
-        self._set_bucket_plan(bucket_plan)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.static_graph = False
+        self.forward_sync_buffers, sync_buffers_now = synced_buffers_at(
+            broadcast_buffers, forward_sync_buffers
+        )
+        problem, state, settings = None, {}, {}
+        try:
+            self._check_arguments(
+                check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce
+            )
+            self.parameters_to_ignore |= {name for name, _ in delay_all_reduce_named_params or ()}
+            self._set_devices(device_ids, output_device)
+            self._passing_sync_batchnorm_handle(module)
+            self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+            self._set_bucket_plan(bucket_plan)
+            state = self._state(sync_buffers_now)
+            settings = self._common_settings(static_graph, sync_buffers_now)
+        except Exception as error:  # of this rank; the others are told, lest they wait for it
+            if not init_sync:
+                raise
+            problem = error
 
         if init_sync:
-            verify_same_model(self._state(sync_buffers_now), self.process_group)
+            verify_same_model(state, self.process_group, settings, problem)
             self._broadcast_state(0, sync_buffers_now)
         self._delay_all_reduce(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._make_reducer()
         if static_graph:
             self._set_static_graph()
+
+    def _common_settings(self, static_graph: bool, sync_buffers_now: bool) -> dict[str, Any]:
+        """What decides which collectives a rank takes part in, and has to be the same on all."""
+        parameters, sparse = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        return {
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": static_graph,
+            "strict": self.strict,
+            "bucket caps in bytes": self._caps,
+            "bucket_plan": self.bucket_plan,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "forward_sync_buffers (or broadcast_buffers)": self.forward_sync_buffers,
+            "buffers broadcast at construction": sync_buffers_now,
+            "parameters with sparse gradients": [names[i] for i, flag in enumerate(sparse) if flag],
+            "mixed_precision.reduce_dtype": getattr(self.mixed_precision, "reduce_dtype", None),
+            "mixed_precision.param_dtype": getattr(self.mixed_precision, "param_dtype", None),
+        }
 
     def _own(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return {name: t for name, t in named if name not in self.parameters_to_ignore}
@@ -195,7 +216,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         """
         with torch.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            return self._post_forward(self._run_forward(*inputs, **kwargs))
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._before_forward()
@@ -207,7 +228,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
                 self._has_rebuilt_buckets = True
             if self._first_steps is not None and self._first_steps.before_forward():
                 self._first_steps = None
-        if self.will_sync_module_buffers() and self._buffers_before_forward():
+        if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
@@ -217,7 +238,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
-        if self.will_sync_module_buffers() and not self._buffers_before_forward():
+        if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         synced = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synced
@@ -232,28 +253,25 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             self._at_end_of_backward(output, Reducer.learn_graph)
         elif synced and self.strict:
             self._at_end_of_backward(output, Reducer.complete_or_raise)
-        self._after_forward()
+        self._clear_grad_buffer()
         return output
 
     def _at_end_of_backward(self, output: Any, act: Callable[[Reducer], None]) -> None:
-        """Act once, at the end of the backward pass that comes by `output`."""
-        this, entered = weakref.ref(self.reducer), []
+        """Act at the end of each backward pass that comes by `output`, once a tensor in it."""
+        this = weakref.ref(self.reducer)
 
         def on_entry() -> None:
             reducer = this()
-            if reducer is not None and not entered:
-                entered.append(True)
+            if reducer is not None:
                 at_end_of_backward(lambda: act(reducer))
 
         at_start_of_backward(output, on_entry)
 
     def _report_strays(self) -> None:
-        if self.reducer.strayed:
+        # With strict=True the next backward tells the other ranks, and all of them raise.
+        if self.reducer.strayed and not self.strict:
             self.reducer.strayed = False
-            message = reducer_errors.strayed(self._distributed_rank)
-            if self.strict:
-                raise RuntimeError(message)
-            warnings.warn(message, stacklevel=6)
+            warnings.warn(reducer_errors.strayed([self._distributed_rank]), stacklevel=6)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -283,7 +301,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             TypeError, ValueError: `hook` is not callable, or its annotations say something else.
             RuntimeError: a hook is registered already.
         """
-        check_comm_hook(hook, self.reducer.error)
+        self._check_comm_hook(hook)
         self._set_comm_hook(hook, state, hook.__qualname__)
 
     # Buffers: whether a forward broadcasts them is decided by the forward before. After one without

@@ -12,9 +12,10 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp.buckets import MIB, bucket_caps
 from miniddp.mixed_precision import MixedPrecision
-from miniddp.replicas import broadcast_tensors, size_of_group
+from miniddp.replicas import broadcast_tensors, size_of_group, wait_for
 
 # Keywords -----------------------------------------------------------------------------------------
 
@@ -164,6 +165,25 @@ class ReducerNames:
         self.arm(outputs if self.looks_for_unused else ())
         self.accumulates_locally = False
 
+    def _autograd_hook(self, index: int) -> None:
+        self.on_gradient(index)
+
+    def _delay_all_reduce(self) -> None:
+        self.learn_graph()
+
+    def _reset_state(self) -> None:
+        self.start_over()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        self.process_group = new_process_group
+        self.start_over()
+
+    def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
+        self.participants = None if use_static_world_size else work
+
+    def set_logger(self, logger: Any) -> None:
+        """torch's reducer writes its times to the logger; here the logger reads them."""
+
     def prepare_for_forward(self) -> None:
         """torch starts its timer here; there is nothing to prepare."""
 
@@ -214,6 +234,12 @@ class _BufferCommHookLocation(Enum):
     POST_FORWARD = auto()
 
 
+class _BufferCommHook(NamedTuple):
+    buffer_comm_hook: Callable
+    buffer_comm_hook_state: Any
+    buffer_comm_hook_location: _BufferCommHookLocation
+
+
 class WrapperNames:
     """Attributes and methods of torch's wrapper that others use, over those of `MiniDDP`."""
 
@@ -229,13 +255,7 @@ class WrapperNames:
 
     # Construction
 
-    def _check_arguments(
-        self,
-        module: nn.Module,
-        check_reduction: bool,
-        delayed: Any,
-        delayed_by: Any,
-    ) -> None:
+    def _check_arguments(self, check_reduction: bool, delayed: Any, delayed_by: Any) -> None:
         if (delayed is None) != (delayed_by is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
@@ -247,8 +267,7 @@ class WrapperNames:
                 FutureWarning,
                 stacklevel=3,
             )
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = {n: p for n, p in module.named_parameters() if n not in ignored}
+        parameters = self._own(self.module.named_parameters())
         if not any(parameter.requires_grad for parameter in parameters.values()):
             raise RuntimeError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameter "
@@ -267,6 +286,13 @@ class WrapperNames:
                     f"`DistributedDataParallel`: {name}. Run a dummy forward pass to correctly "
                     "initialize the modules"
                 )
+
+    def _set_devices(self, device_ids: Any, output_device: Any) -> None:
+        parameters = self._own(self.module.named_parameters())
+        self.device_type, self.device_ids, self.output_device = devices_of(
+            parameters, device_ids, output_device
+        )
+        self.device = next(iter(parameters.values())).device
 
     def _group_of(
         self, module: nn.Module, process_group: Any, device_mesh: Any
@@ -355,15 +381,19 @@ class WrapperNames:
             )
         return names
 
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        """Raise ValueError for a SyncBatchNorm of torch on the CPU."""
+        for name, layer in module.named_modules():
+            if (
+                self.device_type == "cpu" and type(layer) is SyncBatchNorm
+            ):  # a subclass may know how
+                raise ValueError(
+                    f"SyncBatchNorm layers only work with GPU modules, but {name} is on the CPU; "
+                    "miniddp.sync_batch_norm has one that works there"
+                )
+
     def _made_reducer(self) -> None:
         """After a reducer was made, at construction or from a pickle."""
-        if self.device_type == "cpu":
-            for name, layer in self.module.named_modules():
-                if type(layer) is SyncBatchNorm:  # a subclass may know how
-                    raise ValueError(
-                        f"SyncBatchNorm layers only work with GPU modules, but {name} is on the "
-                        "CPU; miniddp.sync_batch_norm has one that works there"
-                    )
         self._lazy_init_ran = False
         self._has_rebuilt_buckets = False
         self._comm_hooks: list[tuple[Callable, Any]] = []
@@ -406,21 +436,29 @@ class WrapperNames:
 
     def _before_forward(self) -> None:
         if not self._lazy_init_ran:
-            self._lazy_init_ran = True
-            self._setup_in_backward_optimizers()
+            self._lazy_init()
         if self.mixed_precision is not None:
             self._precision.widen()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.logger.forward_begins()
 
-    def _run_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _lazy_init(self) -> None:
+        self._setup_in_backward_optimizers()
+        self._lazy_init_ran = True
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.mixed_precision is not None:
             self._precision.narrow()
             inputs, kwargs = self._precision.cast((inputs, kwargs))
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
         outer = WrapperNames._active_ddp_module
         WrapperNames._active_ddp_module = self
         try:
-            return self.module(*inputs, **kwargs)
+            yield
         finally:
             WrapperNames._active_ddp_module = outer
 
@@ -429,7 +467,8 @@ class WrapperNames:
         """The wrapper whose forward is running; torch.compile splits its graph by the buckets."""
         return cls._active_ddp_module
 
-    def _after_forward(self) -> None:
+    def _clear_grad_buffer(self) -> None:
+        """Let the gradients that are reduced late be views of their buffer."""
         for parameter, view in self._delayed:
             if parameter.grad is None:
                 view.zero_()
@@ -454,16 +493,32 @@ class WrapperNames:
         self.named_module_buffers = self._own(self.module.named_buffers())
         self.modules_buffers = list(self.named_module_buffers.values())
 
-    def _buffers_before_forward(self) -> bool:
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        """Whether the next forward takes other ranks' buffers before it runs the module."""
+        return self.will_sync_module_buffers() and not self._syncs_buffers_late()
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        """Whether it does so after it has run the module."""
+        return self.will_sync_module_buffers() and self._syncs_buffers_late()
+
+    def _syncs_buffers_late(self) -> bool:
         hook = getattr(self, "buffer_hook", None)
-        return hook is None or hook[2] == _BufferCommHookLocation.PRE_FORWARD
+        return (
+            hook is not None
+            and hook.buffer_comm_hook_location == _BufferCommHookLocation.POST_FORWARD
+        )
+
+    def _check_and_sync_module_buffers(self) -> None:
+        """On a joined rank: answer the others' synchronization of their buffers."""
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
 
     def _sync_module_buffers(self, src: int) -> None:
         if not hasattr(self, "buffer_hook"):
             self._default_broadcast_coalesced(authoritative_rank=src)
             return
-        hook, state, _ = self.buffer_hook
-        futures = hook(state, self.named_module_buffers)
+        hook = self.buffer_hook.buffer_comm_hook
+        futures = hook(self.buffer_hook.buffer_comm_hook_state, self.named_module_buffers)
         if futures is not None:
             self.reducer.extra_futures.extend(futures)
 
@@ -494,9 +549,18 @@ class WrapperNames:
         if not callable(hook):
             raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
         location = _BufferCommHookLocation[comm_hook_location.name]
-        self.buffer_hook = (hook, state, location)
+        self.buffer_hook = _BufferCommHook(hook, state, location)
 
     # Comm hooks and optimizers
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        check_comm_hook(hook, self.reducer.error)
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
+        raise self.reducer.error(err_msg, err_type)
+
+    def _fire_reducer_autograd_hook(self, idx: int, *unused: Any) -> None:
+        self.reducer.on_gradient(idx)
 
     def _set_comm_hook(self, hook: Callable, state: Any, name: str) -> None:
         if self.reducer.comm_hook is not None:
@@ -545,6 +609,24 @@ class WrapperNames:
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
         self.reducer.optimizer_in_backward = True
+
+    # Uneven inputs
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """On a joined rank: answer the reduction of each bucket, by zeros."""
+        for future in [self.reducer.reduce(bucket) for bucket in self.reducer.zero_buckets()]:
+            future.wait()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """On a joined rank: answer the search for unused parameters; none is used here."""
+        nothing = [0] * len(self.reducer.parameters)
+        used = torch.tensor(nothing, dtype=torch.int32, device=self.device)
+        wait_for(dist.all_reduce(used, group=self.process_group, async_op=True))
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Take the model of the rank that joined last, who alone has taken every step."""
+        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
+        self._broadcast_state(self._authoritative_rank, self.forward_sync_buffers)
 
     # Settings
 

@@ -13,8 +13,6 @@ Source: torch/distributed/algorithms/join.py and _DDPJoinHook in torch/nn/parall
 
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 if TYPE_CHECKING:
@@ -31,24 +29,18 @@ class MiniDDPJoinHook(JoinHook):
         """Answer one iteration of the ranks that still have inputs."""
         ddp, reducer = self.ddp, self.ddp.reducer
         reducer.rebuild()
-        if ddp.will_sync_module_buffers():
-            ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
+        ddp._check_and_sync_module_buffers()
         synced = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
         ddp.require_forward_param_sync = synced
         if not synced:
             return
-        futures = [reducer.reduce(bucket) for bucket in reducer.zero_buckets()]
+        ddp._match_all_reduce_for_bwd_pass()
         if reducer.looks_for_unused:
-            nothing = torch.zeros(len(reducer.used), dtype=torch.int32, device=reducer.device)
-            dist.all_reduce(nothing, group=reducer.process_group)
+            ddp._match_unused_params_allreduce()
         if ddp.strict:
             reducer.gather_absent([])
-        for future in futures:
-            future.wait()
         reducer.adopt_any_order()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have joined: take the model of the last, who alone has taken every step."""
-        ddp = self.ddp
-        ddp._authoritative_rank = ddp._find_common_rank(ddp._distributed_rank, is_last_joiner)
-        ddp._broadcast_state(ddp._authoritative_rank, ddp.forward_sync_buffers)
+        """All have joined."""
+        self.ddp._sync_final_model(is_last_joiner)

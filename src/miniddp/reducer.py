@@ -186,6 +186,8 @@ class Reducer(ReducerNames):
         self.order: list[int] = []
         self.takes_all = False
         self.next_bucket = 0
+        if self.learns_graph:  # an interrupted backward taught nothing
+            self.firings = [0] * len(self.parameters)
         self.pending_firings = list(self.firings)
         for bucket in self.buckets:
             bucket.rewind()
@@ -213,7 +215,7 @@ class Reducer(ReducerNames):
         if self.looks_for_unused or self.learns_graph:
             self._note_used(index)
         if not self.armed:
-            self.strayed |= not self.accumulates_locally
+            self._note_stray(index)
             return False
         if self.learns_graph:
             self.firings[index] += 1
@@ -226,6 +228,13 @@ class Reducer(ReducerNames):
                 raise self.error(reducer_errors.graph_changed(self, index))
             return self.pending_firings[index] == 0
         return True
+
+    def _note_stray(self, index: int) -> None:
+        if self.accumulates_locally:
+            return
+        self.strayed = True
+        if self.static_graph and not self.learns_graph and self.firings[index] == 0:
+            raise self.error(reducer_errors.graph_changed(self, index))
 
     def _note_used(self, index: int) -> None:
         if self.parameters[index].grad is not None:
@@ -283,7 +292,8 @@ class Reducer(ReducerNames):
 
     def learn_graph(self) -> None:
         """At the end of a static graph's first backward: note what came how often; reduce all."""
-        if not self.learns_graph:  # done already: several forwards, one backward
+        # Done already: several forwards, one backward. Or a pass of autograd.grad: not yet.
+        if not self.learns_graph or not any(self.firings):
             return
         self.learns_graph = False
         self.unused = [index for index, count in enumerate(self.firings) if count == 0]
@@ -392,26 +402,38 @@ class Reducer(ReducerNames):
         what is missing, so that no rank is left waiting in a collective.
         """
         with self.lock:
-            if not self.armed:
+            # A pass without any gradient was one of autograd.grad; the backward is still to come.
+            if not self.armed or not (self.order or self.unfinished):
                 return
             absent = self.absent()
             if not self.unfinished:
                 self._begin()
             for index in self.absent():
                 self._mark_ready(index)
-            absent_on_ranks = self.gather_absent(absent)
+            absent_on_ranks, strayed_on = self.gather_absent(absent)
+            self.strayed = False
             self._finalize()
-            if any(absent_on_ranks):
+            if any(absent_on_ranks) or strayed_on:
                 self.order = []  # no order of arrival to pack the buckets by
+            if any(absent_on_ranks):
                 raise self.error(reducer_errors.absent_on_ranks(self, absent_on_ranks))
+            if strayed_on:
+                raise self.error(reducer_errors.strayed(strayed_on))
 
-    def gather_absent(self, absent: list[int]) -> list[list[int]]:
-        """For each rank the indices of the parameters without a gradient; `absent` are our own."""
-        flags = torch.zeros(len(self.parameters), dtype=torch.uint8, device=self.device)
+    def gather_absent(self, absent: list[int]) -> tuple[list[list[int]], list[int]]:
+        """For each rank the indices of the parameters without a gradient (`absent` are our own).
+
+        And the ranks on which a backward went past the wrapper before.
+        """
+        flags = torch.zeros(len(self.parameters) + 1, dtype=torch.uint8, device=self.device)
         flags[absent] = 1
+        flags[-1] = self.strayed
         gathered = [torch.empty_like(flags) for _ in range(self.process_group.size())]
         wait_for(dist.all_gather(gathered, flags, group=self.process_group, async_op=True))
-        return [rank_flags.nonzero().flatten().tolist() for rank_flags in gathered]
+        return (
+            [rank_flags[:-1].nonzero().flatten().tolist() for rank_flags in gathered],
+            [rank for rank, rank_flags in enumerate(gathered) if rank_flags[-1]],
+        )
 
     # 6. Rebuild -----------------------------------------------------------------------------------
 

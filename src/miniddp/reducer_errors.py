@@ -59,12 +59,29 @@ def absent_on_ranks(reducer: "Reducer", absent: list[list[int]]) -> str:
         for rank, indices in enumerate(absent)
         if indices
     ]
+    if reducer.static_graph:
+        remedy = (
+            "With static_graph=True every iteration has to use the parameters of the first: if the "
+            "graph changes, leave static_graph out. If it should not change, look"
+        )
+    elif reducer.find_unused_parameters:
+        remedy = (
+            "Parameters that the outputs do not reach are found already. These were reached, and "
+            "their gradients never came: the loss was computed past the outputs, or one backward "
+            "covered only a part of them, to be followed by another. Let one backward cover all: "
+            "sum the losses first. Else look"
+        )
+    else:
+        remedy = (
+            "If that is meant, pass the keyword argument `find_unused_parameters=True` to the "
+            "wrapper. If several backwards share a forward, sum their losses and call one. If "
+            "neither, look"
+        )
     return (
         "This backward did not produce the gradients of all parameters, and no rank took a step.\n"
         + "\n".join(lines)
-        + "\nIf that is meant, pass the keyword argument `find_unused_parameters=True` to the "
-        "wrapper. If not, look for outputs of `forward` that the loss does not use, and for "
-        "branches of the model that were not taken."
+        + f"\n{remedy} for outputs of `forward` that the loss does not use, and for branches of "
+        "the model that were not taken."
     )
 
 
@@ -127,13 +144,14 @@ def not_a_view(reducer: "Reducer", index: int) -> str:
     )
 
 
-def strayed(rank: int) -> str:
+def strayed(ranks: list[int]) -> str:
     """Gradients arrived that nobody had asked to reduce."""
     return (
-        f"On rank {rank} a backward ran whose gradients were not reduced: they are local to this "
-        "rank. Its forward went past the wrapper (through `.module`), or the wrapper's forward was "
-        "called again, or its gradients were reduced, before that backward came. Call the wrapper "
-        "itself, once before each backward, or mark the accumulation by `no_sync()`."
+        f"On rank {', '.join(map(str, ranks))} a backward ran whose gradients were not reduced: "
+        "they are local to the rank. Its forward went past the wrapper (through `.module`), or the "
+        "wrapper's forward was called again, or its gradients were reduced, before that backward "
+        "came. Call the wrapper itself, once before each backward, or mark the accumulation by "
+        "`no_sync()`."
     )
 
 

@@ -13,6 +13,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from miniddp.buckets import MIB, initial_plan, sizes_of
 
 _CHUNK = (250 * MIB,)
 _NO_TIMEOUT = timedelta(0)
+_MOST_LINES = 20  # of an error's text
 
 
 def wait_for(work: dist.Work) -> None:
@@ -44,23 +46,60 @@ def size_of_group(group: dist.ProcessGroup | None) -> int:
     return size
 
 
-def verify_same_model(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Compare names, shapes, strides, dtypes and requires_grad over the ranks, before data moves.
+def verify_same_model(
+    named: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    settings: Mapping[str, Any] | None = None,
+    problem: Exception | None = None,
+) -> None:
+    """Compare models over the ranks before data moves; every rank raises what any one found.
+
+    Args:
+        named: the tensors, of which names, shapes, strides, dtypes and requires_grad are compared.
+        group: the ranks.
+        settings: what else has to be the same on every rank, by name.
+        problem: what keeps this rank from taking part. It is raised here, and told to the others.
 
     Raises:
-        RuntimeError: on every rank, if any two differ; it names the tensors and the ranks.
+        RuntimeError: on every rank, if any two differ, or one has a problem; it names the ranks.
     """
-    ours = {name: _describe(tensor) for name, tensor in named.items()}
-    digest = hashlib.sha256(repr(list(ours.items())).encode()).digest()
-    device = next(iter(named.values())).device
-    message = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    ours = (
+        {name: _describe(tensor) for name, tensor in named.items()},
+        {name: repr(value) for name, value in (settings or {}).items()},
+        "" if problem is None else f"{type(problem).__name__}: {problem}",
+    )
+    digest = hashlib.sha256(repr([list(ours[0].items()), *ours[1:]]).encode()).digest()
+    message = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device_of(named, group))
     gathered = [torch.empty_like(message) for _ in range(group.size())]
     wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
-    if all(torch.equal(theirs, message) for theirs in gathered):
+    every = [ours] * group.size()
+    if not all(torch.equal(theirs, message) for theirs in gathered):
+        dist.all_gather_object(every, ours, group=group)
+    elif problem is None:
         return
-    every: list[dict[str, str]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(every, ours, group=group)
-    raise RuntimeError(_difference(every, group.rank()))
+    tensors, of_settings, problems = zip(*every, strict=True)
+    if problem is not None:
+        raise problem
+    if any(problems):
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+        raise RuntimeError(
+            f"Rank {group.rank()} could take part, but others could not, so every rank raises. "
+            f"{told}"
+        )
+    if tensors.count(tensors[0]) == len(tensors) and _in_one_order(tensors):
+        raise RuntimeError(
+            "MiniDDP expects the same settings on all ranks, since they decide which collectives a "
+            f"rank takes part in:\n{''.join(_differing(of_settings))}(Reported on rank "
+            f"{group.rank()}; every rank raises this.) Pass the same values on every rank."
+        )
+    raise RuntimeError(_difference(tensors, group.rank()))
+
+
+def _device_of(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> torch.device:
+    """A device that `group` can send from."""
+    if named:
+        return next(iter(named.values())).device
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
@@ -98,29 +137,35 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _difference(every: Sequence[Mapping[str, str]], rank: int) -> str:
-    lines = [f"rank {r} has {len(described)} of them" for r, described in enumerate(every)]
-    text = (
-        "MiniDDP expects same model across all ranks, but the parameters (and synchronized "
-        f"buffers) differ: {', '.join(lines)}. What appears not to match:\n"
+    counts = ", ".join(
+        f"rank {r} has {len(described)} of them" for r, described in enumerate(every)
     )
-    differing = 0
+    lines = _differing(every) or ["  the order in which they are defined\n"]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more\n"]
+    return (
+        "MiniDDP expects same model across all ranks, but the parameters (and synchronized "
+        f"buffers) differ: {counts}. What appears not to match:\n{''.join(lines)}(Reported on rank "
+        f"{rank}; every rank raises this.) Build the module by the same code and configuration on "
+        "every rank, then wrap it."
+    )
+
+
+def _differing(every: Sequence[Mapping[str, str]]) -> list[str]:
+    """A line for each name whose value is not the same on every rank."""
+    lines = []
     for name in dict.fromkeys(name for described in every for name in described):
         ranks_of = defaultdict(list)
-        for r, described in enumerate(every):
-            ranks_of[described.get(name, "absent")].append(r)
+        for rank, described in enumerate(every):
+            ranks_of[described.get(name, "absent")].append(rank)
         if len(ranks_of) > 1:
-            differing += 1
-            if differing <= 20:
-                found = "; ".join(f"{what} on {_ranks(ranks)}" for what, ranks in ranks_of.items())
-                text += f"  {name}: {found}\n"
-    if differing > 20:
-        text += f"  and {differing - 20} more\n"
-    elif differing == 0:
-        text += "  the order in which they are defined\n"
-    return (
-        f"{text}(Reported on rank {rank}; every rank raises this.) Build the module by the same "
-        "code and configuration on every rank, then wrap it."
-    )
+            found = "; ".join(f"{what} on {_ranks(ranks)}" for what, ranks in ranks_of.items())
+            lines.append(f"  {name}: {found}\n")
+    return lines
+
+
+def _in_one_order(every: Sequence[Mapping[str, str]]) -> bool:
+    return all(list(described) == list(every[0]) for described in every)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

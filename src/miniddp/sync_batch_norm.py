@@ -11,7 +11,7 @@ repairs that, for the loss itself is another one. Here the ranks exchange their 
   the mean and the variance, and so the outputs on all ranks. The gradients of weight and bias stay
   local, as any parameter's: DDP averages them.
 
-Bytes sent by each rank: (2C + 1)·b to each of the others in forward, and 2·(W−1)/W · 2C·b in
+Bytes sent by each rank: 2C·b + 8 to each of the others in forward, and 2·(W−1)/W · 2C·b in
 backward (by a ring), with b bytes an element: float32's 4, or 8 for float64.
 
 Source: `torch.nn.SyncBatchNorm` (torch/nn/modules/_functions.py), which refuses CPU tensors.
@@ -49,8 +49,10 @@ class SyncBatchNorm(_BatchNorm):
             with `momentum=None` the running statistics are plain averages over all batches.
         process_group: the ranks that share statistics; the default group when None.
 
+    Of a batch that is empty on every rank the output is empty, and the running statistics stay.
+
     Raises ValueError in forward, for an input of another shape, and, on every rank, if the batch of
-    all ranks has fewer than two values a channel: their variance would be no number.
+    all ranks has one value a channel: its variance would be no number.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class SyncBatchNorm(_BatchNorm):
             return F.batch_norm(x, *statistics, *affine, use_batch, momentum, self.eps)
 
         mean, variance, count = _global_statistics(x, self.process_group)
-        if tracked:
+        if tracked and count > 0:
             unbiased = variance * (count / (count - 1))
             self.running_mean.lerp_(mean.to(self.running_mean), momentum)
             self.running_var.lerp_(unbiased.to(self.running_var), momentum)
@@ -123,22 +125,27 @@ class SyncBatchNorm(_BatchNorm):
 
 
 @torch.no_grad()
-def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, float]:
+def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, int]:
     """Mean (C) and biased variance (C) of the batch of all ranks, and its values a channel."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     channels, own_count = x.shape[1], x[:, 0].numel()
     own_mean = x.sum(_all_but_channels(x)) / max(own_count, 1)
     own_squares = (x - _per_channel(own_mean, x)).square().sum(_all_but_channels(x))
-    own = torch.cat([own_mean, own_squares, own_mean.new_tensor([own_count])])
+    # The count travels bit by bit, as an integer: float32 has none between 2^24 and 2^24 + 2.
+    count_bits = torch.tensor([own_count], device=x.device).view(own_mean.dtype)
+    own = torch.cat([own_mean, own_squares, count_bits])
 
     of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_ranks, own, group=group)
-    means, squares, counts = torch.stack(of_ranks).split([channels, channels, 1], dim=1)
-    count = float(counts.sum())
-    if count < 2:
-        raise ValueError(
-            f"{count:.0f} values a channel on all ranks together: training takes at least 2"
-        )
+    sizes = [channels, channels, len(count_bits)]
+    means, squares, count_bits = torch.stack(of_ranks).split(sizes, dim=1)
+    counts = count_bits.contiguous().view(torch.int64)
+    count = int(counts.sum())
+    if count == 0:
+        return torch.zeros_like(own_mean), torch.ones_like(own_mean), count
+    if count == 1:
+        raise ValueError("1 value a channel on all ranks together: training takes at least 2")
+    counts = counts.to(means.dtype)
     mean = (counts * means).sum(0) / count
     # Deviations from the common mean: those from each rank's own, and those of the ranks' means.
     return mean, (squares + counts * (means - mean).square()).sum(0) / count, count
@@ -155,7 +162,7 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         inverse: Tensor,
-        count: float,
+        count: int,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, inverse)
@@ -180,7 +187,8 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             sums = torch.cat([d_bias, d_weight])
             dist.all_reduce(sums, group=ctx.group)
-            mean_dy, mean_dy_normalized = (_per_channel(s, x) for s in (sums / ctx.count).chunk(2))
+            means = sums / max(ctx.count, 1)
+            mean_dy, mean_dy_normalized = (_per_channel(m, x) for m in means.chunk(2))
             scale = _per_channel(inverse if weight is None else inverse * weight, x)
             dx = ((dy - mean_dy - normalized * mean_dy_normalized) * scale).to(x.dtype)
         d_weight, d_bias = (

@@ -20,12 +20,14 @@ from labkit.cost_model import (
     backward_of,
     fit,
     gloo,
+    hierarchical_seconds,
     least_bytes,
     lower_limit,
     measure_all_reduce,
     recursive_doubling,
     ring,
     simulate,
+    tree,
 )
 from labkit.ranks import run_ranks
 from labkit.recording import Recorder
@@ -290,3 +292,23 @@ def test_at_thousands_of_ranks_the_latency_of_a_ring_outweighs_its_bytes():
     assert many.exposed == pytest.approx(8190 * 20e-6, rel=1e-3)
     assert link.seconds(recursive_doubling(4096, 30)) < link.seconds(ring(4096, 30)) / 100
     assert few.end < many.end
+
+
+def test_over_two_kinds_of_links_the_hierarchical_one_is_a_ring_inside_and_a_ring_across():
+    fast, slow = Link.of(gbit_per_s=100, latency_us=2), Link.of(gbit_per_s=1, latency_us=50)
+    nbytes = 4 * MIB
+    assert hierarchical_seconds(1, 4, nbytes, fast, slow) == fast.seconds(ring(4, nbytes))
+    assert hierarchical_seconds(6, 1, nbytes, fast, slow) == slow.seconds(ring(6, nbytes))
+    seconds = hierarchical_seconds(2, 4, nbytes, fast, slow)
+    assert seconds == pytest.approx(
+        6 * 2e-6 + 1.5 * nbytes * 8e-11 + 2 * 50e-6 + nbytes * 8e-9, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "depth"), [(1, 0), (2, 1), (5, 3), (8, 3), (9, 4), (16_384, 14)]
+)
+def test_a_tree_is_as_deep_as_the_logarithm_and_passes_every_byte_twice(world_size, depth):
+    cost = tree(world_size, 1000)
+    assert cost == (2 * depth, 2000 if depth else 0, 2000 if depth else 0)
+    assert cost.sent >= least_bytes(world_size, 1000)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.compare import gradients, largest_difference, ratio_and_cosine
 from labkit.ranks import run_ranks
 from miniddp.losses import global_mean
-from miniddp.sync_batch_norm import SyncBatchNorm
+from miniddp.sync_batch_norm import SyncBatchNorm, _global_statistics
 
 CHANNELS = 3
 
@@ -268,7 +268,7 @@ def count_bytes(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 
 
 def test_forward_costs_one_all_gather_and_backward_one_all_reduce_of_the_promised_bytes() -> None:
-    wanted = [(2 * CHANNELS + 1) * 8] * 2, [2 * CHANNELS * 8]
+    wanted = [2 * CHANNELS * 8 + 8] * 2, [2 * CHANNELS * 8]
     assert run_ranks(count_bytes, 3) == [wanted] * 3
 
 
@@ -297,7 +297,6 @@ def refused(rank: int) -> list[str]:
     said = []
     for x in (
         torch.ones(1 if rank == 2 else 0, CHANNELS),
-        torch.ones(0, CHANNELS, 2),
         torch.ones(4, CHANNELS + 1),
         torch.ones(CHANNELS),
     ):
@@ -311,11 +310,34 @@ def refused(rank: int) -> list[str]:
 def test_an_input_that_cannot_be_normalized_is_refused_on_every_rank() -> None:
     for said in run_ranks(refused, 3):
         assert said == [
-            "1 values a channel on all ranks together: training takes at least 2",
-            "0 values a channel on all ranks together: training takes at least 2",
+            "1 value a channel on all ranks together: training takes at least 2",
             "input has shape (4, 4), expected (N, 3, *)",
             "input has shape (3,), expected (N, 3, *)",
         ]
+
+
+def empty_everywhere(rank: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    layer = SyncBatchNorm(CHANNELS)
+    x = torch.ones(0, CHANNELS, 2, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    return y.detach(), x.grad, [*(p.grad for p in layer.parameters()), *layer.buffers()]
+
+
+def test_of_a_batch_that_is_empty_on_every_rank_the_output_is_empty_and_nothing_moves() -> None:
+    for y, dx, (d_weight, d_bias, mean, variance, batches) in run_ranks(empty_everywhere, 2):
+        assert y.shape == dx.shape == (0, CHANNELS, 2)
+        assert d_weight.tolist() == d_bias.tolist() == mean.tolist() == [0] * CHANNELS
+        assert (variance.tolist(), batches) == ([1] * CHANNELS, 1)
+
+
+def very_many(rank: int) -> int:
+    x = torch.zeros(1, 1).expand(2**24 + rank, 1)
+    return _global_statistics(x, None)[2]
+
+
+def test_more_values_than_float32_can_count_are_counted_exactly() -> None:
+    assert run_ranks(very_many, 2) == [2**25 + 1] * 2
 
 
 def test_differentiating_twice_is_refused_rather_than_wrong() -> None:

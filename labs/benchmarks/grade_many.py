@@ -1,0 +1,96 @@
+"""How long grading takes: many mixed submissions of assignment 1, in one run.
+
+    python labs/benchmarks/grade_many.py [--submissions 100] [--jobs 2]
+
+One in five is the key, one in five the empty release; the others hold a known wrong answer, a
+syntax error, a deadlock, a dead rank or an endless loop. Prints each kind's time a submission, and
+the whole run's; fails if any earned other points than it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from grader.batch import grade_all
+from grader.release import release
+from grader.sandbox import rank_server
+from grader.source import Assignment, read_assignment, source_of
+from labkit.scripts import project_root
+from labkit.tables import table
+
+SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
+_WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+BROKEN = {
+    "syntax error": "def average_each(module)\n",
+    "deadlock": (
+        "def average_each(module):\n"
+        "    if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(1))\n"
+    ),
+    "dead rank": "import os\ndef average_each(module):\n    os._exit(1)\n",
+    "endless loop": "def average_each(module):\n    while True: pass\n",
+}
+
+
+def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
+    """Name, solutions and points of each kind; a kind may stand there more than once."""
+    key = assignment.keys()
+    points = {check.name: check.points for check in assignment.checks}
+    of_each = sum(c.points for c in assignment.checks if "each" in c.solutions)
+    found = [("key", key, assignment.points), ("empty", {}, 0.0)] * 3
+    for wrong in assignment.wrong_answers:
+        solutions = {**key, wrong.solution: wrong.source}
+        found.append(("wrong answer", solutions, assignment.points - points[wrong.loses]))
+    for name, source in BROKEN.items():
+        found.append((name, {**key, "each": source}, assignment.points - of_each))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--submissions", type=int, default=100)
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    assignment = read_assignment(SOURCE)
+    of_kind = kinds(assignment)
+    with tempfile.TemporaryDirectory() as name, rank_server() as server:
+        folder = Path(name)
+        paths, wanted = {}, {}
+        released = release(assignment, server.address)
+        for number in range(arguments.submissions):
+            kind, solutions, score = of_kind[number % len(of_kind)]
+            notebook = copy.deepcopy(released)
+            for cell in notebook["cells"]:
+                cell["source"] = solutions.get(cell.get("id"), source_of(cell))
+            student = f"{number:03} {kind}"
+            paths[student] = folder / f"{number:03}.ipynb"
+            paths[student].write_text(json.dumps(notebook))
+            wanted[student] = score
+        start = time.perf_counter()
+        results = grade_all(paths, SOURCE, folder / "graded", server, jobs=arguments.jobs)
+        whole = time.perf_counter() - start
+    # Its own and that of all processes that it waited for: the fork server is among them now.
+    used = sum(sum(resource.getrusage(who)[:2]) for who in _WHOSE)
+    seconds: dict[str, list[float]] = {}
+    for result in results:
+        seconds.setdefault(result.student[4:], []).append(result.seconds)
+    rows = [[kind, len(s), statistics.median(s), max(s)] for kind, s in seconds.items()]
+    print(table(["submission", "number", "median [s]", "longest [s]"], rows, digits=1))
+    print(
+        f"{len(results)} submissions, {arguments.jobs} at a time: {whole:.0f} s, "
+        f"{whole / len(results):.2f} s a submission, of processor time {used / len(results):.2f} s"
+    )
+    wrong = [r.student for r in results if r.needs_human or r.score != wanted[r.student]]
+    if wrong:
+        sys.exit(f"graded wrongly: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Try a source notebook before it is released: the key, the stubs, and every known wrong answer.
+
+A release is refused unless the key earns every point, the empty notebook none, and each wrong
+answer loses the check that it names and no other. So a check that cannot fail is found before any
+student meets it, and so is one that punishes a mistake twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from grader.grade import Result, grade
+from grader.merge import Submission
+from grader.sandbox import RankServer
+from grader.source import Assignment
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One trial: who was graded, what was expected and what came out."""
+
+    name: str
+    expected: str
+    found: str
+
+    @property
+    def right(self) -> bool:
+        return self.expected == self.found
+
+
+def lint(assignment: Assignment, server: RankServer, jobs: int = 1) -> Iterator[Finding]:
+    """Grade key, stubs and wrong answers, `jobs` at a time; yields in this order."""
+    trials = [
+        ("the key", assignment.keys(), "loses nothing"),
+        ("the stubs", assignment.stubs(), ""),
+    ]
+    for wrong in assignment.wrong_answers:
+        solutions = {**assignment.keys(), wrong.solution: wrong.source}
+        trials.append((wrong.name, solutions, f"loses {wrong.loses}"))
+
+    def run(trial: tuple[str, dict[str, str], str]) -> Finding:
+        name, solutions, expected = trial
+        result = grade(Submission(solutions), name, assignment, server)
+        if not expected:
+            return Finding(name, "0 points", f"{result.score:g} points")
+        return Finding(name, expected, _losses(result))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(run, trials)
+
+
+def _losses(result: Result) -> str:
+    troubled = [
+        f"{check.name}: {check.needs_human}" for check in result.checks if check.needs_human
+    ]
+    if troubled:
+        return f"needs a person: {'; '.join(troubled)}"
+    lost = [check.name for check in result.checks if check.score < check.points]
+    return f"loses {', '.join(lost) or 'nothing'}"

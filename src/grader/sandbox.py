@@ -1,0 +1,166 @@
+"""Start the fork server of ranks: inside bubblewrap where it works, or, if told so, in the open.
+
+bubblewrap gives it a file system in which nothing can be written and little can be seen: Python,
+its packages, and the folder `grader.inside`. No assignment, no key, no home, no network.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+_MOUNTED = "/opt/grader"
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from grader.inside.zygote import serve; serve(sys.argv[2] == 'contained')"
+)
+_LISTENER = 3
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "USER": "student", "OMP_NUM_THREADS": "1"}
+
+ADVICE = (
+    "Install bubblewrap (Debian: apt-get install bubblewrap), grade in a container "
+    "(book/teach.md has the command), or, for your own work only, say --trust."
+)
+
+
+class SandboxError(RuntimeError):
+    """The fork server cannot be started as asked."""
+
+
+@dataclass(frozen=True)
+class RankServer:
+    """A running fork server. `isolation` is a phrase for people, shown on every result."""
+
+    address: str
+    isolation: str
+    pid: int
+
+
+@contextmanager
+def rank_server(*, trust: bool = False) -> Iterator[RankServer]:
+    """A fork server that ends, with all its ranks, when the block does or this process dies.
+
+    `trust` permits a server without a sandbox where bubblewrap does not work. Raises SandboxError.
+    Costs about 1.5 s, most of it the import of torch.
+    """
+    bubblewrap = _working_bubblewrap()
+    if not bubblewrap and not trust:
+        raise SandboxError(f"bubblewrap does not work here, so nothing was run. {ADVICE}")
+    folder = Path(tempfile.mkdtemp(prefix="grader-"))
+    address = str(folder / "ranks")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        command = _contained(bubblewrap) if bubblewrap else _in_the_open()
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
+            pass_fds=[_LISTENER],
+            preexec_fn=lambda: os.dup2(listener.fileno(), _LISTENER, inheritable=True),
+        )
+    try:
+        if server.stdout.readline() != b"ready\n":
+            raise SandboxError("the fork server of ranks did not start; what it says is above")
+        isolation = "bubblewrap, a namespace a rank" if bubblewrap else "none: trusted"
+        yield RankServer(address, isolation, server.pid)
+    finally:
+        server.stdin.close()
+        try:
+            server.wait(5)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        server.stdout.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_the_open() -> list[str]:
+    return [sys.executable, "-I", "-c", _START, str(_PACKAGE.parent), "open"]
+
+
+def _contained(bubblewrap: list[str]) -> list[str]:
+    return [*bubblewrap, sys.executable, "-I", "-c", _START, _MOUNTED, "contained"]
+
+
+def _working_bubblewrap() -> list[str]:
+    """The words of the command that precede the program; none if a trial of it fails."""
+    if not sys.platform.startswith("linux") or not shutil.which("bwrap"):
+        return []
+    words = ["bwrap", *_walls()]
+    trial = [*words, sys.executable, "-I", "-c", ""]
+    done = subprocess.run(trial, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+    return words if done.returncode == 0 else []
+
+
+def _walls() -> list[str]:
+    words = [
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
+    if os.getuid() != 0:
+        # Run by root, the fork server changes to an unprivileged user itself: only a real change
+        # of user makes the limit on processes count.
+        words.append("--unshare-user")
+    words += ["--die-with-parent", "--hostname", "sandbox", "--clearenv"]
+    visible = _visible()
+    # Open to the unprivileged user, too: what bubblewrap makes by itself is its own user's alone.
+    for parent in sorted({str(up) for path in visible for up in Path(path).parents} - {"/"}):
+        words += ["--perms", "0755", "--dir", parent]
+    for path in visible:
+        words += ["--ro-bind", path, path]
+    for name in ("bin", "lib", "lib64", "sbin"):
+        path = Path("/", name)
+        if path.is_symlink():
+            words += ["--symlink", os.readlink(path), str(path)]
+        elif path.exists():
+            words += ["--ro-bind", str(path), str(path)]
+    for path in _covered():
+        words += ["--tmpfs", path]
+    for parent in ("/opt", _MOUNTED, f"{_MOUNTED}/grader"):
+        words += ["--perms", "0755", "--dir", parent]
+    words += ["--ro-bind", str(_PACKAGE / "__init__.py"), f"{_MOUNTED}/grader/__init__.py"]
+    words += ["--ro-bind", str(_PACKAGE / "inside"), f"{_MOUNTED}/grader/inside"]
+    words += ["--proc", "/proc", "--dev", "/dev", "--chdir", "/"]
+    words += ["--perms", "1777", "--tmpfs", "/tmp"]
+    for name, value in _ENVIRONMENT.items():
+        words += ["--setenv", name, value]
+    return [*words, "--remount-ro", "/"]
+
+
+def _visible() -> list[str]:
+    """Python, its packages, the system's libraries: once each, the outer folder first."""
+    wanted = {
+        "/usr",
+        "/etc/ld.so.cache",
+        sys.prefix,
+        sys.base_prefix,
+        sysconfig.get_path("purelib"),
+        str(Path(sys.executable).resolve().parent.parent),
+    }
+    found: list[Path] = []
+    for path in sorted(map(Path, wanted)):
+        if path.exists() and not any(path.is_relative_to(outer) for outer in found):
+            found.append(path)
+    return [str(path) for path in found]
+
+
+def _covered() -> list[str]:
+    """Installed packages of this project, which hold the answers: hidden by an empty folder."""
+    packages = Path(sysconfig.get_path("purelib"))
+    return [str(packages / n) for n in ("miniddp", "labkit", "grader") if (packages / n).is_dir()]

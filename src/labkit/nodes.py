@@ -1,0 +1,90 @@
+"""Several nodes on one machine: a torchrun agent for each, as on a cluster, and no rights needed.
+
+    python -m labkit.nodes --nodes 2 --nproc-per-node 4 labs/02_accumulate_vs_ddp.py
+
+Each agent is started with the command that a cluster's node would get, `torchrun --nnodes 2
+--rdzv-backend c10d --rdzv-endpoint HOST:PORT …`; they meet on the loopback interface and start
+their own ranks. What is missing of a cluster: hostnames, addresses and a network between the nodes.
+`labs/two_hosts.sh` has these.
+
+Ends when all agents have ended, with the first failing one's exit code. Once one has failed, the
+others have a minute to notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+GRACE = 60.0  # seconds
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port of the loopback interface that the system gives to nobody else meanwhile.
+
+    It is bound and not listened at; a server that sets SO_REUSEADDR, as torch's store does, may
+    still listen there (Linux).
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def agent_command(nodes: int, port: int, arguments: list[str]) -> list[str]:
+    """What one node is started with."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(nodes), "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
+        # How long an agent waits for a node that does not come, or does not come back.
+        *("--rdzv-conf", "join_timeout=60"),
+        *arguments,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, default=2, help="agents (default 2)")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="torchrun's further options, and the script"
+    )
+    given, options = parser.parse_known_args()
+    interface = "lo" if sys.platform.startswith("linux") else "lo0"
+    # The second is for --max-restarts: see labkit.torchrun.joined.
+    defaults = {"GLOO_SOCKET_IFNAME": interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # Or torch warns, with many lines, that the agent which ended first does not answer any more.
+    defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    environment = {**defaults, **os.environ}
+    with reserved_port() as port:
+        command = agent_command(given.nodes, port, options + given.arguments)
+        agents = [subprocess.Popen(command, env=environment) for _ in range(given.nodes)]
+        sys.exit(abs(first_failure(agents)))
+
+
+def first_failure(agents: list[subprocess.Popen[bytes]]) -> int:
+    """The exit code of the first agent that fails, or 0; none is running any more."""
+    failed, deadline = 0, math.inf
+    while None in (codes := [agent.poll() for agent in agents]) and time.monotonic() < deadline:
+        if not failed and (failed := next(filter(None, codes), 0)):
+            deadline = time.monotonic() + GRACE
+        time.sleep(0.05)
+    for agent in agents:
+        if agent.poll() is None:
+            agent.terminate()  # and with it, its ranks
+            agent.wait()
+    return failed or next((agent.returncode for agent in agents if agent.returncode), 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""labs/slurm: the batch file, run by a true Slurm of two nodes on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from processes import all_gone
+
+from labkit.guard import run_guarded
+from labkit.scripts import project_root
+from labkit.toy_captioner import gradient_norms, seeded_data, seeded_model
+
+ROOT = project_root()
+SLURM = str(ROOT / "labs" / "slurm" / "one_machine.sh")
+
+
+def submit(*words: str, marker: str = "", timeout: float = 300.0):
+    virtual_environment = str(Path(sys.executable).parent.parent)
+    environment = {**os.environ, "VENV": virtual_environment, "MARKER": marker}
+    return run_guarded([SLURM, *words], timeout, cwd=ROOT, env=environment)
+
+
+def test_the_batch_file_prints_the_threads_table_on_eight_ranks_of_two_nodes_and_leaves_nothing():
+    data, model = seeded_data(samples=8), seeded_model()
+    model(*data.tensors).backward()  # one process, all eight samples at once
+    wanted = {name: [f"{norm:.4f}"] * 3 for name, norm in gradient_norms(model).items()}
+
+    marker = f"slurm-{os.getpid()}"
+    done = submit(marker=marker)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^Slurm: job \d+ COMPLETED on host\[0-1\]$", done.stdout, re.MULTILINE)
+    # torchrun puts [default0]: before the lines that it passes on.
+    lines = [re.sub(r"^\[default\d\]:", "", line) for line in done.stdout.splitlines()]
+    ranks = [line for line in lines if re.fullmatch(r"rank \d of 8", line)]
+    assert ranks == [f"rank {rank} of 8" for rank in range(8)]
+    rows = [line.split() for line in lines]
+    for name, norms in wanted.items():
+        assert [row[1:] for row in rows if row and row[0] == name] == [norms] * 8
+    assert "largest difference between the three, on any rank: < 1e-06" in lines
+
+    assert all_gone(marker)
+    assert not list(ROOT.glob("slurm-*.out"))
+    assert not (ROOT / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("labs/no_such_lab.py", "no_such_lab.py"), ("labs/02_lightning.py", "without torchrun")],
+)
+def test_a_job_that_fails_is_said_to_have_failed(script, said):
+    done = submit("labs/slurm/two_nodes.sbatch", script)
+    assert done.returncode != 0
+    assert re.search(r"^Slurm: job \d+ FAILED on host\[0-1\]$", done.stdout, re.MULTILINE)
+    assert said in done.stdout

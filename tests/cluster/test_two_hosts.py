@@ -1,0 +1,191 @@
+"""labs/two_hosts.sh: a network that carries torchrun's ranks, and of which nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import termios
+import time
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+from processes import all_gone, processes_with
+
+from labkit.guard import run_guarded
+from labkit.scripts import project_root
+from labkit.toy_captioner import gradient_norms, seeded_data, seeded_model
+
+ROOT = project_root()
+TWO_HOSTS = str(ROOT / "labs" / "two_hosts.sh")
+CHECK_HOST = r"""
+    test "$(hostname)" = "host$TWO_HOSTS_NUMBER"
+    test "$(python -c 'import socket; print(socket.gethostbyname(socket.gethostname()))')" = \
+        "10.77.0.$((TWO_HOSTS_NUMBER + 1))"
+    touch "$TWO_HOSTS_SHARED/$(hostname)"
+    until [ -e "$TWO_HOSTS_SHARED/host0" ] && [ -e "$TWO_HOSTS_SHARED/host1" ]; do sleep 0.02; done
+"""
+
+
+def two_hosts(*words: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+    return run_guarded([TWO_HOSTS, *words], timeout)
+
+
+def interfaces() -> set[str]:
+    return set(os.listdir("/sys/class/net"))
+
+
+def test_without_a_command_the_threads_lab_agrees_on_all_eight_ranks():
+    data, model = seeded_data(samples=8), seeded_model()
+    model(*data.tensors).backward()  # one process, all eight samples at once
+    wanted = {name: [f"{norm:.4f}"] * 3 for name, norm in gradient_norms(model).items()}
+
+    output = two_hosts().stdout
+    blocks = re.split(r"^rank (\d) of 8$", output, flags=re.MULTILINE)
+    assert blocks[1::2] == [str(rank) for rank in range(8)]
+    for block in blocks[2::2]:
+        lines = [line.split() for line in block.splitlines()]
+        assert {words[0]: words[1:] for words in lines if words and words[0] in wanted} == wanted
+    assert "largest difference between the three, on any rank: < 1e-06" in output
+
+
+def test_each_host_has_a_name_and_an_address_of_its_own_and_both_see_one_folder():
+    before, folder = interfaces(), set(os.listdir("/dev/shm"))
+    done = two_hosts("bash", "-euc", CHECK_HOST)
+    assert done.returncode == 0, done.stderr
+    assert interfaces() == before
+    assert "host0" not in set(os.listdir("/dev/shm")) - folder
+
+
+def test_what_one_host_sends_arrives_at_the_other_and_the_rate_holds_at_both_ends():
+    talk = (
+        "tc qdisc show dev eth0; python - <<END\n"
+        "import os, socket\n"
+        "if os.environ['TWO_HOSTS_NUMBER'] == '0':\n"
+        "    print('heard', socket.create_server(('host0', 7)).accept()[0].recv(9))\n"
+        "else:\n"
+        "    while True:\n"
+        "        try:\n"
+        "            socket.create_connection(('host0', 7)).send(b'two nodes')\n"
+        "            break\n"
+        "        except ConnectionRefusedError:\n"
+        "            pass\n"
+        "END"
+    )
+    output = two_hosts("--rate", "100mbit", "bash", "-c", talk).stdout
+    assert output.count("tbf") == output.count("rate 100Mbit burst 64Kb") == 2
+    assert "heard b'two nodes'" in output
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_failure_on_either_host_is_the_exit_code_and_the_other_host_is_stopped(number):
+    command = f"[ $TWO_HOSTS_NUMBER = {number} ] && exit 7; sleep 600"
+    started = time.monotonic()
+    done = two_hosts("--grace", "1", "bash", "-c", command)
+    assert done.returncode == 7
+    assert "one host ended 1 s ago; the other is stopped" in done.stderr
+    assert time.monotonic() - started < 60
+
+
+def test_an_unplugged_cable_carries_nothing():
+    watch = "while ip link show eth0 | grep -q LOWER_UP; do sleep 0.1; done; echo noticed"
+    done = two_hosts("--unplug", "1", "bash", "-c", watch)
+    assert done.stdout.count("noticed") == 2
+    assert "the cable is unplugged" in done.stderr
+
+
+@pytest.mark.parametrize("ending", ["Ctrl-C", "INT", "TERM", "HUP", "KILL"])
+def test_however_it_ends_no_process_and_no_network_is_left(ending):
+    before = interfaces()
+    marker = f"two-hosts-ended-by-{ending}-{os.getpid()}"
+    terminal, other_end = pty.openpty()
+
+    def with_the_terminal() -> None:
+        os.setsid()
+        ioctl(other_end, termios.TIOCSCTTY, 0)
+
+    script = subprocess.Popen(
+        # As torchrun does, the command puts its workers into sessions of their own.
+        [
+            TWO_HOSTS,
+            "bash",
+            "-c",
+            "setsid sleep 600 & echo started $(hostname); sleep 600",
+        ],
+        env={**os.environ, "MARKER": marker},
+        stdin=other_end,
+        stdout=other_end,
+        stderr=other_end,
+        preexec_fn=with_the_terminal,
+    )
+    shown = b""
+    while shown.count(b"started") < 2:
+        assert select.select([terminal], [], [], 30)[0], "the two hosts did not start"
+        shown += os.read(terminal, 4096)
+    assert processes_with(marker)
+    if ending == "Ctrl-C":
+        os.write(terminal, b"\x03")
+    else:
+        script.send_signal(signal.Signals[f"SIG{ending}"])
+    codes = {"Ctrl-C": 130, "INT": 130, "TERM": 143, "HUP": 143, "KILL": -signal.SIGKILL}
+    assert script.wait(timeout=20) == codes[ending]
+    # A network without a name lives as long as its processes.
+    assert all_gone(marker)
+    assert interfaces() == before
+    os.close(terminal)
+    os.close(other_end)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rate", "fast", "true"], "--rate takes a whole number of kbit, mbit or gbit"),
+        (["--unplug", "-1", "true"], "--unplug takes a whole number of seconds"),
+        (["--speed", "1gbit", "true"], "there is no option --speed"),
+        (["no_such_command"], 'there is no command "no_such_command"'),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_anything_is_made(words, said):
+    done = two_hosts(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def without(tool: str, path: Path) -> str:
+    """A PATH with everything of this machine's but one command."""
+    path.mkdir()
+    for folder in reversed(os.environ["PATH"].split(":")):
+        for command in Path(folder).glob("*"):
+            link = path / command.name
+            link.unlink(missing_ok=True)
+            if command.name != tool:
+                link.symlink_to(command)
+    return str(path)
+
+
+def test_a_missing_tool_is_named_with_its_package(tmp_path):
+    environment = {**os.environ, "PATH": without("ip", tmp_path / "bin")}
+    done = run_guarded([TWO_HOSTS, "true"], 30, env=environment)
+    assert done.returncode == 2
+    assert 'there is no "ip" on this machine (Debian: apt-get install iproute2' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tool", "instead", "said"),
+    [
+        ("uname", "echo Darwin", "network namespaces are Linux's, and this is Darwin"),
+        ("unshare", "exit 1", "making namespaces is not allowed here: run it as root"),
+    ],
+)
+def test_a_machine_that_cannot_is_told_so(tool, instead, said, tmp_path):
+    stub = tmp_path / tool
+    stub.write_text(f"#!/bin/sh\n{instead}\n")
+    stub.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = run_guarded([TWO_HOSTS, "true"], 30, env=environment)
+    assert done.returncode == 2
+    assert said in done.stderr

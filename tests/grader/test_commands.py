@@ -1,0 +1,189 @@
+"""The command line, as an instructor and a student use it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment, submission, write
+
+from grader import batch, judge
+from grader.bench import Case
+from grader.cli import main
+from grader.grade import grade
+from grader.merge import Submission
+from grader.release import write_release
+from grader.sandbox import RankServer
+from grader.source import read_assignment, source_of
+from labkit.scripts import project_root
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory, server):
+    """The release of the first assignment."""
+    path = tmp_path_factory.mktemp("released") / "average_gradients.ipynb"
+    write_release(first_assignment(), path, server.address)
+    return path
+
+
+@pytest.mark.parametrize("source", sorted(ASSIGNMENTS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_assignment_can_be_released(source, tmp_path, capfd):
+    """Its key earns everything, its stubs nothing, each wrong answer loses its own check only."""
+    assert main(["release", str(source), str(tmp_path), "--trust"]) == 0, capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "NOT " not in printed
+    assert printed.count("ok ") == 2 + len(read_assignment(source).wrong_answers)
+    [notebook] = tmp_path.glob("*.ipynb")
+    assert f"Released: {notebook}" in printed
+
+
+def test_a_release_is_written_only_after_its_lint_and_says_what_it_tried(tmp_path, capfd):
+    notebook = json.loads(FIRST.read_text())
+    [wrong] = [c for c in notebook["cells"] if c["id"] == "wrong_each_sum"]
+    others = [c for c in notebook["cells"] if c["id"].startswith("wrong") and c is not wrong]
+    notebook["cells"] = [c for c in notebook["cells"] if c not in others]
+    wrong["source"] = "%%wrong_answer\n" + first_assignment().keys()["each"]
+    source = write(notebook, tmp_path / "source.ipynb")
+    assert main(["release", str(source), str(tmp_path / "out"), "--trust"]) == 1
+    printed = capfd.readouterr()
+    assert "ok   the key: loses nothing" in printed.out
+    assert "ok   the stubs: 0 points" in printed.out
+    assert (
+        "NOT  sum instead of average: loses nothing, should be: loses each_average" in printed.out
+    )
+    assert "Not released" in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_student_validates_a_notebook_and_reads_what_is_left(released, tmp_path, capfd):
+    notebook = json.loads(released.read_text())
+    cell(notebook, "each")["source"] = first_assignment().wrong_answers[0].source
+    mine = write(notebook, tmp_path / "mine.ipynb")
+    assert main(["validate", str(mine)]) == 1
+    printed = capfd.readouterr().out
+    assert "each_average: not yet. This is the sum over the ranks" in printed
+    assert "first difference on rank 0" in printed
+    assert "flat_average: not yet. flat is not written yet" in printed
+    assert "Visible checks: 0 of 2 (0 points); 7 more points use fresh inputs" in printed
+
+
+def test_a_solved_notebook_passes_what_is_visible_and_is_promised_no_more(
+    released, tmp_path, capfd, monkeypatch
+):
+    notebook = json.loads(released.read_text())
+    for name, key in first_assignment().keys().items():
+        cell(notebook, name)["source"] = key
+    mine = write(notebook, tmp_path / "mine.ipynb")
+    assert main(["validate", str(mine)]) == 0
+    assert "Visible checks: 2 of 2 (3 points); 7 more points" in capfd.readouterr().out
+    # The cell below each task does the same, on the notebook of the folder that it runs in.
+    monkeypatch.chdir(tmp_path)
+    for one in notebook["cells"]:
+        if "grader.student" in source_of(one):
+            exec(source_of(one), {})
+    printed = capfd.readouterr().out
+    assert "each_average: passed" in printed
+    assert "flat_average: passed" in printed
+
+
+def test_an_empty_release_runs_to_its_end(released, monkeypatch, capfd):
+    monkeypatch.chdir(released.parent)
+    namespace = {}
+    for one in json.loads(released.read_text())["cells"]:
+        if one["cell_type"] == "code":
+            exec(source_of(one), namespace)
+    assert capfd.readouterr().out.count("is not written yet") == 2
+
+
+def test_grade_takes_folders_and_feedback_writes_the_pages_anew(tmp_path, capfd):
+    assignment = first_assignment()
+    handed_in = tmp_path / "handed_in"
+    write(submission(assignment, assignment.keys()), handed_in / "ada" / "work.ipynb")
+    write(submission(assignment, {}), handed_in / "bob" / "work.ipynb")
+    out = tmp_path / "graded"
+    arguments = ["--assignment", str(FIRST), "--out", str(out), "--trust"]
+    assert main(["grade", str(handed_in), *arguments]) == 0
+    assert "ada: 10 of 10\nbob: 0 of 10\n" in capfd.readouterr().out
+    page = out / "bob" / "feedback.html"
+    text = page.read_text()
+    page.unlink()
+    assert main(["feedback", str(out)]) == 0
+    assert page.read_text() == text
+    assert "0 of 10 points" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["release", "no_such.ipynb", "out"], "No such file"),
+        (["validate", str(FIRST)], "not a released assignment"),
+        (["grade", "no_such_folder", "--assignment", str(FIRST), "--out", "out"], "there is no"),
+        (["grade", str(project_root() / "src"), "--assignment", "a", "--out", "o"], "no notebook"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(arguments, said, capfd):
+    assert main(arguments) == 2
+    error = capfd.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_a_grader_that_fails_says_so_and_gives_no_score(server, tmp_path, capfd):
+    gone = RankServer("/tmp/no-such-server", server.isolation, server.pid)
+    assignment = first_assignment()
+    path = write(submission(assignment, assignment.keys()), tmp_path / "ada.ipynb")
+    [result] = batch.grade_all({"ada": path}, FIRST, tmp_path / "out", gone)
+    assert result.needs_human
+    assert result.score == 0
+    report = json.loads((tmp_path / "out" / "ada" / "results.json").read_text())
+    assert "score" not in report
+    assert all("score" not in test for test in report["tests"])
+    assert ",,10" in (tmp_path / "out" / "grades.csv").read_text()
+    assert "Not decided" in (tmp_path / "out" / "ada" / "feedback.html").read_text()
+    # The next run tries again what needed a person.
+    [again] = batch.grade_all({"ada": path}, FIRST, tmp_path / "out", server)
+    assert again.score == 10
+
+
+def test_one_submission_that_breaks_the_grader_does_not_stop_the_next(
+    server, tmp_path, monkeypatch
+):
+    assignment = first_assignment()
+    paths = {
+        name: write(submission(assignment, assignment.keys()), tmp_path / f"{name}.ipynb")
+        for name in ("ada", "bob")
+    }
+    grade_file = batch.grade_file
+
+    def sometimes(path, student, *arguments, **keywords):
+        if student == "ada":
+            raise MemoryError
+        return grade_file(path, student, *arguments, **keywords)
+
+    monkeypatch.setattr(batch, "grade_file", sometimes)
+    ada, bob = batch.grade_all(paths, FIRST, tmp_path / "out", server)
+    assert ada.needs_human
+    assert (bob.needs_human, bob.score) == (False, 10)
+
+
+def test_only_what_nbval_itself_reports_as_passed_earns_points(server, monkeypatch):
+    assignment = first_assignment()
+    monkeypatch.setattr(judge, "_read_outcomes", lambda path: {})
+    result = grade(Submission(assignment.keys()), "ada", assignment, server)
+    assert result.score == 0
+    assert all("nbval says None" in check.needs_human for check in result.checks)
+
+
+def test_an_appeal_sees_the_same_inputs(server, tmp_path):
+    assignment = first_assignment()
+    one, other = (
+        grade(Submission(assignment.stubs()), "ada", assignment, server, seed=5) for _ in range(2)
+    )
+    assert [c.seed for c in one.checks] == [c.seed for c in other.checks] == list(range(5, 11))
+
+
+def test_a_case_comes_back_from_its_file_as_it_was(tmp_path):
+    checks = first_assignment().checks
+    case = Case("address", ("given",), {"a": "x = 1"}, checks, {"a": 1}, "verdicts")
+    case.write(tmp_path / "case.json")
+    assert Case.read(str(tmp_path / "case.json")) == case

@@ -1,0 +1,132 @@
+"""Right, broken and hostile submissions, graded in one run: what each earns, and what it leaves."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+from grader_corpus import ENTRIES, TRACE
+from grader_notebooks import FIRST, first_assignment, write
+
+from grader.batch import grade_all
+from grader.grade import Result
+from grader.report import sentence_of
+from grader.sandbox import RankServer
+from labkit.tables import table
+
+
+def processes_of(server: RankServer) -> list[psutil.Process]:
+    """What runs below the fork server: nothing, between two checks."""
+    zygote = psutil.Process(server.pid)
+    while zygote.children() and "python" not in zygote.name():
+        zygote = zygote.children()[0]
+    return zygote.children(recursive=True)
+
+
+class Graded(NamedTuple):
+    results: dict[str, Result]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def graded(server: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Graded:
+    """Every entry of the corpus, graded in one batch, two at a time."""
+    if server.isolation.startswith("none"):
+        pytest.skip("hostile code is run in a sandbox only: install bubblewrap")
+    folder = tmp_path_factory.mktemp("submissions")
+    assignment = first_assignment()
+    paths = {}
+    for number, entry in enumerate(ENTRIES):
+        made = entry.make(assignment)
+        path = folder / f"{number}.ipynb"
+        if isinstance(made, bytes):
+            path.write_bytes(made)
+        else:
+            write(made, path)
+        paths[entry.name] = path
+    out = tmp_path_factory.mktemp("graded")
+    results = grade_all(paths, FIRST, out, server, jobs=2)
+    rows = [
+        [entry.name, entry.score, result.score, result.seconds]
+        for entry, result in zip(ENTRIES, results, strict=True)
+    ]
+    print(table(["submission", "expected", "given", "seconds"], rows, digits=1))
+    return Graded({result.student: result for result in results}, out)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_a_submission_earns_what_its_solutions_are_worth(graded, entry):
+    result = graded.results[entry.name]
+    said = "\n".join([*result.load_errors, *map(sentence_of, result.checks), result.unreadable])
+    assert not result.needs_human, result.checks
+    assert result.score == entry.score, said
+    assert entry.why in said
+
+
+def test_an_error_that_carries_an_input_shows_it_for_visible_checks_only(graded):
+    result = graded.results["exception that carries the input"]
+    for check in result.checks:
+        if check.score < check.points:
+            assert ("[[" in check.sentence) == check.visible
+
+
+def test_no_submission_leaves_a_file(graded):
+    left = [
+        Path(folder) / name
+        for top in ("/tmp", "/dev/shm", "/var/tmp", str(Path.home()), os.getcwd())
+        for folder, folders, files in os.walk(top)
+        for name in [*folders, *files]
+        if name == TRACE
+    ]
+    assert left == []
+
+
+def test_no_submission_leaves_a_process(graded, server):
+    deadline = time.monotonic() + 10
+    while len(left := processes_of(server)) > 0 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def test_every_student_has_a_page_and_a_file_for_gradescope(graded):
+    folders = [path for path in graded.folder.iterdir() if path.is_dir()]
+    assert len(folders) == len(ENTRIES)
+    for folder in folders:
+        report = json.loads((folder / "results.json").read_text())
+        assert report["score"] == sum(test["score"] for test in report["tests"])
+        assert {test["status"] for test in report["tests"]} <= {"passed", "failed"}
+        page = (folder / "feedback.html").read_text()
+        assert "<script" not in page
+
+
+def test_the_course_systems_table_and_the_xml_say_the_same(graded):
+    with (graded.folder / "grades.csv").open() as file:
+        rows = {row["student"].lstrip("'"): row for row in csv.DictReader(file)}
+    suites = ElementTree.parse(graded.folder / "junit.xml").findall("testsuite")
+    by_name = {suite.get("name"): suite for suite in suites}
+    assert len(rows) == len(by_name) == len(ENTRIES)
+    for name, result in graded.results.items():
+        assert float(rows[name]["score"]) == result.score
+        lost = sum(check.score < check.points for check in result.checks)
+        assert int(by_name[name].get("failures")) == lost
+
+
+def test_a_name_that_a_spreadsheet_would_calculate_is_text(graded):
+    assert "\n'=1+1," in (graded.folder / "grades.csv").read_text()
+
+
+def test_a_second_run_grades_nothing_again(graded, server, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("grader.batch.grade_file", None)
+    paths = {}
+    for number, entry in enumerate(ENTRIES):
+        [path] = tmp_path_factory.getbasetemp().glob(f"submissions*/{number}.ipynb")
+        paths[entry.name] = path
+    again = grade_all(paths, FIRST, graded.folder, server, jobs=2)
+    assert {r.student: r.score for r in again} == {n: r.score for n, r in graded.results.items()}

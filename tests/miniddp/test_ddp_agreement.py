@@ -1,0 +1,239 @@
+"""A fault of one rank is raised on every rank, at once: none is left waiting for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from labkit.compare import gradients, largest_difference
+from labkit.ranks import run_ranks
+from miniddp import MiniDDP
+
+NO_HANG = 30  # seconds, of which ranks that agree need one
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(3, 2)
+
+
+def inputs(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def error_of(act: Callable[[], object]) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011, its text is what the test looks at
+        act()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def two_kinds_of_devices() -> nn.Module:
+    return nn.Sequential(linear(), nn.Linear(2, 2, device="meta"))
+
+
+LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
+    "nothing trainable": (
+        lambda: MiniDDP(linear().requires_grad_(False)),
+        "RuntimeError: DistributedDataParallel is not needed",
+    ),
+    "no parameters": (
+        lambda: MiniDDP(nn.ReLU()),
+        "RuntimeError: DistributedDataParallel is not needed",
+    ),
+    "uninitialized": (
+        lambda: MiniDDP(nn.Sequential(linear(), nn.LazyLinear(2))),
+        "RuntimeError: Modules with uninitialized parameters can't be used",
+    ),
+    "two kinds of devices": (
+        lambda: MiniDDP(two_kinds_of_devices()),
+        "ValueError: the module's parameters must be on the same type of devices",
+    ),
+    "a cap that is negative": (
+        lambda: MiniDDP(linear(), bucket_cap_mb=-1),
+        "ValueError: bucket caps are sizes in MiB and cannot be negative",
+    ),
+    "half of a pair of keywords": (
+        lambda: MiniDDP(linear(), delay_all_reduce_named_params=[("bias", None)]),
+        "ValueError: delay_all_reduce_named_params and param_to_hook_all_reduce need to be set",
+    ),
+}
+
+
+def faults_of_one_rank(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        name: error_of(make if rank == 1 else lambda: MiniDDP(linear()))
+        for name, (make, _) in LOCAL_FAULTS.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_keeps_one_rank_from_taking_part_is_raised_on_every_rank_and_names_it(world_size):
+    for rank, errors in enumerate(run_ranks(faults_of_one_rank, world_size, timeout=NO_HANG)):
+        assert errors.keys() == LOCAL_FAULTS.keys()
+        for name, (_, said) in LOCAL_FAULTS.items():
+            if rank == 1:
+                assert errors[name].startswith(said), name
+            else:
+                assert f"every rank raises. rank 1: {said}" in errors[name], name
+
+
+def faults_of_all_ranks(rank: int, world_size: int) -> dict[str, str]:
+    return {name: error_of(make) for name, (make, _) in LOCAL_FAULTS.items()}
+
+
+def test_what_keeps_all_ranks_from_taking_part_is_said_by_each_in_its_own_words():
+    for errors in run_ranks(faults_of_all_ranks, 2, timeout=NO_HANG):
+        for name, (_, said) in LOCAL_FAULTS.items():
+            assert errors[name].startswith(said), name
+
+
+# The value of rank 0 and of the others, and what the error says of both.
+SETTINGS = {
+    "find_unused_parameters": (True, False, "find_unused_parameters: True on rank 0; False on"),
+    "static_graph": (True, False, "static_graph: True on rank 0; False on"),
+    "strict": (False, True, "strict: False on rank 0; True on"),
+    "bucket_cap_mb": (None, 25, "bucket caps in bytes: (1048576, 26214400) on rank 0; (26214400,)"),
+    "bucket_cap_mb_list": ([1, 2], [2, 1], "caps in bytes: (1048576, 2097152) on rank 0; (2097152"),
+    "skip_all_reduce_unused_params": (True, False, "skip_all_reduce_unused_params: True on rank 0"),
+    "forward_sync_buffers": (True, False, "forward_sync_buffers (or broadcast_buffers): True on"),
+}
+
+
+def unequal_settings(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        name: error_of(lambda n=name, v=values: MiniDDP(linear(), **{n: v[min(rank, 1)]}))
+        for name, values in SETTINGS.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_setting_that_differs_is_named_with_its_values_and_ranks_on_every_rank(world_size):
+    others = "on rank 1" if world_size == 2 else "on rank 1, 2"
+    for rank, errors in enumerate(run_ranks(unequal_settings, world_size, timeout=NO_HANG)):
+        assert errors.keys() == SETTINGS.keys()
+        for name, (_, _, said) in SETTINGS.items():
+            assert "expects the same settings on all ranks" in errors[name]
+            assert said in errors[name]
+            assert others in errors[name]
+            assert f"Reported on rank {rank}" in errors[name]
+
+
+def one_sparse_embedding(rank: int) -> str:
+    torch.manual_seed(3)
+    module = nn.ModuleDict({"words": nn.Embedding(5, 3, sparse=rank == 1)})
+    return error_of(lambda: MiniDDP(module))
+
+
+def test_an_embedding_that_is_sparse_on_one_rank_only_is_named():
+    for error in run_ranks(one_sparse_embedding, 2, timeout=NO_HANG):
+        assert "sparse gradients: [] on rank 0; ['words.weight'] on rank 1" in error
+
+
+def settings_that_may_differ(rank: int) -> float:
+    views = MiniDDP(linear(), gradient_as_bucket_view=rank == 1, batched_grad_copy=rank == 0)
+    plain = MiniDDP(linear())
+    for step in range(3):
+        for each in (views, plain):
+            each.zero_grad()
+            each(inputs(rank, step)).square().mean().backward()
+    return largest_difference(gradients(views), gradients(plain))
+
+
+def test_where_a_rank_keeps_its_gradients_is_its_own_affair():
+    assert run_ranks(settings_that_may_differ, 2, timeout=NO_HANG) == [0.0, 0.0]
+
+
+def one_rank_strays(rank: int) -> tuple[str, float]:
+    ddp = MiniDDP(linear(), strict=True)
+    ddp(inputs(rank)).sum().backward()
+    if rank == 1:
+        ddp.module(inputs(rank)).sum().backward()
+    ddp.zero_grad()
+    error = error_of(lambda: ddp(inputs(rank, 1)).square().mean().backward())
+    ddp.zero_grad()
+    ddp(inputs(rank, 2)).square().mean().backward()
+    plain = MiniDDP(linear())
+    plain(inputs(rank, 2)).square().mean().backward()
+    return error, largest_difference(gradients(ddp), gradients(plain))
+
+
+def test_strict_says_a_backward_past_the_wrapper_of_one_rank_on_every_rank_and_then_goes_on():
+    for error, difference in run_ranks(one_rank_strays, 2, timeout=NO_HANG):
+        assert error.startswith("RuntimeError: On rank 1 a backward ran")
+        assert difference == 0
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.left(x), self.right(x)
+
+
+def a_static_graph_meets_a_new_part(rank: int) -> str:
+    ddp = MiniDDP(TwoHeads(), static_graph=True)
+    for step in range(2):
+        ddp.zero_grad()
+        left, right = ddp(inputs(rank, step))
+        left.sum().backward()
+    return error_of(right.sum().backward)
+
+
+def test_a_static_graph_refuses_a_part_that_its_first_iteration_did_not_have():
+    for error in run_ranks(a_static_graph_meets_a_new_part, 2, timeout=NO_HANG):
+        assert "Your training graph has changed in this iteration" in error
+        assert "The parameter is right." in error
+
+
+def a_static_graph_is_interrupted(rank: int) -> float:
+    ddp, plain = MiniDDP(TwoHeads(), static_graph=True), MiniDDP(TwoHeads())
+
+    def loss_of(wrapped, step):
+        return sum(output.square().sum() for output in wrapped(inputs(rank, step)))
+
+    def interrupt(gradient):
+        raise ValueError("interrupted")
+
+    left, right = ddp(inputs(rank))
+    left.register_hook(interrupt)  # backward has come by the other head, the younger one, before
+    error = error_of((left.sum() + right.sum()).backward)
+    assert "interrupted" in error
+    assert (ddp.module.right.weight.grad is None, ddp.module.left.weight.grad) == (False, None)
+    for step in range(3):
+        ddp.zero_grad()
+        loss_of(ddp, step).backward()
+    plain.zero_grad()
+    loss_of(plain, 2).backward()
+    return largest_difference(gradients(ddp), gradients(plain))
+
+
+def test_an_interrupted_first_backward_teaches_a_static_graph_nothing():
+    assert run_ranks(a_static_graph_is_interrupted, 2, timeout=NO_HANG) == [0.0, 0.0]
+
+
+def gradient_penalty(rank: int, settings: dict) -> list[float]:
+    differences = []
+    ddp, plain = MiniDDP(linear(), **settings), MiniDDP(linear())
+    for step in range(3):
+        found = []
+        for each in (ddp, plain):
+            each.zero_grad()
+            x = inputs(rank, step).requires_grad_()
+            output = each(x).square().sum()
+            (slope,) = torch.autograd.grad(output, x, create_graph=True)
+            (output + slope.square().sum()).backward()
+            found.append(gradients(each))
+        differences.append(largest_difference(*found))
+    return differences
+
+
+@pytest.mark.parametrize("settings", [{"strict": True}, {"static_graph": True}])
+def test_a_pass_of_autograd_grad_is_no_training_backward(settings):
+    for differences in run_ranks(gradient_penalty, 2, settings, timeout=NO_HANG):
+        assert max(differences) == 0

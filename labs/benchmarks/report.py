@@ -170,7 +170,9 @@ def main() -> None:
         parser.error(f"{given.folder} holds no step_time.json and no memory.json; run these first")
     if cells:
         rounds = {len(cell["seconds"][TORCH]) for cell in cells.values()}
-        print(f"{race['machine']}, {min(rounds)} to {max(rounds)} rounds a cell\n")
+        print(
+            f"{race['machine']}, {len(cells)} cells, {min(rounds)} to {max(rounds)} rounds each\n"
+        )
         print(f"step ÷ torch DDP's, median of the paired ratios\n{ratios(cells, False)}\n")
         print(f"step ÷ torch DDP's, calm\n{ratios(cells, True)}\n")
         if given.figure:

@@ -46,6 +46,7 @@ from miniddp.first_steps import FirstSteps
 from miniddp.join import MiniDDPJoinHook
 from miniddp.reducer import CommHook, Reducer
 from miniddp.replicas import broadcast_tensors, verify_same_model, wait_for
+from miniddp.strict import complete_or_raise
 
 
 # `isinstance(model, DistributedDataParallel)`, by which libraries recognize a wrapper, holds for
@@ -252,7 +253,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         if synced and reducer.learns_graph:
             self._at_end_of_backward(output, Reducer.learn_graph)
         elif synced and self.strict:
-            self._at_end_of_backward(output, Reducer.complete_or_raise)
+            self._at_end_of_backward(output, complete_or_raise)
         self._clear_grad_buffer()
         return output
 

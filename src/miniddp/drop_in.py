@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp.buckets import MIB, bucket_caps
+from miniddp.gradient_bucket import GradBucket
 from miniddp.mixed_precision import MixedPrecision
 from miniddp.replicas import broadcast_tensors, size_of_group, wait_for
 
@@ -197,10 +198,16 @@ class ReducerNames:
         return self.rebuild()
 
     def _push_all_rebuilt_params(self) -> None:
-        self.adopt_any_order()
+        """On a rank that saw no gradients: be ready to take rank 0's plan at the next rebuild."""
+        if not self.order:
+            self.order = list(range(len(self.parameters)))
 
     def _get_zeros_like_grad_buckets(self) -> list[Any]:
-        return self.zero_buckets()
+        """The buckets in launch order, full of zeros: what a rank without inputs contributes."""
+        return [
+            GradBucket(bucket, number, len(self.buckets), bucket.zeros())
+            for number, bucket in enumerate(self.buckets)
+        ]
 
     def _get_local_used_map(self) -> Tensor:
         return self.used_anywhere
@@ -614,7 +621,9 @@ class WrapperNames:
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """On a joined rank: answer the reduction of each bucket, by zeros."""
-        for future in [self.reducer.reduce(bucket) for bucket in self.reducer.zero_buckets()]:
+        for future in [
+            self.reducer.reduce(bucket) for bucket in self.reducer._get_zeros_like_grad_buckets()
+        ]:
             future.wait()
 
     def _match_unused_params_allreduce(self) -> None:

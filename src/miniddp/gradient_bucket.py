@@ -4,9 +4,9 @@ Every parameter has a *view* of the buffer, in the memory layout that autograd g
 gradient is divided by the world size while it is copied in; after the all-reduce it is copied out,
 or, where gradients are views of the buckets, is there already.
 
-Cost: one pass over the gradients' bytes in, and one out. Small gradients wait until their bucket is
-full and are then copied by two calls for all of them: for them the calls cost more than the bytes.
-A large one is divided and copied in one pass the moment it arrives, while it is in the cache.
+Cost: one pass over the gradients' bytes in, and one out. A large gradient is divided and copied in
+one pass the moment it arrives, while it is in the cache. Small ones wait for some dozens of
+neighbors and are then copied by one call for all: for them the calls cost more than the bytes.
 
 The arithmetic is that of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp: a
 gradient is multiplied by 1/W, one that lies in the buffer is divided by W; the bits may differ.
@@ -15,6 +15,7 @@ gradient is multiplied by 1/W, one that lies in the buffer is divided by W; the 
 from collections.abc import Sequence
 from itertools import accumulate, repeat
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +114,17 @@ class Bucket:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.record_stream(current)
+
+    @torch.no_grad()
+    def take_sparse(self, world_size: int | None) -> bool:
+        """Let the buffer be the sparse gradient, divided as in `Run.copy_in`; False if dense."""
+        gradient = self.parameters[0].grad
+        if gradient is None:
+            gradient = self.zeros()
+        if gradient.is_sparse and world_size is not None:
+            gradient.div_(world_size)
+        self.buffer = gradient
+        return gradient.is_sparse
 
     def copy_out(
         self, result: Tensor, slots: Sequence[int] | None, alias: bool, fill: bool
@@ -219,3 +231,8 @@ def _runs_of(numels: Sequence[int]) -> list[range]:
     if start < len(numels):
         runs.append(range(start, len(numels)))
     return runs
+
+
+def first_tensor(result: Any) -> Tensor:
+    """A future of a collective holds a list of tensors, that of a comm hook may hold one tensor."""
+    return result[0] if isinstance(result, list | tuple) else result

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.algorithms.join import JoinHook
 
+from miniddp.strict import gather_faults
+
 if TYPE_CHECKING:
     from miniddp.ddp import MiniDDP
 
@@ -38,8 +40,8 @@ class MiniDDPJoinHook(JoinHook):
         if reducer.looks_for_unused:
             ddp._match_unused_params_allreduce()
         if ddp.strict:
-            reducer.gather_absent([])
-        reducer.adopt_any_order()
+            gather_faults(reducer, [])
+        reducer._push_all_rebuilt_params()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined."""

@@ -27,7 +27,6 @@ al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from time import perf_counter_ns
 from typing import Any
 
@@ -52,8 +51,8 @@ from miniddp.buckets import (
     sizes_of,
 )
 from miniddp.drop_in import ReducerNames
-from miniddp.gradient_bucket import Bucket, GradBucket, Run
-from miniddp.replicas import wait_for
+from miniddp.gradient_bucket import Bucket, GradBucket, Run, first_tensor
+from miniddp.replicas import plan_of_rank_0, wait_for
 
 CommHook = Callable[[Any, GradBucket], Future]
 
@@ -253,7 +252,7 @@ class Reducer(ReducerNames):
         self.divisor = self.process_group.size() if self.comm_hook is None else None
         if self.participants is not None and self.comm_hook is None:
             wait_for(self.participants)
-            self.divisor = int(_first_tensor(self.participants.get_future().value()).item())
+            self.divisor = int(first_tensor(self.participants.get_future().value()).item())
 
     def _mark_ready(self, index: int) -> None:
         run = self.run_of[index]
@@ -266,29 +265,24 @@ class Reducer(ReducerNames):
         if run.missing:
             return
         bucket.wait_for_streams()
-        if bucket.sparse:
-            self._take_sparse(bucket)
-        else:
+        if not bucket.sparse:
             run.copy_in(self.divisor, self.gradient_as_bucket_view)
+        elif not bucket.take_sparse(self.divisor):
+            raise self.error(reducer_errors.not_sparse(self, index))
         bucket.missing_runs -= 1
         if bucket.missing_runs == 0:
             self._launch_full_buckets()
 
+    def complete_with_zeros(self) -> None:
+        """Let every gradient that has not arrived count as zeros, so that no rank waits for it."""
+        if not self.unfinished:
+            self._begin()
+        for index in self.absent():
+            self._mark_ready(index)
+
     def absent(self) -> list[int]:
         """The parameters whose gradients have not arrived."""
         return sorted(i for bucket in self.buckets for run in bucket.runs for i in run.missing)
-
-    @torch.no_grad()
-    def _take_sparse(self, bucket: Bucket) -> None:
-        parameter = bucket.parameters[0]
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = bucket.zeros()
-        if not gradient.is_sparse:
-            raise self.error(reducer_errors.not_sparse(self, bucket.indices[0]))
-        if self.divisor is not None:
-            gradient.div_(self.divisor)
-        bucket.buffer = gradient
 
     def learn_graph(self) -> None:
         """At the end of a static graph's first backward: note what came how often; reduce all."""
@@ -322,7 +316,7 @@ class Reducer(ReducerNames):
             self.next_bucket += 1
         if self.looks_for_unused:
             self._reduce_used()
-        at_end_of_backward(self._finalize)
+        at_end_of_backward(self.finalize)
 
     def reduce(self, bucket: GradBucket) -> Future:
         """Start the all-reduce, or the comm hook, of one bucket."""
@@ -351,7 +345,7 @@ class Reducer(ReducerNames):
     # 5. Finalize ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _finalize(self) -> None:
+    def finalize(self) -> None:
         with self.lock:
             if not self.armed:  # a strict backward has done it already
                 return
@@ -362,7 +356,7 @@ class Reducer(ReducerNames):
             for bucket in self.buckets:
                 if bucket.future is None:
                     continue
-                result = _first_tensor(bucket.future.wait())
+                result = first_tensor(bucket.future.wait())
                 bucket.future = None
                 # Zeros for an unused gradient would make an optimizer move its parameter.
                 wanted = None
@@ -395,46 +389,6 @@ class Reducer(ReducerNames):
             self.used_nowhere = [count == 0 for count in self.used_anywhere.tolist()]
         return self.used_nowhere[index]
 
-    def complete_or_raise(self) -> None:
-        """At the end of a strict backward: if a gradient is missing anywhere, raise on every rank.
-
-        Costs one all-gather of a byte a parameter. The reduction is completed first, with zeros for
-        what is missing, so that no rank is left waiting in a collective.
-        """
-        with self.lock:
-            # A pass without any gradient was one of autograd.grad; the backward is still to come.
-            if not self.armed or not (self.order or self.unfinished):
-                return
-            absent = self.absent()
-            if not self.unfinished:
-                self._begin()
-            for index in self.absent():
-                self._mark_ready(index)
-            absent_on_ranks, strayed_on = self.gather_absent(absent)
-            self.strayed = False
-            self._finalize()
-            if any(absent_on_ranks) or strayed_on:
-                self.order = []  # no order of arrival to pack the buckets by
-            if any(absent_on_ranks):
-                raise self.error(reducer_errors.absent_on_ranks(self, absent_on_ranks))
-            if strayed_on:
-                raise self.error(reducer_errors.strayed(strayed_on))
-
-    def gather_absent(self, absent: list[int]) -> tuple[list[list[int]], list[int]]:
-        """For each rank the indices of the parameters without a gradient (`absent` are our own).
-
-        And the ranks on which a backward went past the wrapper before.
-        """
-        flags = torch.zeros(len(self.parameters) + 1, dtype=torch.uint8, device=self.device)
-        flags[absent] = 1
-        flags[-1] = self.strayed
-        gathered = [torch.empty_like(flags) for _ in range(self.process_group.size())]
-        wait_for(dist.all_gather(gathered, flags, group=self.process_group, async_op=True))
-        return (
-            [rank_flags[:-1].nonzero().flatten().tolist() for rank_flags in gathered],
-            [rank for rank, rank_flags in enumerate(gathered) if rank_flags[-1]],
-        )
-
     # 6. Rebuild -----------------------------------------------------------------------------------
 
     def rebuild(self) -> bool:
@@ -456,33 +410,9 @@ class Reducer(ReducerNames):
         self._adopt(measured_plan(self._sizes(), steps, link, self.caps))
 
     def _adopt(self, plan: Plan) -> None:
-        self._build(self._agree_on(plan))
+        self._build(plan_of_rank_0(plan, self.process_group, self.device))
         self.rebuilt = True
         self._rewind()
-
-    def _agree_on(self, plan: Plan) -> Plan:
-        """Rank 0's plan, on every rank."""
-        sizes = [len(bucket) for bucket in plan]
-        sizes += [0] * (len(self.parameters) - len(sizes))
-        indices = [index for bucket in plan for index in bucket]
-        message = torch.tensor([indices, sizes], device=self.device)
-        work = dist.broadcast(message, group=self.process_group, group_src=0, async_op=True)
-        wait_for(work)
-        indices, sizes = message.tolist()
-        ends = list(accumulate(sizes))
-        return [indices[end - size : end] for end, size in zip(ends, sizes, strict=True) if size]
-
-    def zero_buckets(self) -> list[GradBucket]:
-        """The buckets in launch order, full of zeros: what a rank without inputs contributes."""
-        return [
-            GradBucket(bucket, number, len(self.buckets), bucket.zeros())
-            for number, bucket in enumerate(self.buckets)
-        ]
-
-    def adopt_any_order(self) -> None:
-        """On a rank that saw no gradients: be ready to take rank 0's plan at the next rebuild."""
-        if not self.order:
-            self.order = list(range(len(self.parameters)))
 
     def start_over(self) -> None:
         """Forget a backward that was interrupted, and the order of arrival; rebuild once more."""
@@ -498,8 +428,8 @@ class Reducer(ReducerNames):
 def _hook_for(this: weakref.ref[Reducer], index: int) -> Callable[..., None]:
     """What autograd calls for each parameter in each backward: `on_gradient`, and its short cut.
 
-    A backward of a large model calls hundreds of these, so the common case costs one Python frame:
-    all that arrives is taken, on one thread.
+    A backward calls hundreds of these, so the common case, one thread that takes all that arrives,
+    costs one Python frame.
     """
 
     def hook(gradients: Any, nothing: Any) -> None:
@@ -517,8 +447,3 @@ def _hook_for(this: weakref.ref[Reducer], index: int) -> Callable[..., None]:
             reducer._mark_ready(index)
 
     return hook
-
-
-def _first_tensor(result: Any) -> Tensor:
-    """A future of a collective holds a list of tensors, that of a comm hook may hold one tensor."""
-    return result[0] if isinstance(result, list | tuple) else result

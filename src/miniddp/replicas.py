@@ -13,13 +13,14 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from miniddp.buckets import MIB, initial_plan, sizes_of
+from miniddp.buckets import MIB, Plan, initial_plan, sizes_of
 
 _CHUNK = (250 * MIB,)
 _NO_TIMEOUT = timedelta(0)
@@ -129,6 +130,17 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
             parts = flat.split([tensor.numel() for tensor in chunk])
             for tensor, part in zip(chunk, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+
+def plan_of_rank_0(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> Plan:
+    """The plan that rank 0 of `group` gives, on every rank; all for the same parameters."""
+    indices = [index for bucket in plan for index in bucket]
+    sizes = [len(bucket) for bucket in plan] + [0] * (len(indices) - len(plan))
+    message = torch.tensor([indices, sizes], device=device)
+    wait_for(dist.broadcast(message, group=group, group_src=0, async_op=True))
+    indices, sizes = message.tolist()
+    ends = list(accumulate(sizes))
+    return [indices[end - size : end] for end, size in zip(ends, sizes, strict=True) if size]
 
 
 def _describe(tensor: Tensor) -> str:

@@ -55,6 +55,10 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
         lambda: MiniDDP(linear(), bucket_cap_mb=-1),
         "ValueError: bucket caps are sizes in MiB and cannot be negative",
     ),
+    "torch's SyncBatchNorm on a CPU": (
+        lambda: MiniDDP(nn.Sequential(linear(), nn.SyncBatchNorm(2))),
+        "ValueError: SyncBatchNorm layers only work with GPU modules, but 1 is on the CPU",
+    ),
     "half of a pair of keywords": (
         lambda: MiniDDP(linear(), delay_all_reduce_named_params=[("bias", None)]),
         "ValueError: delay_all_reduce_named_params and param_to_hook_all_reduce need to be set",

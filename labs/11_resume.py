@@ -72,7 +72,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
         help="let the buckets be packed anew after the first step of each life, DDP's default",
     )
     parser.add_argument(
-        "--timeout", type=float, default=60, help="seconds a collective may take (default 60)"
+        "--timeout", type=float, default=60, help="seconds an average may take (default 60)"
     )
     return parse_arguments(parser)
 
@@ -127,7 +127,11 @@ def train(arguments: argparse.Namespace, place: Place) -> nn.Module:
         first = saved["step"]
     # With find_unused_parameters the buckets stay as they are packed at first. Otherwise they are
     # packed anew after a first step, of each life: other buckets, other orders of addition.
-    wrapped = MiniDDP(module, find_unused_parameters=not arguments.rebuild_buckets)
+    # A group of its own for the averages: all ranks are there by now, a short timeout is fair.
+    group = dist.new_group(timeout=timedelta(seconds=arguments.timeout))
+    wrapped = MiniDDP(
+        module, process_group=group, find_unused_parameters=not arguments.rebuild_buckets
+    )
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
     if saved and "optimizer" in saved:
         optimizer.load_state_dict(saved["optimizer"])
@@ -159,7 +163,7 @@ def train(arguments: argparse.Namespace, place: Place) -> nn.Module:
 
 def main() -> None:
     arguments = arguments_of_this_lab()
-    with joined(timeout=timedelta(seconds=arguments.timeout)) as place:
+    with joined() as place:
         module = train(arguments, place)
         hashes = [""] * place.world_size
         dist.all_gather_object(hashes, hash_of(module))

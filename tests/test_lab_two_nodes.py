@@ -52,8 +52,8 @@ def test_without_the_optimizers_state_or_with_other_buckets_the_bits_differ(
 )
 def test_who_does_not_come_is_named_and_the_run_ends(fault, said):
     with pytest.raises(ScriptError) as caught:
-        run_script(RESUME, fault, "1@5", "--timeout", "3", ranks=1, nodes=2, timeout=120)
-    assert re.search(re.escape(said).replace(r"\{\}", r"\S+"), str(caught.value))
+        run_script(RESUME, fault, "1@5", "--timeout", "8", ranks=1, nodes=2, timeout=120)
+    assert re.search(re.escape(said).replace(r"\{\}", r"\S+"), caught.value.said)
     assert "had not ended" not in str(caught.value)
 
 

@@ -71,6 +71,8 @@ def attendance() -> Iterator[Callable[[str], None]]:
         raise
     finally:
         register.ended.set()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         pulse.join(timeout=2 * _PATIENCE.total_seconds())
 
 
@@ -103,11 +105,18 @@ class _Register:
         self.store = dist.PrefixStore(f"attendance/{life}", store)
         self.lock = threading.Lock()
         self.ended = threading.Event()
+        self.asked_to_end = False
+        # torchrun ends this rank, too, when another has failed, perhaps before the collective has
+        # noticed: the explanation comes first, for which torchrun has the patience.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._asked)
         self.sign = Sign(0, 0, socket.gethostname(), "the beginning")
         self._write()
         dist.barrier()  # from here on every rank has a sign
 
     def note(self, text: str) -> None:
+        if self.asked_to_end:
+            raise SystemExit(128 + signal.SIGTERM)
         with self.lock:
             self.sign = self.sign._replace(notes=self.sign.notes + 1, last=text)
             self._write()
@@ -135,9 +144,6 @@ class _Register:
             self.store.set(_LEFT, str(self.rank))
 
     def missing(self) -> str:
-        # torchrun may be about to end this rank, too; it has the patience for an explanation.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             signs = self._look()
             time.sleep(4 * PULSE)
@@ -147,6 +153,9 @@ class _Register:
                 f'rank {self.rank} on {self.sign.host} waited in vain at "{self.sign.last}"\n'
                 f"  gone: rank 0, its node or the network to it ({self.where} does not answer)"
             )
+
+    def _asked(self, *_: object) -> None:
+        self.asked_to_end = True
 
     def _write(self) -> None:
         self.store.set(str(self.rank), "\n".join(map(str, self.sign)))

@@ -17,7 +17,14 @@ _TORCHRUN_REPORT = re.compile(r"^E\d{4} .*torch/distributed/elastic/.*\] failed"
 
 
 class ScriptError(RuntimeError):
-    """A script ended with an error, or not in time. The text holds the end of what it wrote."""
+    """A script ended with an error, or not in time. The text holds the end of what it wrote.
+
+    `said` holds all of it, stdout and then stderr.
+    """
+
+    def __init__(self, message: str, said: str = "") -> None:
+        super().__init__(message)
+        self.said = said
 
 
 def project_root(start: Path | None = None) -> Path:
@@ -69,11 +76,14 @@ def run_script(
     except subprocess.TimeoutExpired as late:
         ends = "\n".join(_tail(text) for text in (late.output, late.stderr))
         raise ScriptError(
-            f"{script} was stopped: it had not ended after {timeout:g} s.\n{ends}"
+            f"{script} was stopped: it had not ended after {timeout:g} s.\n{ends}",
+            f"{late.output}{late.stderr}",
         ) from None
     if done.returncode:
         ends = "\n".join(_tail(text) for text in (done.stdout, done.stderr))
-        raise ScriptError(f"{script} ended with exit code {done.returncode}:\n{ends}")
+        raise ScriptError(
+            f"{script} ended with exit code {done.returncode}:\n{ends}", done.stdout + done.stderr
+        )
     return _NOISE.sub("", done.stdout).strip("\n")
 
 

@@ -6,6 +6,8 @@ missing=()
 for tool in ip tc unshare nsenter setpriv pkill sbatch slurmctld slurmd munged; do
     command -v "$tool" >/dev/null || missing+=("the command $tool")
 done
+((${#missing[@]})) || unshare --net --uts --mount true 2>/dev/null ||
+    missing+=("the right to make network namespaces (unshare --net is refused)")
 ((${#missing[@]})) || exit 0
 {
     echo "make test-cluster makes networks and a Slurm on this machine, and cannot run here. Missing:"

@@ -118,6 +118,8 @@ def _walls() -> list[str]:
         # of user makes the limit on processes count.
         words.append("--unshare-user")
     words += ["--die-with-parent", "--hostname", "sandbox", "--clearenv"]
+    # First of all: Python itself may lie below /tmp, and a later mount would hide it.
+    words += ["--perms", "1777", "--tmpfs", "/tmp"]
     visible = _visible()
     # Open to the unprivileged user, too: what bubblewrap makes by itself is its own user's alone.
     for parent in sorted({str(up) for path in visible for up in Path(path).parents} - {"/"}):
@@ -137,7 +139,6 @@ def _walls() -> list[str]:
     words += ["--ro-bind", str(_PACKAGE / "__init__.py"), f"{_MOUNTED}/grader/__init__.py"]
     words += ["--ro-bind", str(_PACKAGE / "inside"), f"{_MOUNTED}/grader/inside"]
     words += ["--proc", "/proc", "--dev", "/dev", "--chdir", "/"]
-    words += ["--perms", "1777", "--tmpfs", "/tmp"]
     for name, value in _ENVIRONMENT.items():
         words += ["--setenv", name, value]
     return [*words, "--remount-ro", "/"]

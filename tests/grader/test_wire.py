@@ -53,7 +53,7 @@ class Sly(np.ndarray):
 @pytest.mark.parametrize(
     "value",
     [object(), {1: 2}, b"bytes", {"$array": [1]}, np.array([None]), np.zeros(2).view(Sly), 1j],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_not_plain_data_is_not_sent(value):
     with pytest.raises(TypeError):

@@ -70,6 +70,8 @@ def run_script(
         command += [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     # Threads change the last digits, and ranks that share a few cores only slow each other down.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if max_restarts:  # see labkit.torchrun: restarted ranks need a store of their own
+        environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         words = [*command, script, *map(str, args)]
         done = run_guarded(words, timeout, cwd=root, env=environment)

@@ -67,19 +67,18 @@ def joined(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
 
 
 def _refuse_restarts_that_cannot_work() -> None:
-    """Where a restart on several nodes would end in ranks that do not find each other.
+    """Where a restart would end in ranks that do not find each other.
 
-    torchrun lets the ranks of each life meet in its own store, under the number of restarts. That
-    is counted by each node for itself, and only where one of its own ranks failed: a node that
-    restarts because another does is one behind. With a store of rank 0's, new in each life, nobody
-    counts.
+    torchrun lets the ranks of each life meet in its own store. There the next life may find the
+    addresses of the last one's dead ranks; and on several nodes each node counts the restarts for
+    itself, so that its ranks look for the others under another number. With a store of rank 0's,
+    new in each life, there is neither.
     """
-    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    if several and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         sys.exit(
-            "torchrun --max-restarts on several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on "
-            "each node, or the restarted ranks may not find one another"
+            "torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node, or "
+            "the restarted ranks may not find one another"
         )
 
 

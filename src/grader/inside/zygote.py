@@ -220,10 +220,16 @@ def _prison(own: socket.socket, request: dict, place: str, contained: bool) -> N
 
 
 def _kill(below: walls.Below) -> None:
-    """Kill every process below; again, because one may fork meanwhile."""
+    """Kill every process below; again, because one may fork meanwhile.
+
+    Done once two looks in a row have found none: in one, a process may be missed whose parent ends
+    just then.
+    """
+    empty = 0
     for _ in range(50):
         pids = below.pids()
-        if not pids:
+        empty = 0 if pids else empty + 1
+        if empty == 2:
             return
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

@@ -41,6 +41,7 @@ from miniddp.autograd_graph import (
     at_start_of_backward,
     find_tensors,
 )
+from miniddp.compiling import not_compiled, not_compiled_itself
 from miniddp.drop_in import WrapperNames, synced_buffers_at
 from miniddp.first_steps import FirstSteps
 from miniddp.join import MiniDDPJoinHook
@@ -209,6 +210,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
 
     # 2. Forward -----------------------------------------------------------------------------------
 
+    @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output; the backward from it is reduced unless `no_sync()` is in force.
 
@@ -219,6 +221,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
+    @not_compiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._before_forward()
         participants = Join.notify_join_context(self)
@@ -238,6 +241,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             return inputs[0], kwargs[0]
         return inputs, kwargs
 
+    @not_compiled
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
@@ -272,7 +276,8 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         # With strict=True the next backward tells the other ranks, and all of them raise.
         if self.reducer.strayed and not self.strict:
             self.reducer.strayed = False
-            warnings.warn(reducer_errors.strayed([self._distributed_rank]), stacklevel=6)
+            # Ten frames up, torch's own among them, stands the line that called the wrapper.
+            warnings.warn(reducer_errors.strayed([self._distributed_rank]), stacklevel=10)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

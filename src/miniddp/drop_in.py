@@ -12,7 +12,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from enum import Enum, auto
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp.buckets import MIB, bucket_caps
+from miniddp.compiling import active, active_wrapper, not_compiled_itself
 from miniddp.gradient_bucket import GradBucket
 from miniddp.mixed_precision import MixedPrecision
 from miniddp.replicas import broadcast_tensors, size_of_group, wait_for
@@ -250,7 +251,6 @@ class _BufferCommHook(NamedTuple):
 class WrapperNames:
     """Attributes and methods of torch's wrapper that others use, over those of `MiniDDP`."""
 
-    _active_ddp_module: Any = None
     _ddp_sink_clone = True
     _divide_by_initial_world_size = True
     _joins_uneven_inputs = False
@@ -453,6 +453,7 @@ class WrapperNames:
         self._setup_in_backward_optimizers()
         self._lazy_init_ran = True
 
+    @not_compiled_itself
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.mixed_precision is not None:
             self._precision.narrow()
@@ -460,19 +461,12 @@ class WrapperNames:
         with self._inside_ddp_forward():
             return self.module(*inputs, **kwargs)
 
-    @contextmanager
-    def _inside_ddp_forward(self) -> Iterator[None]:
-        outer = WrapperNames._active_ddp_module
-        WrapperNames._active_ddp_module = self
-        try:
-            yield
-        finally:
-            WrapperNames._active_ddp_module = outer
+    def _inside_ddp_forward(self) -> AbstractContextManager[None]:
+        return active(self)
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        """The wrapper whose forward is running; torch.compile splits its graph by the buckets."""
-        return cls._active_ddp_module
+        return active_wrapper()
 
     def _clear_grad_buffer(self) -> None:
         """Let the gradients that are reduced late be views of their buffer."""

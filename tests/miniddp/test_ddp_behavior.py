@@ -369,8 +369,9 @@ def past_the_wrapper(rank, world_size):
     wrapped, strict = MiniDDP(linear()), MiniDDP(linear(), strict=True)
     for each in (wrapped, strict):
         each.module(batch(rank)).sum().backward()
-    with pytest.warns(UserWarning, match="went past the wrapper"):
+    with pytest.warns(UserWarning, match="went past the wrapper") as caught:
         wrapped(batch(rank))
+    assert caught[0].filename == past_the_wrapper.__code__.co_filename  # the user's line
     with pytest.raises(RuntimeError, match=r"On rank 0, 1 a backward.*Call the wrapper"):
         strict(batch(rank)).sum().backward()
 

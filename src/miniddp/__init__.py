@@ -16,8 +16,12 @@ In reading order, one idea a file:
 `sync_batch_norm`           batch normalization over the batch of all ranks
 ==========================  ==================================================================
 
-Behind `reducer` and `ddp` stand `gradient_bucket`, `autograd_graph`, `replicas`, `join` and
-`reducer_errors`; `drop_in` and `mixed_precision` hold what exists for compatibility alone.
+Behind `reducer` and `ddp` stand `gradient_bucket`, `autograd_graph`, `replicas`, `join`, `strict`,
+`first_steps` and `reducer_errors`; `drop_in`, `compiling` and `mixed_precision` hold what exists
+for compatibility alone.
+
+For one evening, the way of a gradient: `manual`, `buckets`, `gradient_bucket`, `autograd_graph`,
+`replicas`, `reducer`, `ddp`. Each of the others can be read alone.
 """
 
 from miniddp.data_parallel import MiniDataParallel

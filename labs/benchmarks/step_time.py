@@ -29,18 +29,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.benchmark import Model, models, paired_ratio, parser, take_turns, write
+from labkit.benchmark import Model, machine, models, paired_ratio, parser, take_turns, write
 from labkit.ranks import run_ranks
 from labkit.slow_link import SlowLink
 from labkit.tables import table
 from miniddp.buckets import MIB
 from miniddp.ddp import MiniDDP
+from miniddp.first_steps import STEPS, WARM_UP
 from miniddp.ladder import RUNGS
 
 LINKS = {"loopback": None, "1gbit": 1.0}
 CAPS = (1, 2, 4, 8, 16)
 REFERENCE = "torch DDP"
-PLANNED_AFTER = 8  # steps until MiniDDP has its measured plan
+PLANNED_AFTER = WARM_UP + STEPS + 1  # steps until MiniDDP has its measured plan
 Step = Callable[[], object]
 
 
@@ -103,23 +104,23 @@ def race(
     arrivals: list[float] = []
     for parameter in alone.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: arrivals.append(time.perf_counter()))
-    first: list[float] = []
 
     def compute() -> None:
+        alone(inputs).square().mean().backward()
+
+    def until_the_first_gradient() -> float:
         arrivals.clear()
         begin = time.perf_counter()
-        alone(inputs).square().mean().backward()
-        first.append(arrivals[0] - begin)
+        compute()
+        return arrivals[0] - begin
 
     everything = torch.zeros(sum(plan) // 4)
     steps["compute"] = compute
+    steps["t1"] = until_the_first_gradient
     steps["C"] = lambda: dist.all_reduce(everything, group=link)
     compute()
     clear()
     seconds = take_turns(steps, rounds, clear, patience)
-    slowest = torch.tensor(first[-rounds:], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    seconds["t1"] = [round(one, 6) for one in slowest.tolist()]
     return {"parameters": len(list(alone.parameters())), "plan": plan, "seconds": seconds}
 
 
@@ -168,7 +169,13 @@ def main() -> None:
 
     cells = {}
     if given.json is not None and given.json.exists():
-        cells = json.loads(given.json.read_text())["cells"]
+        stored = json.loads(given.json.read_text())
+        if (stored.get("quick"), stored["machine"]) != (given.quick, machine()):
+            arguments.error(
+                f"{given.json} holds cells taken with --quick, without it, or on another machine; "
+                "these do not go into one file: choose another"
+            )
+        cells = stored["cells"]
     for name in given.model:
         for ranks in given.ranks:
             for link in given.link:
@@ -185,7 +192,7 @@ def main() -> None:
                     device="cpu",
                 )[0]
                 print(show(cell, cells[cell]), end="\n\n", flush=True)
-                write(given.json, {"cells": cells})
+                write(given.json, {"quick": given.quick, "cells": cells})
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def take_turns(
 
     Every rank has to call it with the same names. All start together; what counts is the rank that
     ends last, so all ranks return the same seconds, in order of rounds. `after` is called after
-    each, and not timed.
+    each, and not timed. A program that returns a float is timed by that, in seconds.
 
     A turn in which other programs took more than a twentieth of the processors (and 20 ms, since
     the system counts in hundredths of a second) is taken again, as long as such turns have cost
@@ -89,15 +89,18 @@ def take_turns(
             while True:
                 dist.barrier()
                 busy, own, begin = _busy(), time.process_time(), time.perf_counter()
-                programs[name]()
+                told = programs[name]()
                 taken = time.perf_counter() - begin
+                if isinstance(told, float):
+                    taken = told
                 spent = torch.tensor([taken, time.process_time() - own], dtype=torch.float64)
                 slowest, together = spent.clone(), spent
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
                 dist.all_reduce(together)
+                others = _busy() - busy - together[1]  # read now: `after` is work of our own
                 after()
                 allowed = 0.05 * (os.cpu_count() or 1) * slowest[0] + 0.02
-                disturbed = torch.tensor([_busy() - busy - together[1] > allowed])
+                disturbed = torch.tensor([others > allowed])
                 dist.broadcast(disturbed, 0)
                 if not disturbed or patience <= 0:
                     break

@@ -11,7 +11,8 @@ copies stay equal. What the wrapper does, numbered again in the code:
 3. *Backward* is the reducer's (`miniddp.reducer`): the wrapper is not called in it.
 4. *Uneven inputs.* Ranks that have run out of data go on to answer the others' collectives
    (`miniddp.join`).
-5. *Copies.* Pickling and deepcopy carry the module and the settings; the reducer is made anew.
+5. *Copies.* Pickling and deepcopy carry the module, the settings and a registered comm hook; the
+   reducer is made anew.
 
 Cost: at construction one broadcast of the model; for each forward one broadcast of the buffers, if
 there are any; for each backward what `miniddp.reducer` says.
@@ -159,7 +160,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             verify_same_model(state, self.process_group, settings, problem)
             self._broadcast_state(0, sync_buffers_now)
         self._delay_all_reduce(delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self._make_reducer()
+        self._make_reducer(static_graph)
         if static_graph:
             self._set_static_graph()
 
@@ -191,7 +192,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
     def _broadcast_state(self, src: int, with_buffers: bool) -> None:
         broadcast_tensors(list(self._state(with_buffers).values()), self.process_group, src)
 
-    def _make_reducer(self) -> None:
+    def _make_reducer(self, static_graph: bool) -> None:
         parameters, sparse = self._build_params_for_reducer()
         self.reducer = Reducer(
             parameters,
@@ -202,7 +203,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view and not self.mixed_precision,
             plan_at_once=bool(self.bucket_bytes_cap_list)
-            or (self.find_unused_parameters and not self.static_graph),
+            or (self.find_unused_parameters and not static_graph),
             skip_unused=self.skip_all_reduce_unused_params,
         )
         self._first_steps = FirstSteps(self.reducer) if self.bucket_plan == "measured" else None
@@ -259,6 +260,8 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         elif synced and self.strict:
             self._at_end_of_backward(output, complete_or_raise)
         self._clear_grad_buffer()
+        if self.mixed_precision is not None and not torch.is_grad_enabled():
+            self._precision.widen()
         return output
 
     def _at_end_of_backward(self, output: Any, act: Callable[[Reducer], None]) -> None:
@@ -308,7 +311,8 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             RuntimeError: a hook is registered already.
         """
         self._check_comm_hook(hook)
-        self._set_comm_hook(hook, state, hook.__qualname__)
+        self._set_comm_hook(hook, state, getattr(hook, "__qualname__", repr(hook)))
+        self._comm_hooks.append((hook, state))
 
     # Buffers: whether a forward broadcasts them is decided by the forward before. After one without
     # synchronization none of the ranks has stepped, and the buffers may differ as the gradients do.
@@ -347,7 +351,9 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             throw_on_early_termination: raise on all ranks as soon as one runs out of inputs.
 
         Raises:
-            ValueError: with `bucket_plan="measured"`: joined ranks take no times.
+            ValueError: with `bucket_plan="measured"`, as joined ranks take no times; with
+                `skip_all_reduce_unused_params` or `delay_all_reduce_named_params`, as joined ranks
+                cannot know what the others send.
         """
         return Join(
             [self],
@@ -359,6 +365,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this wrapper does on a rank that has joined; called by `Join`."""
         self._refuse_measured_plan("join()")
+        self._refuse_to_join()
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         self._joins_uneven_inputs = True
         return MiniDDPJoinHook(self)
@@ -394,6 +401,11 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
+        if self._delayed:
+            raise RuntimeError(
+                "a MiniDDP with delay_all_reduce_named_params cannot be copied: its delayed "
+                "gradients hang on this module's parameters. Copy its .module and wrap the copy."
+            )
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_precision", "_first_steps"):
             state.pop(name, None)
@@ -402,6 +414,9 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = dist.group.WORLD
         super().__setstate__(state)
-        self._make_reducer()
+        hooks = self._comm_hooks
+        self._make_reducer(self.static_graph)
+        for hook, hook_state in hooks:
+            self.register_comm_hook(hook_state, hook)
         if self.static_graph:
             self.reducer.expect_static_graph()

@@ -27,7 +27,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp.buckets import MIB, bucket_caps
 from miniddp.compiling import active, active_wrapper, not_compiled_itself
-from miniddp.gradient_bucket import GradBucket
+from miniddp.gradient_bucket import Bucket, GradBucket
 from miniddp.mixed_precision import MixedPrecision
 from miniddp.replicas import broadcast_tensors, size_of_group, wait_for
 
@@ -105,6 +105,9 @@ def check_comm_hook(hook: Any, error: Callable[[str, type[Exception]], Exception
     if not callable(hook):
         raise error("Communication hook must be callable.", TypeError)
     signature = inspect.signature(hook)
+    if "bucket" not in signature.parameters:
+        text = f"Communication hook: its second argument must be named bucket, found {signature}."
+        raise error(text, ValueError)
     bucket = signature.parameters["bucket"].annotation
     if bucket not in (inspect.Parameter.empty, dist.GradBucket) and not (
         isinstance(bucket, type) and bucket.__name__ == "GradBucket"
@@ -129,6 +132,17 @@ class ReducerNames:
         """The exception to raise; its text is kept for `_get_ddp_logging_data`."""
         self.last_error = message
         return kind(message)
+
+    def skips(self, bucket: Bucket) -> bool:
+        """Whether `skip_all_reduce_unused_params` spares this bucket in this backward."""
+        return self.skip_unused and set(bucket.indices) <= set(self.unused)
+
+    def launched_until(self) -> int:
+        """One more than the index of the last bucket that this backward launches."""
+        end = len(self.buckets)
+        while self.skips(self.buckets[end - 1]):
+            end -= 1
+        return end
 
     # Distributed autograd (RPC) keeps gradients in a context of its own, not in `.grad`. They are
     # lent to `.grad` for the time of the reduction.
@@ -570,7 +584,6 @@ class WrapperNames:
             )
         self._refuse_measured_plan("a communication hook, whose time it does not take")
         self.reducer.comm_hook = (hook, state)
-        self._comm_hooks.append((hook, state))
         self.logger.figures["comm_hook"] = name
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -579,7 +592,11 @@ class WrapperNames:
             dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
-        self._set_comm_hook(hooks[comm_hook_type], self.process_group, str(comm_hook_type))
+        hook, state = hooks[comm_hook_type], None
+        if self.process_group != dist.group.WORLD:
+            state = self.process_group
+        self._set_comm_hook(hook, state, str(comm_hook_type))
+        self._comm_hooks.append((hook, state))
 
     def _register_fused_optim(
         self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
@@ -608,10 +625,23 @@ class WrapperNames:
             for handle in handles.get(parameter, ()):
                 handle.remove()
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
-        self.register_comm_hook(weakref.ref(self), hook)
+        # Not noted among the hooks that a copy takes over: it sets up its own.
+        self._set_comm_hook(hook, weakref.ref(self), hook.__qualname__)
         self.reducer.optimizer_in_backward = True
 
     # Uneven inputs
+
+    def _refuse_to_join(self) -> None:
+        """Raise ValueError for settings that let the inputs decide what is sent."""
+        for setting, is_set in (
+            ("skip_all_reduce_unused_params", self.skip_all_reduce_unused_params),
+            ("delay_all_reduce_named_params", bool(self._delayed)),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"{setting} does not go with join(): a rank without inputs cannot know what "
+                    "the others send. Leave one of the two out."
+                )
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """On a joined rank: answer the reduction of each bucket, by zeros."""

@@ -12,6 +12,7 @@ The arithmetic is that of mark_variable_ready_dense in torch/csrc/distributed/c1
 gradient is multiplied by 1/W, one that lies in the buffer is divided by W; the bits may differ.
 """
 
+import weakref
 from collections.abc import Sequence
 from itertools import accumulate, repeat
 from operator import is_
@@ -172,7 +173,7 @@ class Run:
     """Neighbors in a bucket, whose gradients are copied in together once all of them are there."""
 
     def __init__(self, bucket: Bucket, slots: range):
-        self.bucket = bucket
+        self.bucket = weakref.ref(bucket)  # no cycle: buffers are to go with their bucket, at once
         self.indices = bucket.indices[slots.start : slots.stop]
         self.parameters = bucket.parameters[slots.start : slots.stop]
         self.views = bucket.views[slots.start : slots.stop]

@@ -36,12 +36,16 @@ class MiniDDPJoinHook(JoinHook):
         ddp.require_forward_param_sync = synced
         if not synced:
             return
+        learns, reducer.learns_graph = reducer.learns_graph, False
+        if learns:  # a static graph's first backward tells first what was used
+            ddp._match_unused_params_allreduce()
         ddp._match_all_reduce_for_bwd_pass()
         if reducer.looks_for_unused:
             ddp._match_unused_params_allreduce()
         if ddp.strict:
             gather_faults(reducer, [])
-        reducer._push_all_rebuilt_params()
+        if not learns:  # which teaches no order of arrival
+            reducer._push_all_rebuilt_params()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,8 +63,24 @@ def global_mean(
         loss_sum = loss_sum.to(torch.get_default_dtype())
     total, total_count = _over_all_ranks(loss_sum, count, loss_sum.device, group)
     share = loss_sum * (dist.get_world_size(group) / float(total_count))
-    # share − share.detach() is exactly 0: it changes no bit of the value, and carries the gradient.
-    return (total / total_count).to(loss_sum.dtype) + (share - share.detach())
+    value = (total / total_count).to(loss_sum.dtype).reshape(share.shape)
+    return _WithGradientOf.apply(share, value)
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """`value`, whose gradient is that of `share`; also where `share` is infinite."""
+
+    @staticmethod
+    def forward(share: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Nothing is kept for backward."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def loss_scale(

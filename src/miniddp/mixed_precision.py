@@ -3,8 +3,9 @@
 Before a forward every parameter's data are replaced by a copy in `param_dtype`, and the inputs are
 cast too; so activations and gradients are narrow. A bucket travels in `reduce_dtype`. As soon as
 it is full its parameters take their wide data back, and their gradients become wide, so that an
-optimizer sees nothing of all this. Unlike torch.autocast this narrows everything, reductions and
-norms as well.
+optimizer sees nothing of all this. After a forward without gradients they have them back at once;
+after one under `no_sync`, or whose backward never comes, only with the next forward. Unlike
+torch.autocast this narrows everything, reductions and norms as well.
 
 Cost: for each forward one narrow copy of the parameters, freed during backward. Each rank sends
 half the bytes with a type of two bytes.
@@ -34,6 +35,7 @@ class MixedPrecision:
         self.settings = settings
         self.parameters = list(ddp._own(ddp.module.named_parameters()).values())
         self.ddp = weakref.ref(ddp)
+        self.widens_at_end = False
         for parameter in self.parameters:
             parameter._fp_param = parameter.data
             parameter._mp_param = torch.empty(0, dtype=settings.param_dtype or parameter.dtype)
@@ -52,6 +54,7 @@ class MixedPrecision:
             parameter._mp_param = parameter.data = parameter.data.to(dtype)
             if parameter.grad is not None:
                 parameter.grad.data = parameter.grad.to(dtype)
+        self.widens_at_end = False
         # Data of another type have another gradient accumulator.
         self.ddp().reducer.hook_again()
 
@@ -75,7 +78,8 @@ class MixedPrecision:
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:
         """A comm hook: the average, sent in `reduce_dtype`; widens the bucket's parameters."""
         ddp, buffer = self.ddp(), bucket.buffer()
-        if bucket.index() == 0:
+        if not self.widens_at_end:
+            self.widens_at_end = True
             at_end_of_backward(self.widen)
         self.widen(bucket.parameters())
         buffer.div_(ddp.process_group.size())

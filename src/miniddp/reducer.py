@@ -259,7 +259,7 @@ class Reducer(ReducerNames):
         if index not in run.missing:
             raise self.error(reducer_errors.marked_twice(self, index))
         run.missing.remove(index)
-        bucket = run.bucket
+        bucket = run.bucket()
         if self.on_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
         if run.missing:
@@ -309,8 +309,8 @@ class Reducer(ReducerNames):
             if self.next_bucket == 0:
                 self.times["comm_start"] = perf_counter_ns()
                 self.reduced_buckets = 0
-            if not (self.skip_unused and set(bucket.indices) <= set(self.unused)):
-                handle = GradBucket(bucket, self.next_bucket, len(self.buckets))
+            if not self.skips(bucket):
+                handle = GradBucket(bucket, self.next_bucket, self.launched_until())
                 bucket.future = self.reduce(handle)
                 self.reduced_buckets += 1
             self.next_bucket += 1
@@ -352,6 +352,8 @@ class Reducer(ReducerNames):
             self.times["compute_end"] = perf_counter_ns()
             # Now, so that a comm hook whose future fails does not spoil the steps that follow.
             self.armed = self.unfinished = self.takes_all = False
+            used, self.used = self.used, [0] * len(self.used)
+            extra_futures, self.extra_futures = self.extra_futures, []
             may_be_unused = self.looks_for_unused or self.static_graph
             for bucket in self.buckets:
                 if bucket.future is None:
@@ -364,26 +366,22 @@ class Reducer(ReducerNames):
                     wanted = [
                         slot
                         for slot, index in enumerate(bucket.indices)
-                        if not self._unused_everywhere(index)
+                        if used[index] or not self._unused_everywhere(index)
                     ]
                 alias = self.gradient_as_bucket_view
                 replaced = bucket.copy_out(result, wanted, alias, not self.optimizer_in_backward)
                 if replaced:
                     raise self.error(reducer_errors.not_a_view(self, bucket.indices[replaced[0]]))
-            for future in self.extra_futures:
+            for future in extra_futures:
                 future.wait()
-            self.extra_futures = []
             if self.looks_for_unused:
                 wait_for(self.used_work)
-                self.used = [0] * len(self.parameters)
             if self.rpc_context is not None:
                 self.return_gradients()
             self.times["comm_end"] = perf_counter_ns()
 
     def _unused_everywhere(self, index: int) -> bool:
-        """Whether no rank used the parameter; waits for the others' answer when first needed."""
-        if self.used[index]:
-            return False
+        """Whether no rank used the parameter; waits for their answers when first needed."""
         if self.used_nowhere is None:
             wait_for(self.used_work)
             self.used_nowhere = [count == 0 for count in self.used_anywhere.tolist()]

@@ -98,6 +98,199 @@ def test_after_a_comm_hooks_future_has_failed_the_next_step_is_right():
     assert run_ranks(work, 2) == [0.0, 0.0]
 
 
+class TwoHeads(nn.Module):
+    """The head is chosen by the caller; the other one is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.stem, self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
+        return getattr(self, head)(self.stem(x))
+
+
+def test_after_a_failed_future_a_parameter_that_no_rank_uses_keeps_no_gradient():
+    def work(rank):
+        failing = [True]
+
+        def hook(state, bucket):
+            def then(future):
+                if failing[0]:
+                    raise ValueError("the hook's future fails")
+                return future.value()[0]
+
+            summed = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+            return summed.get_future().then(then)
+
+        ddp = MiniDDP(TwoHeads(), find_unused_parameters=True)
+        ddp.register_comm_hook(None, hook)
+        with pytest.raises(Exception, match="the hook's future fails"):
+            ddp(inputs(rank), "a").sum().backward()
+        failing[0] = False
+        ddp.zero_grad()
+        ddp(inputs(rank), "b").sum().backward()
+        return ddp.module.a.weight.grad is None, ddp.module.b.weight.grad
+
+    full = TwoHeads()
+    (sum(full(inputs(r), "b").sum() for r in range(2)) / 2).backward()
+    for a_is_missing, gradient in run_ranks(work, 2):
+        assert a_is_missing
+        torch.testing.assert_close(gradient, full.b.weight.grad)
+
+
+def test_a_failed_future_of_the_buffers_does_not_fail_the_next_step():
+    def work(rank):
+        failing = [True]
+
+        def hook(state, buffers):
+            def then(future):
+                if failing[0]:
+                    raise ValueError("the buffers' future fails")
+                return future.value()[0]
+
+            work = dist.broadcast(buffers["1.running_mean"], 0, async_op=True)
+            return [work.get_future().then(then)]
+
+        ddp = MiniDDP(nn.Sequential(linear(), nn.BatchNorm1d(2)))
+        ddp._register_buffer_comm_hook(None, hook)
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(rank))
+        with pytest.raises(Exception, match="the buffers' future fails"):
+            ddp(x).square().sum().backward()
+        failing[0] = False
+        ddp.zero_grad()
+        ddp(x).square().sum().backward()
+        reference = DistributedDataParallel(nn.Sequential(linear(), nn.BatchNorm1d(2)))
+        reference(x).square().sum().backward()
+        return largest_difference(gradients(ddp), gradients(reference))
+
+    assert run_ranks(work, 2) == [0.0, 0.0]
+
+
+def total(state, bucket):
+    summed = dist.all_reduce(bucket.buffer(), async_op=True)
+    return summed.get_future().then(lambda done: done.value()[0])
+
+
+def test_a_copy_keeps_the_comm_hook_and_refuses_delayed_parameters():
+    def work(rank):
+        ddp = MiniDDP(linear())
+        ddp.register_comm_hook(None, total)
+        twin = copy.deepcopy(ddp)
+        for each in (ddp, twin):
+            each(inputs(rank)).sum().backward()
+        module = nn.Sequential(linear(), nn.Linear(2, 2))
+        delayed = MiniDDP(
+            module,
+            delay_all_reduce_named_params=[("0.weight", module[0].weight)],
+            param_to_hook_all_reduce=module[1].weight,
+        )
+        with pytest.raises(RuntimeError, match=r"cannot be copied.*Copy its \.module"):
+            copy.deepcopy(delayed)
+        return gradients(ddp), gradients(twin)
+
+    full = linear()
+    sum(full(inputs(r)).sum() for r in range(2)).backward()
+    for original, twin in run_ranks(work, 2):
+        assert largest_difference(original, gradients(full)) < 1e-6
+        assert largest_difference(original, twin) == 0
+
+
+def test_a_comm_hook_that_names_its_bucket_otherwise_is_told_how_to_name_it():
+    def work(rank):
+        def hook(state, gradients):
+            raise AssertionError
+
+        with pytest.raises(ValueError, match="must be named bucket"):
+            MiniDDP(linear()).register_comm_hook(None, hook)
+
+    run_ranks(work, 1)
+
+
+def test_skipped_buckets_are_not_the_last_one_and_the_rest_is_averaged():
+    def work(rank):
+        seen = []
+
+        def hook(state, bucket):
+            seen.append((bucket.index(), bucket.is_last()))
+            return total(state, bucket).then(lambda done: done.value().div_(2))
+
+        settings = {
+            "find_unused_parameters": True,
+            "skip_all_reduce_unused_params": True,
+            "bucket_cap_mb": 1e-6,
+        }
+        ddp = MiniDDP(TwoHeads(), **settings)
+        ddp.register_comm_hook(None, hook)
+        ddp(inputs(rank), "b").sum().backward()
+        reference = DistributedDataParallel(TwoHeads(), **settings)
+        reference(inputs(rank), "b").sum().backward()
+        return seen, largest_difference(gradients(ddp), gradients(reference))
+
+    for seen, apart in run_ranks(work, 2):
+        assert apart == 0
+        assert len(seen) == 4  # of six buckets of one tensor each: those of head a are not sent
+        assert [last for _, last in seen] == [False, False, False, True]
+
+
+class Precisions:
+    param_dtype, reduce_dtype, buffer_dtype = torch.bfloat16, torch.float32, None
+
+
+def test_mixed_precision_leaves_wide_parameters_after_skipped_buckets_and_without_gradients():
+    def work(rank):
+        dtypes = set()
+        ddp = MiniDDP(
+            TwoHeads(),
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=True,
+            bucket_cap_mb=1e-6,
+            mixed_precision=Precisions(),
+        )
+        ddp(inputs(rank), "a").float().sum().backward()  # b's bucket, the first one, is skipped
+        dtypes |= {p.dtype for p in ddp.parameters()}
+        with torch.no_grad():
+            ddp(inputs(rank), "a")
+        return dtypes | {tensor.dtype for tensor in ddp.state_dict().values()}
+
+    assert run_ranks(work, 2) == [{torch.float32}] * 2
+
+
+def test_settings_by_which_inputs_decide_what_is_sent_are_refused_by_join():
+    def work(rank):
+        ddp = MiniDDP(TwoHeads(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+        with pytest.raises(ValueError, match="skip_all_reduce_unused_params does not go with join"):
+            ddp.join().__enter__()
+
+    run_ranks(work, 2)
+
+
+def test_a_static_graph_goes_on_without_a_rank_that_never_had_an_input():
+    def work(rank):
+        ddp = MiniDDP(TwoHeads(), static_graph=True)
+        with ddp.join():
+            for _ in range(3 * rank):
+                ddp.zero_grad()
+                ddp(inputs(rank), "b").sum().backward()
+                with torch.no_grad():
+                    for parameter in ddp.parameters():
+                        if parameter.grad is not None:
+                            parameter -= 0.1 * parameter.grad
+        return [p.detach().clone() for p in ddp.parameters()]
+
+    alone = TwoHeads()
+    for _ in range(3):
+        alone.zero_grad()
+        (alone(inputs(1), "b").sum() / 2).backward()
+        with torch.no_grad():
+            for parameter in alone.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+    for found in run_ranks(work, 2):
+        for a, b in zip(found, alone.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_a_rank_outside_of_the_group_is_told_so_and_its_gradients_stay():
     def work(rank):
         group = dist.new_group([0])

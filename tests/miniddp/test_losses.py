@@ -342,3 +342,16 @@ def test_one_token_and_no_token_and_half_precision_are_served() -> None:
     many = torch.zeros(3000, VOCABULARY, dtype=torch.bfloat16)
     loss_sum, _ = token_cross_entropy(many, torch.ones(3000, dtype=torch.int64))
     assert loss_sum.item() / 3000 == pytest.approx(torch.tensor(float(VOCABULARY)).log().item())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e38])
+def test_a_loss_without_bounds_on_one_rank_is_the_same_on_all(value):
+    def work(rank):
+        factor = torch.tensor(value if rank == 0 else 1.0, requires_grad=True)
+        mean = global_mean(factor * 1.0, 1)
+        mean.backward()
+        return mean.detach(), factor.grad
+
+    (first, gradient), (second, other) = run_ranks(work, 2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+    assert gradient == other == 1.0  # W/N = 2/2

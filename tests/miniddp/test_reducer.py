@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -152,13 +153,31 @@ def lifetimes(rank, world_size):
     wrapped = MiniDDP(module, find_unused_parameters=True)
     wrapped(torch.randn(4, 8), [0, 1]).sum().backward()
     reducer = weakref.ref(wrapped.reducer)
+    buffers = [weakref.ref(bucket.buffer) for bucket in wrapped.reducer.buckets]
     gc.disable()
     del wrapped
-    return reducer() is None
+    return reducer() is None and all(buffer() is None for buffer in buffers)
 
 
 def test_a_wrapper_frees_its_buckets_at_once_without_waiting_for_the_garbage_collector():
     assert run_ranks(lifetimes, 1) == [True]
+
+
+def old_buckets(rank, world_size, views):
+    wrapped = MiniDDP(AnyOrder(), gradient_as_bucket_view=views)
+    first = [weakref.ref(bucket.buffer) for bucket in wrapped.reducer.buckets]
+    gc.disable()
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
+    return wrapped.reducer.rebuilt, [buffer() is None for buffer in first]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_the_rebuild_frees_the_old_buckets_at_once(views):
+    for rebuilt, freed in run_ranks(old_buckets, 2, views):
+        assert rebuilt
+        assert freed == [True]
 
 
 def large_and_small(rank, world_size):

@@ -46,7 +46,7 @@ html: $(READY)
 test: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/python -m pytest --numprocesses=2
+	@$(BIN)/python -m pytest --numprocesses=2 --durations=25 --durations-min=5
 
 test-cluster: $(READY)
 	@tests/cluster/needs.sh

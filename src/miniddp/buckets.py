@@ -62,13 +62,15 @@ class LinkCost(NamedTuple):
 
     It occupies the link for `latency` + n·`per_byte`, and the processor, which backward then does
     without, for `cpu` + n·`cpu_per_byte` of these: no more than the former, and 0 where a network
-    card does the work.
+    card does the work. To copy a bucket's averages out takes n·`copy_per_byte` more, which the
+    link's work on later buckets hides, but not for the last one.
     """
 
     latency: float
     per_byte: float
     cpu: float = 0.0
     cpu_per_byte: float = 0.0
+    copy_per_byte: float = 0.0
 
 
 def sizes_of(
@@ -146,7 +148,8 @@ def measured_plan(
     `steps[s][i]` is when gradient i was ready in step s, in seconds since that step began. The
     candidates are `fastest_plan` for the medians of these, with buckets of any length and with ever
     shorter ones: these cost a little more latency, and lose less in a step whose gradients come
-    sooner or later than in the median. How much that matters is seen by trying them on the steps.
+    sooner or later than in the median, and less while the last one is copied out. How much that
+    matters is seen by trying them on the steps.
 
     Where none promises to be at least 2 % sooner than `arrival_plan` with `caps`, it is the latter:
     noise and the model's own error can undo less.
@@ -165,7 +168,9 @@ def measured_plan(
     candidates = [fastest_plan(sizes, ready, link, total / parts) for parts in PARTS]
 
     def seconds(plan: Plan) -> float:
-        return fmean(finish_time(plan, sizes, step, link) for step in steps)
+        last = sum(sizes[index].nbytes for index in plan[-1])
+        averaged = fmean(finish_time(plan, sizes, step, link) for step in steps)
+        return averaged + last * link.copy_per_byte
 
     best, usual = min(candidates, key=seconds), arrival_plan(sizes, order, caps)
     return best if seconds(best) <= (1 - WORTH_IT) * seconds(usual) else usual

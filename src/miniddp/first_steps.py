@@ -3,7 +3,8 @@
 `MiniDDP(module, bucket_plan="measured")` begins like any other: one bucket, then those of the caps.
 Over the next steps each rank notes when its gradients are ready. Then, once, before a forward:
 
-1. the link is measured: a few all-reduces of 1 KiB and of 4 MiB, their time and the processor's;
+1. the link is measured: a few all-reduces of 1 KiB and of 4 MiB, their time and the processor's,
+   and a copy;
 2. the ranks agree on the figures, taking the slowest rank's of each, since a bucket leaves when the
    last rank has filled it;
 3. `miniddp.buckets.measured_plan` makes the plan, and rank 0's is broadcast and adopted.
@@ -82,8 +83,8 @@ class FirstSteps:
         costs = torch.tensor(measure_link(group), dtype=torch.float64)
         for figures in (steps, costs):
             wait_for(dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group, async_op=True))
-        latency, per_byte, cpu, cpu_per_byte = costs.tolist()
-        link = LinkCost(latency, per_byte, min(cpu, latency), min(cpu_per_byte, per_byte))
+        latency, per_byte, cpu, cpu_per_byte, copy = costs.tolist()
+        link = LinkCost(latency, per_byte, min(cpu, latency), min(cpu_per_byte, per_byte), copy)
         reducer.pack_by(steps.tolist(), link)
 
 
@@ -106,7 +107,19 @@ def measure_link(group: dist.ProcessGroup) -> LinkCost:
         per_byte,
         max(short_cpu - _SHORT * cpu_per_byte, 0.0),
         cpu_per_byte,
+        _seconds_of_a_copy() / _LONG,
     )
+
+
+def _seconds_of_a_copy() -> float:
+    """Of `_LONG` bytes, from a bucket to gradients: all are long out of the cache by then."""
+    source, target = torch.zeros(8, _LONG // 4), torch.zeros(8, _LONG // 4)
+    taken = []
+    for to, of in zip(target, source, strict=True):
+        begin = perf_counter()
+        to.copy_(of)
+        taken.append(perf_counter() - begin)
+    return min(taken)
 
 
 def _seconds(tensor: Tensor, group: dist.ProcessGroup, times: int) -> tuple[float, float]:

@@ -288,3 +288,15 @@ def test_hundreds_of_parameters_are_planned_in_a_few_buckets():
 def test_times_that_are_not_one_a_parameter_are_refused():
     with pytest.raises(ValueError, match="2 ready times for 3 parameters"):
         fastest_plan([ParameterSize(4, "float32")] * 3, [0.0, 1.0], LinkCost(1, 1))
+
+
+def test_the_measured_plan_sends_a_short_bucket_last_where_copying_it_out_takes_long():
+    layer = ParameterSize(4 * MIB, "float32")
+    ready = [0.07 + 0.008 * moment for moment in range(12)]
+    one_gbit = LinkCost(1e-4, 8e-9)
+
+    def last(link: LinkCost) -> int:
+        return len(measured_plan([layer] * 12, [ready] * 3, link, bucket_caps())[-1])
+
+    assert last(one_gbit) > 1
+    assert last(one_gbit._replace(copy_per_byte=1e-9)) == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from labkit.scripts import ScriptError, run_script
+from labkit.scripts import ScriptError, project_root, run_script
 
 BENCHMARKS = "labs/benchmarks"
 MODELS = ("wide MLP", "600 small tensors", "transformer")
@@ -78,6 +78,27 @@ def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(tm
     assert "600 4 1gbit" in report
     assert "planned ÷ limit, 1 Gbit/s, worst" in report
     assert drawn.stat().st_size > 10_000
+
+
+def test_the_stored_race_is_whole_and_the_page_shows_its_report():
+    folder = project_root() / BENCHMARKS
+    cells = json.loads((folder / "results" / "step_time.json").read_text())["cells"]
+    assert set(cells) == CELLS
+    for cell in cells.values():
+        assert set(cell["seconds"]) >= CONTENDERS
+        rounds = {len(taken) for taken in cell["seconds"].values()}
+        assert len(rounds) == 1
+        assert rounds.pop() >= 4
+    page = (folder / "README.md").read_text()
+    shown = page.partition("```text\n")[2].partition("```")[0]
+    assert shown.count("\n") > 8
+    assert run_script(f"{BENCHMARKS}/report.py").endswith(shown)
+
+
+def test_quick_cells_do_not_go_into_a_file_of_others(tmp_path):
+    figures_of("step_time", tmp_path, "--model", "wide MLP", "--ranks", 2, "--link", "1gbit")
+    with pytest.raises(ScriptError, match="do not go into one file"):
+        run_script(f"{BENCHMARKS}/step_time.py", "--json", tmp_path / "step_time.json")
 
 
 def test_a_report_on_nothing_says_what_to_run_first(tmp_path):

@@ -534,3 +534,19 @@ def test_mixed_precision_computes_in_the_narrow_type_and_leaves_wide_parameters_
         assert untouched
         assert torch.equal(gradient, per_rank[0][2])
         torch.testing.assert_close(gradient, full.weight.grad, rtol=3e-2, atol=3e-2)
+
+
+def logged_keys(rank, world_size):
+    keys = []
+    for wrap in (DistributedDataParallel, MiniDDP):
+        wrapped = wrap(linear())
+        for step in range(3):
+            wrapped(batch(rank, step)).sum().backward()
+        keys.append(set(wrapped._get_ddp_logging_data()))
+    return keys
+
+
+def test_every_figure_that_torchs_wrapper_logs_is_logged():
+    for theirs, ours in run_ranks(logged_keys, 2):
+        assert theirs
+        assert theirs <= ours

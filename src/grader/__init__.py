@@ -4,7 +4,7 @@ The rooms, in the order in which a submission passes through them:
 
     source      the one source notebook of an assignment, read
     release     from it, what students get
-    record      a visible check without the code of its answer
+    record      of a check what may leave the trusted side: to a rank, to a release
     student     what a student can run: the visible checks
     merge       from a handed-in notebook the solutions' source, and nothing else
     grade       one submission: merge, judge, points

@@ -25,28 +25,45 @@ from grader.source import Assignment, read_assignment
 
 
 def find_submissions(paths: Iterable[Path]) -> dict[str, Path]:
-    """{student: notebook}. A folder stands for the notebooks in it, or one a folder below it.
+    """{student: notebook}. A folder stands for the notebooks in it, and in the folders in it.
 
-    A notebook is called after its file, or after its folder where several files have one name.
+    A notebook is called after its file; in a folder of its own, after that folder, and after both
+    where the folder holds several. Of notebooks that are named one by one, those that share a name
+    are called after their folders. What begins with a dot is an editor's or a system's: skipped.
     Raises FileNotFoundError for a path that does not exist.
     """
-    files: list[Path] = []
+    found: list[tuple[str, Path]] = []
+    alone: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sorted([*path.glob("*.ipynb"), *path.glob("*/*.ipynb")])
-            files += [f for f in found if ".ipynb_checkpoints" not in f.parts]
+            found += _in_folder(path)
         elif path.exists():
-            files.append(path)
+            alone.append(path)
         else:
             raise FileNotFoundError(f"there is no {path}")
-    counts = Counter(file.stem for file in files)
+    counts = Counter(file.stem for file in alone)
+    found += [(f.stem if counts[f.stem] == 1 else f.absolute().parent.name, f) for f in alone]
     named: dict[str, Path] = {}
-    for file in files:
-        name = _legible(file.stem if counts[file.stem] == 1 else file.parent.name)
+    for name, file in found:
+        name = _legible(name)
         while name in named:
             name += "_"
         named[name] = file
     return named
+
+
+def _in_folder(top: Path) -> list[tuple[str, Path]]:
+    """Each notebook in `top`, and in the folders in it, with its student's name."""
+    found = [(file.stem, file) for file in _visible(top, "*.ipynb")]
+    for folder in _visible(top, "*"):
+        files = _visible(folder, "*.ipynb") if folder.is_dir() else []
+        for file in files:
+            found.append((folder.name if len(files) == 1 else f"{folder.name} {file.stem}", file))
+    return found
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
 
 
 def grade_all(

@@ -1,7 +1,8 @@
 """One check: draw fresh inputs, run the ranks, compare what they returned, look at what passed.
 
-A check cell of a source notebook is a small module. Of its functions only `on_rank` meets code of a
-student's; the others run in fresh processes of their own (`grader.inside.oracle`):
+A check cell of a source notebook is a small module. Of its functions only `on_rank`, and what that
+uses, meets code of a student's; the others run in fresh processes of their own
+(`grader.inside.oracle`), and no rank receives their text:
 
     draw(rng)                     a list of dictionaries: each rank's own input
     on_rank(student, given)       on every rank: call the student's function, return data
@@ -26,7 +27,7 @@ import numpy as np
 
 from grader.mutants import museum_sources
 from grader.ranks import GroupEnd, RankEnd, run_group
-from grader.record import read_record, recorded
+from grader.record import read_record, recorded, what_ranks_need
 from grader.router import Router
 from grader.source import CheckSource
 
@@ -47,7 +48,7 @@ class Verdict:
     where: str = ""  # visible checks only: the first rank and place that differ
     failed_cells: dict[str, str] = field(default_factory=dict)  # a sentence a cell
     timed_out: bool = False
-    isolation: str = ""
+    isolation: str = ""  # what stood between the ranks, by the report of their group
     seconds: float = 0.0
     seed: int = 0
 
@@ -109,11 +110,13 @@ def _run_students(check, givens, solutions, address, inputs, seed) -> GroupEnd:
     cells = [{"id": f"given {n}", "source": source} for n, source in enumerate(givens)]
     cells += [{"id": name, "source": solutions[name]} for name in check.solutions]
     museum = museum_sources(check.museum)
+    # Whoever is called can look at the caller's module: it must not hold the answer.
+    part = what_ranks_need(check.source)
     jobs = [
         {
             "call": "on_rank",
             "cells": cells,
-            "check": check.source,
+            "check": part,
             "given": {key: value for key, value in given.items() if key != "gates"},
             "rank": rank,
             "world_size": len(inputs),
@@ -233,12 +236,7 @@ def difference(got: Any, want: Any, tolerance: float, place: str = "") -> str | 
             return place
         inner = ((f"{place}[{i}]", got[i], value) for i, value in enumerate(want))
     elif isinstance(want, float):
-        right = (
-            type(got) in (int, float)
-            and math.isfinite(got)
-            and abs(got - want) <= tolerance * max(abs(want), 1e-30)
-        )
-        return None if right else place
+        return None if _is_close(got, want, tolerance) else place
     else:
         return None if type(got) is type(want) and got == want else place
     for where, left, right in inner:
@@ -246,6 +244,15 @@ def difference(got: Any, want: Any, tolerance: float, place: str = "") -> str | 
         if found is not None:
             return found
     return None
+
+
+def _is_close(got: Any, want: float, tolerance: float) -> bool:
+    if type(got) not in (int, float):
+        return False
+    try:
+        return math.isfinite(got) and abs(got - want) <= tolerance * max(abs(want), 1e-30)
+    except OverflowError:  # an integer too large for a float
+        return False
 
 
 def _array_difference(got: Any, want: np.ndarray, tolerance: float, place: str) -> str | None:

@@ -48,6 +48,7 @@ class Result:
     isolation: str = ""
     seconds: float = 0.0
     timed_out: bool = False  # some check ran into its limit by the clock
+    notes: list[str] = field(default_factory=list)  # what a person should look at
 
     @property
     def needs_human(self) -> bool:
@@ -99,9 +100,10 @@ def grade(
         _load_errors(verdicts),
         submission.repairs,
         submission.unreadable,
-        server.isolation,
+        server.weakest(v["isolation"] for v in verdicts.values() if "isolation" in v),
         round(time.monotonic() - started, 2),
         any(verdict.get("timed_out") for verdict in verdicts.values()),
+        submission.notes,
     )
 
 

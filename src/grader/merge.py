@@ -7,6 +7,7 @@ locked cells, cells that were added: none is read, so none can matter.
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,10 @@ from grader.source import Assignment, kind_of, source_of
 
 LARGEST = 200 * 2**20  # bytes of a notebook
 LONGEST = 200_000  # characters of a solution
+# By these a solution looks at its caller, or into what it was handed. No task needs them, and
+# what they can find in a rank's process cannot all be hidden there.
+LOOKS_AROUND = {"_getframe", "_current_frames", "f_back", "f_locals", "f_globals", "tb_frame"}
+LOOKS_AROUND |= {"__closure__", "cell_contents", "gc", "inspect", "settrace", "setprofile"}
 
 
 @dataclass
@@ -25,6 +30,7 @@ class Submission:
     solutions: dict[str, str]
     repairs: list[str] = field(default_factory=list)
     unreadable: str = ""  # why nothing of the file could be read
+    notes: list[str] = field(default_factory=list)  # what a person should look at
 
 
 def read_submission(path: str | Path, assignment: Assignment) -> Submission:
@@ -36,6 +42,9 @@ def read_submission(path: str | Path, assignment: Assignment) -> Submission:
     submission = Submission({})
     for name, solution in assignment.solutions.items():
         submission.solutions[name] = _choose(name, solution.stub, cells, submission.repairs)
+        found = _looks_around(submission.solutions[name])
+        if found:
+            submission.notes.append(f"cell {name} uses {', '.join(found)}: a person should look")
     _compare_locked(assignment, cells, submission.repairs)
     return submission
 
@@ -92,6 +101,24 @@ def _choose(name: str, stub: str, cells: list[dict[str, Any]], repairs: list[str
         repairs.append(f"cell {name} has {len(source):,} characters: graded as not written")
         return stub
     return source
+
+
+def _looks_around(source: str) -> list[str]:
+    """Which of LOOKS_AROUND stand in `source` as a name, an attribute, an import or a whole string.
+
+    A hint for people, and no wall: who wants to hide a name can.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # it will not run either
+        return []
+    words = {node.id for node in nodes if isinstance(node, ast.Name)}
+    words |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    words |= {node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    words |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    words |= {value for value in constants if isinstance(value, str)}
+    return sorted(words & LOOKS_AROUND)
 
 
 def _grade_id(cell: dict[str, Any]) -> Any:

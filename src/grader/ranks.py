@@ -16,10 +16,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from grader.inside.wire import Decoder, WireError, encode
+from grader.inside.wire import DEEPEST, Decoder, WireError, encode
 from grader.router import Router, Seen
 
 _LARGEST = 16 * 2**20  # bytes of one message of a rank
+_DEEPEST = DEEPEST - 1  # levels of one message of a rank: its value goes on to a judge, one deeper
 _MOST_SENT = 256 * 2**20  # bytes that one rank may send in all
 _AFTER_FAILURE = 1.0  # seconds that the other ranks get when one has failed
 _WALL = 5  # a check may take this many times the processor time that each rank may use
@@ -50,7 +51,7 @@ class GroupEnd:
 
     ranks: list[RankEnd]
     seen: Seen
-    isolation: str
+    isolation: str  # what stood between the ranks, a key of `grader.sandbox.INSIDE`
 
 
 def run_group(
@@ -78,7 +79,7 @@ class _Peer:
         self.rank = rank
         self.cells = {cell["id"]: cell["source"].count("\n") + 1 for cell in job.get("cells", [])}
         self.connection = connection
-        self.decoder = Decoder(_LARGEST)
+        self.decoder = Decoder(_LARGEST, _DEEPEST)
         self.outgoing = bytearray()
         self.received = 0
         self.end = RankEnd()
@@ -121,7 +122,8 @@ class _Group:
             self._control.close()
             for peer in self._peers:
                 peer.connection.close()
-        return GroupEnd([peer.end for peer in self._peers], self._router.seen, self._isolation)
+        ends = [peer.end for peer in self._peers]
+        return GroupEnd(ends, self._router.seen, self._isolation or "none")
 
     def _loop(self) -> None:
         self._control.setblocking(False)
@@ -130,7 +132,7 @@ class _Group:
             peer.connection.setblocking(False)
             peer.outgoing += encode(job)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
-        while any(peer.running for peer in self._peers):
+        while any(peer.running for peer in self._peers) or not self._isolation:
             now = time.monotonic()
             if now >= self._deadline:
                 self._time_out()
@@ -164,8 +166,10 @@ class _Group:
 
     def _hear_warden(self) -> None:
         data = self._control.recv(1 << 16)
-        if not data and any(peer.running for peer in self._peers):
-            raise OSError("the fork server closed its connection")
+        if not data:
+            if any(peer.running for peer in self._peers):
+                raise OSError("the fork server closed its connection")
+            self._isolation = self._isolation or "none"
         *lines, self._control_text = (self._control_text + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
@@ -223,8 +227,8 @@ class _Group:
                 self._finish(peer, "raised", f"raised {peer.end.error['type']}")
             case "cell failed":
                 error = _error(message, peer.cells)
-                if message.get("cell") in peer.cells:
-                    peer.end.failed_cells[message["cell"]] = error
+                if error["cell"]:
+                    peer.end.failed_cells[error["cell"]] = error
             case _:
                 self._router.take(peer.rank, message)
 

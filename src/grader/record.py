@@ -1,8 +1,9 @@
-"""A visible check for students: its inputs and answers as data, and of its code what ranks need.
+"""What of a check's code may leave the trusted side: to a rank, and to the students.
 
-The code that computes the answer is often the solution, or close to it. So a release carries what
-that code said for one seed, and not the code: `draw`, `expected`, `mistakes`, and whatever only
-they use, are left out.
+The code that computes the answer is often the solution, or close to it, and who calls a student's
+function can be looked at from inside it. So a rank gets `on_rank` and what that uses, and nothing
+else. A release carries `judge`, too, and of what `draw`, `expected` and `mistakes` said for one
+seed the data.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from typing import Any
 from grader.inside.wire import Decoder, encode
 from grader.source import CheckSource
 
-_KEPT = ("on_rank", "judge")
-_COMPUTED = ("draw", "expected", "mistakes")
+_COMPUTED = {"draw", "expected", "mistakes"}
 
 
 def recorded(
@@ -26,7 +26,7 @@ def recorded(
     kept = {key: answer[key] for key in ("expected", "mistakes") if key in answer}
     data = encode({"inputs": inputs, "answer": kept})
     record = base64.b64encode(data).decode()
-    return replace(check, source=what_ranks_need(check.source), record=record)
+    return replace(check, source=reduced(check.source, "on_rank", "judge"), record=record)
 
 
 def read_record(check: CheckSource) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -36,28 +36,49 @@ def read_record(check: CheckSource) -> tuple[list[dict[str, Any]], dict[str, Any
 
 
 def what_ranks_need(source: str) -> str:
-    """`source` without its computing functions and what only they use; comments are lost."""
+    """The part of a check that is executed in a rank, where a student's code can read it."""
+    return reduced(source, "on_rank")
+
+
+def reduced(source: str, *entries: str) -> str:
+    """`source` with the functions `entries`, what these use, and its imports; comments are lost.
+
+    Never with a function that computes: what `on_rank` needs of one has to stand in another.
+    """
     body = ast.parse(source).body
-    defined = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    wanted: set[str] = set()
-    waiting = [name for name in _KEPT if name in defined]
-    # What stands outside of functions is kept, and so is what it uses.
+    defined: dict[str, list[ast.stmt]] = {}
     for node in body:
-        if node not in defined.values():
-            waiting += _names(node, defined)
+        for name in _defines(node):
+            defined.setdefault(name, []).append(node)
+    wanted: set[str] = set()
+    waiting = list(entries)
+    for node in body:
+        if not _defines(node):
+            waiting += _names(node)
     while waiting:
         name = waiting.pop()
-        if name not in wanted:
+        if name in defined and name not in wanted | _COMPUTED:
             wanted.add(name)
-            waiting += _names(defined[name], defined)
-    wanted -= set(_COMPUTED)
+            for node in defined[name]:
+                waiting += _names(node)
     lines = source.splitlines()
     parts = []
     for node in body:
-        if node in defined.values() and node.name not in wanted:
-            continue
-        parts.append("\n".join(lines[_first_line(node) - 1 : node.end_lineno]))
+        names = _defines(node)
+        if not names or wanted & set(names):
+            parts.append("\n".join(lines[_first_line(node) - 1 : node.end_lineno]))
     return "\n\n".join(parts) + "\n"
+
+
+def _defines(node: ast.stmt) -> list[str]:
+    """The names that a statement defines and does nothing else; none for an import."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        stored = [n for target in node.targets for n in ast.walk(target)]
+        if all(isinstance(n, ast.Name | ast.Tuple | ast.List | ast.expr_context) for n in stored):
+            return [n.id for n in stored if isinstance(n, ast.Name)]
+    return []
 
 
 def _first_line(node: ast.stmt) -> int:
@@ -65,5 +86,5 @@ def _first_line(node: ast.stmt) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def _names(node: ast.AST, defined: dict[str, Any]) -> list[str]:
-    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in defined]
+def _names(node: ast.AST) -> list[str]:
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]

@@ -17,7 +17,7 @@ from typing import Any
 from grader.check import record_check
 from grader.source import Assignment, CheckSource, kind_of, source_of
 
-_CHAPTER = re.compile(r"\.\./\.\./book/(\w+)\.ipynb")
+_CHAPTER = re.compile(r"\[([^\]]*)\]\(\.\./\.\./book/(\w+)\.ipynb\)")
 _PRELUDE = "from grader.student import check"
 
 
@@ -27,6 +27,7 @@ SEED = 1  # of the inputs that students see
 def release(assignment: Assignment, address: str, book: str = "") -> dict[str, Any]:
     """The released notebook. `book`, the address of the built book, goes into its links.
 
+    Without it a link to a chapter is its text: the chapter is not where the students are.
     The answers of visible checks are computed at the fork server `address`.
     """
     checks = {check.name: check for check in assignment.checks}
@@ -42,8 +43,9 @@ def release(assignment: Assignment, address: str, book: str = "") -> dict[str, A
             cell["source"] = assignment.solutions[grade_id].stub
         elif kind == "check":
             cell["source"] = _line(assignment, checks[grade_id])
-        if cell["cell_type"] == "markdown" and book:
-            cell["source"] = _CHAPTER.sub(rf"{book.rstrip('/')}/\1.html", source_of(cell))
+        if cell["cell_type"] == "markdown":
+            link = rf"[\1]({book.rstrip('/')}/\2.html)" if book else r"\1"
+            cell["source"] = _CHAPTER.sub(link, source_of(cell))
         cells.append(cell)
     metadata = {
         **assignment.notebook.get("metadata", {}),

@@ -58,7 +58,7 @@ def summary(result: Result) -> str:
     if result.unreadable:
         lines.append(as_sentence(f"nothing could be graded: {result.unreadable}"))
     lines += [as_sentence(f"first of all: {error}") for error in result.load_errors]
-    lines += [as_sentence(f"note: {repair}") for repair in result.repairs]
+    lines += [as_sentence(f"note: {note}") for note in [*result.repairs, *result.notes]]
     lines.append(as_sentence(f"isolation: {result.isolation or 'none was in force'}"))
     return "\n".join(lines)
 
@@ -93,17 +93,19 @@ def _gradescope_test(check: CheckResult) -> dict[str, Any]:
 
 
 def write_csv(results: Iterable[Result], path: Path) -> None:
-    """One line a student: score, points, each check, whether a person has to look."""
+    """One line a student: score, points, each check, whether a person has to look, and at what."""
     results = list(results)
     names = list(dict.fromkeys(check.name for result in results for check in result.checks))
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["student", "assignment", "score", "points", *names, "needs_human"])
+        head = ["student", "assignment", "score", "points", *names, "needs_human", "notes"]
+        writer.writerow(head)
         for result in results:
             of = {check.name: "" if check.needs_human else check.score for check in result.checks}
             score = "" if result.needs_human else result.score
             row = [_harmless(result.student), result.assignment, score, result.points]
-            writer.writerow([*row, *(of.get(name, "") for name in names), result.needs_human])
+            row += [of.get(name, "") for name in names]
+            writer.writerow([*row, result.needs_human, "; ".join(result.notes)])
 
 
 def _harmless(text: str) -> str:

@@ -142,9 +142,8 @@ class Router:
         for other in (root, peer):
             if other is not None and (type(other) is not int or not 0 <= other < len(self._ranks)):
                 raise WireError("a rank that does not exist")
-        op, reduce = message.get("op"), message.get("reduce", "")
-        if op not in _OPS | _WITHOUT_ALL or reduce not in {"", *_FOLD}:
-            raise WireError("a collective that does not exist")
+        op = _one_of(_OPS | _WITHOUT_ALL, message.get("op"))
+        reduce = _one_of({"", *_FOLD}, message.get("reduce", ""))
         launch = Launch(
             op,
             sum(t.size for t in tensors),
@@ -314,6 +313,13 @@ def _fold(reduce: str, values: list[np.ndarray]) -> np.ndarray:
         total = total / len(values)
     # An array without dimensions becomes a number on the way.
     return np.asarray(total).astype(dtype)
+
+
+def _one_of(known: set[str], word: Any) -> str:
+    # A list is in no set, and asking whether it is raises TypeError.
+    if not isinstance(word, str) or word not in known:
+        raise WireError("a collective that does not exist")
+    return word
 
 
 def _integer(message: dict[str, Any], key: str) -> int:

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from grader.ranks import run_group
 
 _PACKAGE = Path(__file__).parent
 _MOUNTED = "/opt/grader"
@@ -27,10 +29,19 @@ _START = (
 _LISTENER = 3
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "USER": "student", "OMP_NUM_THREADS": "1"}
 
-ADVICE = (
-    "Install bubblewrap (Debian: apt-get install bubblewrap), grade in a container "
-    "(book/teach.md has the command), or, for your own work only, say --trust."
+_OTHERWISE = (
+    "grade in a container (book/teach.md has the command), or, for your own work only, say --trust."
 )
+ADVICE = f"Install bubblewrap (Debian: apt-get install bubblewrap), {_OTHERWISE}"
+
+
+# What the warden of a group reports, the weakest first, and what a result says of it.
+INSIDE = {
+    "none": "bubblewrap, and nothing between the ranks in it",
+    "a namespace a group": "bubblewrap, a namespace a group of ranks",
+    "a namespace a rank": "bubblewrap, a namespace a rank",
+}
+TRUSTED = "none: trusted"
 
 
 class SandboxError(RuntimeError):
@@ -39,18 +50,26 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankServer:
-    """A running fork server. `isolation` is a phrase for people, shown on every result."""
+    """A running fork server. `isolation` is a phrase for people: what a trial at its start had."""
 
     address: str
     isolation: str
     pid: int
+
+    def weakest(self, reported: Iterable[str]) -> str:
+        """For a result: the least that was in force, at the start or in a group of ranks."""
+        if self.isolation == TRUSTED:
+            return TRUSTED
+        order = list(INSIDE.values())
+        return min([self.isolation, *(INSIDE[one] for one in reported)], key=order.index)
 
 
 @contextmanager
 def rank_server(*, trust: bool = False) -> Iterator[RankServer]:
     """A fork server that ends, with all its ranks, when the block does or this process dies.
 
-    `trust` permits a server without a sandbox where bubblewrap does not work. Raises SandboxError.
+    Before it is handed out it runs a trial. `trust` permits a server without a sandbox, or with
+    less of one, where bubblewrap or the namespaces inside it do not work. Raises SandboxError.
     Costs about 1.5 s, most of it the import of torch.
     """
     bubblewrap = _working_bubblewrap()
@@ -74,7 +93,12 @@ def rank_server(*, trust: bool = False) -> Iterator[RankServer]:
     try:
         if server.stdout.readline() != b"ready\n":
             raise SandboxError("the fork server of ranks did not start; what it says is above")
-        isolation = "bubblewrap, a namespace a rank" if bubblewrap else "none: trusted"
+        isolation = _try_out(address) if bubblewrap else TRUSTED
+        if isolation not in (INSIDE["a namespace a rank"], TRUSTED) and not trust:
+            raise SandboxError(
+                "bubblewrap works here, but inside it no rank gets a namespace of its own, so "
+                f"nothing was run. Raise user.max_user_namespaces (sysctl), {_OTHERWISE}"
+            )
         yield RankServer(address, isolation, server.pid)
     finally:
         server.stdin.close()
@@ -85,6 +109,15 @@ def rank_server(*, trust: bool = False) -> Iterator[RankServer]:
             server.wait()
         server.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _try_out(address: str) -> str:
+    """The isolation that a group of ranks reports. Raises SandboxError if it does not end well."""
+    trial = {"call": "draw", "check": "def draw(rng):\n    return [{}]\n", "seed": 0}
+    end = run_group(address, [trial])
+    if end.ranks[0].how != "returned":
+        raise SandboxError(f"the sandbox starts, and a trial rank in it {end.ranks[0].text}")
+    return INSIDE[end.isolation]
 
 
 def _in_the_open() -> list[str]:

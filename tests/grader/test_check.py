@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -127,6 +128,55 @@ def test_a_result_that_a_judge_stumbles_over_is_the_students_loss_and_not_the_gr
     check = replace(CHECK, source=judging)
     assert run(server, check=check).passed
     assert run(server, "def total(x):\n    return None\n", check).sentence == CHECK.concept
+
+
+def test_who_calls_a_solution_holds_nothing_that_computes_the_answer(server):
+    looking = """
+import sys
+import torch.distributed as dist
+
+def total(x):
+    frame = sys._getframe()
+    while frame:
+        received = (frame.f_locals.get("job") or {}).get("check", "")
+        for name in ("draw", "expected", "mistakes", "judge"):
+            assert name not in frame.f_globals
+            assert name not in received
+        frame = frame.f_back
+    dist.all_reduce(x)
+    return x
+"""
+    judging = CHECK.source + "def judge(seen, results, givens):\n    pass\n"
+    found = run(server, looking, replace(CHECK, source=judging, visible=True))
+    assert found.passed, found.sentence
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"kind": "cell failed", "cell": ["total"]},
+        {"kind": "collective", "op": ["all_reduce"], "tensors": [], "number": 0},
+        {"kind": "collective", "op": "all_reduce", "reduce": {}, "tensors": [], "number": 0},
+        {"kind": "returned", "value": json.loads("[" * 16 + "]" * 16)},
+        {"kind": "returned", "value": {"total": 10**400}},
+    ],
+    ids=str,
+)
+def test_a_message_of_odd_types_loses_the_check_and_does_not_stop_the_grader(server, message):
+    sending = (
+        "import os\n"
+        "from grader.inside.wire import encode\n"
+        "def total(x):\n"
+        "    for number in range(3, 64):\n"
+        "        try:\n"
+        f"            os.write(number, encode({message!r}))\n"
+        "        except OSError:\n"
+        "            pass\n"
+    )
+    source = CHECK.source.replace(
+        'torch.tensor(sum(given["x"] for given in givens))', 'sum(given["x"] for given in givens)'
+    )
+    assert not run(server, sending, replace(CHECK, source=source)).passed
 
 
 def test_without_a_fork_server_nobody_is_blamed():

@@ -9,6 +9,7 @@ from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment, submiss
 
 from grader import batch, judge
 from grader.bench import Case
+from grader.check import Verdict
 from grader.cli import main
 from grader.grade import grade
 from grader.merge import Submission
@@ -172,6 +173,30 @@ def test_only_what_nbval_itself_reports_as_passed_earns_points(server, monkeypat
     result = grade(Submission(assignment.keys()), "ada", assignment, server)
     assert result.score == 0
     assert all("nbval says None" in check.needs_human for check in result.checks)
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        (["a namespace a rank"] * 6, "bubblewrap, a namespace a rank"),
+        (["a namespace a rank"] * 5 + ["none"], "bubblewrap, and nothing between the ranks in it"),
+    ],
+)
+def test_a_result_names_the_least_isolation_that_any_check_had(monkeypatch, reports, said):
+    assignment = first_assignment()
+    names = [check.name for check in assignment.checks]
+    verdicts = {
+        name: Verdict(name, True, isolation=isolation).as_dict()
+        for name, isolation in zip(names, reports, strict=True)
+    }
+    monkeypatch.setattr("grader.grade.judge", lambda case: verdicts)
+    server = RankServer("nowhere", "bubblewrap, a namespace a rank", 0)
+    result = grade(Submission(assignment.keys()), "ada", assignment, server)
+    assert result.isolation == said
+    monkeypatch.setattr("grader.grade.judge", lambda case: {n: {"needs_human": "?"} for n in names})
+    server = RankServer("nowhere", "none: trusted", 0)
+    result = grade(Submission(assignment.keys()), "ada", assignment, server)
+    assert result.isolation == "none: trusted"
 
 
 def test_an_appeal_sees_the_same_inputs(server, tmp_path):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from grader_corpus import ENTRIES, TRACE
+from grader_corpus import ENTRIES, LOOKS_FOR_THE_ANSWER, TRACE
 from grader_notebooks import FIRST, first_assignment, write
 
 from grader.batch import grade_all
@@ -115,6 +115,17 @@ def test_the_course_systems_table_and_the_xml_say_the_same(graded):
         assert float(rows[name]["score"]) == result.score
         lost = sum(check.score < check.points for check in result.checks)
         assert int(by_name[name].get("failures")) == lost
+
+
+def test_who_looks_around_in_the_process_is_noted_on_every_paper(graded):
+    [folder] = graded.folder.glob(LOOKS_FOR_THE_ANSWER)
+    note = "cell each uses _getframe, f_globals, f_locals: a person should look"
+    assert note in (folder / "results.json").read_text().replace("Cell", "cell")
+    assert "For a person to look at" in (folder / "feedback.html").read_text()
+    with (graded.folder / "grades.csv").open() as file:
+        notes = {row["student"]: row["notes"] for row in csv.DictReader(file)}
+    assert notes.pop(LOOKS_FOR_THE_ANSWER) == note
+    assert notes.pop("correct") == ""
 
 
 def test_a_name_that_a_spreadsheet_would_calculate_is_text(graded):

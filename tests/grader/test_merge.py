@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 
-from grader_notebooks import cell, first_assignment, submission, write
+import pytest
+from grader_notebooks import ASSIGNMENTS, cell, first_assignment, submission, write
 
 from grader.merge import LONGEST, read_submission
+from grader.source import read_assignment
 
 ASSIGNMENT = first_assignment()
 
@@ -42,6 +44,25 @@ def test_of_several_cells_the_last_one_edited_counts(tmp_path):
     found = read(tmp_path, change)
     assert found.solutions["flat"] == "last = 1"
     assert "4 cells are called flat" in found.repairs[0]
+
+
+def test_a_solution_that_looks_around_in_its_process_is_noted_for_a_person(tmp_path):
+    def change(notebook):
+        cell(notebook, "each")["source"] = "from inspect import stack\nget = '_getframe'\n"
+        cell(notebook, "flat")["source"] = "def average_flat(wrap):\n    wrap.run.__closure__\n"
+
+    found = read(tmp_path, change)
+    assert found.notes == [
+        "cell each uses _getframe, inspect: a person should look",
+        "cell flat uses __closure__: a person should look",
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(ASSIGNMENTS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_key_uses_nothing_at_which_a_person_should_look(path, tmp_path):
+    assignment = read_assignment(path)
+    notebook = submission(assignment, assignment.keys())
+    assert read_submission(write(notebook, tmp_path / "a.ipynb"), assignment).notes == []
 
 
 def test_a_missing_cell_counts_as_not_written(tmp_path):

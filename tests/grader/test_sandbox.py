@@ -120,6 +120,34 @@ def test_nothing_is_run_without_a_sandbox_unless_told_so(monkeypatch):
         pass
 
 
+def _without_walls_inside(monkeypatch):
+    """A bubblewrap that starts, and ranks in it that nothing separates: as the open server's."""
+    monkeypatch.setattr(sandbox, "_working_bubblewrap", lambda: ["bwrap"])
+    monkeypatch.setattr(sandbox, "_contained", lambda bubblewrap: sandbox._in_the_open())
+
+
+def test_ranks_that_cannot_be_separated_are_not_run_unless_told_so(monkeypatch):
+    _without_walls_inside(monkeypatch)
+    with pytest.raises(SandboxError, match="no rank gets a namespace of its own"), rank_server():
+        pass
+
+
+def test_what_is_less_than_a_namespace_a_rank_is_said_of_the_server_and_of_a_result(monkeypatch):
+    _without_walls_inside(monkeypatch)
+    with rank_server(trust=True) as server:
+        assert server.isolation == "bubblewrap, and nothing between the ranks in it"
+        assert server.weakest(["a namespace a rank"]) == server.isolation
+
+
+def test_ranks_in_the_sandbox_report_a_namespace_each_and_over_gloo_one_for_all(walls):
+    trial = {"call": "draw", "check": "def draw(rng):\n    return [{}]\n", "seed": 0}
+    assert walls.isolation == "bubblewrap, a namespace a rank"
+    for link, isolation in (("routed", "a namespace a rank"), ("gloo", "a namespace a group")):
+        end = run_group(walls.address, [trial, trial], link=link)
+        assert [rank.how for rank in end.ranks] == ["returned"] * 2
+        assert end.isolation == isolation
+
+
 def test_without_a_sandbox_the_results_say_so_and_nothing_is_left(monkeypatch):
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     with rank_server(trust=True) as server:

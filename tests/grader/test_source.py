@@ -89,6 +89,13 @@ def test_links_to_chapters_lead_to_the_built_book_where_its_address_is_given(ser
     assert "../../book/" not in text
 
 
+def test_without_a_book_a_release_names_the_chapter_and_links_nothing(server):
+    released = release(first_assignment(), server.address)
+    text = "".join(source_of(one) for one in released["cells"])
+    assert "Read first:\nWhat is averaged. Checks" in text
+    assert ".ipynb" not in text
+
+
 def test_a_stub_keeps_what_is_outside_the_marks_and_the_indentation():
     key = (
         "def f():\n    x = 1\n    ### BEGIN SOLUTION\n    y = 2\n    ### END SOLUTION\n    return x"

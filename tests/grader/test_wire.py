@@ -123,6 +123,8 @@ def test_no_dtype_can_hold_an_object():
         (True, 1, ""),
         (1, 1.0, None),
         (float("nan"), 1.0, ""),
+        (10**400, 1.0, ""),
+        (1, 1e308, ""),
         ("a", "a", None),
         ([1, 2], [1, 3], "[1]"),
         (np.array([2**40]), np.array([2**40 + 1]), "[0]"),

@@ -1,6 +1,7 @@
 """One rank: receive a job, run the student's cells and the check's part for ranks, send back data.
 
-1. receive the job: the given and the student's cells, the check, this rank's own input;
+1. receive the job: the given and the student's cells, of the check what calls the student, this
+   rank's own input;
 2. join the process group;
 3. execute each cell by itself in one namespace: a cell that fails is reported, and what depends on
    it fails by its own doing;

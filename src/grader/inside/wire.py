@@ -27,7 +27,7 @@ DTYPES = frozenset(
     ["float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 )
 _MARK = "$array"
-_DEEPEST = 16
+DEEPEST = 16  # levels of lists and dictionaries in one message
 
 
 class WireError(ValueError):
@@ -45,8 +45,8 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def _flatten(value: Any, blobs: list[bytes], depth: int) -> Any:
-    if depth > _DEEPEST:
-        raise TypeError(f"data nested more than {_DEEPEST} deep")
+    if depth > DEEPEST:
+        raise TypeError(f"data nested more than {DEEPEST} deep")
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is np.ndarray:
@@ -68,8 +68,9 @@ def _flatten(value: Any, blobs: list[bytes], depth: int) -> Any:
 class Decoder:
     """Cuts a stream of bytes into messages."""
 
-    def __init__(self, largest: int = LARGEST) -> None:
+    def __init__(self, largest: int = LARGEST, deepest: int = DEEPEST) -> None:
         self._largest = largest
+        self._deepest = deepest
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
@@ -85,25 +86,25 @@ class Decoder:
                 break
             whole = bytes(self._pending[HEAD.size : end])
             del self._pending[:end]
-            messages.append(_decode(whole[:text], whole[text:]))
+            messages.append(_decode(whole[:text], whole[text:], self._deepest))
         return messages
 
 
-def _decode(text: bytes, body: bytes) -> dict[str, Any]:
+def _decode(text: bytes, body: bytes, deepest: int) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         raise WireError("a message that is not JSON") from None
     if not isinstance(value, dict):
         raise WireError("a message that is not a dictionary")
-    return _restore(value, body, 0)
+    return _restore(value, body, deepest)
 
 
-def _restore(value: Any, body: bytes, depth: int) -> Any:
-    if depth > _DEEPEST + 2:
+def _restore(value: Any, body: bytes, levels: int) -> Any:
+    if levels < 0:
         raise WireError("data nested too deep")
     if isinstance(value, list):
-        return [_restore(item, body, depth + 1) for item in value]
+        return [_restore(item, body, levels - 1) for item in value]
     if isinstance(value, str):
         _look_at_text(value)
         return value
@@ -113,7 +114,7 @@ def _restore(value: Any, body: bytes, depth: int) -> Any:
         return _restore_array(value[_MARK], body)
     for key in value:
         _look_at_text(key)
-    return {key: _restore(item, body, depth + 1) for key, item in value.items()}
+    return {key: _restore(item, body, levels - 1) for key, item in value.items()}
 
 
 def _look_at_text(text: str) -> None:

@@ -6,8 +6,8 @@ It runs no code of a student and receives none. For each connection of the trust
    its job from the trusted side directly;
 2. forks a *warden*, which leaves the namespaces of the fork server and forks the ranks, each again
    in namespaces of its own where they are routed and need no network;
-3. the warden reports how each rank ended, and ends, with everything below it, when the connection
-   of the trusted side is closed.
+3. the warden reports what stands between the ranks, then how each rank ended, and ends, with
+   everything below it, when the connection of the trusted side is closed.
 """
 
 from __future__ import annotations
@@ -132,19 +132,22 @@ def _ward(
         walls.adopt_orphans()
         folder = tempfile.mkdtemp(prefix="ranks-")
     ranks = {}
+    walled, told = os.pipe()
     for rank, own in enumerate(sockets):
         pid = os.fork()
         if pid == 0:
             connection.close()
+            os.close(walled)
             for other in sockets:
                 if other is not own:
                     other.close()
             place = f"{folder}/rank-{rank}"
-            _become(lambda own=own, place=place: _cell(own, request, place, separated))
+            _become(lambda own=own, place=place: _cell(own, request, place, separated, told))
         ranks[pid] = rank
     for own in sockets:
         own.close()
-    _tell(connection, {"isolation": "namespaces" if separated else "none"})
+    os.close(told)
+    _tell(connection, {"isolation": _between(len(sockets), walled, separated)})
     while not select.select([connection], [], [], _LOOK_EVERY)[0]:
         pid, status = _next_ended()
         if pid in ranks:
@@ -157,6 +160,15 @@ def _ward(
         shutil.rmtree(folder, ignore_errors=True)
     # With namespaces the kernel ends everything below when this process, their first, ends.
     os._exit(0)
+
+
+def _between(ranks: int, walled: int, separated: bool) -> str:
+    """What stands between the ranks: the least that any of them has, by its own report."""
+    reports = b"".join(iter(lambda: os.read(walled, ranks), b""))
+    os.close(walled)
+    if reports == b"1" * ranks:
+        return "a namespace a rank"
+    return "a namespace a group" if separated else "none"
 
 
 def _next_ended() -> tuple[int, int]:
@@ -172,10 +184,16 @@ def _tell(connection: socket.socket, message: dict) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _cell(own: socket.socket, request: dict, place: str, separated: bool) -> None:
-    """A rank's own namespaces, folder and limits; then the rank."""
+def _cell(own: socket.socket, request: dict, place: str, separated: bool, told: int) -> None:
+    """A rank's own namespaces, folder and limits; then the rank. `told`: whether it has the first.
+
+    No code of a student's runs before that is said.
+    """
     walls.die_with_parent()
-    if separated and request["link"] == "routed" and walls.separate():
+    alone = separated and request["link"] == "routed" and walls.separate()
+    os.write(told, b"1" if alone else b"0")
+    os.close(told)
+    if alone:
         first = os.fork()
         if first == 0:
             # The first process of a namespace is spared most signals: the rank has to be another.

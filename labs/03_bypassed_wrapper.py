@@ -36,18 +36,18 @@ from labkit.bypassed_wrapper import (
     trajectory,
 )
 from labkit.tables import Cell, table
-from labkit.torchrun import Place, joined
+from labkit.torchrun import Place, joined, parse_arguments
 
 Row = list[Cell]
 
 
-def parse_arguments() -> argparse.Namespace:
+def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=SEED, help=f"the model's (default {SEED})")
     parser.add_argument("--fix", choices=FIXES, default="all-reduce", help="(default all-reduce)")
-    return parser.parse_args()
+    return parse_arguments(parser)
 
 
 def gradient_rows(name: str, fix: Fix, steps: list[Step], compare: bool) -> list[Row]:
@@ -72,7 +72,7 @@ def against(theirs: str, ours: Cell) -> Row:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = arguments_of_this_lab()
     with joined() as place:
         if place.world_size != RANKS:
             refuse(place)

@@ -80,6 +80,12 @@ def sent_to_other_nodes(
     )
 
 
+def wait_for_the_gpu(place: Place) -> None:
+    """To it a call is a launch: a clock that is read at once shows how long launching took."""
+    if place.device.type == "cuda":
+        torch.cuda.synchronize(place.device)
+
+
 def measure(
     arguments: argparse.Namespace,
     place: Place,
@@ -101,8 +107,10 @@ def measure(
     for _ in range(arguments.repeat):
         total = gradient.clone()
         dist.barrier()
+        wait_for_the_gpu(place)
         before, begin = sent_by_the_interface(), time.perf_counter()
         all_reduce(total)
+        wait_for_the_gpu(place)
         mine = torch.tensor(time.perf_counter() - begin)
         dist.barrier()
         after = sent_by_the_interface()

@@ -98,10 +98,6 @@ def test_the_lab_fails_and_names_the_way_that_is_wrong(broken, monkeypatch, tmp_
         run_script(LAB, "--steps", 1, ranks=2)
 
 
-def test_help_under_torchrun_is_printed_once():
-    assert run_script(LAB, "--help", ranks=2).count("usage:") == 1
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [(("--gbit", "0"), "needs a positive rate"), (("--steps", "0"), "0 is less than 1")],

@@ -42,7 +42,7 @@ def test_the_lab_fails_with_a_recipe_that_is_wrong():
     [
         (
             "return [loss_scale(sum(counts), device=device)] * len(counts)",
-            "return [loss_scale(sum(counts), device=device) / dist.get_world_size()] * len(counts)",
+            "return [loss_scale(sum(counts), device=device) / 2] * len(counts)",
             "whole-step does not give the gradient of the full batch",
         ),
         (
@@ -50,9 +50,19 @@ def test_the_lab_fails_with_a_recipe_that_is_wrong():
             "return (logged / sum(counts)).item()",
             "The logged loss is not the mean over all words",
         ),
+        (
+            "found = gradients(replica)",
+            "found = [g + (torch.nan if place.rank else 0) for g in gradients(replica)]",
+            "whole-step does not give the gradient of the full batch",
+        ),
+        (
+            "return global_mean(logged, sum(counts)).item()",
+            "return torch.nan",
+            "The logged loss is not the mean over all words",
+        ),
     ],
 )
-def test_a_lab_with_one_division_wrong_fails(right, broken, said, monkeypatch, tmp_path):
+def test_a_lab_with_one_division_wrong_or_a_nan_fails(right, broken, said, monkeypatch, tmp_path):
     text = (project_root() / LAB).read_text()
     assert right in text
     (tmp_path / "labs").mkdir()

@@ -272,6 +272,13 @@ def test_on_four_ranks_and_with_another_seed_the_lab_agrees_too() -> None:
     [
         ("register_comm_hook(None, total)", "register_comm_hook(None, average)", "mean loss, sum"),
         ("way.own_batch * world_size)", "way.own_batch)", "mean loss, average"),
+        (
+            "wrapped = wrap(seeded_model(seed).to(device))",
+            "wrapped = wrap(seeded_model(seed).to(device))\n"
+            "    if wrap is DistributedDataParallel:\n"
+            "        wrapped.module[0].weight.register_hook(lambda g: g * torch.nan)",
+            "mean loss, average",
+        ),
     ],
 )
 def test_the_lab_fails_if_a_way_is_not_what_one_process_does(

@@ -29,7 +29,10 @@ def blocks(output: str) -> dict[str, dict[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "labs").glob("*.py")))
+LABS = sorted(p.name for p in (ROOT / "labs").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", LABS)
 def test_help_explains_the_script_and_how_to_start_it(script):
     help_text = run_script(f"labs/{script}", "--help")
     assert f"labs/{script}" in help_text
@@ -63,23 +66,62 @@ def test_the_askers_first_program_is_truly_unseeded_and_does_not_agree():
     assert len({ddp for _, _, ddp in weights}) == 1
 
 
-def test_the_lab_fails_if_the_three_do_not_agree(monkeypatch, tmp_path):
-    # The same lab with an average that sums: every column but one is then four times too large.
-    broken = (
-        (ROOT / LAB)
-        .read_text()
-        .replace("average_gradients(by_hand)", 'average_gradients(by_hand, combine="sum")')
-    )
+@pytest.mark.parametrize(
+    ("right", "broken"),
+    [
+        # Every column but one is then as many times too large as there are ranks.
+        ("average_gradients(by_hand)\n", 'average_gradients(by_hand, combine="sum")\n'),
+        (
+            "average_gradients(by_hand)\n",
+            "average_gradients(by_hand)\n    by_hand.decoder.bias.grad.fill_(torch.nan)\n",
+        ),
+        (
+            "    ddp(pixels, captions).backward()\n",
+            "    ddp(pixels, captions).backward()\n"
+            "    if rank == 1:\n        ddp.module.decoder.bias.grad.fill_(torch.nan)\n",
+        ),
+    ],
+)
+def test_the_lab_fails_if_the_three_do_not_agree_or_are_no_numbers(
+    right, broken, monkeypatch, tmp_path
+):
+    text = (ROOT / LAB).read_text()
+    assert text.count(right) == 1
     (tmp_path / "labs").mkdir()
     (tmp_path / "pyproject.toml").touch()
-    (tmp_path / LAB).write_text(broken)
+    (tmp_path / LAB).write_text(text.replace(right, broken))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ScriptError, match="accumulated and distributed gradients do not agree"):
         run_script(LAB, ranks=2)
 
 
-def test_help_under_torchrun_is_printed_once():
-    assert run_script(LAB, "--help", ranks=2).count("usage:") == 1
+@pytest.mark.parametrize("script", [name for name in LABS if name != "02_lightning.py"])
+def test_help_and_errors_under_torchrun_are_printed_once(script):
+    assert run_script(f"labs/{script}", "--help", ranks=2).count("usage:") == 1
+    with pytest.raises(ScriptError) as caught:
+        run_script(f"labs/{script}", "--seed", "no number", ranks=2, timeout=60)
+    assert caught.value.said.count("error: argument --seed: invalid int value: 'no number'") == 1
+
+
+FIRST_RANK_IS_SLOW = """
+import argparse, os, time
+from labkit.torchrun import parse_arguments
+time.sleep(2 * (os.environ["RANK"] == "0"))
+parser = argparse.ArgumentParser()
+parser.add_argument("--seed", type=int)
+parse_arguments(parser)
+"""
+
+
+def test_what_is_wrong_with_the_arguments_is_said_even_if_the_first_rank_is_the_last_to_start(
+    monkeypatch, tmp_path
+):
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / LAB).write_text(FIRST_RANK_IS_SLOW)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ScriptError, match="invalid int value: 'no number'"):
+        run_script(LAB, "--seed", "no number", ranks=2, timeout=60)
 
 
 def test_lightnings_script_says_that_torchrun_is_not_for_it():

@@ -9,7 +9,6 @@ the whole run's; fails if any earned other points than it should.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import resource
@@ -23,11 +22,13 @@ from grader.batch import grade_all
 from grader.release import release
 from grader.sandbox import rank_server
 from grader.source import Assignment, read_assignment, source_of
+from labkit.benchmark import parser, write
 from labkit.scripts import project_root
 from labkit.tables import table
 
 SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
 _WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+QUICK = 7  # up to the first wrong answer: see `kinds`
 BROKEN = {
     "syntax error": "def average_each(module)\n",
     "deadlock": (
@@ -53,18 +54,26 @@ def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
     return found
 
 
+def processor_seconds() -> float:
+    """Of this process, and of all those that it has waited for."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in _WHOSE)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--submissions", type=int, default=100)
-    parser.add_argument("--jobs", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--submissions", type=int, default=100, help="(default 100)")
+    arguments.add_argument("--jobs", type=int, default=2, help="at a time (default 2)")
+    given = arguments.parse_args()
+    before = processor_seconds()
     assignment = read_assignment(SOURCE)
     of_kind = kinds(assignment)
+    # The quick ones leave out what waits for a time limit.
+    submissions = QUICK if given.quick else given.submissions
     with tempfile.TemporaryDirectory() as name, rank_server() as server:
         folder = Path(name)
         paths, wanted = {}, {}
         released = release(assignment, server.address)
-        for number in range(arguments.submissions):
+        for number in range(submissions):
             kind, solutions, score = of_kind[number % len(of_kind)]
             notebook = copy.deepcopy(released)
             for cell in notebook["cells"]:
@@ -74,19 +83,20 @@ def main() -> None:
             paths[student].write_text(json.dumps(notebook))
             wanted[student] = score
         start = time.perf_counter()
-        results = grade_all(paths, SOURCE, folder / "graded", server, jobs=arguments.jobs)
+        results = grade_all(paths, SOURCE, folder / "graded", server, jobs=given.jobs)
         whole = time.perf_counter() - start
-    # Its own and that of all processes that it waited for: the fork server is among them now.
-    used = sum(sum(resource.getrusage(who)[:2]) for who in _WHOSE)
+    used = processor_seconds() - before  # the fork server has ended: it is among those waited for
     seconds: dict[str, list[float]] = {}
     for result in results:
         seconds.setdefault(result.student[4:], []).append(result.seconds)
     rows = [[kind, len(s), statistics.median(s), max(s)] for kind, s in seconds.items()]
     print(table(["submission", "number", "median [s]", "longest [s]"], rows, digits=1))
     print(
-        f"{len(results)} submissions, {arguments.jobs} at a time: {whole:.0f} s, "
+        f"{len(results)} submissions, {given.jobs} at a time: {whole:.0f} s, "
         f"{whole / len(results):.2f} s a submission, of processor time {used / len(results):.2f} s"
     )
+    figures = {"jobs": given.jobs, "whole": whole, "processor": used, "seconds": seconds}
+    write(given.json, figures)
     wrong = [r.student for r in results if r.needs_human or r.score != wanted[r.student]]
     if wrong:
         sys.exit(f"graded wrongly: {', '.join(wrong)}")

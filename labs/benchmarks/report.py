@@ -2,8 +2,8 @@
 
     python labs/benchmarks/report.py [FOLDER] [--figure FILE]
 
-FOLDER (default: labs/benchmarks/results) holds step_time.json, memory.json and the others, as their
-`--json` wrote them; what is missing is left out.
+FOLDER (default: labs/benchmarks/results) holds step_time.json, memory.json and the others, each
+under its script's name, as its `--json` wrote it; what is missing is left out.
 
 Of each contender's steps two figures are shown. The median over the rounds of its time ÷ torch
 DDP's in the same round is what to trust on a machine that is left alone. Where other programs
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,47 @@ def _goal(name: str, value: float, sign: str, goal: float) -> list[Any]:
     return [name, f"{sign} {goal:.2f}", f"{value:.2f}", met, ""]
 
 
+def times(figures: dict[str, Any]) -> str:
+    """A row for each thing that was timed, in each cell where there are several."""
+    timed: Seconds = figures.get("seconds", {})
+    for cell, seconds in figures.get("cells", {}).items():
+        timed |= {f"{cell}, {name}": taken for name, taken in seconds.items()}
+    rows = [
+        [name, len(taken), *(1e3 * of(taken) for of in (statistics.median, calm, min))]
+        for name, taken in timed.items()
+    ]
+    return table(["", "times", "median, ms", "calm, ms", "least, ms"], rows, digits=1)
+
+
+def sizes(figures: dict[str, Any]) -> str:
+    """A row for each model and wrapper, in multiples of the parameters' bytes."""
+    columns = ("steady", "rebuild", "later")
+    rows = [[name, *(cell.get(c, "") for c in columns)] for name, cell in figures["cells"].items()]
+    headers = ["", "gradients + buckets", "peak of the rebuild", "peak of a later step"]
+    return table(headers, rows, digits=2)
+
+
+def simulated(figures: dict[str, Any]) -> str:
+    """How far the cost model was off in each cell, and what it said beyond this machine."""
+    cells = figures["cells"]
+    steps = [[cell, *step.values()] for cell in cells for step in cells[cell]["steps"]]
+    off = table(["", "", "simulated ms", "measured ms", "error, %"], steps, digits=1)
+    beyond = figures["simulated"]
+    there = table(list(beyond[0]), [list(row.values()) for row in beyond], digits=0)
+    return f"{off}\n\nSIMULATED, in ms, on links and with ranks that are not here\n{there}"
+
+
+# What is shown of the scripts beside the race, and how.
+OTHERS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "memory": ("bytes ÷ parameter bytes", sizes),
+    "overhead": ("a step of many small tensors on one rank", times),
+    "construction": ("to wrap a module", times),
+    "start_ranks": ("to start fresh ranks", times),
+    "simulated_steps": ("the cost model against the clock", simulated),
+    "grade_many": ("to grade a submission", times),
+}
+
+
 def draw(cells: Cells, path: Path) -> None:
     """A row of dots a cell: each contender's step ÷ the limit."""
     contenders = {
@@ -160,14 +201,14 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the race there")
     given = parser.parse_args()
 
-    def read(name: str) -> dict[str, Any]:
-        path = given.folder / f"{name}.json"
-        return json.loads(path.read_text()) if path.exists() else {}
-
-    race, memory = read("step_time"), read("memory").get("cells", {})
+    paths = {name: given.folder / f"{name}.json" for name in ("step_time", *OTHERS)}
+    found = {name: json.loads(p.read_text()) for name, p in paths.items() if p.exists()}
+    if not found:
+        names = ", ".join(path.name for path in paths.values())
+        parser.error(f"{given.folder} holds none of {names}; run some of their scripts first")
+    race = found.get("step_time", {})
     cells: Cells = race.get("cells", {})
-    if not cells and not memory:
-        parser.error(f"{given.folder} holds no step_time.json and no memory.json; run these first")
+    memory: Cells = found.get("memory", {}).get("cells", {})
     if cells:
         rounds = {len(cell["seconds"][TORCH]) for cell in cells.values()}
         print(
@@ -177,7 +218,11 @@ def main() -> None:
         print(f"step ÷ torch DDP's, calm\n{ratios(cells, True)}\n")
         if given.figure:
             draw(cells, given.figure)
-    print(reached(cells, memory))
+    if cells or memory:
+        print(f"{reached(cells, memory)}\n")
+    for name, (title, shown) in OTHERS.items():
+        if name in found:
+            print(f"{name}.py: {title}\n{shown(found[name])}\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 
 class UnreadableCheckpointError(RuntimeError):
-    """A checkpoint file is there and is none; the text names it."""
+    """A file is there that is no checkpoint, or that a rank cannot read; the text names it."""
 
 
 def save(path: Path, state: State) -> None:
@@ -43,13 +43,19 @@ def save(path: Path, state: State) -> None:
 def read(path: Path) -> State | None:
     """What this rank finds at `path`; None if there is no file.
 
-    Raises UnreadableCheckpointError for a file that no `save` has written.
+    Raises UnreadableCheckpointError for a file that no `save` has written. What says nothing about
+    the file comes through as it is: an OSError (no permission, a disk that fails) and being out of
+    memory, a MemoryError or a RuntimeError of torch's allocator.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         return None
+    except (OSError, MemoryError):
+        raise
     except Exception as error:
+        if "DefaultCPUAllocator" in str(error):
+            raise
         # Whatever the unpickler stumbles over: the file is cut short, or is something else.
         raise UnreadableCheckpointError(_none(path)) from error
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
@@ -67,15 +73,19 @@ def newest(path: Path, group: dist.ProcessGroup | None = None) -> State | None:
     Every rank has to call it. One all-gather of the steps, and one broadcast of the state, on the
     CPU, from the first rank that has the newest one.
 
-    Raises UnreadableCheckpointError on every rank if one of them finds a file that is none.
+    Raises UnreadableCheckpointError on every rank if one of them finds a file that is none, or
+    cannot read the one that it finds; the text holds that rank's error.
     """
     found: State | None = None
-    error: UnreadableCheckpointError | None = None
+    error: Exception | None = None
     try:
         found = read(path)
-    except UnreadableCheckpointError as unreadable:
-        error = unreadable
-    mine = str(error) if error else (found["step"] if found else -1)
+    except Exception as raised:  # whatever it is: the others wait to hear of it
+        error = raised
+    mine: int | str = found["step"] if found else -1
+    if error:
+        own = isinstance(error, UnreadableCheckpointError)
+        mine = str(error) if own else f"cannot read {path}: {type(error).__name__}: {error}"
     steps: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(steps, mine, group=group)
     for rank, step in enumerate(steps):

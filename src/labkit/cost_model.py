@@ -224,7 +224,7 @@ def measure_all_reduce(
 
     Returns the median of `repeat` times, of the slowest rank each, the same list on every rank;
     call it with the other functions of `miniddp.collectives` and their names for those. Costs
-    `repeat + 1` all-reduces and barriers a size.
+    `repeat + 1` all-reduces and barriers a size, and one all-reduce of the times.
     """
     world_size = dist.get_world_size(group)
     measured = []

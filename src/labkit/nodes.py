@@ -8,7 +8,8 @@ their own ranks. What is missing of a cluster: hostnames, addresses and a networ
 `labs/two_hosts.sh` has these.
 
 Ends when all agents have ended, with the first failing one's exit code. Once one has failed, the
-others have a minute to notice.
+others have a minute to notice. However this process itself ends, by Ctrl-C or killed, the agents
+and their ranks end with it: a guard holds each (`labkit.guard`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 GRACE = 60.0  # seconds
 
@@ -68,21 +69,34 @@ def main() -> None:
     environment = {**defaults, **os.environ}
     with reserved_port() as port:
         command = agent_command(given.nodes, port, options + given.arguments)
-        agents = [subprocess.Popen(command, env=environment) for _ in range(given.nodes)]
-        sys.exit(abs(first_failure(agents)))
+        sys.exit(first_failure([start(command, environment) for _ in range(given.nodes)]))
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `command` below a guard that kills it, and all that it started, once stdin closes.
+
+    stdin is a pipe whose other end only this process holds, so it closes with this process.
+    """
+    guarded = [sys.executable, "-m", "labkit.guard", *command]
+    return subprocess.Popen(guarded, stdin=subprocess.PIPE, env=environment)
 
 
 def first_failure(agents: list[subprocess.Popen[bytes]]) -> int:
-    """The exit code of the first agent that fails, or 0; none is running any more."""
+    """The exit code of the first agent that fails, or 0; none is running any more.
+
+    `agents` are what `start` returned.
+    """
     failed, deadline = 0, math.inf
     while None in (codes := [agent.poll() for agent in agents]) and time.monotonic() < deadline:
         if not failed and (failed := next(filter(None, codes), 0)):
             deadline = time.monotonic() + GRACE
         time.sleep(0.05)
     for agent in agents:
-        if agent.poll() is None:
-            agent.terminate()  # and with it, its ranks
-            agent.wait()
+        agent.stdin.close()  # ends those that are still running
+    for agent in agents:
+        agent.wait()
     return failed or next((agent.returncode for agent in agents if agent.returncode), 0)
 
 

@@ -83,6 +83,16 @@ class _HeldBack:
             time.sleep(0.002)
 
     def error(self) -> InvariantError | None:
+        if not self.launched_at:
+            return InvariantError(
+                "communication_overlaps_backward",
+                self.rank,
+                "the module that was wrapped",
+                "no gradient arrived in it",
+                "one for each of its parameters",
+                "what is trained is a copy of the module. Wrap the module itself: its parameters "
+                "are those that the optimizer has.",
+            )
         last = list(self.launched_at)[-1]
         if self.launched_at[last] == self.launched_before:
             return InvariantError(

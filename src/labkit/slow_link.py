@@ -208,7 +208,7 @@ def _launch_time(log: FileIO, number: int) -> float | None:
     return _TIME.unpack(written)[0] if len(written) == _TIME.size else None
 
 
-def _open_logs(group: dist.ProcessGroup) -> tuple[list[FileIO]]:
+def _open_logs(group: dist.ProcessGroup) -> tuple[FileIO, list[FileIO]]:
     """This rank's own file of launch times, to append to, and those of all ranks, to read."""
     rank, size = group.rank(), group.size()
     folder = [tempfile.mkdtemp(prefix="labkit-slow-link-") if rank == 0 else ""]

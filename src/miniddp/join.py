@@ -7,7 +7,9 @@ the epoch counts the same, or the number of ranks that still have inputs, as if 
 shrunk.
 
 Cost for a joined rank: the same collectives as for the others, without the computation. For all
-ranks, one all-reduce of one number more in each forward, and one in each backward.
+ranks, two all-reduces of one number more in each forward: who still has inputs, and whether this
+backward is reduced. Where buffers are synced there is a third, for the rank to take them from, and
+with `throw_on_early_termination` another. None more in backward.
 Source: torch/distributed/algorithms/join.py and _DDPJoinHook in torch/nn/parallel/distributed.py.
 """
 

@@ -49,7 +49,8 @@ class SyncBatchNorm(_BatchNorm):
             with `momentum=None` the running statistics are plain averages over all batches.
         process_group: the ranks that share statistics; the default group when None.
 
-    Of a batch that is empty on every rank the output is empty, and the running statistics stay.
+    Of a batch that is empty on every rank the output is empty, and the running statistics stay: it
+    is not among the batches that they count (plain BatchNorm, alone, counts it).
 
     Raises ValueError in forward, for an input of another shape, and, on every rank, if the batch of
     all ranks has one value a channel: its variance would be no number.
@@ -101,27 +102,28 @@ class SyncBatchNorm(_BatchNorm):
             found = tuple(x.shape)
             raise ValueError(f"input has shape {found}, expected (N, {self.num_features}, *)")
         tracked = self.training and self.track_running_stats
-        momentum = self.momentum or 0.0
-        if tracked:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                momentum = 1 / self.num_batches_tracked.item()
-
         grouped = dist.is_available() and dist.is_initialized()
         if not self.training or not grouped or size_of_group(self.process_group) == 1:
             untracked = self.training and not tracked
             statistics = (None, None) if untracked else (self.running_mean, self.running_var)
             use_batch = self.training or self.running_mean is None
+            momentum = self._count_batch() if tracked else 0.0
             affine = (self.weight, self.bias)
             return F.batch_norm(x, *statistics, *affine, use_batch, momentum, self.eps)
 
         mean, variance, count = _global_statistics(x, self.process_group)
         if tracked and count > 0:
+            momentum = self._count_batch()
             unbiased = variance * (count / (count - 1))
             self.running_mean.lerp_(mean.to(self.running_mean), momentum)
             self.running_var.lerp_(unbiased.to(self.running_var), momentum)
         inverse = torch.rsqrt(variance + self.eps)
         return _Normalize.apply(x, self.weight, self.bias, mean, inverse, count, self.process_group)
+
+    def _count_batch(self) -> float:
+        """One batch more is tracked; its weight in the running statistics."""
+        self.num_batches_tracked.add_(1)
+        return 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,50 @@ def test_a_file_that_is_no_checkpoint_is_named_on_every_rank(tmp_path):
     for said in run_ranks(find_a_broken_one, 3, tmp_path):
         assert said.startswith("rank 1: ")
         assert "1.pt is no checkpoint, or not a whole one; move it away to start anew" in said
+
+
+def out_of_memory(*_: object, **__: object) -> torch.Tensor:
+    return torch.empty(2**50)
+
+
+def python_out_of_memory(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
+def find_one_that_cannot_be_read(rank: int, folder: Path, load: Callable | None) -> str:
+    path = folder / f"{rank}.pt"
+    if rank != 1:
+        save(path, {"step": 2, "model": torch.zeros(1)})
+    elif load is None:
+        path.mkdir()
+    else:
+        save(path, {"step": 8, "model": torch.zeros(1)})
+        torch.load = load
+    with pytest.raises(UnreadableCheckpointError) as caught:
+        newest(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (None, "IsADirectoryError"),
+        (python_out_of_memory, "MemoryError"),
+        (out_of_memory, "DefaultCPUAllocator"),
+    ],
+)
+def test_a_file_that_a_rank_cannot_read_is_told_to_every_rank_and_not_called_broken(
+    load, said, tmp_path
+):
+    for text in run_ranks(find_one_that_cannot_be_read, 3, tmp_path, load):
+        assert text.startswith(f"rank 1: cannot read {tmp_path / '1.pt'}: ")
+        assert said in text
+        assert "move it away" not in text
+
+
+def test_an_error_of_the_system_is_not_an_error_of_the_file(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        read(tmp_path)
 
 
 def test_a_checkpoint_without_a_step_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from functools import partial
 
@@ -75,6 +76,19 @@ def test_an_implementation_that_raises_on_one_rank_is_reported_on_all_without_a_
     assert [error.invariant for error in errors] == ["gradients_equal_full_batch"] * 3
     assert "KeyError" in errors[1].found
     assert "rank 1 raised KeyError" in errors[0].found
+
+
+def test_a_copy_that_is_trained_in_the_place_of_the_module_is_found_out():
+    def work(rank):
+        def wrap(module):
+            return DistributedDataParallel(copy.deepcopy(module))
+
+        return errors_of(rank, lambda _: communication_overlaps_backward(wrap))
+
+    for error in run_ranks(work, 2, device="cpu"):
+        assert error.where == "the module that was wrapped"
+        assert error.found == "no gradient arrived in it"
+        assert "a copy of the module" in error.cause
 
 
 def model(seed: int) -> nn.Module:

@@ -2,33 +2,70 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+import uuid
+from collections.abc import Iterator
 
 import pytest
+from processes import all_gone, processes_with
 
 from labkit import nodes
 from labkit.scripts import ScriptError, run_script
 
+RANK_THAT_WAITS = """
+import os, sys, time
+from pathlib import Path
+Path(sys.argv[1], os.environ["RANK"]).touch()
+time.sleep(600)
+"""
+SECOND_AGENT_DOES_NOT_START = """
+import subprocess, sys
+from labkit import nodes
+
+really, started = subprocess.Popen, []
+
+def popen(*args, **options):
+    if started:
+        raise OSError("no second one")
+    started.append(really(*args, **options))
+    return started[0]
+
+nodes.agent_command = lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"]
+subprocess.Popen = popen
+sys.argv[1:] = ["--nodes", "2"]
+nodes.main()
+"""
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    """An environment by whose marker `processes_with` finds them; who is left is killed."""
+    marker = f"marker-{uuid.uuid4().hex}"
+    yield {**os.environ, "TEST_MARKER": marker}
+    for process in processes_with(marker):
+        process.kill()
+
 
 def test_a_reserved_port_can_be_listened_at_and_is_given_to_nobody_else():
     with nodes.reserved_port() as port:
-        others = [socket.create_server(("127.0.0.1", 0)) for _ in range(200)]
-        assert port not in {other.getsockname()[1] for other in others}
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind(("127.0.0.1", port))
             server.listen()
             with socket.create_connection(("127.0.0.1", port)):
                 server.accept()[0].close()
-        for other in others:
-            other.close()
 
 
 def ending_with(code: int, after: float = 0) -> subprocess.Popen[bytes]:
     program = f"import sys, time; time.sleep({after}); sys.exit({code})"
-    return subprocess.Popen([sys.executable, "-c", program])
+    return nodes.start([sys.executable, "-c", program])
 
 
 def test_the_exit_code_is_the_failing_agents_and_the_others_are_ended(monkeypatch):
@@ -53,3 +90,30 @@ def test_a_script_that_fails_on_two_nodes_fails_as_a_whole():
 def test_help_on_two_nodes_is_printed_once():
     output = run_script("labs/02_accumulate_vs_ddp.py", "--help", ranks=1, nodes=2, timeout=120)
     assert output.count("usage:") == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_however_it_is_ended_its_agents_and_their_ranks_end_too(how, environment, tmp_path):
+    script = tmp_path / "rank_that_waits.py"
+    script.write_text(RANK_THAT_WAITS)
+    (seen := tmp_path / "seen").mkdir()
+    command = ["-m", "labkit.nodes", "--nodes", "2", "--nproc-per-node", "1", script, seen]
+    started = subprocess.Popen(
+        [sys.executable, *command], env=environment, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while len(list(seen.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert {path.name for path in seen.iterdir()} == {"0", "1"}
+    # Itself, two guards, two agents, two ranks: the marker finds what is to be gone.
+    assert len(processes_with(environment["TEST_MARKER"])) >= 7
+    started.send_signal(how)
+    started.wait(timeout=30)
+    assert all_gone(environment["TEST_MARKER"])
+
+
+def test_if_the_second_agent_cannot_be_started_the_first_one_does_not_stay(environment):
+    command = [sys.executable, "-c", SECOND_AGENT_DOES_NOT_START]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert "no second one" in done.stderr
+    assert all_gone(environment["TEST_MARKER"])

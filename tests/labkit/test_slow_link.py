@@ -106,21 +106,24 @@ def test_an_all_reduce_takes_what_the_model_says_and_two_take_twice(world_size):
 
 def test_every_averager_has_the_same_bits_over_a_slow_link():
     def work(rank):
-        link, same = SlowLink(gbit_per_s=10), []
+        link, same, launches = SlowLink(gbit_per_s=10), [], []
         for make in AVERAGERS:
             gradients = []
             for group in (dist.group.WORLD, link):
                 module = model()
                 averager = make(module, group)
+                before = link.launches
                 for _ in range(3):
                     step(averager, module, rank)
                 gradients.append([parameter.grad for parameter in module.parameters()])
             same.append(all(map(torch.equal, *gradients)))
-        return same, link.launches
+            launches.append(link.launches - before)
+        return same, launches
 
     for same, launches in run_ranks(work, 3, device="cpu", timeout=120):
         assert same == [True] * len(AVERAGERS)
-        assert launches > 3 * (6 + 1 + 6 + 1 + 1 + 1 + 1), "they did not go over the link"
+        # One a step at least, of every averager, in its steps and not where it was made.
+        assert min(launches) >= 3, "it did not go over the link"
 
 
 def test_other_collectives_give_what_they_give_without_it():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from all_reduce_cases import Case, cases, check, reduce_all
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -23,89 +23,22 @@ from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
 
 # Nodes and ranks on each.
 SHAPES = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (2, 4)]
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda t: t,
-    "every other element": lambda t: t.repeat_interleave(2)[::2],
-    "transposed": lambda t: t[: len(t) // 2 * 2].view(-1, 2).t(),
-    "0-d": lambda t: t.sum().to(t.dtype),
-}
 
 
-@dataclass(frozen=True)
-class Case:
-    dtype: torch.dtype
-    length: int
-    layout: str
-    average: bool
-    seed: int
+class NodesReduce(Protocol):
+    """As `hierarchical_all_reduce` is called."""
 
-    def tensor(self, rank: int) -> Tensor:
-        """What this rank brings: other numbers on every rank."""
-        generator = torch.Generator().manual_seed(1000 * self.seed + rank)
-        values = torch.randn(self.length, generator=generator, dtype=torch.float64)
-        values = values if self.dtype.is_floating_point else (values * 5).round()
-        return LAYOUTS[self.layout](values.to(self.dtype))
-
-    @property
-    def op(self) -> Any:
-        return dist.ReduceOp.AVG if self.average else dist.ReduceOp.SUM
-
-    def wanted(self, world_size: int) -> Tensor:
-        total = sum(self.tensor(rank).double() for rank in range(world_size))
-        return total / world_size if self.average else total
-
-    def tolerance(self, world_size: int) -> float:
-        """A bound on the rounding of any order of additions: (W + 1) · ε · Σ|x|."""
-        if not self.dtype.is_floating_point:
-            return 0.0
-        size = sum(self.tensor(rank).abs().double() for rank in range(world_size))
-        greatest = float(size.max()) if size.numel() else 0.0
-        return (world_size + 1) * torch.finfo(self.dtype).eps * greatest
+    def __call__(self, tensor: Tensor, op: Any, *, nodes: Nodes) -> None: ...
 
 
-def cases() -> st.SearchStrategy[Case]:
-    def of(dtype: torch.dtype) -> st.SearchStrategy[Case]:
-        return st.builds(
-            Case,
-            dtype=st.just(dtype),
-            length=st.integers(0, 40),
-            layout=st.sampled_from(sorted(LAYOUTS)),
-            average=st.booleans() if dtype.is_floating_point else st.just(False),
-            seed=st.integers(0, 10_000),
-        )
-
-    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
-    return st.sampled_from(dtypes).flatmap(of)
+def on_nodes(
+    rank: int, ranks_per_node: int, todo: list[Case], how: NodesReduce
+) -> list[tuple[Tensor, Tensor]]:
+    return reduce_all(rank, todo, partial(how, nodes=Nodes.groups(ranks_per_node)))
 
 
-AllReduce = Callable[..., None]
-
-
-def reduce_all(rank: int, ranks_per_node: int, todo: list[Case], how: AllReduce) -> list[Tensor]:
-    nodes = Nodes.groups(ranks_per_node)
-    results = []
-    for case in todo:
-        tensor = case.tensor(rank)
-        how(tensor, case.op, nodes=nodes)
-        theirs = case.tensor(rank).contiguous().clone()
-        dist.all_reduce(theirs, case.op)
-        size = dist.get_world_size()
-        assert not theirs.numel() or (tensor - theirs).abs().max() <= 2 * case.tolerance(size), case
-        results.append(tensor)
-    return results
-
-
-def check(shape: tuple[int, int], todo: list[Case], how: AllReduce) -> None:
-    """Each result is the sum, of the shape that came in, and the same to the bit on every rank."""
-    world_size = shape[0] * shape[1]
-    of_rank = run_ranks(reduce_all, world_size, shape[1], todo, how)
-    for number, case in enumerate(todo):
-        wanted = case.wanted(world_size)
-        for results in of_rank:
-            assert torch.equal(results[number], of_rank[0][number]), case
-            assert results[number].shape == wanted.shape, case
-            difference = (results[number].double() - wanted).abs()
-            assert not difference.numel() or difference.max() <= case.tolerance(world_size), case
+def check_on_nodes(shape: tuple[int, int], todo: list[Case], how: NodesReduce) -> None:
+    check(todo, run_ranks(on_nodes, shape[0] * shape[1], shape[1], todo, how))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} x {shape[1]}")
@@ -113,7 +46,7 @@ def check(shape: tuple[int, int], todo: list[Case], how: AllReduce) -> None:
 @settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(todo=st.lists(cases(), min_size=20, max_size=40))
 def test_the_result_is_that_of_dist_all_reduce_and_has_the_same_bits_on_every_rank(shape, todo):
-    check(shape, todo, hierarchical_all_reduce)
+    check_on_nodes(shape, todo, hierarchical_all_reduce)
 
 
 def inside_only(tensor: Tensor, op: Any, *, nodes: Nodes) -> None:
@@ -132,7 +65,7 @@ def averaged_by_the_node(tensor: Tensor, op: Any, *, nodes: Nodes) -> None:
 @pytest.mark.parametrize("broken", [inside_only, across_only, averaged_by_the_node])
 def test_a_copy_that_forgets_a_part_is_rejected(broken):
     with pytest.raises(AssertionError):
-        check((2, 2), [Case(torch.float32, 11, "contiguous", True, seed=1)], broken)
+        check_on_nodes((2, 2), [Case(torch.float32, 11, "contiguous", True, seed=1)], broken)
 
 
 def count_messages(rank: int, ranks_per_node: int, lengths: list[int]) -> list[dict[str, Any]]:

@@ -328,7 +328,21 @@ def test_of_a_batch_that_is_empty_on_every_rank_the_output_is_empty_and_nothing_
     for y, dx, (d_weight, d_bias, mean, variance, batches) in run_ranks(empty_everywhere, 2):
         assert y.shape == dx.shape == (0, CHANNELS, 2)
         assert d_weight.tolist() == d_bias.tolist() == mean.tolist() == [0] * CHANNELS
-        assert (variance.tolist(), batches) == ([1] * CHANNELS, 1)
+        assert (variance.tolist(), batches) == ([1] * CHANNELS, 0)
+
+
+def with_an_empty_one_between(rank: int) -> list[Tensor]:
+    layer = SyncBatchNorm(CHANNELS, momentum=None)
+    for step, rows in enumerate((2, 0, 2)):
+        layer(torch.full((rows, CHANNELS), float(rank + step)))
+    return list(layer.buffers())
+
+
+def test_a_plain_average_over_all_batches_leaves_out_those_that_are_empty_on_every_rank() -> None:
+    for mean, variance, batches in run_ranks(with_an_empty_one_between, 2):
+        assert mean.tolist() == pytest.approx([(0.5 + 2.5) / 2] * CHANNELS)
+        assert variance.tolist() == pytest.approx([1 / 3] * CHANNELS)
+        assert batches == 2
 
 
 def very_many(rank: int) -> int:

@@ -71,21 +71,23 @@ def test_a_backward_may_be_armed_after_its_forward_as_libraries_do_it():
         assert largest_difference(ours, results[0][0]) == 0
 
 
+def average_or_fail(failing, bucket):
+    """A comm hook of two ranks whose future fails as long as `failing[0]` is true."""
+
+    def then(future):
+        if failing[0]:
+            raise ValueError("the hook's future fails")
+        return future.value()[0]
+
+    summed = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+    return summed.get_future().then(then)
+
+
 def test_after_a_comm_hooks_future_has_failed_the_next_step_is_right():
     def work(rank):
         failing = [True]
-
-        def hook(state, bucket):
-            def then(future):
-                if failing[0]:
-                    raise ValueError("the hook's future fails")
-                return future.value()[0]
-
-            summed = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-            return summed.get_future().then(then)
-
         ddp = MiniDDP(linear())
-        ddp.register_comm_hook(None, hook)
+        ddp.register_comm_hook(failing, average_or_fail)
         with pytest.raises(Exception, match="the hook's future fails"):
             ddp(inputs(rank)).sum().backward()
         failing[0] = False
@@ -113,18 +115,8 @@ class TwoHeads(nn.Module):
 def test_after_a_failed_future_a_parameter_that_no_rank_uses_keeps_no_gradient():
     def work(rank):
         failing = [True]
-
-        def hook(state, bucket):
-            def then(future):
-                if failing[0]:
-                    raise ValueError("the hook's future fails")
-                return future.value()[0]
-
-            summed = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-            return summed.get_future().then(then)
-
         ddp = MiniDDP(TwoHeads(), find_unused_parameters=True)
-        ddp.register_comm_hook(None, hook)
+        ddp.register_comm_hook(failing, average_or_fail)
         with pytest.raises(Exception, match="the hook's future fails"):
             ddp(inputs(rank), "a").sum().backward()
         failing[0] = False

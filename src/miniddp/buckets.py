@@ -168,7 +168,7 @@ def measured_plan(
     candidates = [fastest_plan(sizes, ready, link, total / parts) for parts in PARTS]
 
     def seconds(plan: Plan) -> float:
-        last = sum(sizes[index].nbytes for index in plan[-1])
+        last = sum(sizes[index].nbytes for bucket in plan[-1:] for index in bucket)
         averaged = fmean(finish_time(plan, sizes, step, link) for step in steps)
         return averaged + last * link.copy_per_byte
 

@@ -77,3 +77,17 @@ def test_written_figures_hold_the_machine_and_a_list_a_line(tmp_path):
     assert read["machine"]["cores"] > 0
     assert '"ours": [ 0.5, 1.5 ]' in path.read_text()
     write(None, {"seconds": {}})
+
+
+def turns_that_tell(rank: int) -> dict[str, list[float]]:
+    def told() -> float:
+        time.sleep(0.02)
+        return 5.0 + rank
+
+    return take_turns({"told": told, "counted": lambda: 7}, 2, lambda: None)
+
+
+def test_a_program_that_tells_its_seconds_is_timed_by_them_and_the_slowest_rank_counts():
+    for seconds in run_ranks(turns_that_tell, 2):
+        assert seconds["told"] == [6.0, 6.0]
+        assert max(seconds["counted"]) < 5

@@ -300,3 +300,8 @@ def test_the_measured_plan_sends_a_short_bucket_last_where_copying_it_out_takes_
 
     assert last(one_gbit) > 1
     assert last(one_gbit._replace(copy_per_byte=1e-9)) == 1
+
+
+def test_without_parameters_there_are_no_buckets_to_plan():
+    assert initial_plan([], bucket_caps()) == arrival_plan([], [], bucket_caps()) == []
+    assert measured_plan([], [[], []], LinkCost(1e-4, 1e-9), bucket_caps()) == []

@@ -26,7 +26,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,14 @@ from miniddp.join import MiniDDPJoinHook
 from miniddp.reducer import CommHook, Reducer
 from miniddp.replicas import broadcast_tensors, verify_same_model, wait_for
 from miniddp.strict import complete_or_raise
+
+
+class Reduced(NamedTuple):
+    """The parameters that a wrapper reduces, each once, and what belongs to them."""
+
+    parameters: list[nn.Parameter]
+    names: list[str]
+    sparse: list[bool]
 
 
 # `isinstance(model, DistributedDataParallel)`, by which libraries recognize a wrapper, holds for
@@ -139,18 +148,21 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         self.forward_sync_buffers, sync_buffers_now = synced_buffers_at(
             broadcast_buffers, forward_sync_buffers
         )
-        problem, state, settings = None, {}, {}
+        problem, state, settings, reduced = None, {}, {}, None
         try:
+            parameters = self._own(module.named_parameters())
             self._check_arguments(
-                check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce
+                parameters, check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce
             )
             self.parameters_to_ignore |= {name for name, _ in delay_all_reduce_named_params or ()}
-            self._set_devices(device_ids, output_device)
+            parameters = self._own(parameters.items())
+            self._set_devices(parameters, device_ids, output_device)
             self._passing_sync_batchnorm_handle(module)
             self._set_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
             self._set_bucket_plan(bucket_plan)
-            state = self._state(sync_buffers_now)
-            settings = self._common_settings(static_graph, sync_buffers_now)
+            reduced = self._reduced()
+            state = parameters | (self.named_module_buffers if sync_buffers_now else {})
+            settings = self._common_settings(reduced, static_graph, sync_buffers_now)
         except Exception as error:  # of this rank; the others are told, lest they wait for it
             if not init_sync:
                 raise
@@ -158,16 +170,16 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
 
         if init_sync:
             verify_same_model(state, self.process_group, settings, problem)
-            self._broadcast_state(0, sync_buffers_now)
+            broadcast_tensors(list(state.values()), self.process_group, src=0)
         self._delay_all_reduce(delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self._make_reducer(static_graph)
+        self._make_reducer(reduced, static_graph)
         if static_graph:
             self._set_static_graph()
 
-    def _common_settings(self, static_graph: bool, sync_buffers_now: bool) -> dict[str, Any]:
+    def _common_settings(
+        self, reduced: Reduced, static_graph: bool, sync_buffers_now: bool
+    ) -> dict[str, Any]:
         """What decides which collectives a rank takes part in, and has to be the same on all."""
-        parameters, sparse = self._build_params_for_reducer()
-        names = self._build_debug_param_to_name_mapping(parameters)
         return {
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": static_graph,
@@ -177,7 +189,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "forward_sync_buffers (or broadcast_buffers)": self.forward_sync_buffers,
             "buffers broadcast at construction": sync_buffers_now,
-            "parameters with sparse gradients": [names[i] for i, flag in enumerate(sparse) if flag],
+            "parameters with sparse gradients": list(compress(reduced.names, reduced.sparse)),
             "mixed_precision.reduce_dtype": getattr(self.mixed_precision, "reduce_dtype", None),
             "mixed_precision.param_dtype": getattr(self.mixed_precision, "param_dtype", None),
         }
@@ -185,21 +197,18 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
     def _own(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         return {name: t for name, t in named if name not in self.parameters_to_ignore}
 
-    def _state(self, with_buffers: bool) -> dict[str, Tensor]:
-        state = self._own(self.module.named_parameters())
-        return state | self._own(self.module.named_buffers()) if with_buffers else state
-
-    def _broadcast_state(self, src: int, with_buffers: bool) -> None:
-        broadcast_tensors(list(self._state(with_buffers).values()), self.process_group, src)
-
-    def _make_reducer(self, static_graph: bool) -> None:
+    def _reduced(self) -> Reduced:
         parameters, sparse = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        return Reduced(parameters, list(names.values()), sparse)
+
+    def _make_reducer(self, reduced: Reduced, static_graph: bool) -> None:
         self.reducer = Reducer(
-            parameters,
-            list(self._build_debug_param_to_name_mapping(parameters).values()),
+            reduced.parameters,
+            reduced.names,
             self.process_group,
             caps=self._caps,
-            sparse=sparse,
+            sparse=reduced.sparse,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view and not self.mixed_precision,
             plan_at_once=bool(self.bucket_bytes_cap_list)
@@ -415,7 +424,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         self.process_group = dist.group.WORLD
         super().__setstate__(state)
         hooks = self._comm_hooks
-        self._make_reducer(self.static_graph)
+        self._make_reducer(self._reduced(), self.static_graph)
         for hook, hook_state in hooks:
             self.register_comm_hook(hook_state, hook)
         if self.static_graph:

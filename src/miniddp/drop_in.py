@@ -276,7 +276,9 @@ class WrapperNames:
 
     # Construction
 
-    def _check_arguments(self, check_reduction: bool, delayed: Any, delayed_by: Any) -> None:
+    def _check_arguments(
+        self, parameters: Mapping[str, Tensor], check_reduction: bool, delayed: Any, delayed_by: Any
+    ) -> None:
         if (delayed is None) != (delayed_by is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
@@ -288,7 +290,6 @@ class WrapperNames:
                 FutureWarning,
                 stacklevel=3,
             )
-        parameters = self._own(self.module.named_parameters())
         if not any(parameter.requires_grad for parameter in parameters.values()):
             raise RuntimeError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameter "
@@ -308,8 +309,9 @@ class WrapperNames:
                     "initialize the modules"
                 )
 
-    def _set_devices(self, device_ids: Any, output_device: Any) -> None:
-        parameters = self._own(self.module.named_parameters())
+    def _set_devices(
+        self, parameters: Mapping[str, Tensor], device_ids: Any, output_device: Any
+    ) -> None:
         self.device_type, self.device_ids, self.output_device = devices_of(
             parameters, device_ids, output_device
         )
@@ -659,7 +661,10 @@ class WrapperNames:
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Take the model of the rank that joined last, who alone has taken every step."""
         self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
-        self._broadcast_state(self._authoritative_rank, self.forward_sync_buffers)
+        state = self._own(self.module.named_parameters())
+        if self.forward_sync_buffers:
+            state |= self._own(self.module.named_buffers())
+        broadcast_tensors(list(state.values()), self.process_group, self._authoritative_rank)
 
     # Settings
 

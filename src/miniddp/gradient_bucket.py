@@ -93,9 +93,11 @@ class Bucket:
         views = []
         offsets = accumulate((p.numel() for p in self.parameters), initial=flat.storage_offset())
         for offset, parameter in zip(offsets, self.parameters, strict=False):
-            strides = torch.empty_like(parameter, device="meta").stride()
-            if strides != parameter.stride():  # not dense: the gradient is row-major
-                strides = torch.empty(parameter.shape, device="meta").stride()
+            strides = parameter.stride()
+            if not parameter.is_contiguous():
+                dense = torch.empty_like(parameter, device="meta").stride() == strides
+                if not dense:  # the gradient is row-major
+                    strides = torch.empty(parameter.shape, device="meta").stride()
             views.append(flat.as_strided(parameter.shape, strides, offset))
         return views
 

@@ -40,7 +40,7 @@ def test_help_explains_the_script_and_how_to_start_it(script):
 
 
 def test_the_lab_prints_the_threads_table_on_four_ranks_in_rank_order():
-    found = blocks(run_script(LAB, ranks=4))
+    found = blocks(run_script(LAB, ranks=4, fresh=True))
     assert list(found) == [f"rank {r} of 4" for r in range(4)]
     for norms in found.values():
         assert norms == {name: [f"{norm:.4f}"] * 3 for name, norm in PRINTED.items()}
@@ -58,7 +58,9 @@ def test_with_another_seed_every_column_changes_and_all_still_agree():
 
 
 def test_the_askers_first_program_is_truly_unseeded_and_does_not_agree():
-    first, second = (blocks(run_script(LAB, "--first-program", ranks=2)) for _ in range(2))
+    first, second = (
+        blocks(run_script(LAB, "--first-program", ranks=2, fresh=True)) for _ in range(2)
+    )
     assert first != second, "other data at every run"
     weights = [norms["encoder.weight"] for norms in first.values()]
     assert len({accumulated for accumulated, _, _ in weights}) == 2, "other data on every rank"
@@ -97,7 +99,7 @@ def test_the_lab_fails_if_the_three_do_not_agree_or_are_no_numbers(
 
 @pytest.mark.parametrize("script", [name for name in LABS if name != "02_lightning.py"])
 def test_help_and_errors_under_torchrun_are_printed_once(script):
-    assert run_script(f"labs/{script}", "--help", ranks=2).count("usage:") == 1
+    assert run_script(f"labs/{script}", "--help", ranks=2, fresh=True).count("usage:") == 1
     with pytest.raises(ScriptError) as caught:
         run_script(f"labs/{script}", "--seed", "no number", ranks=2, timeout=60)
     assert caught.value.said.count("error: argument --seed: invalid int value: 'no number'") == 1

@@ -10,6 +10,7 @@ are stored by `update` and never edited by hand.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -38,6 +39,9 @@ def chapters_of(book: Path) -> list[Path]:
 def execute(chapter: Path) -> NotebookNode:
     """Run a chapter from its first cell to its last, in its own folder, and return it with outputs.
 
+    Its kernel has one thread, where OMP_NUM_THREADS does not say otherwise: two chapters run at
+    once and start processes, and threads of several on one core wait for each other in a loop.
+
     Raises nbclient's CellExecutionError for a cell that raises, unless it is tagged
     `raises-exception`.
     """
@@ -48,7 +52,7 @@ def execute(chapter: Path) -> NotebookNode:
         kernel_name="python3",
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(chapter.parent)}},
-    ).execute()
+    ).execute(env={"OMP_NUM_THREADS": "1", **os.environ})
     return normalize(notebook)
 
 

@@ -40,10 +40,15 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def agent_command(nodes: int, port: int, arguments: list[str]) -> list[str]:
-    """What one node is started with."""
+TORCHRUN = "torch.distributed.run"
+
+
+def agent_command(
+    nodes: int, port: int, arguments: list[str], launcher: str = TORCHRUN
+) -> list[str]:
+    """What one node is started with. `launcher`: a module that takes torchrun's command line."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", launcher),
         *("--nnodes", str(nodes), "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
         # How long an agent waits for a node that does not come, or does not come back.
@@ -58,6 +63,9 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=int, default=2, help="agents (default 2)")
     parser.add_argument(
+        "--launcher", default=TORCHRUN, help="the module of an agent (default %(default)s)"
+    )
+    parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="torchrun's further options, and the script"
     )
     given, options = parser.parse_known_args()
@@ -68,7 +76,7 @@ def main() -> None:
     defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     environment = {**defaults, **os.environ}
     with reserved_port() as port:
-        command = agent_command(given.nodes, port, options + given.arguments)
+        command = agent_command(given.nodes, port, options + given.arguments, given.launcher)
         sys.exit(first_failure([start(command, environment) for _ in range(given.nodes)]))
 
 

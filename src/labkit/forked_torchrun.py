@@ -29,17 +29,14 @@ from torch.distributed.run import main as torchrun
 def agent(arguments: list[str]) -> None:
     """Be torchrun's agent, on the command line that torchrun would be given."""
     if hasattr(os, "fork"):
-        import torch._dynamo  # noqa: F401 (here, so that a rank does not load it twice)
+        import torch._dynamo  # noqa: F401 (here, so that not each rank loads it)
 
-        # The path is that of the script: torchrun hands it `script arguments…` to run as its own.
-        script = next(at for at, word in enumerate(arguments) if word.endswith(".py"))
-        forked = ["--run-path", "--start-method=fork"]
-        arguments = [
-            *forked,
-            *arguments[:script],
-            str(Path(__file__).resolve()),
-            *arguments[script:],
-        ]
+        # torchrun is to run this file on each rank, which then runs the script.
+        scripts = (at for at, word in enumerate(arguments) if word.endswith(".py"))
+        at = next(scripts, len(arguments))
+        this = [str(Path(__file__).resolve())] if at < len(arguments) else []
+        options = ["--run-path", "--start-method=fork", *arguments[:at]]
+        arguments = [*options, *this, *arguments[at:]]
     torchrun(arguments)
 
 

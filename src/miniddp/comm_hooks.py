@@ -70,13 +70,13 @@ def hierarchical_average(state: HierarchicalState, bucket: dist.GradBucket) -> F
     """The mean over the ranks, by `collectives.hierarchical_all_reduce`: between nodes, the least.
 
     For CPU gradients on gloo, whose own all-reduce is a flat ring. Raises NotImplementedError for
-    others: NCCL knows the machine's links, and takes a path like this by itself.
+    others: NCCL knows the machine's links, and chooses between such ways by itself.
     """
     buffer = bucket.buffer()
     if buffer.device.type != "cpu":
         raise NotImplementedError(
             f"the bucket is on {buffer.device}, and this hook is for the CPU: take "
-            "comm_hooks.average, where NCCL finds the nodes by itself"
+            "comm_hooks.average, where NCCL chooses the way"
         )
     done: Future[Exception | None] = Future()
 

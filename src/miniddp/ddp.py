@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from miniddp import reducer_errors
 from miniddp.autograd_graph import (
@@ -44,9 +43,9 @@ from miniddp.autograd_graph import (
     find_tensors,
 )
 from miniddp.compiling import not_compiled, not_compiled_itself
-from miniddp.drop_in import WrapperNames, synced_buffers_at
+from miniddp.drop_in import WrapperNames, moved_to, synced_buffers_at
 from miniddp.first_steps import FirstSteps
-from miniddp.join import MiniDDPJoinHook
+from miniddp.join import MiniDDPJoinHook, learn_and_tell
 from miniddp.reducer import CommHook, Reducer
 from miniddp.replicas import broadcast_tensors, verify_same_model, wait_for
 from miniddp.strict import complete_or_raise
@@ -247,8 +246,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self.device_ids:
-            inputs, kwargs = scatter_kwargs(inputs, kwargs, self.device_ids, dim=self.dim)
-            return inputs[0], kwargs[0]
+            return moved_to((inputs, kwargs), torch.device(self.device_type, self.device_ids[0]))
         return inputs, kwargs
 
     @not_compiled
@@ -265,7 +263,9 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         if reducer.looks_for_unused:
             output = OutputGate.pass_through(output, self._ddp_sink_clone)
         if synced and reducer.learns_graph:
-            self._at_end_of_backward(output, Reducer.learn_graph)
+            self._at_end_of_backward(
+                output, learn_and_tell if self._join_config.enable else Reducer.learn_graph
+            )
         elif synced and self.strict:
             self._at_end_of_backward(output, complete_or_raise)
         self._clear_grad_buffer()

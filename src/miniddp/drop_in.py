@@ -7,6 +7,7 @@ behavior is that of torch/nn/parallel/distributed.py and
 torch/csrc/distributed/c10d/{reducer,logger}.cpp.
 """
 
+import copy
 import inspect
 import os
 import warnings
@@ -24,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+from torch.nn.utils.rnn import PackedSequence
 
 from miniddp.buckets import MIB, bucket_caps
 from miniddp.compiling import active, active_wrapper, not_compiled_itself
@@ -65,6 +67,23 @@ def devices_of(
         return device_type, None, None
     index = _index_of(device_ids[0])
     return device_type, [index], index if output_device is None else _index_of(output_device)
+
+
+def moved_to(value: Any, device: torch.device) -> Any:
+    """`value`, tuples, lists and dicts in it copied, with every tensor in them on `device`.
+
+    A PackedSequence is moved whole, since a part of it belongs on the CPU.
+    """
+    if isinstance(value, Tensor | PackedSequence):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        parts = [moved_to(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        moved = copy.copy(value)
+        moved.update({key: moved_to(part, device) for key, part in value.items()})
+        return moved
+    return value
 
 
 def _index_of(device: int | str | torch.device) -> int:
@@ -497,7 +516,8 @@ class WrapperNames:
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
         """Inputs moved to one device, in a list of one."""
-        return scatter_kwargs(inputs, kwargs, [device_id], dim=self.dim)
+        device = torch.device(self.device_type, device_id)
+        return (moved_to(inputs, device),), (moved_to(kwargs, device),)
 
     def gather(self, outputs: Any, output_device: int) -> Any:
         """Outputs of several devices, joined along `dim`."""

@@ -78,11 +78,12 @@ class MixedPrecision:
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:
         """A comm hook: the average, sent in `reduce_dtype`; widens the bucket's parameters."""
         ddp, buffer = self.ddp(), bucket.buffer()
-        if not self.widens_at_end:
-            self.widens_at_end = True
-            at_end_of_backward(self.widen)
-        self.widen(bucket.parameters())
-        buffer.div_(ddp.process_group.size())
+        if ddp.reducer.armed:  # else this rank has joined, and answers the others' backward
+            if not self.widens_at_end:
+                self.widens_at_end = True
+                at_end_of_backward(self.widen)
+            self.widen(bucket.parameters())
+        buffer.div_(ddp.reducer.contributors())
         dtype = self.settings.reduce_dtype or self.settings.param_dtype or buffer.dtype
         work = dist.all_reduce(buffer.to(dtype), group=ddp.process_group, async_op=True)
         return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))

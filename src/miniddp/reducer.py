@@ -243,16 +243,16 @@ class Reducer(ReducerNames):
         """At the first gradient of a backward."""
         self.unfinished = True
         self.takes_all = not (self.static_graph or self.on_cuda or self.rpc_context is not None)
-        self._find_divisor()
+        self.divisor = None if self.comm_hook else self.contributors()
         for index in self.unused:
             self._mark_ready(index)
 
-    def _find_divisor(self) -> None:
-        """W; the number of ranks that still have inputs, if asked for; None under a comm hook."""
-        self.divisor = self.process_group.size() if self.comm_hook is None else None
-        if self.participants is not None and self.comm_hook is None:
-            wait_for(self.participants)
-            self.divisor = int(first_tensor(self.participants.get_future().value()).item())
+    def contributors(self) -> int:
+        """W; or, if asked for, the number of ranks that still have inputs."""
+        if self.participants is None:
+            return self.process_group.size()
+        wait_for(self.participants)
+        return int(first_tensor(self.participants.get_future().value()).item())
 
     def _mark_ready(self, index: int) -> None:
         run = self.run_of[index]
@@ -293,7 +293,7 @@ class Reducer(ReducerNames):
         self.unused = [index for index, count in enumerate(self.firings) if count == 0]
         self.unfinished = True
         self._reduce_used()
-        self._find_divisor()
+        self.divisor = None if self.comm_hook else self.contributors()
         for index in range(len(self.parameters)):
             self._mark_ready(index)
 

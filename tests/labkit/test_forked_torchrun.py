@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
+from labkit.guard import run_guarded
 from labkit.scripts import ScriptError, run_script
 
 PROBE = """
 import json, os, random, signal, sys
+def annotated(number: int): pass
 import numpy, torch
 
 ends = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
@@ -17,6 +20,7 @@ seen = {
     "argv": sys.argv,
     "path": sys.path[0],
     "name": __name__,
+    "annotation": str(annotated.__annotations__),
     "file": __file__,
     "main": sys.modules["__main__"].__dict__ is globals(),
     "ends": {name: str(signal.getsignal(getattr(signal, name))) for name in ends},
@@ -82,3 +86,23 @@ def test_a_forked_rank_that_is_killed_starts_anew_with_the_others(script):
     )
     output = run_script(script(text), ranks=2, max_restarts=1)
     assert output.count("life 1") == 2
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "sys.exit(None or False)", "pass"])
+def test_a_forked_rank_that_ends_well_ends_the_run(script, end):
+    text = f"import sys\nprint('done\\n', end='', flush=True)\n{end}\n"
+    assert run_script(script(text), ranks=2, timeout=60).count("done") == 2
+
+
+def test_a_forked_agent_below_a_rank_is_an_agent(script, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert run_script(script("print('here\\n', end='', flush=True)\n"), ranks=2).count("here") == 2
+
+
+def test_started_without_a_number_of_threads_each_forked_rank_has_one(script, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    command = [sys.executable, "-m", "labkit.forked_torchrun", "--standalone", "--nproc-per-node=2"]
+    probe = script("import torch\nprint(f'{torch.get_num_threads()}\\n', end='', flush=True)\n")
+    done = run_guarded([*command, probe], 100)
+    assert done.stdout.split() == ["1", "1"], done.stderr

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pack_sequence
 
 from labkit.compare import gradients, largest_difference
 from labkit.ranks import run_ranks
 from miniddp import MiniDDP
+from miniddp.drop_in import moved_to
 from miniddp.ladder import RUNGS, Flat
 from miniddp.losses import global_mean
 from miniddp.manual import average_gradients
@@ -257,9 +261,10 @@ def test_settings_by_which_inputs_decide_what_is_sent_are_refused_by_join():
     run_ranks(work, 2)
 
 
-def test_a_static_graph_goes_on_without_a_rank_that_never_had_an_input():
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_static_graph_goes_on_without_a_rank_that_never_had_an_input(strict):
     def work(rank):
-        ddp = MiniDDP(TwoHeads(), static_graph=True)
+        ddp = MiniDDP(TwoHeads(), static_graph=True, strict=strict)
         with ddp.join():
             for _ in range(3 * rank):
                 ddp.zero_grad()
@@ -327,3 +332,67 @@ def test_an_expanded_buffer_is_refused_on_every_rank():
 def test_without_a_process_group_the_error_is_torchs():
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         MiniDDP(linear())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_rank_without_inputs_where_a_static_graph_is_learned_takes_part_in_the_next_epoch(strict):
+    def work(rank):
+        ddp = MiniDDP(TwoHeads(), static_graph=True, strict=strict)
+        for steps in ((0, 3), (3, 3)):
+            with ddp.join():
+                for _ in range(steps[rank]):
+                    ddp.zero_grad()
+                    ddp(inputs(rank), "b").sum().backward()
+        return [p.grad for p in ddp.parameters()]
+
+    full = TwoHeads()
+    for rank in range(2):
+        (full(inputs(rank), "b").sum() / 2).backward()
+    for found in run_ranks(work, 2):
+        for gradient, parameter in zip(found, full.parameters(), strict=True):
+            if parameter.grad is None:
+                assert gradient is None
+            else:
+                torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("initial_divisor", [True, False])
+def test_mixed_precision_divides_by_the_ranks_that_join_asks_for(initial_divisor):
+    def work(rank):
+        ddp = MiniDDP(TwoHeads(), find_unused_parameters=True, mixed_precision=Precisions())
+        gradients = []
+        with ddp.join(divide_by_initial_world_size=initial_divisor):
+            for _ in range(2 * (1 - rank)):
+                ddp.zero_grad()
+                ddp(inputs(0), "b").float().sum().backward()
+                gradients.append(ddp.module.b.weight.grad.clone())
+        return gradients
+
+    full = TwoHeads()
+    full(inputs(0), "b").sum().backward()
+    expected = full.b.weight.grad / (2 if initial_divisor else 1)
+    found, nothing = run_ranks(work, 2)
+    assert nothing == []
+    for gradient in found:
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, expected, rtol=3e-2, atol=3e-2)
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: object
+
+
+def test_inputs_are_moved_to_a_device_however_they_nest_and_a_packed_sequence_as_a_whole():
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    counts = defaultdict(list, n=[torch.tensor(1.0)])
+    given = [Pair(torch.tensor(2.0), "text"), {"packed": packed, "counts": counts}]
+    pair, of_names = moved_to(given, torch.device("meta"))
+    assert isinstance(pair, Pair)
+    assert pair.left.is_meta
+    assert pair.right == "text"
+    assert of_names["packed"].data.is_meta
+    assert not of_names["packed"].batch_sizes.is_meta
+    assert isinstance(of_names["counts"], defaultdict)
+    assert of_names["counts"]["n"][0].is_meta
+    assert not counts["n"][0].is_meta

@@ -49,10 +49,11 @@ def rank(script: str) -> None:
     sys.path[0] = str(path.parent)
     # A fork begins with its parent's random generators, and with what it does at a signal.
     torch.seed()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which torchrun has set
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():  # set by torchrun: too late
+        torch.set_num_threads(int(threads))
     for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

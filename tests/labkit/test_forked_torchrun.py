@@ -102,7 +102,9 @@ def test_a_forked_agent_below_a_rank_is_an_agent(script, monkeypatch):
 
 def test_started_without_a_number_of_threads_each_forked_rank_has_one(script, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    command = [sys.executable, "-m", "labkit.forked_torchrun", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "labkit.forked_torchrun", "--standalone"]
     probe = script("import torch\nprint(f'{torch.get_num_threads()}\\n', end='', flush=True)\n")
-    done = run_guarded([*command, probe], 100)
+    done = run_guarded([*command, "--nproc-per-node=2", probe], 100)
     assert done.stdout.split() == ["1", "1"], done.stderr
+    alone = run_guarded([*command, "--nproc-per-node=1", probe], 100)  # torchrun sets none for one
+    assert int(alone.stdout) >= 1, alone.stderr

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from labkit.guard import run_guarded
-from labkit.scripts import ScriptError, run_script
+from labkit.scripts import ScriptError, project_root, run_script
 
 PROBE = """
 import json, os, random, signal, sys
@@ -31,20 +31,6 @@ seen = {
 drawn = [torch.rand(1).item(), random.random(), numpy.random.random()]
 print(json.dumps([seen, drawn]) + "\\n", end="", flush=True)
 """
-
-
-@pytest.fixture
-def script(tmp_path, monkeypatch):
-    """Write a script into a project of its own; gives its name."""
-    (tmp_path / "labs").mkdir()
-    (tmp_path / "pyproject.toml").touch()
-    monkeypatch.chdir(tmp_path)
-
-    def write(text: str) -> str:
-        (tmp_path / "labs" / "script.py").write_text(text)
-        return "labs/script.py"
-
-    return write
 
 
 def test_a_forked_rank_sees_what_a_fresh_one_sees_and_draws_numbers_of_its_own(script):
@@ -104,7 +90,8 @@ def test_started_without_a_number_of_threads_each_forked_rank_has_one(script, mo
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     command = [sys.executable, "-m", "labkit.forked_torchrun", "--standalone"]
     probe = script("import torch\nprint(f'{torch.get_num_threads()}\\n', end='', flush=True)\n")
-    done = run_guarded([*command, "--nproc-per-node=2", probe], 100)
+    done = run_guarded([*command, "--nproc-per-node=2", probe], 100, cwd=project_root())
     assert done.stdout.split() == ["1", "1"], done.stderr
-    alone = run_guarded([*command, "--nproc-per-node=1", probe], 100)  # torchrun sets none for one
+    # For one rank alone torchrun sets none.
+    alone = run_guarded([*command, "--nproc-per-node=1", probe], 100, cwd=project_root())
     assert int(alone.stdout) >= 1, alone.stderr

@@ -11,21 +11,6 @@ from labkit.scripts import ScriptError, project_root, run_script
 ROOT = project_root()
 
 
-@pytest.fixture
-def script(tmp_path, monkeypatch):
-    """Write a script into a project of its own; gives its name."""
-    (tmp_path / "labs").mkdir()
-    (tmp_path / "pyproject.toml").touch()
-    (tmp_path / "book").mkdir()
-    monkeypatch.chdir(tmp_path / "book")
-
-    def write(text: str) -> str:
-        (tmp_path / "labs" / "script.py").write_text(text)
-        return "labs/script.py"
-
-    return write
-
-
 def test_a_script_is_run_from_the_projects_root_and_its_output_comes_back(script):
     name = script(
         "import os, sys\n"

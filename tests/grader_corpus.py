@@ -173,7 +173,7 @@ ENTRIES = [
         "syntax error",
         5,
         "def average_each(module)\n    pass",
-        "could not be executed (rank 0, line 1): SyntaxError",
+        ", line 1): SyntaxError",
     ),
     _each("no such name", 5, "def average_all(module):\n    pass", "AttributeError"),
     _each(

@@ -11,7 +11,7 @@ one rank only is wrong, so that a failed assertion never leaves the others waiti
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from labkit.compare import Comparison, flatten, ratio_and_cosine
 
 Gradients = Mapping[str, Tensor | None]
+_CHUNK = 4 << 20  # bytes that are compared in one broadcast: few messages, and little memory
 
 
 class InvariantError(AssertionError):
@@ -131,12 +132,18 @@ def assert_gradients_equal(
 def raise_on_every_rank(
     error: InvariantError | None, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raise the lowest rank's `error` on every rank of `group`; return if no rank has one."""
+    """Raise the lowest rank's `error` on every rank of `group`; return if no rank has one.
+
+    Costs one all-reduce of one byte; the errors themselves travel only if there is one.
+    """
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    failed = torch.tensor([error is not None], dtype=torch.uint8, device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    if not failed:
+        return
     errors: list[InvariantError | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(errors, error, group=group)
-    for one in errors:
-        if one is not None:
-            raise one
+    raise next(one for one in errors if one is not None)
 
 
 def _assert_same_bits(
@@ -149,31 +156,67 @@ def _assert_same_bits(
     root = dist.get_global_rank(group or dist.group.WORLD, 0)
     kinds: list[dict[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(kinds, {n: _kind(t) for n, t in tensors.items()}, group=group)
+    for elsewhere, there in enumerate(kinds):  # every rank has all of it: all raise the same
+        for name in {**there, **kinds[0]}:
+            here, at_rank_0 = (one.get(name, "no such tensor") for one in (there, kinds[0]))
+            if here != at_rank_0:
+                raise InvariantError(
+                    invariant, elsewhere, name, here, f"{at_rank_0}, as on rank 0", cause
+                )
     error = None
-    for name, here in kinds[rank].items():
-        at_rank_0 = kinds[0].get(name, "no such tensor")
-        if error is None and here != at_rank_0:
-            error = InvariantError(invariant, rank, name, here, f"{at_rank_0}, as on rank 0", cause)
+    for names in _chunks(tensors):
+        mine = {name: _dense(tensors[name]) for name in names}
+        packed = torch.cat([_bits(tensor) for tensor in mine.values()])
+        rank_0s = packed.clone()
+        dist.broadcast(rank_0s, root, group=group)
+        if error is None and not torch.equal(packed, rank_0s):
+            error = _first_difference(invariant, rank, mine, rank_0s, cause)
     raise_on_every_rank(error, group)
+
+
+def _chunks(tensors: Mapping[str, Tensor | None]) -> Iterator[list[str]]:
+    """Names whose tensors are compared in one broadcast: a few MiB on one device."""
+    names: list[str] = []
+    size, device = 0, None
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        mine = _dense(tensor)
-        rank_0s = mine.clone()
-        dist.broadcast(rank_0s, root, group=group)
-        if error is None and not torch.equal(_bits(mine), _bits(rank_0s)):
-            differ = int((mine != rank_0s).sum())
-            largest = float((mine - rank_0s).abs().max())
-            error = InvariantError(
-                invariant,
-                rank,
-                name,
-                f"{differ} of {mine.numel()} elements differ from rank 0's, "
-                f"by {largest:.3g} at most (norm {float(mine.norm()):.17g})",
-                f"rank 0's bits (norm {float(rank_0s.norm()):.17g})",
-                cause,
-            )
-    raise_on_every_rank(error, group)
+        if names and (size >= _CHUNK or tensor.device != device):
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.numel() * tensor.element_size()
+        device = tensor.device
+    if names:
+        yield names
+
+
+def _first_difference(
+    invariant: str, rank: int, tensors: Mapping[str, Tensor], rank_0s_bits: Tensor, cause: str
+) -> InvariantError:
+    start = 0
+    for name, mine in tensors.items():
+        bits = _bits(mine)
+        there = rank_0s_bits[start : start + len(bits)]
+        start += len(bits)
+        if torch.equal(bits, there):
+            continue
+        rank_0s = torch.empty_like(mine)
+        _bits(rank_0s).copy_(there)
+        differ = int((mine != rank_0s).sum())
+        precise = torch.complex128 if mine.is_complex() else torch.float64  # counts, flags: numbers
+        mine, rank_0s = mine.to(precise), rank_0s.to(precise)
+        largest = float((mine - rank_0s).abs().max())
+        return InvariantError(
+            invariant,
+            rank,
+            name,
+            f"{differ} of {mine.numel()} elements differ from rank 0's, "
+            f"by {largest:.3g} at most (norm {float(mine.norm()):.17g})",
+            f"rank 0's bits (norm {float(rank_0s.norm()):.17g})",
+            cause,
+        )
+    raise AssertionError("called for tensors that do not differ")
 
 
 def _kind(tensor: Tensor | None) -> str:

@@ -142,7 +142,7 @@ class SameCollectives(RecordedCollectives):
                 f"{what}; a rank that is stuck or gone has not answered for {self.timeout:g} s"
             )
             raise CollectiveMismatchError(len(self.launched) + 1, went) from None
-        went = [bytes(one.tolist()).decode(errors="replace").rstrip() for one in said]
+        went = [one.numpy().tobytes().decode(errors="replace").rstrip() for one in said]
         if len({_compared(one) for one in went}) > 1:
             self.differ = True
             raise CollectiveMismatchError(len(self.launched) + 1, went)

@@ -219,6 +219,14 @@ class Run:
                 if gradient is not None:
                     parameter.grad = view
 
+    def sparse_gradients(self) -> list[int]:
+        """The indices of the parameters whose gradients are sparse, and cannot be copied in."""
+        return [
+            index
+            for index, parameter in zip(self.indices, self.parameters, strict=True)
+            if parameter.grad is not None and parameter.grad.layout != torch.strided
+        ]
+
 
 def _runs_of(numels: Sequence[int]) -> list[range]:
     """Slots in order: a large one alone, small ones together until they reach a run's size."""

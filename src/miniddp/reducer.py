@@ -36,11 +36,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from miniddp import reducer_errors
-from miniddp.autograd_graph import (
-    at_end_of_backward,
-    gradient_accumulator,
-    reachable_from,
-)
+from miniddp.autograd_graph import at_end_of_backward, gradient_accumulator, reachable_from
 from miniddp.buckets import (
     NO_CAP,
     LinkCost,
@@ -68,8 +64,7 @@ class Reducer(ReducerNames):
         sparse: for each parameter, whether its gradient is a sparse tensor.
         find_unused_parameters: walk the graph after each forward; a parameter that no rank used
             keeps its gradient as it was.
-        gradient_as_bucket_view: let gradients be views of the buckets, which saves one copy of
-        them.
+        gradient_as_bucket_view: let gradients be views of the buckets, which saves a copy of them.
         plan_at_once: apply the caps from the first backward on. Otherwise it has one bucket for
             each dtype and device, and the caps hold from the second on.
         skip_unused: send no bucket that holds unused parameters only; they must then be the same
@@ -266,7 +261,12 @@ class Reducer(ReducerNames):
             return
         bucket.wait_for_streams()
         if not bucket.sparse:
-            run.copy_in(self.divisor, self.gradient_as_bucket_view)
+            try:
+                run.copy_in(self.divisor, self.gradient_as_bucket_view)
+            except RuntimeError:  # asked only now: a look at each gradient takes time
+                if sparse := run.sparse_gradients():
+                    raise self.error(reducer_errors.not_dense(self, sparse)) from None
+                raise
         elif not bucket.take_sparse(self.divisor):
             raise self.error(reducer_errors.not_sparse(self, index))
         bucket.missing_runs -= 1

@@ -127,6 +127,16 @@ def not_sparse(reducer: "Reducer", index: int) -> str:
     )
 
 
+def not_dense(reducer: "Reducer", indices: list[int]) -> str:
+    """A sparse gradient that nobody announced: its parameter lies in a bucket of dense ones."""
+    return (
+        f"Expected variable to have dense gradient, but that of {_names(reducer, indices)} is "
+        f"sparse on rank {reducer.process_group.rank()}. Sparse gradients are expected of "
+        "nn.Embedding and nn.EmbeddingBag with sparse=True, and reduced apart. Use one of them, "
+        "or let the layer give a dense gradient (sparse=False)."
+    )
+
+
 def not_a_future(returned: object) -> str:
     """A comm hook that returned something else than a Future."""
     return (

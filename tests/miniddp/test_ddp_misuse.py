@@ -396,3 +396,29 @@ def test_inputs_are_moved_to_a_device_however_they_nest_and_a_packed_sequence_as
     assert isinstance(of_names["counts"], defaultdict)
     assert of_names["counts"]["n"][0].is_meta
     assert not counts["n"][0].is_meta
+
+
+class UnannouncedSparse(nn.Module):
+    """Its table's gradient is sparse, and no layer says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(5, 3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(nn.functional.embedding(words, self.table, sparse=True))
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_sparse_gradient_that_no_layer_announced_is_named_on_every_rank(views):
+    def work(rank, views):
+        ddp = MiniDDP(UnannouncedSparse(), gradient_as_bucket_view=views)
+        with pytest.raises(RuntimeError) as raised:
+            ddp(torch.tensor([rank, 3])).sum().backward()
+        return str(raised.value)
+
+    for rank, said in enumerate(run_ranks(work, 2, views)):
+        assert f"to have dense gradient, but that of table is sparse on rank {rank}. " in said
+        assert "nn.Embedding" in said

@@ -132,8 +132,10 @@ class _Register:
                 except RuntimeError:
                     over = True
             over_for = over_for + 1 if over else 0
-            # A rank that only waits gets an error of its own, and has the time to explain it.
-            if over_for * PULSE > _PATIENCE.total_seconds():
+            # A rank that only waits gets an error of its own, and has the time to explain it: less
+            # of it when torchrun, too, wants the rank to end.
+            patience = _PATIENCE / 2 if self.asked_to_end else _PATIENCE
+            if over_for * PULSE > patience.total_seconds():
                 print(
                     f"rank {self.rank} on {self.sign.host} ends: the run is over", file=sys.stderr
                 )

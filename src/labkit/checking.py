@@ -21,11 +21,16 @@ Device = torch.device | str
 
 
 class Invariant(Protocol):
-    """A check: to be called by every rank of the default group."""
+    """A check: to be called by every rank of the default group.
+
+    `watched` is for those who make many checks: each without one makes a process group of its own.
+    """
 
     __name__: str
 
-    def __call__(self, wrap: Wrap, device: Device = "cpu") -> None: ...
+    def __call__(
+        self, wrap: Wrap, device: Device = "cpu", watched: SameCollectives | None = None
+    ) -> None: ...
 
 
 def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invariant:
@@ -36,10 +41,10 @@ def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invaria
     name = check.__name__
 
     @wraps(check)
-    def checked(wrap: Wrap, device: Device = "cpu") -> None:
-        watched = SameCollectives()
+    def checked(wrap: Wrap, device: Device = "cpu", watched: SameCollectives | None = None) -> None:
+        own = SameCollectives() if watched is None else None
         try:
-            check(wrap, device, watched)
+            check(wrap, device, watched or own)
         except InvariantError as error:
             raise _renamed(error, name, error.cause) from None
         except CollectiveMismatchError as mismatch:
@@ -54,7 +59,8 @@ def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invaria
                 "the implementation does not support what is asked for here: see the exception.",
             ) from error
         finally:
-            watched.close()
+            if own:
+                own.close()
 
     del checked.__wrapped__  # or help() would show the signature of `check`
     return checked

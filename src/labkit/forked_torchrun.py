@@ -5,7 +5,8 @@
 It takes torchrun's options, is torchrun's agent, and gives each rank torchrun's environment. Only
 `--run-path --start-method fork` are added, two options of torchrun's own: a rank is then a fork of
 the agent, where it would be an interpreter that imports torch anew. Before that, torch._dynamo is
-imported, which torch's DDP and its optimizers do when they are first used.
+imported, which torch's DDP and its optimizers do when they are first used. With `--agents 2` before
+all other options it is two agents, as `labkit.nodes --forked` wants them.
 
 Saves 4 s of processor time a rank, most of what a lab takes. What forked ranks share and torchrun's
 own do not: the seed of string hashes, and with it the order of sets. A rank leaves without its
@@ -15,6 +16,7 @@ ends in .py is taken for the script. Where there is no fork (Windows) this is to
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -24,16 +26,18 @@ import types
 from pathlib import Path
 
 import torch
+import torch._dynamo  # here, so that not each rank loads it
 from torch.distributed.run import main as torchrun
 
+from labkit.nodes import first_to_fail
+
 AS_RANK = "--as-rank"  # what the agent starts this file with
+AGENTS = "--agents"  # what `labkit.nodes --forked` starts it with
 
 
 def agent(arguments: list[str]) -> None:
     """Be torchrun's agent, on the command line that torchrun would be given."""
     if hasattr(os, "fork"):
-        import torch._dynamo  # noqa: F401 (here, so that not each rank loads it)
-
         # torchrun is to run this file on each rank, which then runs the script.
         scripts = (at for at, word in enumerate(arguments) if word.endswith(".py"))
         at = next(scripts, len(arguments))
@@ -72,9 +76,26 @@ def rank(script: str) -> None:
         sys.exit(1)
 
 
+def side_by_side(count: int, arguments: list[str]) -> int:
+    """Be so many agents, each a fork of this process, and return their exit code.
+
+    What an agent leaves behind is ended by the guard around this process (`labkit.nodes`).
+    """
+    fork = multiprocessing.get_context("fork")
+    agents = [fork.Process(target=agent, args=(arguments,)) for _ in range(count)]
+    for one in agents:
+        one.start()
+    code = first_to_fail(lambda: [one.exitcode for one in agents])
+    for one in agents:
+        one.kill()
+    return code if code >= 0 else 128 - code  # a shell's word for a signal
+
+
 if __name__ == "__main__":
     if AS_RANK in sys.argv[1:2]:
         sys.argv = sys.argv[2:]
         rank(sys.argv[0])
+    elif AGENTS in sys.argv[1:2]:
+        sys.exit(side_by_side(int(sys.argv[2]), sys.argv[3:]))
     else:
         agent(sys.argv[1:])

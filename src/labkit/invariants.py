@@ -90,11 +90,19 @@ def violations(
 ) -> dict[str, InvariantError]:
     """Try every invariant, or those given, on `wrap`; return those that do not hold, by name."""
     broken = {}
-    for check in INVARIANTS if invariants is None else invariants:
-        try:
-            check(wrap, device)
-        except InvariantError as error:
-            broken[check.__name__] = error
+    watched = SameCollectives()
+    try:
+        for check in INVARIANTS if invariants is None else invariants:
+            watched.launched.clear()
+            try:
+                check(wrap, device, watched)
+            except InvariantError as error:
+                broken[check.__name__] = error
+            if watched.stuck:  # a rank did not answer, and its connections are closed
+                watched.close()
+                watched = SameCollectives()
+    finally:
+        watched.close()
     return broken
 
 

@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 GRACE = 60.0  # seconds
 
@@ -40,15 +40,13 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-TORCHRUN = "torch.distributed.run"
+TORCHRUN, FORKED_TORCHRUN = "torch.distributed.run", "labkit.forked_torchrun"
 
 
-def agent_command(
-    nodes: int, port: int, arguments: list[str], launcher: str = TORCHRUN
-) -> list[str]:
-    """What one node is started with. `launcher`: a module that takes torchrun's command line."""
+def agent_command(nodes: int, port: int, arguments: list[str], *launcher: str) -> list[str]:
+    """What a node is started with. `launcher`: a module that takes torchrun's command line."""
     return [
-        *(sys.executable, "-m", launcher),
+        *(sys.executable, "-m", *launcher),
         *("--nnodes", str(nodes), "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
         # How long an agent waits for a node that does not come, or does not come back.
@@ -63,7 +61,9 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=int, default=2, help="agents (default 2)")
     parser.add_argument(
-        "--launcher", default=TORCHRUN, help="the module of an agent (default %(default)s)"
+        "--forked",
+        action="store_true",
+        help="let all agents, and their ranks, be forks of one process, which loads torch once",
     )
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="torchrun's further options, and the script"
@@ -76,8 +76,12 @@ def main() -> None:
     defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     environment = {**defaults, **os.environ}
     with reserved_port() as port:
-        command = agent_command(given.nodes, port, options + given.arguments, given.launcher)
-        sys.exit(first_failure([start(command, environment) for _ in range(given.nodes)]))
+        of_torchrun = given.nodes, port, options + given.arguments
+        commands = [agent_command(*of_torchrun, TORCHRUN)] * given.nodes
+        if given.forked:
+            agents = "--agents", str(given.nodes)
+            commands = [agent_command(*of_torchrun, FORKED_TORCHRUN, *agents)]
+        sys.exit(first_failure([start(command, environment) for command in commands]))
 
 
 def start(
@@ -96,16 +100,25 @@ def first_failure(agents: list[subprocess.Popen[bytes]]) -> int:
 
     `agents` are what `start` returned.
     """
-    failed, deadline = 0, math.inf
-    while None in (codes := [agent.poll() for agent in agents]) and time.monotonic() < deadline:
-        if not failed and (failed := next(filter(None, codes), 0)):
-            deadline = time.monotonic() + GRACE
-        time.sleep(0.05)
+    failed = first_to_fail(lambda: [agent.poll() for agent in agents])
     for agent in agents:
         agent.stdin.close()  # ends those that are still running
     for agent in agents:
         agent.wait()
-    return failed or next((agent.returncode for agent in agents if agent.returncode), 0)
+    return failed
+
+
+def first_to_fail(exit_codes: Callable[[], Sequence[int | None]]) -> int:
+    """Wait until no exit code is None any more, `GRACE` seconds at most once one is not 0.
+
+    Returns the first one that is not 0, or 0.
+    """
+    failed, deadline = 0, math.inf
+    while None in (codes := exit_codes()) and time.monotonic() < deadline:
+        if not failed and (failed := next(filter(None, codes), 0)):
+            deadline = time.monotonic() + GRACE
+        time.sleep(0.05)
+    return failed or next(filter(None, codes), 0)
 
 
 if __name__ == "__main__":

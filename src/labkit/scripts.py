@@ -69,9 +69,11 @@ def run_script(
         raise FileNotFoundError(f"there is no script {script} in this project")
     command = [sys.executable]
     if ranks is not None:
-        launcher = "torch.distributed.run" if fresh else "labkit.forked_torchrun"
-        several = ["-m", "labkit.nodes", f"--nodes={nodes}", f"--launcher={launcher}"]
-        command += several if nodes > 1 else ["-m", launcher, "--standalone"]
+        if nodes > 1:
+            command += ["-m", "labkit.nodes", f"--nodes={nodes}", *([] if fresh else ["--forked"])]
+        else:
+            launcher = "torch.distributed.run" if fresh else "labkit.forked_torchrun"
+            command += ["-m", launcher, "--standalone"]
         command += [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     # Threads change the last digits, and ranks that share a few cores only slow each other down.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

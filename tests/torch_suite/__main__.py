@@ -8,11 +8,13 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 
 DESCRIPTION = """\
 Run PyTorch's own tests of DistributedDataParallel on the CPU, over gloo, on a class of your choice.
-The tests are those that ship inside the installed torch, or (--file) those of a checkout of
-PyTorch's repository, for instance --file ~/pytorch/test/distributed/test_c10d_gloo.py."""
+The tests are those that ship inside the installed torch, or those of PyTorch's repository that do
+not: all of them (--checkout ~/pytorch), or a file of it
+(--file ~/pytorch/test/distributed/test_c10d_gloo.py)."""
 
 
 def arguments() -> argparse.Namespace:
@@ -25,6 +27,7 @@ def arguments() -> argparse.Namespace:
         help="torch, miniddp (the default) or module:Class",
     )
     add("--file", action="append", default=[], help="a test file, instead of those that ship")
+    add("--checkout", help="a checkout of PyTorch's repository: run its files that do not ship")
     add("-k", dest="names", action="append", default=[], help="part of a name, or a pattern with *")
     add("--runnable", action="store_true", help="only those that table.json calls runnable")
     add("--every", action="store_true", help="also the tests that do not name the class")
@@ -32,13 +35,31 @@ def arguments() -> argparse.Namespace:
     add("--jobs", type=int, default=2, help="tests at a time (default 2)")
     add("--timeout", type=float, default=60, help="seconds for one test (default 60)")
     add("--json", help="write the results to this file")
-    add("--write-table", action="store_true", help="with --class torch: write table.json anew")
+    add(
+        "--write-table",
+        action="store_true",
+        help="with --class torch: write table.json anew; with --checkout, for torch and miniddp: "
+        "write what the class does into siblings.json",
+    )
     add("--list", action="store_true", help="only print the names")
     add("-v", dest="verbose", action="store_true", help="print failures whole")
     options = parser.parse_args()
-    if options.write_table and (options.cls != "torch" or options.file or options.names):
-        parser.error("--write-table takes the whole of what ships, run with --class torch")
+    if options.write_table and (options.file or options.names):
+        parser.error("--write-table takes all tests: leave out --file and -k")
+    if options.write_table and options.cls not in ("torch", *["miniddp"] * bool(options.checkout)):
+        parser.error("--write-table needs --class torch or, with --checkout, also miniddp")
+    if options.checkout and options.file:
+        parser.error("either --checkout or --file")
     return options
+
+
+def sources(options: argparse.Namespace) -> Sequence[str]:
+    """What `discover.load` is to load."""
+    from . import discover
+
+    if options.checkout:
+        return [os.path.join(options.checkout, file) for file in discover.SIBLINGS]
+    return options.file or discover.SHIPPED
 
 
 def main() -> int:
@@ -63,7 +84,7 @@ def main() -> int:
     runner.fork_ranks()
     chosen = []
     with placement.nccl_announced():
-        for source in options.file or discover.SHIPPED:
+        for source in sources(options):
             module = discover.load(source)
             swap.swap(cls)
             chosen += discover.tests(module, every=options.every)
@@ -93,7 +114,9 @@ def main() -> int:
     if options.json:
         with open(options.json, "w") as file:
             json.dump([dataclasses.asdict(result) for result in results], file, indent=1)
-    if options.write_table:
+    if options.write_table and options.checkout:
+        table.write_siblings(results, options.cls)
+    elif options.write_table:
         table.write(results, options.world_size)
     return int(any(result.outcome not in ("passed", "skipped") for result in results))
 

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from miniddp.sync_batch_norm import SyncBatchNorm
@@ -208,6 +209,11 @@ def pretend_devices() -> None:
     torch.cuda.nccl.version = lambda: (2, 27, 3)
     torch.cuda.empty_cache = lambda: None
     torch.cuda.device = device
+    torch.cuda.is_bf16_supported = lambda *_, **__: False  # torch's DDP refuses its hook on a CPU
+    torch.accelerator.device_count = torch.cpu.device_count = lambda: PRETENDED_GPUS
+    torch.accelerator.set_device_index = torch.accelerator.synchronize = lambda device=None: None
+    torch.accelerator.current_device_index = lambda: 0
+    torch.cpu.manual_seed = torch.manual_seed
     # Torch's SyncBatchNorm has no kernels for the CPU. Ours stands in, whatever class is tested.
     torch.nn.SyncBatchNorm = _SyncBatchNorm
     # What waits for a stream on a GPU need not on a CPU, which runs in the program's order.
@@ -231,6 +237,14 @@ def pretend_devices() -> None:
 
         return wrapper
 
+    # FSDP, in the tests that hold DDP's state beside its own, refuses the CPU unless it is told.
+    shard = FullyShardedDataParallel.__init__
+    FullyShardedDataParallel.__init__ = functools.wraps(shard)(
+        lambda self, *args, **kwargs: shard(
+            self, *args, **{"device_id": torch.device("cpu"), **kwargs}
+        )
+    )
+
     for name in ("init_process_group", "new_group", "new_subgroups"):
         replaced = gloo_for_nccl(getattr(dist, name))
         setattr(dist, name, replaced)
@@ -246,6 +260,10 @@ def pretend_devices() -> None:
 
 @contextlib.contextmanager
 def nccl_announced() -> Iterator[None]:
-    """Inside, torch says that it has NCCL; a file of NCCL tests would end itself at import."""
-    with mock.patch.object(dist, "is_nccl_available", return_value=True):
+    """Inside, torch says that it has NCCL and CUDA: a file may end itself at import without."""
+    gpu = torch.device("cuda")
+    with (
+        mock.patch.object(dist, "is_nccl_available", return_value=True),
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=gpu),
+    ):
         yield

@@ -15,6 +15,7 @@ import torch
 from .runner import Result
 
 PATH = Path(__file__).with_name("table.json")
+SIBLINGS = Path(__file__).with_name("siblings.json")
 
 _WHY = {
     "test_DistributedDataParallel_non_default_stream": "is about a second CUDA stream",
@@ -28,6 +29,9 @@ _WHY = {
 """What the tests that no CPU can pass ask for; the error alone does not always say it."""
 
 
+_WITHOUT = "passes without constructing the class"
+
+
 class Table(TypedDict):
     """``table.json``; names are file.Class.method."""
 
@@ -35,6 +39,16 @@ class Table(TypedDict):
     world_size: int
     runnable: list[str]
     not_runnable: dict[str, str]
+
+
+class Siblings(TypedDict):
+    """``siblings.json``: the tests of PyTorch's repository that do not ship inside torch."""
+
+    torch: str
+    commits: dict[str, str]
+    """by file, the commit at which it was read; kept by hand"""
+    tests: dict[str, dict[str, str]]
+    """by name, for each class "passed", or how the test ended and why"""
 
 
 def read() -> Table:
@@ -57,9 +71,25 @@ def write(results: Iterable[Result], world_size: int) -> None:
     PATH.write_text(json.dumps(table, indent=1) + "\n")
 
 
+def write_siblings(results: Iterable[Result], cls: str) -> None:
+    """Write what `cls` does in the tests of a checkout, beside what other classes did."""
+    siblings: Siblings = json.loads(SIBLINGS.read_text())
+    before, siblings["tests"] = siblings["tests"], {}
+    siblings["torch"] = torch.__version__.partition("+")[0]
+    for result in sorted(results, key=lambda result: result.name):
+        siblings["tests"][result.name] = {**before.get(result.name, {}), cls: _ended(result)}
+    SIBLINGS.write_text(json.dumps(siblings, indent=1) + "\n")
+
+
+def _ended(result: Result) -> str:
+    if result.outcome == "passed":
+        return "passed" if result.constructed else _WITHOUT
+    return f"{result.outcome}: {result.reason[:120]}"
+
+
 def _why(result: Result) -> str:
     if result.outcome == "passed":
-        return "passes without constructing the class"
+        return _WITHOUT
     why = _WHY.get(result.name.rpartition(".")[2], "torch's own DDP does not pass it here")
     ended = f"{result.outcome} after {result.seconds:.0f} s"
     disabled = any(word in gate for gate in result.gates for word in ("/issues/", "flakiness"))

@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads(Path(__file__).with_name("table.json").read_text())
 COMMAND = [sys.executable, "-m", "tests.torch_suite", "--world-size", str(TABLE["world_size"])]
+SIBLINGS = json.loads(Path(__file__).with_name("siblings.json").read_text())
 BROKEN = "tests.torch_suite.broken_classes"
 SHIPPED = "distributed_test.TestDistBackendWithSpawn"
 
@@ -72,6 +73,53 @@ def test_a_wrapper_that_never_averages_is_rejected(tmp_path: Path) -> None:
     broken = run(tmp_path, "--class", f"{BROKEN}:Unsynchronized", "-k", "DataParallelCPU")
     assert {result["outcome"] for result in broken.values()} == {"failed"}
     assert all("Tensor-likes are not" in result["detail"] for result in broken.values())
+
+
+LIKE_PYTORCHS = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.testing._internal.common_distributed import MultiProcessTestCase, skip_if_lt_x_gpu
+
+class LikePyTorchs(MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    @skip_if_lt_x_gpu(2)
+    def test_average(self):
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group("nccl", store=store, rank=self.rank, world_size=self.world_size)
+        model = DDP(torch.nn.Linear(1, 1, bias=False).cuda(self.rank), device_ids=[self.rank])
+        model(torch.full((1, 1), float(self.rank), device=self.rank)).sum().backward()
+        self.assertEqual(model.module.weight.grad.item(), 0.5)
+
+    def test_without_the_class(self):
+        self.assertTrue(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("cls", "outcome"), [("miniddp", "passed"), (f"{BROKEN}:Unsynchronized", "failed")]
+)
+def test_a_file_of_pytorchs_repository_runs_on_the_cpu_too(cls, outcome, tmp_path: Path) -> None:
+    file = tmp_path / "test_like_pytorchs.py"
+    file.write_text(LIKE_PYTORCHS)
+    results = run(tmp_path, "--class", cls, "--file", str(file))
+    assert {name: result["outcome"] for name, result in results.items()} == {
+        "test_like_pytorchs.LikePyTorchs.test_average": outcome
+    }
+
+
+def test_no_sibling_is_recorded_that_torchs_ddp_passes_and_miniddp_does_not() -> None:
+    assert SIBLINGS["torch"] == TABLE["torch"]
+    modules = {Path(file).stem for file in SIBLINGS["commits"]}
+    assert {name.partition(".")[0] for name in SIBLINGS["tests"]} == modules
+    passed = {n for n, ended in SIBLINGS["tests"].items() if ended["torch"] == "passed"}
+    assert len(passed) > 90
+    assert [name for name in passed if SIBLINGS["tests"][name]["miniddp"] != "passed"] == []
 
 
 def forks_of(command_with: str) -> list[psutil.Process]:

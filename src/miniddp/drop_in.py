@@ -52,15 +52,15 @@ def devices_of(
         raise ValueError("device_ids can only be None or contain a single element.")
     if len(types) != 1:
         raise ValueError(
-            "the module's parameters must be on the same type of devices, but they are located in "
-            f"{sorted(types)}; move the module to one of them first"
+            "MiniDDP's input module must be on the same type of devices, but its parameters are "
+            f"located in {sorted(types)}; move the module to one of them first"
         )
     device_type = types.pop()
     if not device_ids or device_type == "cpu" or len(devices) > 1:
         if device_ids or output_device:
             raise ValueError(
-                "device_ids and output_device arguments only work with single-device/"
-                "multiple-device GPU modules or CPU modules, but got device_ids "
+                "DistributedDataParallel device_ids and output_device arguments only work with "
+                "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
                 f"{device_ids}, output_device {output_device}, and module parameters {devices}; "
                 "leave both out"
             )

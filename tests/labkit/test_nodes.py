@@ -15,7 +15,8 @@ import pytest
 from processes import all_gone, processes_with
 
 from labkit import nodes
-from labkit.scripts import ScriptError, run_script
+from labkit.guard import run_guarded
+from labkit.scripts import ScriptError, project_root, run_script
 
 RANK_THAT_WAITS = """
 import os, sys, time
@@ -87,17 +88,26 @@ def test_a_script_that_fails_on_two_nodes_fails_as_a_whole():
         )
 
 
+def test_of_forked_agents_the_first_to_fail_gives_the_exit_code(script):
+    text = "import os, sys\nsys.exit(3 if os.environ['GROUP_RANK'] == '1' else 0)\n"
+    nodes = [sys.executable, "-m", "labkit.nodes", "--forked", "--nproc-per-node=1", script(text)]
+    done = run_guarded(nodes, 100, cwd=project_root())
+    assert done.returncode == 1, done.stderr  # torchrun's own, for a rank's 3
+    assert "exitcode  : 3" in done.stderr
+
+
 def test_help_on_two_nodes_is_printed_once():
     output = run_script("labs/02_accumulate_vs_ddp.py", "--help", ranks=1, nodes=2, timeout=120)
     assert output.count("usage:") == 1
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_however_it_is_ended_its_agents_and_their_ranks_end_too(how, environment, tmp_path):
+@pytest.mark.parametrize("kind", [(), ("--forked",)], ids=["fresh", "forked"])
+def test_however_it_is_ended_its_agents_and_their_ranks_end_too(kind, how, environment, tmp_path):
     script = tmp_path / "rank_that_waits.py"
     script.write_text(RANK_THAT_WAITS)
     (seen := tmp_path / "seen").mkdir()
-    command = ["-m", "labkit.nodes", "--nodes", "2", "--nproc-per-node", "1", script, seen]
+    command = ["-m", "labkit.nodes", *kind, "--nodes", "2", "--nproc-per-node", "1", script, seen]
     started = subprocess.Popen(
         [sys.executable, *command], env=environment, stderr=subprocess.DEVNULL
     )
@@ -105,7 +115,8 @@ def test_however_it_is_ended_its_agents_and_their_ranks_end_too(how, environment
     while len(list(seen.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert {path.name for path in seen.iterdir()} == {"0", "1"}
-    # Itself, two guards, two agents, two ranks: the marker finds what is to be gone.
+    # Itself, two agents and their guards (or one guard around what forks them), two ranks: the
+    # marker finds what is to be gone.
     assert len(processes_with(environment["TEST_MARKER"])) >= 7
     started.send_signal(how)
     started.wait(timeout=30)

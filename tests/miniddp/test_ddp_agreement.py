@@ -49,7 +49,7 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
     ),
     "two kinds of devices": (
         lambda: MiniDDP(two_kinds_of_devices()),
-        "ValueError: the module's parameters must be on the same type of devices",
+        "ValueError: MiniDDP's input module must be on the same type of devices",
     ),
     "a cap that is negative": (
         lambda: MiniDDP(linear(), bucket_cap_mb=-1),

@@ -8,6 +8,7 @@ import types
 import unittest
 from collections.abc import Iterator
 
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 SHIPPED = ("distributed_test", "ddp_under_dist_autograd_test", "rpc_test")
@@ -26,6 +27,7 @@ SIBLINGS = (
 """The files of PyTorch's repository with tests of the class that do not ship."""
 
 _NAMES = frozenset({"DistributedDataParallel", "DDP"})
+_WRAPPERS = (DistributedDataParallel, replicate)  # the second wraps by the first
 
 
 def load(source: str) -> types.ModuleType:
@@ -78,7 +80,7 @@ def reaches_ddp(case: type, test: types.FunctionType) -> bool:
             seen.add(code)
             for name in (*code.co_names, *code.co_freevars):
                 used = getattr(case, name, None) or function.__globals__.get(name)
-                if name in _NAMES or used is DistributedDataParallel:
+                if name in _NAMES or any(used is wrapper for wrapper in _WRAPPERS):
                     return True
                 if used is not None and _is_local(used, case, function):
                     waiting.extend(_functions(used))

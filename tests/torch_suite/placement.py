@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal import common_distributed
 
 from miniddp.sync_batch_norm import SyncBatchNorm
 
@@ -237,6 +238,7 @@ def pretend_devices() -> None:
 
         return wrapper
 
+    common_distributed.DistributedTestBase.backend = lambda self, device: "gloo"
     # FSDP, in the tests that hold DDP's state beside its own, refuses the CPU unless it is told.
     shard = FullyShardedDataParallel.__init__
     FullyShardedDataParallel.__init__ = functools.wraps(shard)(

@@ -46,7 +46,7 @@ class Siblings(TypedDict):
 
     torch: str
     commits: dict[str, str]
-    """by file, the commit at which it was read; kept by hand"""
+    """by file, the commit at which its tests of DDP were copied and run; kept by hand"""
     tests: dict[str, dict[str, str]]
     """by name, for each class "passed", or how the test ended and why"""
 
@@ -84,7 +84,8 @@ def write_siblings(results: Iterable[Result], cls: str) -> None:
 def _ended(result: Result) -> str:
     if result.outcome == "passed":
         return "passed" if result.constructed else _WITHOUT
-    return f"{result.outcome}: {result.reason[:120]}"
+    said = "" if result.outcome == "timeout" else f": {result.reason[:120]}"
+    return f"{result.outcome}{said}{_upstream(result)}"
 
 
 def _why(result: Result) -> str:
@@ -92,6 +93,9 @@ def _why(result: Result) -> str:
         return _WITHOUT
     why = _WHY.get(result.name.rpartition(".")[2], "torch's own DDP does not pass it here")
     ended = f"{result.outcome} after {result.seconds:.0f} s"
+    return f"{why} ({(result.reason or ended)[:72]}){_upstream(result)}"
+
+
+def _upstream(result: Result) -> str:
     disabled = any(word in gate for gate in result.gates for word in ("/issues/", "flakiness"))
-    upstream = "; disabled in PyTorch too" if disabled else ""
-    return f"{why} ({(result.reason or ended)[:72]}){upstream}"
+    return "; disabled in PyTorch too" if disabled else ""

@@ -1,11 +1,12 @@
 """PyTorch's own tests of DistributedDataParallel, run on a CPU with the class swapped.
 
-The tests are loaded from the installed torch, and, with ``--checkout`` or ``--file``, from PyTorch's
-repository: none of their text is kept here, and none of their assertions is touched. Two things are
-replaced around them: the class that the name ``DistributedDataParallel`` stands for (`swap`),
-and the device that tensors are placed on (`placement`). What torch's own DDP passes in this way is
-what another class has to pass (`table`): ``table.json`` has the tests that ship, of which every run
-of the project's tests tries MiniDDP; ``siblings.json`` has what both classes did in the others.
+The tests are loaded from the installed torch, and, with ``--checkout`` or ``--file``, from
+PyTorch's repository: none of their text is kept here, and none of their assertions is touched. Two
+things are replaced around them: the class that the name ``DistributedDataParallel`` stands for
+(`swap`), and the device that tensors are placed on (`placement`). What torch's own DDP passes in
+this way is what another class has to pass (`table`): ``table.json`` has the tests that ship, of
+which every run of the project's tests tries MiniDDP; ``siblings.json`` has what both classes did in
+the others.
 
 ``python -m tests.torch_suite --help`` runs them; `runner` says how.
 """

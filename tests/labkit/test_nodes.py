@@ -88,12 +88,13 @@ def test_a_script_that_fails_on_two_nodes_fails_as_a_whole():
         )
 
 
-def test_of_forked_agents_the_first_to_fail_gives_the_exit_code(script):
-    text = "import os, sys\nsys.exit(3 if os.environ['GROUP_RANK'] == '1' else 0)\n"
-    nodes = [sys.executable, "-m", "labkit.nodes", "--forked", "--nproc-per-node=1", script(text)]
-    done = run_guarded(nodes, 100, cwd=project_root())
-    assert done.returncode == 1, done.stderr  # torchrun's own, for a rank's 3
+def test_the_exit_code_of_forked_agents_is_torchruns(script):
+    nodes = [sys.executable, "-m", "labkit.nodes", "--forked", "--nproc-per-node=1"]
+    done = run_guarded([*nodes, script("raise SystemExit(3)\n")], 100, cwd=project_root())
+    assert done.returncode == 1, done.stderr  # torchrun's own, whatever a rank's
     assert "exitcode  : 3" in done.stderr
+    done = run_guarded([*nodes, script("pass\n")], 100, cwd=project_root())
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_on_two_nodes_is_printed_once():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from labkit.compare import Comparison, flatten, ratio_and_cosine
 
 Gradients = Mapping[str, Tensor | None]
-_CHUNK = 4 << 20  # bytes that are compared in one broadcast: few messages, and little memory
+_CHUNK = 4 << 20  # bytes; tensors are compared in one broadcast until they are as many
 
 
 class InvariantError(AssertionError):
@@ -103,11 +103,22 @@ def assert_gradients_equal(
     """
     found, wanted = {}, {}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and name in true:
             zeros = torch.zeros_like(parameter)
             grad, right = parameter.grad, true[name]
             found[name] = zeros if grad is None else _dense(grad)
             wanted[name] = zeros if right is None else _dense(right).to(zeros.device)
+    unknown = [n for n, p in module.named_parameters() if p.requires_grad and n not in true]
+    if unknown or not found:
+        error = InvariantError(
+            "assert_gradients_equal",
+            dist.get_rank(group),
+            f"{unknown[0]}.grad" if unknown else "the module",
+            "a trainable parameter" if unknown else "no trainable parameter",
+            "a true gradient for each trainable parameter, by its name",
+            "`true` is of another module, or the module's parameters are frozen.",
+        )
+        raise_on_every_rank(error, group)
     missed = {name: float((found[name] - wanted[name]).norm()) for name in found}
     worst = max(missed, key=lambda name: math.inf if math.isnan(missed[name]) else missed[name])
     allowed = tolerance * float(flatten(wanted.values()).norm())
@@ -136,7 +147,8 @@ def raise_on_every_rank(
 
     Costs one all-reduce of one byte; the errors themselves travel only if there is one.
     """
-    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    backend = dist.get_backend(group)
+    device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
     failed = torch.tensor([error is not None], dtype=torch.uint8, device=device)
     dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
     if not failed:
@@ -163,10 +175,12 @@ def _assert_same_bits(
                 raise InvariantError(
                     invariant, elsewhere, name, here, f"{at_rank_0}, as on rank 0", cause
                 )
+    tensors = {name: tensors[name] for name in kinds[0]}  # in one order on all ranks
     error = None
     for names in _chunks(tensors):
         mine = {name: _dense(tensors[name]) for name in names}
-        packed = torch.cat([_bits(tensor) for tensor in mine.values()])
+        bits = [_bits(tensor) for tensor in mine.values()]
+        packed = torch.cat(bits) if len(bits) > 1 else bits[0]
         rank_0s = packed.clone()
         dist.broadcast(rank_0s, root, group=group)
         if error is None and not torch.equal(packed, rank_0s):
@@ -175,7 +189,7 @@ def _assert_same_bits(
 
 
 def _chunks(tensors: Mapping[str, Tensor | None]) -> Iterator[list[str]]:
-    """Names whose tensors are compared in one broadcast: a few MiB on one device."""
+    """Names whose tensors are compared in one broadcast: on one device, and few or one large."""
     names: list[str] = []
     size, device = 0, None
     for name, tensor in tensors.items():
@@ -203,16 +217,17 @@ def _first_difference(
             continue
         rank_0s = torch.empty_like(mine)
         _bits(rank_0s).copy_(there)
-        differ = int((mine != rank_0s).sum())
+        differ = int((bits != there).view(mine.numel(), -1).any(dim=1).sum())
         precise = torch.complex128 if mine.is_complex() else torch.float64  # counts, flags: numbers
         mine, rank_0s = mine.to(precise), rank_0s.to(precise)
         largest = float((mine - rank_0s).abs().max())
+        by = f"by {largest:.3g} at most" if largest else "in their bits only"
         return InvariantError(
             invariant,
             rank,
             name,
             f"{differ} of {mine.numel()} elements differ from rank 0's, "
-            f"by {largest:.3g} at most (norm {float(mine.norm()):.17g})",
+            f"{by} (norm {float(mine.norm()):.17g})",
             f"rank 0's bits (norm {float(rank_0s.norm()):.17g})",
             cause,
         )
@@ -226,7 +241,9 @@ def _kind(tensor: Tensor | None) -> str:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_quantized:
+        return tensor.int_repr().contiguous()
     return (tensor.to_dense() if tensor.is_sparse else tensor).contiguous()
 
 

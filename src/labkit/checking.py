@@ -23,7 +23,8 @@ Device = torch.device | str
 class Invariant(Protocol):
     """A check: to be called by every rank of the default group.
 
-    `watched` is for those who make many checks: each without one makes a process group of its own.
+    `watched` is for those who make many checks, one after another: without one each makes a process
+    group of its own.
     """
 
     __name__: str
@@ -34,7 +35,7 @@ class Invariant(Protocol):
 
 
 def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invariant:
-    """Turn `check(wrap, device, watched)` into a check that is called with `(wrap, device="cpu")`.
+    """Turn `check(wrap, device, watched)` into an `Invariant`, called with `(wrap, device="cpu")`.
 
     It is to run what belongs to the implementation, and nothing else, `with watched:`.
     """
@@ -43,8 +44,10 @@ def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invaria
     @wraps(check)
     def checked(wrap: Wrap, device: Device = "cpu", watched: SameCollectives | None = None) -> None:
         own = SameCollectives() if watched is None else None
+        watched = watched or own
+        watched.launched.clear()
         try:
-            check(wrap, device, watched or own)
+            check(wrap, device, watched)
         except InvariantError as error:
             raise _renamed(error, name, error.cause) from None
         except CollectiveMismatchError as mismatch:

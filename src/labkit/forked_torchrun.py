@@ -11,7 +11,8 @@ all other options it is two agents, as `labkit.nodes --forked` wants them.
 Saves 4 s of processor time a rank, most of what a lab takes. What forked ranks share and torchrun's
 own do not: the seed of string hashes, and with it the order of sets. A rank leaves without its
 atexit handlers, and one that leaves by `os._exit(0)` is waited for without end. The first word that
-ends in .py is taken for the script. Where there is no fork (Windows) this is torchrun as it is.
+ends in .py is taken for the script. Where there is no fork (Windows) one agent is torchrun as it
+is, and several there cannot be.
 """
 
 from __future__ import annotations
@@ -85,9 +86,11 @@ def side_by_side(count: int, arguments: list[str]) -> int:
     agents = [fork.Process(target=agent, args=(arguments,)) for _ in range(count)]
     for one in agents:
         one.start()
-    code = first_to_fail(lambda: [one.exitcode for one in agents])
-    for one in agents:
-        one.kill()
+    try:
+        code = first_to_fail(lambda: [one.exitcode for one in agents])
+    finally:
+        for one in agents:
+            one.kill()
     return code if code >= 0 else 128 - code  # a shell's word for a signal
 
 

@@ -88,21 +88,21 @@ def violations(
     device: Device = "cpu",
     invariants: Sequence[Invariant] | None = None,
 ) -> dict[str, InvariantError]:
-    """Try every invariant, or those given, on `wrap`; return those that do not hold, by name."""
+    """Try every invariant on `wrap`, and return those that do not hold, by name.
+
+    `invariants`: only these; each is a function under `labkit.checking.invariant`.
+    """
     broken = {}
     watched = SameCollectives()
-    try:
-        for check in INVARIANTS if invariants is None else invariants:
-            watched.launched.clear()
-            try:
-                check(wrap, device, watched)
-            except InvariantError as error:
-                broken[check.__name__] = error
-            if watched.stuck:  # a rank did not answer, and its connections are closed
-                watched.close()
-                watched = SameCollectives()
-    finally:
-        watched.close()
+    for check in INVARIANTS if invariants is None else invariants:
+        try:
+            check(wrap, device, watched)
+        except InvariantError as error:
+            broken[check.__name__] = error
+        if watched.stuck:  # a rank did not answer, and its connections are closed
+            watched.close()
+            watched = SameCollectives()
+    watched.close()
     return broken
 
 

@@ -3,13 +3,14 @@
     python -m labkit.nodes --nodes 2 --nproc-per-node 4 labs/02_accumulate_vs_ddp.py
 
 Each agent is started with the command that a cluster's node would get, `torchrun --nnodes 2
---rdzv-backend c10d --rdzv-endpoint HOST:PORT …`; they meet on the loopback interface and start
+--rdzv-backend c10d --rdzv-endpoint HOST:PORT …` (or, with --forked, as a fork of one process that
+is given the same options); they meet on the loopback interface and start
 their own ranks. What is missing of a cluster: hostnames, addresses and a network between the nodes.
 `labs/two_hosts.sh` has these.
 
 Ends when all agents have ended, with the first failing one's exit code. Once one has failed, the
 others have a minute to notice. However this process itself ends, by Ctrl-C or killed, the agents
-and their ranks end with it: a guard holds each (`labkit.guard`).
+and their ranks end with it: a guard holds each, or all forks (`labkit.guard`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ TORCHRUN, FORKED_TORCHRUN = "torch.distributed.run", "labkit.forked_torchrun"
 
 
 def agent_command(nodes: int, port: int, arguments: list[str], *launcher: str) -> list[str]:
-    """What a node is started with. `launcher`: a module that takes torchrun's command line."""
+    """What a node is started with.
+
+    `launcher`: a module that takes torchrun's command line, and what it is to be given before.
+    """
     return [
         *(sys.executable, "-m", *launcher),
         *("--nnodes", str(nodes), "--rdzv-backend", "c10d"),
@@ -59,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nodes", type=int, default=2, help="agents (default 2)")
+    parser.add_argument("--nodes", type=at_least_one, default=2, help="agents (default 2)")
     parser.add_argument(
         "--forked",
         action="store_true",
@@ -82,6 +86,12 @@ def main() -> None:
             agents = "--agents", str(given.nodes)
             commands = [agent_command(*of_torchrun, FORKED_TORCHRUN, *agents)]
         sys.exit(first_failure([start(command, environment) for command in commands]))
+
+
+def at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is no number of nodes: give 1 or more")
+    return number
 
 
 def start(

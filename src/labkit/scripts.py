@@ -70,7 +70,8 @@ def run_script(
     command = [sys.executable]
     if ranks is not None:
         if nodes > 1:
-            command += ["-m", "labkit.nodes", f"--nodes={nodes}", *([] if fresh else ["--forked"])]
+            forked = [] if fresh or not hasattr(os, "fork") else ["--forked"]
+            command += ["-m", "labkit.nodes", f"--nodes={nodes}", *forked]
         else:
             launcher = "torch.distributed.run" if fresh else "labkit.forked_torchrun"
             command += ["-m", launcher, "--standalone"]

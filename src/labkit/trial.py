@@ -62,7 +62,7 @@ class SmallModule(nn.Module):
 
     def __init__(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             _seed(seed)
             self.trunk = nn.Linear(FEATURES, WIDTH)
             self.branches = nn.ModuleDict(
@@ -99,7 +99,7 @@ class TwoBuckets(nn.Module):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             _seed(0)
             self.layers = nn.ModuleDict(
                 {"a": nn.Linear(WIDE, WIDE), "b": nn.Linear(WIDE, WIDE, bias=False)}

@@ -103,20 +103,23 @@ class SameCollectives(RecordedCollectives):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.side = dist.new_group(ranks, timedelta(seconds=timeout), backend="gloo")
         self.timeout = timeout
-        self.differ = self.stuck = False
+        self.mismatch: CollectiveMismatchError | None = None
+        self.stuck = self.closed = False
 
     def before(self, launch: Launch) -> None:
         comparable = launch.op in _SAME_SHAPE_ON_ALL_RANKS
         self._tell(f"is about to launch {launch if comparable else launch.op}")
 
     def __enter__(self) -> Self:
-        self.differ = False
+        self.mismatch = None
         super().__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        if self.differ:
+        if self.mismatch is not None:  # told to all; not to be swallowed by what is watched
+            if kind is None:
+                raise self.mismatch
             return
         if kind is None:
             self._tell("has come to the end")
@@ -125,27 +128,33 @@ class SameCollectives(RecordedCollectives):
                 self._tell(f"raised {kind.__name__}: {error}")
 
     def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
         if not self.stuck:
             dist.barrier(self.side)  # nobody closes a connection on which another still reads
         dist.destroy_process_group(self.side)
 
     def _tell(self, what: str) -> None:
+        if self.mismatch is not None:
+            raise self.mismatch
         mine = what.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
         message = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         said = [torch.empty_like(message) for _ in range(self.side.size())]
         try:
             dist.all_gather(said, message, group=self.side)
         except RuntimeError:
-            self.differ = self.stuck = True
+            self.stuck = True
             went = ["?"] * self.side.size()
             went[self.side.rank()] = (
                 f"{what}; a rank that is stuck or gone has not answered for {self.timeout:g} s"
             )
-            raise CollectiveMismatchError(len(self.launched) + 1, went) from None
+            self.mismatch = CollectiveMismatchError(len(self.launched) + 1, went)
+            raise self.mismatch from None
         went = [one.numpy().tobytes().decode(errors="replace").rstrip() for one in said]
         if len({_compared(one) for one in went}) > 1:
-            self.differ = True
-            raise CollectiveMismatchError(len(self.launched) + 1, went)
+            self.mismatch = CollectiveMismatchError(len(self.launched) + 1, went)
+            raise self.mismatch
 
 
 def _compared(message: str) -> str:

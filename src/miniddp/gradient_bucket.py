@@ -161,6 +161,8 @@ class Bucket:
                     self.parameters[slot].grad = gradient
             elif self.sparse:
                 self.parameters[slot].grad = view
+            elif self.buffer.is_complex() and not alias:
+                gradient.copy_(view)  # it may be lazily conjugated, which _foreach_copy_ refuses
             elif not alias:
                 targets.append(gradient)
                 sources.append(view)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -212,3 +213,42 @@ def test_an_error_says_what_where_both_figures_and_why():
         "  likely cause: a mistake",
     ]
     assert isinstance(error, AssertionError)
+
+
+class Named(nn.Module):
+    """Buffers of the given names and sizes, registered in the given order."""
+
+    def __init__(self, *sizes: tuple[str, int]) -> None:
+        super().__init__()
+        for name, size in sizes:
+            self.register_buffer(name, torch.arange(float(size)))
+
+
+def test_replicas_agree_whatever_the_order_of_their_tensors():
+    def work(rank):
+        sizes = [("a", 2), ("b", 5)]
+        assert_replicas_agree(Named(*(sizes if rank == 0 else reversed(sizes))))
+
+    run_ranks(work, 3)
+
+
+class SwallowsWhatIsRaised:
+    """Rank 1 leaves one gradient out; what its collectives raise, no rank lets through."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.module(inputs)
+
+    def finish(self) -> None:
+        for index, parameter in enumerate(self.module.parameters()):
+            if index != 1 or dist.get_rank() != 1:
+                with suppress(BaseException):
+                    dist.all_reduce(parameter.grad)
+
+
+def test_an_implementation_that_swallows_a_mismatch_is_rejected_and_nothing_hangs():
+    found = run_ranks(lambda: sorted(violations(SwallowsWhatIsRaised)), 3, timeout=60)
+    assert "collectives_match" in found[0]
+    assert found == [found[0]] * 3

@@ -422,3 +422,32 @@ def test_a_sparse_gradient_that_no_layer_announced_is_named_on_every_rank(views)
     for rank, said in enumerate(run_ranks(work, 2, views)):
         assert f"to have dense gradient, but that of table is sparse on rank {rank}. " in said
         assert "nn.Embedding" in said
+
+
+class Adjoint(nn.Module):
+    """Its weight's gradient comes lazily conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight.mH @ x).abs().sum()
+
+
+def test_a_lazily_conjugated_gradient_is_averaged_as_torch_averages_it():
+    def work(rank):
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(3, 2, dtype=torch.cfloat, generator=generator)
+        found = []
+        for wrap in (MiniDDP, DistributedDataParallel):
+            ddp = wrap(Adjoint())
+            ddp(x).backward()
+            found.append(ddp.module.weight.grad.resolve_conj())
+        return found
+
+    results = run_ranks(work, 2)
+    for ours, torchs in results:
+        assert torch.equal(ours, torchs)
+        assert torch.equal(ours, results[0][0])

@@ -44,12 +44,16 @@ def arguments() -> argparse.Namespace:
     add("--list", action="store_true", help="only print the names")
     add("-v", dest="verbose", action="store_true", help="print failures whole")
     options = parser.parse_args()
-    if options.write_table and (options.file or options.names):
-        parser.error("--write-table takes all tests: leave out --file and -k")
+    if options.write_table and (
+        options.file or options.names or options.runnable or options.every or options.list
+    ):
+        parser.error("--write-table takes the tests as they are: leave out what chooses among them")
     if options.write_table and options.cls not in ("torch", *["miniddp"] * bool(options.checkout)):
         parser.error("--write-table needs --class torch or, with --checkout, also miniddp")
     if options.checkout and options.file:
         parser.error("either --checkout or --file")
+    if options.checkout and not os.path.isdir(os.path.join(options.checkout, "test/distributed")):
+        parser.error(f"{options.checkout} is no checkout of PyTorch: it has no test/distributed")
     return options
 
 

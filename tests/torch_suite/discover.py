@@ -27,7 +27,6 @@ SIBLINGS = (
 """The files of PyTorch's repository with tests of the class that do not ship."""
 
 _NAMES = frozenset({"DistributedDataParallel", "DDP"})
-_WRAPPERS = (DistributedDataParallel, replicate)  # the second wraps by the first
 
 
 def load(source: str) -> types.ModuleType:
@@ -80,7 +79,9 @@ def reaches_ddp(case: type, test: types.FunctionType) -> bool:
             seen.add(code)
             for name in (*code.co_names, *code.co_freevars):
                 used = getattr(case, name, None) or function.__globals__.get(name)
-                if name in _NAMES or any(used is wrapper for wrapper in _WRAPPERS):
+                if name in _NAMES or used is DistributedDataParallel:
+                    return True
+                if used is replicate:  # which wraps by that class
                     return True
                 if used is not None and _is_local(used, case, function):
                     waiting.extend(_functions(used))

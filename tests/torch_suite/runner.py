@@ -32,8 +32,8 @@ from .swap import Constructions
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Warning|Interrupt|Timeout)\b")
 
 
-# Races within the tests themselves, whatever class is tested, that a busy machine loses: the master's
-# first call of distributed autograd may reach a trainer that has not joined the process group; and in
+# Races within the tests themselves, whatever class is tested, that a busy machine loses: the first
+# call of distributed autograd may reach a trainer that has not joined the process group; and in
 # test_post_localSGD_optimizer_step_reload rank 0 removes the checkpoint without asking whether the
 # others have read it. A test that fails so is run again.
 _RACES = (

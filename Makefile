@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXECUTED := _build/executed
-LAB ?= 02_accumulate_vs_ddp
+LAB ?= accumulate_vs_ddp
 LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
@@ -31,16 +31,16 @@ $(READY): requirements.txt constraints.txt pyproject.toml
 # Text outputs are compared by `make test`; here the chapters only have to run.
 book: $(READY)
 	@echo "Running the chapters …"
-	@$(BIN)/python -m labkit.chapters execute book $(EXECUTED)
+	@$(BIN)/python -m labkit.book.chapters execute book $(EXECUTED)
 	@$(MAKE) --no-print-directory html
 
 # Renders what the last `make book` or `make test` executed, and checks every link and picture of
 # every page. Warnings are errors. BOOK_REPOSITORY=https://github.com/… adds launch buttons.
 html: $(READY)
 	@test -d $(EXECUTED) || { echo "Nothing has been executed yet: make book does that first." >&2; exit 2; }
-	@$(BIN)/python -m labkit.site configure _config.yml _build/_config.yml
+	@$(BIN)/python -m labkit.book.site configure _config.yml _build/_config.yml
 	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q
-	@$(BIN)/python -m labkit.site check _build/html
+	@$(BIN)/python -m labkit.book.site check _build/html
 	@echo "The book: file://$(abspath _build/html/index.html)"
 
 test: $(READY)
@@ -53,10 +53,10 @@ test-cluster: $(READY)
 	@$(BIN)/python -m pytest tests/cluster
 
 update: $(READY)
-	@$(BIN)/python -m labkit.chapters update $(CHAPTER)
+	@$(BIN)/python -m labkit.book.chapters update $(CHAPTER)
 
 lab: $(READY)
-	@test -f labs/$(LAB_NAME).py || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.torchrun' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
+	@test -f labs/$(LAB_NAME).py || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.launch.lab' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) labs/$(LAB_NAME).py $(ARGS)
 
 serve: $(READY)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.chapters import copy_pages, normalize, write
+from labkit.book.chapters import copy_pages, normalize, write
 
 BOOK = Path(__file__).parent
 EXECUTED = BOOK.parent / "_build" / "executed"

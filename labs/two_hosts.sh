@@ -2,7 +2,7 @@
 # Two hosts on one machine: run any torchrun command across a network of your own.
 #
 #     labs/two_hosts.sh                                                 lab 02 on 2 × 4 ranks
-#     labs/two_hosts.sh torchrun --nproc-per-node 4 labs/02_accumulate_vs_ddp.py --seed 7
+#     labs/two_hosts.sh torchrun --nproc-per-node 4 labs/accumulate_vs_ddp.py --seed 7
 #     labs/two_hosts.sh --rate 1gbit COMMAND…                           over a slow cable
 #     labs/two_hosts.sh --unplug 20 COMMAND…                            pull the cable after 20 s
 #
@@ -126,7 +126,7 @@ main() {
     done
     # A checkout's own environment comes first, and what the reader has activated next.
     [[ -d $here/../.venv/bin ]] && PATH=$(readlink -f "$here/../.venv/bin"):$PATH
-    (($#)) || set -- torchrun "$here/02_accumulate_vs_ddp.py"
+    (($#)) || set -- torchrun "$here/accumulate_vs_ddp.py"
 
     [[ $(uname -s) == Linux ]] ||
         fail "network namespaces are Linux's, and this is $(uname -s). Two torchrun commands on one

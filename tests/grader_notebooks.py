@@ -11,7 +11,7 @@ from typing import Any
 from grader.release import release
 from grader.sandbox import rank_server
 from grader.source import Assignment, read_assignment, source_of
-from labkit.scripts import project_root
+from labkit.launch.scripts import project_root
 
 ASSIGNMENTS = project_root() / "labs" / "assignments"
 FIRST = ASSIGNMENTS / "01_average_gradients.ipynb"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from labkit.scripts import ScriptError, project_root, run_script
+from labkit.launch.scripts import ScriptError, project_root, run_script
 
 BENCHMARKS = "labs/benchmarks"
 MODELS = ("wide MLP", "600 small tensors", "transformer")

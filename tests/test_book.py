@@ -11,8 +11,8 @@ import nbformat
 import pytest
 import yaml
 
-from labkit.chapters import chapters_of, normalize
-from labkit.scripts import project_root
+from labkit.book.chapters import chapters_of, normalize
+from labkit.launch.scripts import project_root
 
 ROOT = project_root()
 BOOK = ROOT / "book"
@@ -21,7 +21,7 @@ MARKERS = re.compile(r"nbval[-_](skip|ignore|check|test|raises)", re.IGNORECASE)
 
 
 def pages() -> list[Path]:
-    return [*CHAPTERS, *BOOK.glob("*.md")]
+    return [*CHAPTERS, *BOOK.rglob("*.md")]
 
 
 def text_of(page: Path) -> str:
@@ -54,7 +54,10 @@ def nbval(chapter: Path) -> subprocess.CompletedProcess[str]:
 
 def test_every_chapter_is_in_the_table_of_contents_and_every_entry_exists():
     entries = yaml.safe_load((BOOK / "_toc.yml").read_text())
-    names = [entries["root"], *(chapter["file"] for chapter in entries["chapters"])]
+    names = [
+        entries["root"],
+        *(chapter["file"] for part in entries["parts"] for chapter in part["chapters"]),
+    ]
     assert len(names) == len(set(names))
     assert {p.relative_to(BOOK).with_suffix("").as_posix() for p in pages()} == set(names)
 
@@ -103,9 +106,7 @@ def test_every_chapter_has_three_exercises_with_solutions_and_one_to_predict(cha
 
 def test_a_chapter_whose_number_changes_fails_and_the_unchanged_one_passes(tmp_path):
     notebook = nbformat.v4.new_notebook()
-    source = (
-        "from labkit.ranks import run_ranks\nprint(run_ranks(lambda rank: 0.1327 * (rank + 1), 2))"
-    )
+    source = "from labkit.launch.ranks import run_ranks\nprint(run_ranks(lambda rank: 0.1327 * (rank + 1), 2))"
     cell = nbformat.v4.new_code_cell(source, execution_count=1)
     cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="[0.1327, 0.2654]\n")]
     notebook.cells = [cell]

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from labkit.guard import run_guarded
-from labkit.scripts import ScriptError, project_root, run_script
+from labkit.launch.guard import run_guarded
+from labkit.launch.scripts import ScriptError, project_root, run_script
 
 ROOT = project_root()
-LAB = "labs/04_buckets_that_overlap.py"
+LAB = "labs/buckets_that_overlap.py"
 AFTER = {"one all-reduce a parameter": 13, "flat": 1, "buckets": 6}
 DURING = {"a parameter, overlapped": 13, "buckets, overlapped": 6, "MiniDDP": 6, "torch DDP": 6}
 PLANNED = "MiniDDP, planned"

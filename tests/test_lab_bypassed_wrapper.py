@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.bypassed_wrapper import (
+from labkit.launch.ranks import run_ranks
+from labkit.launch.scripts import ScriptError, run_script
+from labkit.scenarios.unwrapped_loss import (
     FIXES,
     LEARNING_RATE,
     PRINTED_DRIFT,
@@ -15,10 +17,8 @@ from labkit.bypassed_wrapper import (
     batch,
     trajectory,
 )
-from labkit.ranks import run_ranks
-from labkit.scripts import ScriptError, run_script
 
-LAB = "labs/03_bypassed_wrapper.py"
+LAB = "labs/bypassed_wrapper.py"
 
 
 def every_trajectory(rank, seed):

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from labkit.scripts import ScriptError, project_root, run_script
+from labkit.launch.scripts import ScriptError, project_root, run_script
 
-LAB = "labs/05_mean_of_means.py"
-LIBRARIES = "labs/05_transformers.py"
+LAB = "labs/mean_of_means.py"
+LIBRARIES = "labs/mean_of_means_transformers.py"
 
 
 def rows_of(output: str) -> dict[str, list[str]]:

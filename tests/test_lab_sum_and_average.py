@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.compare import gradients, largest_difference, ratio_and_cosine
-from labkit.museum.sum_instead_of_average import SumInsteadOfAverage
-from labkit.ranks import run_ranks
-from labkit.scripts import ScriptError, project_root, run_script
-from labkit.sum_and_average import (
+from labkit.launch.ranks import run_ranks
+from labkit.launch.scripts import ScriptError, project_root, run_script
+from labkit.scenarios.sum_and_average import (
     BATCH,
     COMBINATIONS,
     LEARNING_RATE,
@@ -33,10 +31,13 @@ from labkit.sum_and_average import (
     seeded_model,
     train,
 )
-from miniddp import MiniDataParallel, MiniDDP
-from miniddp.comm_hooks import total
+from labkit.testing.compare import gradients, largest_difference, ratio_and_cosine
+from labkit.testing.museum.sum_instead_of_average import SumInsteadOfAverage
+from miniddp import MiniDDP
+from miniddp.extras.comm_hooks import total
+from miniddp.training import MiniDataParallel
 
-LAB = "labs/06_sum_and_average.py"
+LAB = "labs/sum_or_average.py"
 WAYS = list(product(LOSSES, COMBINATIONS))
 WRAPPERS = (MiniDDP, DistributedDataParallel)
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from labkit.scripts import ScriptError, run_script
+from labkit.launch.scripts import ScriptError, run_script
 
-RESUME = "labs/11_resume.py"
+RESUME = "labs/when_a_node_fails.py"
 HASH = re.compile(r"^weights (\w{16}) on 4 of 4 ranks$", re.MULTILINE)
 
 
@@ -64,7 +64,7 @@ def test_restarts_on_several_nodes_are_refused_where_the_ranks_would_miss_one_an
 
 
 def test_the_hierarchical_lab_counts_the_bytes_of_the_theory_and_sums_alike_on_all_ranks():
-    output = run_script("labs/11_hierarchical.py", "--mib", "0.5", ranks=2, nodes=2)
+    output = run_script("labs/two_nodes.py", "--mib", "0.5", ranks=2, nodes=2)
     rows = {line.split("  ")[0]: line.split() for line in output.splitlines()}
     assert rows["hierarchical"][1] == "0.50"
     assert rows["flat ring"][2] == "0.75"
@@ -74,5 +74,5 @@ def test_the_hierarchical_lab_counts_the_bytes_of_the_theory_and_sums_alike_on_a
 
 def test_the_threads_table_is_the_same_on_two_nodes_as_on_one():
     ways = [{"ranks": 4}, {"ranks": 2, "nodes": 2}]
-    one, two = (run_script("labs/02_accumulate_vs_ddp.py", **way) for way in ways)
+    one, two = (run_script("labs/accumulate_vs_ddp.py", **way) for way in ways)
     assert one == two

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from labkit.guard import run_guarded
-from labkit.scripts import ScriptError, project_root, run_script
-from labkit.toy_captioner import PRINTED
+from labkit.launch.guard import run_guarded
+from labkit.launch.scripts import ScriptError, project_root, run_script
+from labkit.scenarios.toy_captioner import PRINTED
 
 ROOT = project_root()
-LAB = "labs/02_accumulate_vs_ddp.py"
+LAB = "labs/accumulate_vs_ddp.py"
 
 
 def blocks(output: str) -> dict[str, dict[str, list[str]]]:
@@ -97,7 +97,9 @@ def test_the_lab_fails_if_the_three_do_not_agree_or_are_no_numbers(
         run_script(LAB, ranks=2)
 
 
-@pytest.mark.parametrize("script", [name for name in LABS if name != "02_lightning.py"])
+@pytest.mark.parametrize(
+    "script", [name for name in LABS if name != "accumulate_vs_ddp_lightning.py"]
+)
 def test_help_and_errors_under_torchrun_are_printed_once(script):
     assert run_script(f"labs/{script}", "--help", ranks=2, fresh=True).count("usage:") == 1
     with pytest.raises(ScriptError) as caught:
@@ -107,7 +109,7 @@ def test_help_and_errors_under_torchrun_are_printed_once(script):
 
 FIRST_RANK_IS_SLOW = """
 import argparse, os, time
-from labkit.torchrun import parse_arguments
+from labkit.launch.lab import parse_arguments
 time.sleep(2 * (os.environ["RANK"] == "0"))
 parser = argparse.ArgumentParser()
 parser.add_argument("--seed", type=int)
@@ -128,7 +130,7 @@ def test_what_is_wrong_with_the_arguments_is_said_even_if_the_first_rank_is_the_
 
 def test_lightnings_script_says_that_torchrun_is_not_for_it():
     with pytest.raises(ScriptError, match="without torchrun"):
-        run_script("labs/02_lightning.py", ranks=2)
+        run_script("labs/accumulate_vs_ddp_lightning.py", ranks=2)
 
 
 def test_without_torchrun_the_lab_says_how_to_start_it():
@@ -146,7 +148,11 @@ def test_a_lab_that_fails_on_one_rank_fails_as_a_whole_in_bounded_time():
 def test_lightning_holds_the_threads_numbers_on_every_device():
     for devices, accumulate in ((4, 1), (1, 4)):
         output = run_script(
-            "labs/02_lightning.py", "--devices", str(devices), "--accumulate", str(accumulate)
+            "labs/accumulate_vs_ddp_lightning.py",
+            "--devices",
+            str(devices),
+            "--accumulate",
+            str(accumulate),
         )
         for name, printed in PRINTED.items():
             line = next(line for line in output.splitlines() if line.startswith(name))
@@ -157,7 +163,7 @@ def test_lightning_holds_the_threads_numbers_on_every_device():
 
 
 def test_with_another_seed_lightnings_norms_are_compared_with_none():
-    output = run_script("labs/02_lightning.py", "--devices", "1", "--seed", "7")
+    output = run_script("labs/accumulate_vs_ddp_lightning.py", "--devices", "1", "--seed", "7")
     assert "equal" not in output
     assert "the thread" not in output
 
@@ -166,7 +172,7 @@ def test_with_another_seed_lightnings_norms_are_compared_with_none():
     ("arguments", "said"),
     [
         (["lab", "LAB=no_such_lab"], "There is no labs/no_such_lab.py. There are:"),
-        (["book", "PYTHON=python3", "-n"], "labkit.chapters execute"),
+        (["book", "PYTHON=python3", "-n"], "labkit.book.chapters execute"),
     ],
 )
 def test_make_explains_itself(arguments, said):

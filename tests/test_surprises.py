@@ -9,8 +9,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from labkit.chapters import chapters_of
-from labkit.scripts import project_root
+from labkit.book.chapters import chapters_of
+from labkit.launch.scripts import project_root
 
 BOOK = project_root() / "book"
 
@@ -53,9 +53,9 @@ LOSS = {
     "gloo-avg": {"right", "AVG"},
 }
 CHAPTERS = {
-    "07_surprises_in_the_step.ipynb": STEP,
-    "08_surprises_in_the_data.ipynb": DATA,
-    "09_surprises_in_the_loss.ipynb": LOSS,
+    "surprises/in_the_step.ipynb": STEP,
+    "surprises/in_the_data.ipynb": DATA,
+    "surprises/in_the_loss.ipynb": LOSS,
 }
 # Executed cells without a gradient of their own.
 MUSEUM = {
@@ -125,7 +125,7 @@ def test_every_surprise_has_an_executed_cell_with_ratio_and_cosine(chapter, item
 
 @pytest.mark.parametrize("item", MUSEUM)
 def test_every_part_of_the_museum_chapter_is_executed(item):
-    check(read("10_museum.ipynb"), item, MUSEUM[item], figures=False)
+    check(read("surprises/museum.ipynb"), item, MUSEUM[item], figures=False)
 
 
 @pytest.mark.parametrize("chapter", chapters_of(BOOK), ids=lambda path: path.stem)
@@ -158,7 +158,7 @@ def without(notebook: nbformat.NotebookNode, what: str) -> nbformat.NotebookNode
     ["the cell", "its output", "its count", "the cosine", "the wrong recipe", "an exception"],
 )
 def test_a_chapter_that_lacks_one_of_them_is_refused(what):
-    chapter = read("07_surprises_in_the_step.ipynb")
+    chapter = read("surprises/in_the_step.ipynb")
     check(chapter, "clip-before-sync", STEP["clip-before-sync"], figures=True)
     with pytest.raises(AssertionError):
         check(without(chapter, what), "clip-before-sync", STEP["clip-before-sync"], figures=True)

@@ -8,9 +8,9 @@ import re
 import nbformat
 import pytest
 
-from labkit.scripts import project_root
+from labkit.launch.scripts import project_root
 
-CHAPTER = project_root() / "book" / "12_when_to_multiply.ipynb"
+CHAPTER = project_root() / "book" / "start/when_to_multiply.ipynb"
 NO_FACTOR = "no factor repairs it"
 
 

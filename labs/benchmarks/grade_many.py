@@ -22,9 +22,9 @@ from grader.batch import grade_all
 from grader.release import release
 from grader.sandbox import rank_server
 from grader.source import Assignment, read_assignment, source_of
-from labkit.benchmark import parser, write
-from labkit.scripts import project_root
-from labkit.tables import table
+from labkit.book.tables import table
+from labkit.launch.scripts import project_root
+from labkit.profiling.benchmark import parser, write
 
 SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
 _WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)

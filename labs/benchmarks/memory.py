@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.benchmark import Model, models, parser, write
-from labkit.ranks import run_ranks
-from labkit.tables import table
+from labkit.book.tables import table
+from labkit.launch.ranks import run_ranks
+from labkit.profiling.benchmark import Model, models, parser, write
 from miniddp.ddp import MiniDDP
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

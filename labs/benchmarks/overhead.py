@@ -15,9 +15,9 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.benchmark import Model, paired_ratio, parser, take_turns, write
-from labkit.ranks import run_ranks
-from labkit.tables import table
+from labkit.book.tables import table
+from labkit.launch.ranks import run_ranks
+from labkit.profiling.benchmark import Model, paired_ratio, parser, take_turns, write
 from miniddp.ddp import MiniDDP
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

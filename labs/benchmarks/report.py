@@ -21,9 +21,9 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from labkit.benchmark import paired_ratio
-from labkit.figures import RANKS, TRUTH, WRONG
-from labkit.tables import table
+from labkit.book.figures import RANKS, TRUTH, WRONG
+from labkit.book.tables import table
+from labkit.profiling.benchmark import paired_ratio
 
 RESULTS = Path(__file__).parent / "results"
 TORCH, OURS, PLANNED, FLAT = "torch DDP", "MiniDDP", "MiniDDP, planned", "Flat"

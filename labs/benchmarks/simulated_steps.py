@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from labkit.benchmark import Model, models, parser, take_turns, write
-from labkit.cost_model import (
+from labkit.book.tables import table
+from labkit.launch.ranks import run_ranks
+from labkit.profiling.benchmark import Model, models, parser, take_turns, write
+from labkit.profiling.cost_model import (
     ALGORITHMS,
     Backward,
     Cost,
@@ -35,10 +37,8 @@ from labkit.cost_model import (
     ring,
     simulate,
 )
-from labkit.ranks import run_ranks
-from labkit.recording import Recorder
-from labkit.slow_link import SlowLink
-from labkit.tables import table
+from labkit.profiling.recording import Recorder
+from labkit.profiling.slow_link import SlowLink
 from miniddp.buckets import (
     MIB,
     LinkCost,

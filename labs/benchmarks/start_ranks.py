@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from labkit.benchmark import parser, write
-from labkit.guard import run_guarded
-from labkit.ranks import run_ranks
-from labkit.tables import table
-from labkit.torchrun import joined
+from labkit.book.tables import table
+from labkit.launch.guard import run_guarded
+from labkit.launch.lab import joined
+from labkit.launch.ranks import run_ranks
+from labkit.profiling.benchmark import parser, write
 
 
 def all_reduce_once(rank: int) -> float:

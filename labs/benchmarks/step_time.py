@@ -3,8 +3,8 @@
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
 
 A step is forward and backward until every gradient is averaged. All contenders are in the same
-processes and take turns (`labkit.benchmark`), with one thread a rank. The link of 1 Gbit/s is
-`labkit.slow_link`: what the machine does, and then waiting. Beside the contenders stand the figures
+processes and take turns (`labkit.profiling.benchmark`), with one thread a rank. The link of 1 Gbit/s is
+`labkit.profiling.slow_link`: what the machine does, and then waiting. Beside the contenders stand the figures
 of the limit that no plan beats, max(compute, t₁ + C):
 
 - compute: the step of the module alone;
@@ -29,13 +29,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.benchmark import Model, machine, models, paired_ratio, parser, take_turns, write
-from labkit.ranks import run_ranks
-from labkit.slow_link import SlowLink
-from labkit.tables import table
+from labkit.book.tables import table
+from labkit.launch.ranks import run_ranks
+from labkit.profiling.benchmark import (
+    Model,
+    machine,
+    models,
+    paired_ratio,
+    parser,
+    take_turns,
+    write,
+)
+from labkit.profiling.slow_link import SlowLink
 from miniddp.buckets import MIB
 from miniddp.ddp import MiniDDP
-from miniddp.first_steps import STEPS, WARM_UP
+from miniddp.extras.first_steps import STEPS, WARM_UP
 from miniddp.ladder import RUNGS
 
 LINKS = {"loopback": None, "1gbit": 1.0}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grader.bench import PASSED, VARIABLE, Case
-from labkit.guard import run_guarded
+from labkit.launch.guard import run_guarded
 
 _START = 120.0  # seconds for pytest and the kernel to start, on a loaded machine
 _SLACK = 10.0  # seconds that a check takes besides its processes

@@ -22,7 +22,9 @@ def museum_sources(names: tuple[str, ...]) -> dict[str, str]:
     """
     if not names:
         return {}
-    empty = dict.fromkeys(("labkit", "labkit.museum"), "")
-    parts = {"labkit.museum.parts": (_MUSEUM / "parts.py").read_text()}
-    exhibits = {f"labkit.museum.{name}": (_MUSEUM / f"{name}.py").read_text() for name in names}
-    return empty | {"labkit.museum.exhibit": _LABEL} | parts | exhibits
+    empty = dict.fromkeys(("labkit", "labkit.testing", "labkit.testing.museum"), "")
+    parts = {"labkit.testing.museum.parts": (_MUSEUM / "parts.py").read_text()}
+    exhibits = {
+        f"labkit.testing.museum.{name}": (_MUSEUM / f"{name}.py").read_text() for name in names
+    }
+    return empty | {"labkit.testing.museum.exhibit": _LABEL} | parts | exhibits

@@ -10,7 +10,7 @@ A cell says what it is in its metadata, under "grader": {"kind": …}:
     wrong answer   a known wrong solution, and the one check that it has to lose
 
 A cell without a kind is text. Solutions and checks carry nbgrader's metadata besides (schema 3).
-book/teach.md describes the format for authors.
+book/teach/teach.md describes the format for authors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class CheckSource:
     hold: bool = False  # HOLD: answer collectives only when backward has passed its last gate
     seconds: int = 3  # SECONDS of processor time that each rank may use; 5 times that by the clock
     torch_ddp: bool = False  # TORCH_DDP: a solution may use torch's DistributedDataParallel
-    museum: tuple[str, ...] = ()  # MUSEUM: exhibits of labkit.museum that on_rank may import
+    museum: tuple[
+        str, ...
+    ] = ()  # MUSEUM: exhibits of labkit.testing.museum that on_rank may import
     tolerance: float = 1e-5  # TOLERANCE: largest difference, relative to the largest value
     record: str = ""  # in a release: inputs and answers, see `grader.record`
 

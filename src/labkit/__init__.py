@@ -1,1 +1,10 @@
-"""What the chapters, labs and tests stand on: ranks in a notebook, comparisons, tables."""
+"""What chapters, labs, and tests stand on.
+
+==============  ================================================================================
+`launch`        start ranks: in a notebook cell, under torchrun, on several nodes
+`profiling`     record a step, draw it, slow its network down, predict it
+`testing`       comparisons, invariants, and the museum of broken implementations
+`scenarios`     the small models and data sets of the forum threads
+`book`          tables, figures, and the execution of chapters
+==============  ================================================================================
+"""

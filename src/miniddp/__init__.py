@@ -24,7 +24,6 @@ For one evening, the way of a gradient: `manual`, `buckets`, `gradient_bucket`, 
 `replicas`, `reducer`, `ddp`. Each of the others can be read alone.
 """
 
-from miniddp.data_parallel import MiniDataParallel
 from miniddp.ddp import MiniDDP
 
-__all__ = ["MiniDDP", "MiniDataParallel"]
+__all__ = ["MiniDDP"]

@@ -10,7 +10,7 @@ copies stay equal. What the wrapper does, numbered again in the code:
    backward to come is reduced; `no_sync()` makes it decide otherwise.
 3. *Backward* is the reducer's (`miniddp.reducer`): the wrapper is not called in it.
 4. *Uneven inputs.* Ranks that have run out of data go on to answer the others' collectives
-   (`miniddp.join`).
+   (`miniddp.extras.join`).
 5. *Copies.* Pickling and deepcopy carry the module, the settings and a registered comm hook; the
    reducer is made anew.
 
@@ -18,7 +18,7 @@ Cost: at construction one broadcast of the model; for each forward one broadcast
 there are any; for each backward what `miniddp.reducer` says.
 
 Follows torch/nn/parallel/distributed.py. What is there for compatibility alone is in
-`miniddp.drop_in`.
+`miniddp.torch_drop_in`.
 """
 
 import copy
@@ -35,20 +35,20 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from miniddp import reducer_errors
+from miniddp import errors as reducer_errors
 from miniddp.autograd_graph import (
     OutputGate,
     at_end_of_backward,
     at_start_of_backward,
     find_tensors,
 )
-from miniddp.compiling import not_compiled, not_compiled_itself
-from miniddp.drop_in import WrapperNames, moved_to, synced_buffers_at
-from miniddp.first_steps import FirstSteps
-from miniddp.join import MiniDDPJoinHook, learn_and_tell
+from miniddp.extras.compiling import not_compiled, not_compiled_itself
+from miniddp.extras.first_steps import FirstSteps
+from miniddp.extras.join import MiniDDPJoinHook, learn_and_tell
+from miniddp.extras.strict import complete_or_raise
 from miniddp.reducer import CommHook, Reducer
 from miniddp.replicas import broadcast_tensors, verify_same_model, wait_for
-from miniddp.strict import complete_or_raise
+from miniddp.torch_drop_in import WrapperNames, moved_to, synced_buffers_at
 
 
 class Reduced(NamedTuple):
@@ -83,7 +83,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
         delay_all_reduce_named_params, param_to_hook_all_reduce: (name, parameter) pairs that are
             reduced together, when the gradient of the other one arrives.
         mixed_precision: an object with dtypes or None as its `param_dtype`, `reduce_dtype` and
-            `buffer_dtype`: see `miniddp.mixed_precision`.
+            `buffer_dtype`: see `miniddp.extras.mixed_precision`.
         device_mesh: a one-dimensional mesh instead of `process_group`.
         skip_all_reduce_unused_params: do not send buckets of unused parameters only, which must be
             the same on every rank.
@@ -94,7 +94,7 @@ class MiniDDP(WrapperNames, nn.Module, Joinable):
             rank, and a backward past the wrapper by an error, not a warning. Costs an all-gather
             of a byte a parameter in each backward.
         bucket_plan: "caps", or "measured": the first steps and the link are timed, and the buckets
-            then packed so that communication ends early; see `miniddp.first_steps`. On the CPU,
+            then packed so that communication ends early; see `miniddp.extras.first_steps`. On the CPU,
             without comm hooks, `join` and parameters that may be unused.
 
     Raises (on every rank, also if the cause is on one alone, unless `init_sync` is False):

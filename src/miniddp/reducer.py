@@ -13,7 +13,7 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
    rank, and collectives match by order alone.
 5. *Finalize.* Once per backward, at its very end: wait for each all-reduce, copy the averages back.
 6. *Rebuild.* Before the second forward the buckets are packed anew, in the order in which gradients
-   arrived on rank 0; and once more by the clock, if that is asked for (`miniddp.first_steps`).
+   arrived on rank 0; and once more by the clock, if that is asked for (`miniddp.extras.first_steps`).
 
 Cost for each backward: one all-reduce a bucket, 2 (W-1)/W times the gradients' bytes sent by each
 rank on a ring; one more of 4 bytes a parameter if unused parameters are looked for. Memory: one
@@ -35,8 +35,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from miniddp import reducer_errors
+from miniddp import errors as reducer_errors
 from miniddp.autograd_graph import at_end_of_backward, gradient_accumulator, reachable_from
+from miniddp.bucket import Bucket, GradBucket, Run, first_tensor
 from miniddp.buckets import (
     NO_CAP,
     LinkCost,
@@ -46,9 +47,8 @@ from miniddp.buckets import (
     measured_plan,
     sizes_of,
 )
-from miniddp.drop_in import ReducerNames
-from miniddp.gradient_bucket import Bucket, GradBucket, Run, first_tensor
 from miniddp.replicas import plan_of_rank_0, wait_for
+from miniddp.torch_drop_in import ReducerNames
 
 CommHook = Callable[[Any, GradBucket], Future]
 

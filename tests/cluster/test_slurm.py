@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from processes import all_gone
 
-from labkit.guard import run_guarded
-from labkit.scripts import project_root
-from labkit.toy_captioner import gradient_norms, seeded_data, seeded_model
+from labkit.launch.guard import run_guarded
+from labkit.launch.scripts import project_root
+from labkit.scenarios.toy_captioner import gradient_norms, seeded_data, seeded_model
 
 ROOT = project_root()
 SLURM = str(ROOT / "labs" / "slurm" / "one_machine.sh")
@@ -49,7 +49,10 @@ def test_the_batch_file_prints_the_threads_table_on_eight_ranks_of_two_nodes_and
 
 @pytest.mark.parametrize(
     ("script", "said"),
-    [("labs/no_such_lab.py", "no_such_lab.py"), ("labs/02_lightning.py", "without torchrun")],
+    [
+        ("labs/no_such_lab.py", "no_such_lab.py"),
+        ("labs/accumulate_vs_ddp_lightning.py", "without torchrun"),
+    ],
 )
 def test_a_job_that_fails_is_said_to_have_failed(script, said):
     done = submit("labs/slurm/two_nodes.sbatch", script)

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from processes import all_gone, processes_with
 
-from labkit.guard import run_guarded
-from labkit.scripts import project_root
-from labkit.toy_captioner import gradient_norms, seeded_data, seeded_model
+from labkit.launch.guard import run_guarded
+from labkit.launch.scripts import project_root
+from labkit.scenarios.toy_captioner import gradient_norms, seeded_data, seeded_model
 
 ROOT = project_root()
 TWO_HOSTS = str(ROOT / "labs" / "two_hosts.sh")

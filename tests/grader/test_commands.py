@@ -16,7 +16,7 @@ from grader.merge import Submission
 from grader.release import write_release
 from grader.sandbox import RankServer
 from grader.source import read_assignment, source_of
-from labkit.scripts import project_root
+from labkit.launch.scripts import project_root
 
 
 @pytest.fixture(scope="module")

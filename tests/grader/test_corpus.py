@@ -19,7 +19,7 @@ from grader.batch import grade_all
 from grader.grade import Result
 from grader.report import sentence_of
 from grader.sandbox import RankServer
-from labkit.tables import table
+from labkit.book.tables import table
 
 
 def processes_of(server: RankServer) -> list[psutil.Process]:

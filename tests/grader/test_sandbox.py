@@ -13,7 +13,7 @@ import pytest
 from grader import sandbox
 from grader.ranks import run_group
 from grader.sandbox import SandboxError, rank_server
-from labkit.scripts import project_root
+from labkit.launch.scripts import project_root
 
 CHECK = "def on_rank(student, given):\n    return student.look()\n"
 

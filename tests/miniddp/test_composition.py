@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.compare import gradients, largest_difference
-from labkit.ranks import run_ranks
+from labkit.launch.ranks import run_ranks
+from labkit.testing.compare import gradients, largest_difference
 from miniddp import MiniDDP
-from miniddp.data_parallel import MiniDataParallel
-from miniddp.losses import global_mean
-from miniddp.sync_batch_norm import SyncBatchNorm
+from miniddp.training.data_parallel import MiniDataParallel
+from miniddp.training.losses import global_mean
+from miniddp.training.sync_batch_norm import SyncBatchNorm
 
 CLASSES = 3
 STEPS = 3

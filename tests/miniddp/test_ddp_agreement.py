@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.compare import gradients, largest_difference
-from labkit.ranks import run_ranks
+from labkit.launch.ranks import run_ranks
+from labkit.testing.compare import gradients, largest_difference
 from miniddp import MiniDDP
 
 NO_HANG = 30  # seconds, of which ranks that agree need one

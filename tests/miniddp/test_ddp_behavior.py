@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.ranks import run_ranks
+from labkit.launch.ranks import run_ranks
 from miniddp.ddp import MiniDDP
 
 

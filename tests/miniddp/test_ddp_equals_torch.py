@@ -18,7 +18,7 @@ from ddp_models import MODELS, loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.ranks import run_ranks
+from labkit.launch.ranks import run_ranks
 from miniddp.ddp import MiniDDP
 
 STEPS = 3

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from labkit.invariants import INVARIANTS, communication_overlaps_backward, violations
-from labkit.ranks import run_ranks
+from labkit.launch.ranks import run_ranks
+from labkit.testing.invariants import INVARIANTS, communication_overlaps_backward, violations
 from miniddp.ddp import MiniDDP
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.invariants import INVARIANTS, communication_overlaps_backward, violations
-from labkit.ranks import run_ranks
-from labkit.watch import RecordedCollectives, SameCollectives
+from labkit.launch.ranks import run_ranks
+from labkit.testing.invariants import INVARIANTS, communication_overlaps_backward, violations
+from labkit.testing.watch import RecordedCollectives, SameCollectives
 from miniddp.ladder import (
     RUNGS,
     Bucketed,

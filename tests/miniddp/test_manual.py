@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.compare import gradients, largest_difference, ratio_and_cosine
-from labkit.ranks import run_ranks
+from labkit.launch.ranks import run_ranks
+from labkit.testing.compare import gradients, largest_difference, ratio_and_cosine
 from miniddp.manual import average_gradients
 
 WAYS = [{"flat": False}, {"flat": True}]

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.ranks import run_ranks
+from labkit.launch.ranks import run_ranks
 from miniddp.ddp import MiniDDP
 
 WRAPPERS = (DistributedDataParallel, MiniDDP)

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.ranks import run_ranks
-from miniddp import comm_hooks
+from labkit.launch.ranks import run_ranks
 from miniddp.ddp import MiniDDP
+from miniddp.extras import comm_hooks
 
 
 class AnyOrder(nn.Module):

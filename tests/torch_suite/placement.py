@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
-from miniddp.sync_batch_norm import SyncBatchNorm
+from miniddp.training.sync_batch_norm import SyncBatchNorm
 
 PRETENDED_GPUS = 8
 """What `torch.cuda.device_count()` says to the tests: none of them asks for more."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from labkit.guard import die_with_parent
+from labkit.launch.guard import die_with_parent
 
 from . import placement
 from .swap import Constructions

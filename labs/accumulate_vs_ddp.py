@@ -1,0 +1,110 @@
+"""Accumulated or distributed: the same gradients, on every rank, or a reason why not.
+
+Start it with torchrun, one sample a rank:
+
+    torchrun --standalone --nproc-per-node 4 labs/accumulate_vs_ddp.py
+
+Every rank prints a block with the gradient norms of a small model, computed three ways:
+
+  accumulated   on this rank alone, over all samples, one backward each, the loss divided by their
+                number
+  miniddp       from this rank's sample only, then miniddp.manual.average_gradients
+  torch DDP     from this rank's sample only, in torch.nn.parallel.DistributedDataParallel
+
+With 4 ranks and seed 42 the numbers are those of the forum thread "Unexplained behaviour in
+accumulate gradients vs in a ddp setting". The exit code is 1 if the three do not agree.
+
+With --first-program the data are drawn before the seed is set, as the thread's author first did:
+every rank then has data of its own, different at each run, and the columns do not agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from labkit.book.tables import bound, table
+from labkit.launch.lab import (
+    Place,
+    joined,
+    largest_on_any_rank,
+    parse_arguments,
+    print_in_rank_order,
+)
+from labkit.scenarios.toy_captioner import (
+    SEED,
+    draw_data,
+    gradient_norms,
+    seeded_data,
+    seeded_model,
+)
+from labkit.testing.compare import gradients, largest_difference
+from miniddp.manual import average_gradients
+
+
+def arguments_of_this_lab() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help=f"seed of the data and of the model (default {SEED})"
+    )
+    parser.add_argument(
+        "--first-program",
+        action="store_true",
+        help="draw the data before the seed is set: truly unseeded, other data on every rank",
+    )
+    return parse_arguments(parser)
+
+
+def accumulate(model: nn.Module, data: TensorDataset, device: torch.device) -> nn.Module:
+    """All samples on this rank alone: one backward each, the gradients add up."""
+    for pixels, captions in data:
+        loss = model(pixels[None].to(device), captions[None].to(device))
+        (loss / len(data)).backward()
+    return model
+
+
+def compare_on_this_rank(place: Place, seed: int, first_program: bool) -> tuple[str, list[float]]:
+    """This rank's block, and how far the other two results are from the accumulated one."""
+    rank, world_size, device = place
+    data = draw_data(world_size) if first_program else seeded_data(seed, world_size)
+    model = seeded_model(seed).to(device)
+    pixels, captions = (part[rank : rank + 1].to(device) for part in data.tensors)
+
+    accumulated = accumulate(copy.deepcopy(model), data, device)
+
+    by_hand = copy.deepcopy(model)
+    by_hand(pixels, captions).backward()
+    average_gradients(by_hand)
+
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    ddp(pixels, captions).backward()
+
+    norms = [gradient_norms(m) for m in (accumulated, by_hand, ddp)]
+    rows = [[name, *(column[name] for column in norms)] for name in norms[0]]
+    block = table(["parameter", "accumulated", "miniddp", "torch DDP"], rows)
+    apart = [largest_difference(gradients(m), gradients(accumulated)) for m in (by_hand, ddp)]
+    return f"rank {rank} of {world_size}\n{block}", apart
+
+
+def main() -> None:
+    arguments = arguments_of_this_lab()
+    with joined() as place:
+        block, apart = compare_on_this_rank(place, arguments.seed, arguments.first_program)
+        print_in_rank_order(block)
+        worst = largest_on_any_rank(*apart)
+        if place.rank == 0:
+            print(f"\nlargest difference between the three, on any rank: {bound(worst)}")
+    agree = worst <= 1e-6  # a NaN does not
+    if not agree and not arguments.first_program:
+        raise SystemExit("accumulated and distributed gradients do not agree")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Buckets that overlap: every way to average the same gradients, checked and timed side by side.
+
+Start it with torchrun, on one machine:
+
+    torchrun --standalone --nproc-per-node 4 labs/buckets_that_overlap.py
+
+or on several, here two with four processes (and GPUs) each, the same line on both:
+
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \\
+        labs/buckets_that_overlap.py
+
+Each rank has its share of one batch. The gradients are averaged as in both examples of the forum
+thread, by one all-reduce a parameter after backward and by torch's DDP, and in every way that lies
+between them. A row of the table that rank 0 prints holds, for its way:
+
+  all-reduces  how many a step
+  first after  how many gradients were ready when the first was launched; all of them means that
+               communication began when backward had ended
+  full batch   the largest difference to the gradient of one process with the whole batch
+  torch DDP    the same, to the gradient of torch's DDP; both in units of the largest entry
+  ranks        the largest difference between the ranks
+  ms           the median time of a step (forward, backward, average) on rank 0; the ways take turns
+  ÷ DDP        the median of its times divided by those of torch's DDP in the same turn
+  exposed      ms of the last step in which rank 0 communicated after backward
+
+"MiniDDP, planned" measures the link and its own gradients in the steps before, and sizes its
+buckets by that (on the CPU); --bucket-cap-mb is for all other buckets.
+
+The exit code is 1 if a way differs from the full batch or from torch's DDP by more than rounding,
+or if the ranks differ by a single bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.book.tables import Cell, bound, table, to_the_bit
+from labkit.launch.lab import joined, parse_arguments
+from labkit.profiling.recording import Recorder, merge
+from labkit.profiling.slow_link import SlowLink
+from labkit.profiling.timeline import draw_together, save_trace
+from labkit.scenarios.toy_steps import ToyStep, loss_of, small_transformer, stack_of_linears
+from labkit.testing.compare import flatten, gradients
+from miniddp.ddp import MiniDDP
+from miniddp.extras.first_steps import STEPS, WARM_UP
+from miniddp.ladder import (
+    Bucketed,
+    BucketedOverlapped,
+    Flat,
+    OverlappedPerParameter,
+    PerParameter,
+    Rung,
+)
+
+Averager = Rung | nn.Module
+
+ROUNDING = 1e-5  # of the largest entry; float32 sums of some hundred samples, in several orders
+DDP, PLANNED = "torch DDP", "MiniDDP, planned"
+# In its first step torch's DDP learns in which order gradients come; MiniDDP plans by some more.
+WARM_UP_STEPS = WARM_UP + STEPS + 1
+PER_RANK = {"stack": 256, "transformer": 8}
+
+
+def arguments_of_this_lab() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of model and data (default 0)")
+    parser.add_argument("--model", choices=PER_RANK, default="stack", help="(default stack)")
+    parser.add_argument("--steps", type=positive, default=5, help="timed steps each (default 5)")
+    parser.add_argument(
+        "--bucket-cap-mb",
+        type=float,
+        help="size of the buckets in MiB (default: torch's, a first of 1 and then 25)",
+    )
+    parser.add_argument(
+        "--gbit",
+        type=float,
+        help="slow the link down to that many Gbit/s (CPU, all ranks on one machine)",
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="timeline and traces of rank 0's last steps"
+    )
+    return parse_arguments(parser)
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def ways(
+    cap: float | None, device: torch.device
+) -> dict[str, Callable[[nn.Module, dist.ProcessGroup], Averager]]:
+    """What averages, given a module and a process group, by the name of its row."""
+    planned = {PLANNED: partial(mini_ddp, bucket_plan="measured")} if device.type == "cpu" else {}
+    return {
+        "one all-reduce a parameter": PerParameter,
+        "flat": Flat,
+        "a parameter, overlapped": OverlappedPerParameter,
+        "buckets": partial(Bucketed, bucket_cap_mb=cap),
+        "buckets, overlapped": partial(BucketedOverlapped, bucket_cap_mb=cap),
+        "MiniDDP": partial(mini_ddp, bucket_cap_mb=cap),
+        **planned,
+        DDP: partial(torch_ddp, bucket_cap_mb=cap),
+    }
+
+
+def mini_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
+    return MiniDDP(module, process_group=group, **options)
+
+
+def torch_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
+    return DistributedDataParallel(module, process_group=group, **options)
+
+
+def toy(name: str, seed: int, world_size: int) -> ToyStep:
+    make = {"stack": stack_of_linears, "transformer": small_transformer}[name]
+    return make(seed, samples=PER_RANK[name] * world_size)
+
+
+class Apart(NamedTuple):
+    """The largest differences of one way's gradient, on whichever rank they are largest."""
+
+    full_batch: float
+    ddp: float
+    ranks: float
+
+    def is_rounding(self) -> bool:
+        return self.full_batch < ROUNDING and self.ddp < ROUNDING and self.ranks == 0
+
+
+class Way:
+    """One way on this rank: a replica of its own, what averages it, and what was seen of it."""
+
+    def __init__(self, make: Callable[..., Averager], model: nn.Module, link: Any) -> None:
+        self.module = copy.deepcopy(model)
+        self.recorder = Recorder(self.module, link)
+        self.averager = make(self.module, self.recorder)
+
+    def step(self, inputs: Tensor, record: bool = False) -> float:
+        """One forward and backward, begun by all ranks together; its seconds."""
+        self.module.zero_grad()
+        dist.barrier()
+        begin = time.perf_counter()
+        with self.recorder if record else nullcontext():
+            loss_of(self.averager(inputs)).backward()
+            if isinstance(self.averager, Rung):
+                self.averager.finish()
+            if inputs.is_cuda:
+                torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+
+def run_all(found: dict[str, Way], inputs: Tensor, steps: int) -> dict[str, list[float]]:
+    """Each way's seconds, turn by turn; then one more step of each is recorded."""
+    for _ in range(WARM_UP_STEPS):
+        for way in found.values():
+            way.step(inputs)
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(steps):
+        for name, way in found.items():
+            seconds[name].append(way.step(inputs))
+    for way in found.values():
+        way.step(inputs, record=True)
+    return seconds
+
+
+def compare(found: dict[str, Way], truth: Tensor) -> dict[str, Apart]:
+    """The same on every rank; `truth` is the whole batch's gradient, flattened."""
+    flat = {name: flatten(gradients(way.module)) for name, way in found.items()}
+    largest = truth.abs().max()
+    apart = []
+    for mine in flat.values():
+        first = mine.clone()
+        dist.broadcast(first, src=0)
+        pairs = ((mine, truth), (mine, flat[DDP]), (mine, first))
+        apart.append([float((one - other).abs().max() / largest) for one, other in pairs])
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, apart)
+    worst = torch.tensor(of_ranks).amax(dim=0).tolist()
+    return {name: Apart(*row) for name, row in zip(found, worst, strict=True)}
+
+
+def row_of(name: str, way: Way, apart: Apart, seconds: dict[str, list[float]]) -> list[Cell]:
+    recorded = way.recorder.recorded
+    buckets = recorded.buckets()
+    ratios = [mine / ddp for mine, ddp in zip(seconds[name], seconds[DDP], strict=True)]
+    return [
+        name,
+        len(buckets),
+        f"{buckets[0].after} of {len(recorded.gradients)}",
+        bound(apart.full_batch, ROUNDING),
+        bound(apart.ddp, ROUNDING),
+        to_the_bit(apart.ranks),
+        median(seconds[name]) * 1e3,
+        median(ratios),
+        recorded.exposed_seconds() * 1e3,
+    ]
+
+
+def save(folder: Path, found: dict[str, Way]) -> None:
+    """One figure of all ways, and a trace of each, as this rank saw them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = {name: merge([way.recorder.recorded]) for name, way in found.items()}
+    draw_together(steps).savefig(folder / "timeline.png", dpi=160)
+    for name, recording in steps.items():
+        save_trace(recording, folder / f"{re.sub('[^a-zA-Z]+', '-', name)}.json")
+    print(f"\nSaved in {folder}: timeline.png, and traces for https://ui.perfetto.dev")
+
+
+def main() -> None:
+    arguments = arguments_of_this_lab()
+    with joined() as place:
+        if arguments.gbit is not None and place.device.type != "cpu":
+            raise SystemExit("--gbit slows down a link between CPUs; these ranks are on GPUs")
+        model, batch = toy(arguments.model, arguments.seed, place.world_size)
+        model, batch = model.to(place.device), batch.to(place.device)
+        alone = copy.deepcopy(model)
+        loss_of(alone(batch)).backward()
+        truth = flatten(gradients(alone))
+
+        link = None if arguments.gbit is None else SlowLink(arguments.gbit)
+        makers = ways(arguments.bucket_cap_mb, place.device)
+        found = {name: Way(make, model, link) for name, make in makers.items()}
+        seconds = run_all(found, batch.chunk(place.world_size)[place.rank], arguments.steps)
+        apart = compare(found, truth)
+
+        if place.rank == 0:
+            headers = ["all-reduces", "first after", "full batch", "torch DDP", "ranks"]
+            rows = [row_of(name, found[name], apart[name], seconds) for name in found]
+            ranks = f"{place.world_size} ranks"
+            print(table([ranks, *headers, "ms", "÷ DDP", "exposed"], rows, digits=2), flush=True)
+            if arguments.save:
+                save(arguments.save, found)
+    wrong = [name for name in found if not apart[name].is_rounding()]
+    if wrong and place.rank == 0:
+        print(f"\nThese do not give the average of the full batch: {', '.join(wrong)}")
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The mean of the means: gradient accumulation and DDP on captions of different lengths.
+
+Start it with torchrun, on as many ranks as you like:
+
+    torchrun --standalone --nproc-per-node 2 labs/mean_of_means.py
+
+Each rank has captions of its own, cut into micro-batches, and accumulates their gradients under
+DDP. Three recipes say what a micro-batch's summed loss is divided by:
+
+  each-part    its own words, times the number of micro-batches: the mean of the means
+  own-window   the words of all micro-batches of this rank: the well-known fix for accumulation
+  whole-step   N / W: the words of all micro-batches of all ranks, over the number of ranks
+
+Rank 0 prints how the gradient of each stands to that of a single process which sees all captions,
+under torch's DDP and under MiniDDP: the ratio of the norms, the cosine, and the largest difference
+on any rank. The exit code is 1 if the recipe named by --recipe does not give that gradient on every
+rank, or if the loss that miniddp.training.losses.global_mean would log is not the mean over all words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.book.tables import bound, table
+from labkit.launch.lab import Place, largest_on_any_rank, parse_arguments
+from labkit.launch.lab import joined as joined_ranks
+from labkit.scenarios.padded_captioner import (
+    Captioner,
+    Captions,
+    count_words,
+    draw_captions,
+    joined,
+    micro_batches,
+    trained_captioner,
+)
+from labkit.testing.compare import Comparison, gradients, largest_difference, ratio_and_cosine
+from miniddp import MiniDDP
+from miniddp.training.losses import global_mean, loss_scale, token_cross_entropy
+
+RECIPES = ("each-part", "own-window", "whole-step")
+SEED = 0
+TOLERANCE = 1e-5  # relative, in float32
+
+Wrapped = DistributedDataParallel | MiniDDP
+
+
+class Outcome(NamedTuple):
+    """What a recipe gave.
+
+    `difference` is the largest from the full batch, on any rank, relative to its largest element.
+    """
+
+    recipe: str
+    wrapper: str
+    comparison: Comparison
+    difference: float
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help=f"of the captions (default {SEED})")
+    parser.add_argument(
+        "--accumulate", type=int, default=4, help="micro-batches a rank and step (default 4)"
+    )
+    parser.add_argument(
+        "--captions", type=int, default=2, help="captions a micro-batch (default 2)"
+    )
+    parser.add_argument(
+        "--recipe", choices=RECIPES, default="whole-step", help="(default whole-step)"
+    )
+    arguments = parse_arguments(parser)
+    if arguments.accumulate < 1 or arguments.captions < 1:
+        parser.error("--accumulate and --captions must be at least 1")
+    return arguments
+
+
+def to(captions: Captions, device: torch.device) -> Captions:
+    return Captions(*(tensor.to(device) for tensor in captions))
+
+
+def full_batch(
+    model: Captioner, captions: Captions, device: torch.device
+) -> tuple[float, list[Tensor]]:
+    """Loss and gradient of one process that sees all captions, from one backward."""
+    model, captions = copy.deepcopy(model), to(captions, device)
+    loss_sum, count = token_cross_entropy(model(captions.pixels, captions.tokens), captions.targets)
+    loss = loss_sum / count
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def scales(recipe: str, counts: list[int], device: torch.device) -> list[float]:
+    """What this rank multiplies the summed loss of each of its micro-batches by."""
+    if recipe == "each-part":
+        return [1 / (count * len(counts)) for count in counts]
+    if recipe == "own-window":
+        return [1 / sum(counts)] * len(counts)
+    return [loss_scale(sum(counts), device=device)] * len(counts)
+
+
+def accumulate(replica: Wrapped, parts: list[Captions], recipe: str, place: Place) -> float:
+    """Leave the recipe's gradient in the replica; the mean loss over all words of all ranks."""
+    counts = [count_words(part) for part in parts]
+    logged = torch.zeros((), device=place.device)
+    for i, scale in enumerate(scales(recipe, counts, place.device)):
+        part = to(parts[i], place.device)
+        with nullcontext() if i == len(parts) - 1 else replica.no_sync():
+            loss_sum, _ = token_cross_entropy(replica(part.pixels, part.tokens), part.targets)
+            (loss_sum * scale).backward()
+        logged += loss_sum.detach()
+    return global_mean(logged, sum(counts)).item()
+
+
+def run(arguments: argparse.Namespace, place: Place) -> tuple[float, float, list[Outcome]]:
+    """The true loss, how far a logged one is from it, relatively, and what each recipe gave."""
+    share = arguments.accumulate * arguments.captions
+    # Other captions on each rank; every rank can draw all of them, for the single process.
+    shares = [draw_captions(share, 1000 * arguments.seed + r) for r in range(place.world_size)]
+    parts = micro_batches(shares[place.rank], arguments.captions)
+    model = trained_captioner().to(place.device)
+    loss, wanted = full_batch(model, joined(shares), place.device)
+    largest = max(gradient.abs().max().item() for gradient in wanted)
+    outcomes, apart = [], []
+    for recipe in RECIPES:
+        for name, wrap in (("torch DDP", DistributedDataParallel), ("MiniDDP", MiniDDP)):
+            replica = wrap(copy.deepcopy(model))
+            logged = accumulate(replica, parts, recipe, place)
+            apart.append(abs(logged / loss - 1))
+            found = gradients(replica)
+            difference = largest_on_any_rank(largest_difference(found, wanted) / largest)
+            outcomes.append(Outcome(recipe, name, ratio_and_cosine(found, wanted), difference))
+    return loss, largest_on_any_rank(*apart), outcomes
+
+
+def main() -> None:
+    arguments = read_arguments()
+    with joined_ranks() as place:
+        loss, apart, outcomes = run(arguments, place)
+    # Of what is right, not of what is wrong: a NaN is neither below a limit nor above it.
+    right = all(o.difference <= TOLERANCE for o in outcomes if o.recipe == arguments.recipe)
+    logged_right = apart <= TOLERANCE
+    if place.rank == 0:
+        split = f"{arguments.captions} captions × {arguments.accumulate} parts"
+        print(f"{split} × {place.world_size} ranks: the mean loss over all words is {loss:.4f}")
+        print(f"apart from what global_mean logs, on any rank: {bound(apart, TOLERANCE)}\n")
+        rows = [
+            [o.recipe, o.wrapper, *o.comparison, bound(o.difference, TOLERANCE)] for o in outcomes
+        ]
+        print(table(["recipe", "", "ratio", "cosine", "apart, on any rank"], rows))
+        if not right:
+            print(f"\n{arguments.recipe} does not give the gradient of the full batch.")
+        if not logged_right:
+            print("\nThe logged loss is not the mean over all words.")
+    if not (right and logged_right):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The flat ring and the hierarchical all-reduce, over the true links between this machine's ranks.
+
+Start it with torchrun, on two nodes or more; on one machine for example
+
+    labs/two_hosts.sh --rate 1gbit torchrun --nproc-per-node 4 labs/two_nodes.py
+
+Each all-reduce adds up the same gradients, of a few MiB. Printed for each: the bytes that left a
+node, counted at every send and, where the link is an interface of its own (Linux, named by
+GLOO_SOCKET_IFNAME), read from the system's counter; the median time of the slowest rank; and both
+in relation to the hierarchical one. The counter has what the protocols add: headers and
+acknowledgements, and all else that the ranks tell each other. The exit code is 1 if the sums differ
+between ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.book.tables import table
+from labkit.launch.lab import Place, joined, parse_arguments
+from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
+
+MIB = 2**20
+
+
+class Result(NamedTuple):
+    """Of one all-reduce: bytes that left a node, and seconds."""
+
+    counted: float
+    on_the_wire: float
+    seconds: float
+    same: bool
+
+
+def arguments_of_this_lab() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mib", type=float, default=4, help="MiB of gradients (default 4)")
+    parser.add_argument("--repeat", type=int, default=5, help="all-reduces each (default 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the gradients (default 0)")
+    return parse_arguments(parser)
+
+
+def sent_by_the_interface() -> int | None:
+    """Bytes that the interface to the other nodes has sent since it is up, or None."""
+    name, counters = os.environ.get("GLOO_SOCKET_IFNAME", ""), Path("/proc/self/net/dev")
+    if name in ("", "lo") or not counters.exists():
+        return None
+    for line in counters.read_text().splitlines():
+        interface, _, numbers = line.partition(":")
+        if interface.strip() == name:
+            return int(numbers.split()[8])
+    return None
+
+
+def sent_to_other_nodes(
+    ranks_per_node: int, all_reduce: Callable[[Tensor], None], x: Tensor
+) -> int:
+    """Run it, and count the bytes of this rank's messages to ranks on other nodes."""
+    exchange, here = dist.batch_isend_irecv, dist.get_rank() // ranks_per_node
+    with mock.patch.object(dist, "batch_isend_irecv", wraps=exchange) as watched:
+        all_reduce(x)
+    return sum(
+        operation.tensor.nbytes
+        for call in watched.call_args_list
+        for operation in call.args[0]
+        if operation.op is dist.isend and operation.peer // ranks_per_node != here
+    )
+
+
+def wait_for_the_gpu(place: Place) -> None:
+    """To it a call is a launch: a clock that is read at once shows how long launching took."""
+    if place.device.type == "cuda":
+        torch.cuda.synchronize(place.device)
+
+
+def measure(
+    arguments: argparse.Namespace,
+    place: Place,
+    ranks_per_node: int,
+    all_reduce: Callable[[Tensor], None],
+) -> Result:
+    generator = torch.Generator().manual_seed(arguments.seed + place.rank)
+    gradient = torch.randn(int(arguments.mib * MIB / 4), generator=generator).to(place.device)
+
+    total = gradient.clone()
+    counted = torch.tensor(float(sent_to_other_nodes(ranks_per_node, all_reduce, total)))
+    dist.all_reduce(counted)
+    of_first = total.clone()
+    dist.broadcast(of_first, src=0)
+    differs = torch.tensor(float(not torch.equal(total, of_first)))
+    dist.all_reduce(differs)
+
+    seconds, wire = [], []
+    for _ in range(arguments.repeat):
+        total = gradient.clone()
+        dist.barrier()
+        wait_for_the_gpu(place)
+        before, begin = sent_by_the_interface(), time.perf_counter()
+        all_reduce(total)
+        wait_for_the_gpu(place)
+        mine = torch.tensor(time.perf_counter() - begin)
+        dist.barrier()
+        after = sent_by_the_interface()
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        seconds.append(mine.item())
+        wire.append(after - before if before is not None and after is not None else float("nan"))
+    nodes = place.world_size // ranks_per_node
+    return Result(
+        counted.item() / nodes,
+        statistics.median(wire),
+        statistics.median(seconds),
+        differs.item() == 0,
+    )
+
+
+def main() -> None:
+    arguments = arguments_of_this_lab()
+    with joined() as place:
+        ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        nodes = Nodes.groups(ranks_per_node)
+        ways: dict[str, Callable[[Tensor], None]] = {
+            "flat ring": ring_all_reduce,
+            "hierarchical": lambda tensor: hierarchical_all_reduce(tensor, nodes=nodes),
+        }
+        found = {name: measure(arguments, place, ranks_per_node, way) for name, way in ways.items()}
+    count, base = place.world_size // ranks_per_node, found["hierarchical"]
+    if place.rank == 0:
+        print(f"{count} nodes of {ranks_per_node} ranks, {arguments.mib:g} MiB of gradients")
+        rows = [
+            [
+                name,
+                one.counted / MIB,
+                one.on_the_wire / MIB,
+                one.seconds * 1000,
+                one.counted / base.counted if base.counted else float("nan"),
+                one.seconds / base.seconds,
+                one.same,
+            ]
+            for name, one in found.items()
+        ]
+        headers = ["", "MiB out of a node", "on the wire", "ms", "bytes ÷", "time ÷", "same bits"]
+        print(table(headers, rows, digits=2))
+        others = place.world_size - ranks_per_node
+        theory = (place.world_size - 1) / others if others else float("nan")
+        print(f"theory of the bytes: {theory:.2f} to 1", flush=True)
+    if not all(one.same for one in found.values()):
+        raise SystemExit("the sums differ between ranks")
+
+
+if __name__ == "__main__":
+    main()

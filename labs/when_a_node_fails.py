@@ -1,0 +1,177 @@
+"""Training that is interrupted: a rank is killed, gets stuck, or a whole node goes away.
+
+Start it with torchrun; on two nodes, this on each of them:
+
+    torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 1 --rdzv-backend c10d \\
+        --rdzv-endpoint HOST:PORT labs/when_a_node_fails.py --checkpoint runs/resume.pt --kill 2@7
+
+A small model is trained by MiniDDP, every batch drawn from the seed, the step and the rank. Rank 0
+prints each step, writes a checkpoint every few steps, and at the end prints a hash of the weights,
+which is the same on every rank. What --kill, --stick and --lose-node do happens in a run that began
+at step 0, and not again in the one that resumes: with --max-restarts 1 the run above ends with the
+hash of an unbroken one, in which nobody is killed.
+
+Without --checkpoint nothing is written, and a restart begins anew. Nodes that share no disk each
+have a folder of their own; the newest checkpoint that any rank finds is the one that counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.launch.attendance import attendance
+from labkit.launch.checkpoint import newest, save
+from labkit.launch.lab import Place, joined, parse_arguments
+from miniddp import MiniDDP
+
+
+class Moment(NamedTuple):
+    """A rank and the step at which something happens to it."""
+
+    rank: int
+    step: int
+
+    @classmethod
+    def parse(cls, text: str) -> Moment:
+        rank, _, step = text.partition("@")
+        return cls(int(rank), int(step))
+
+
+def arguments_of_this_lab() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the model and the data (default 0)")
+    parser.add_argument("--steps", type=int, default=12, help="steps in all (default 12)")
+    parser.add_argument("--checkpoint", type=Path, help="the file (default: none is written)")
+    parser.add_argument("--every", type=int, default=4, help="steps between two (default 4)")
+    faults = parser.add_mutually_exclusive_group()
+    moment = {"type": Moment.parse, "metavar": "RANK@STEP"}
+    faults.add_argument("--kill", **moment, help="kill this rank in the middle of this step")
+    faults.add_argument("--stick", **moment, help="let this rank get stuck there")
+    faults.add_argument(
+        "--lose-node", **moment, help="kill every process of this rank's node, the agent too"
+    )
+    parser.add_argument(
+        "--forget-optimizer", action="store_true", help="leave its state out of the checkpoint"
+    )
+    parser.add_argument(
+        "--rebuild-buckets",
+        action="store_true",
+        help="let the buckets be packed anew after the first step of each life, DDP's default",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60, help="seconds an average may take (default 60)"
+    )
+    return parse_arguments(parser)
+
+
+def batch(seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Of no generator's state, so that there is none to restore: (16, 32) inputs, (16,) classes."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + rank)
+    inputs = torch.randn(16, 32, generator=generator)
+    return inputs, inputs[:, :10].argmax(dim=1)
+
+
+def build(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)
+    )
+
+
+def hash_of(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, value in module.state_dict().items():
+        digest.update(name.encode() + value.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def happen(arguments: argparse.Namespace, place: Place, step: int) -> None:
+    """What was ordered for this step. All ranks have finished the one before."""
+    if arguments.kill and step == arguments.kill.step:
+        dist.barrier()
+        if place.rank == arguments.kill.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if arguments.stick and step == arguments.stick.step and place.rank == arguments.stick.rank:
+        time.sleep(3600)
+    if arguments.lose_node and step == arguments.lose_node.step:
+        nodes: list[int] = [0] * place.world_size
+        dist.all_gather_object(nodes, int(os.environ["GROUP_RANK"]))
+        if nodes[place.rank] == nodes[arguments.lose_node.rank]:
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(arguments: argparse.Namespace, place: Place) -> nn.Module:
+    def say(text: str) -> None:
+        if place.rank == 0:
+            print(text, flush=True)
+
+    module = build(arguments.seed).to(place.device)
+    saved = newest(arguments.checkpoint) if arguments.checkpoint else None
+    first = 0
+    if saved:
+        module.load_state_dict(saved["model"])
+        first = saved["step"]
+    # With find_unused_parameters the buckets stay as they are packed at first. Otherwise they are
+    # packed anew after a first step, of each life: other buckets, other orders of addition.
+    # A group of its own for the averages: all ranks are there by now, a short timeout is fair.
+    group = dist.new_group(timeout=timedelta(seconds=arguments.timeout))
+    wrapped = MiniDDP(
+        module, process_group=group, find_unused_parameters=not arguments.rebuild_buckets
+    )
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+    if saved and "optimizer" in saved:
+        optimizer.load_state_dict(saved["optimizer"])
+    if saved:
+        say(f"resumed at step {first}")
+
+    with attendance() as note:
+        for step in range(first, arguments.steps):
+            note(f"step {step}: its batch")
+            inputs, classes = (
+                part.to(place.device) for part in batch(arguments.seed, step, place.rank)
+            )
+            loss = nn.functional.cross_entropy(wrapped(inputs), classes)
+            if not saved:
+                happen(arguments, place, step)
+            note(f"step {step}: backward")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            say(f"step {step:2d}  loss of rank 0 {loss.item():.4f}")
+            done = step + 1
+            if arguments.checkpoint and done % arguments.every == 0 and place.rank == 0:
+                state = {"step": done, "model": module.state_dict()}
+                if not arguments.forget_optimizer:
+                    state["optimizer"] = optimizer.state_dict()
+                save(arguments.checkpoint, state)
+    return module
+
+
+def main() -> None:
+    arguments = arguments_of_this_lab()
+    with joined() as place:
+        module = train(arguments, place)
+        hashes = [""] * place.world_size
+        dist.all_gather_object(hashes, hash_of(module))
+        if place.rank == 0:
+            print(f"weights {hashes[0]} on {hashes.count(hashes[0])} of {place.world_size} ranks")
+    if len(set(hashes)) > 1:
+        raise SystemExit("the replicas differ")
+
+
+if __name__ == "__main__":
+    main()

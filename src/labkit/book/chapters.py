@@ -1,0 +1,169 @@
+"""Execute the book's chapters: for a build of the book, or to store their outputs anew.
+
+    python -m labkit.book.chapters execute book _build/executed   a copy of the book, every chapter run
+    python -m labkit.book.chapters update [CHAPTER…]              run in place, store the outputs
+
+The text that a chapter stores is compared with what it prints at every test run (nbval). Outputs
+are stored by `update` and never edited by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+
+from labkit.launch.scripts import project_root
+
+# Tells a folder that may be cleaned from one that somebody named by mistake.
+MARKER = ".executed-book"
+# Longer than any cell should take, for a machine that is loaded.
+CELL_TIMEOUT = 300
+
+
+def chapters_of(book: Path) -> list[Path]:
+    """The chapters below `book`, in the order of their names."""
+    return sorted(p for p in book.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+
+
+def execute(chapter: Path) -> NotebookNode:
+    """Run a chapter from its first cell to its last, in its own folder, and return it with outputs.
+
+    Its kernel has one thread, where OMP_NUM_THREADS does not say otherwise: two chapters run at
+    once and start processes, and threads of several on one core wait for each other in a loop.
+
+    Raises nbclient's CellExecutionError for a cell that raises, unless it is tagged
+    `raises-exception`.
+    """
+    notebook = nbformat.read(chapter, as_version=4)
+    NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT,
+        kernel_name="python3",
+        extra_arguments=["--log-level=ERROR"],
+        resources={"metadata": {"path": str(chapter.parent)}},
+    ).execute(env={"OMP_NUM_THREADS": "1", **os.environ})
+    return normalize(notebook)
+
+
+def normalize(notebook: NotebookNode) -> NotebookNode:
+    """Drop what differs from run to run and says nothing: times, kernel details, split streams."""
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = _merge_streams(cell.outputs)
+    notebook.metadata = NotebookNode(
+        kernelspec=NotebookNode(display_name="Python 3", language="python", name="python3"),
+        language_info=NotebookNode(name="python"),
+    )
+    return notebook
+
+
+def _merge_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """One output a stream: how prints fall into messages depends on timing."""
+    merged: list[NotebookNode] = []
+    streams: dict[str, NotebookNode] = {}
+    for output in outputs:
+        if output.output_type == "stream" and output.name in streams:
+            streams[output.name].text += output.text
+            continue
+        if output.output_type == "stream":
+            streams[output.name] = output
+        merged.append(output)
+    return merged
+
+
+def write(notebook: NotebookNode, path: Path) -> None:
+    """Write a notebook whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    nbformat.write(notebook, unfinished)
+    unfinished.replace(path)
+
+
+def copy_pages(book: Path, out: Path) -> None:
+    """Copy everything of the book but its chapters, and remove pages and chapters that it lost.
+
+    Raises ValueError for an `out` that holds something else, or that lies in `book` or around it.
+    """
+    inside, outside = book.resolve(), out.resolve()
+    if inside.is_relative_to(outside) or outside.is_relative_to(inside):
+        raise ValueError(f"the copy needs a folder of its own: {out} and {book} hold one another")
+    marker = out / MARKER
+    if out.exists() and any(out.iterdir()) and not marker.exists():
+        raise ValueError(f"{out} is not empty and no copy of a book: name another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+    kept = {Path(MARKER), *(path.relative_to(book) for path in book.rglob("*"))}
+    for path in sorted(out.rglob("*"), reverse=True):
+        if path.relative_to(out) not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    ignore = shutil.ignore_patterns("*.ipynb", "*.py", "ruff.toml", "__pycache__", ".*")
+    shutil.copytree(book, out, ignore=ignore, dirs_exist_ok=True)
+
+
+def execute_book(book: Path, out: Path) -> None:
+    """Copy `book` to `out`, every chapter executed. Exits naming the chapter that failed."""
+    copy_pages(book, out)
+    _run_all([(chapter, out / chapter.relative_to(book)) for chapter in chapters_of(book)])
+
+
+def update(chapters: Sequence[Path]) -> None:
+    """Execute chapters in place and store their outputs."""
+    _run_all([(chapter, chapter) for chapter in chapters])
+
+
+def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
+    def run(job: tuple[Path, Path]) -> str | None:
+        chapter, target = job
+        start = time.monotonic()
+        if target != chapter:
+            target.unlink(missing_ok=True)  # what is stale must not be rendered after a failure
+        try:
+            write(execute(chapter), target)
+        except CellExecutionError as error:
+            return f"{chapter}: a cell failed\n{error}"
+        except (OSError, ValueError, RuntimeError, TimeoutError) as error:
+            return f"{chapter}: {type(error).__name__}: {error}"
+        print(f"  {chapter}  {time.monotonic() - start:.1f} s", flush=True)
+        return None
+
+    # Two at once: chapters start several processes of their own.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        failures = [failure for failure in pool.map(run, jobs) if failure]
+    if failures:
+        sys.exit("\n\n".join(failures))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    to_execute = commands.add_parser("execute", help="make an executed copy of the book")
+    to_execute.add_argument("book", type=Path)
+    to_execute.add_argument("out", type=Path)
+    to_update = commands.add_parser("update", help="run chapters in place and store their outputs")
+    to_update.add_argument("chapters", type=Path, nargs="*", help="default: all of them")
+    arguments = parser.parse_args()
+    if arguments.command == "execute":
+        try:
+            execute_book(arguments.book, arguments.out)
+        except ValueError as error:
+            sys.exit(str(error))
+    else:
+        update(arguments.chapters or chapters_of(project_root() / "book"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The built book as a site: where its launch buttons lead, and whether it holds together offline.
+
+    python -m labkit.book.site configure _config.yml OUT   the build's configuration, with launch buttons
+    python -m labkit.book.site check _build/html           every link, picture and script of every page
+
+A launch button has to name the repository it starts from, and a checkout does not know under which
+address it is published. So the address is taken from the environment variable BOOK_REPOSITORY
+(`https://github.com/owner/name`, set by the publishing workflow) and BOOK_BRANCH (default `main`).
+Without it the pages carry a download button only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import yaml
+from bs4 import BeautifulSoup
+
+BINDER = "https://mybinder.org"
+# What a page loads by itself, and the attribute that names it; a link is followed by a person.
+LOADED = (("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src"))
+# Relations of <link> that load nothing.
+NAMED_ONLY = {"canonical", "index", "search", "next", "prev", "author", "copyright"}
+
+
+def configuration(base: str, repository: str | None, branch: str = "main") -> str:
+    """Jupyter Book's configuration `base` (YAML), with launch buttons if `repository` is known.
+
+    Raises ValueError if `repository` is not an https address of a repository on GitHub, the host
+    whose notebooks Binder starts from such an address.
+    """
+    config = yaml.safe_load(base)
+    if repository:
+        parts = urlsplit(repository)
+        if parts.scheme != "https" or parts.netloc != "github.com" or parts.path.count("/") != 2:
+            raise ValueError(
+                f"BOOK_REPOSITORY is {repository!r}; launch buttons need"
+                " https://github.com/OWNER/NAME. Unset it to build without them."
+            )
+        config["repository"] = {"url": repository, "path_to_book": "book", "branch": branch}
+        config["launch_buttons"] = {"notebook_interface": "jupyterlab", "binderhub_url": BINDER}
+    return yaml.safe_dump(config, sort_keys=False)
+
+
+def problems(site: Path) -> list[str]:
+    """What is wrong with the pages below `site`, one sentence each; empty if all is well.
+
+    A link to a page or a place that does not exist; a script, style or picture that would be
+    fetched from another host, or that is missing; a picture without alt text.
+    Raises FileNotFoundError if there is no page at all.
+    """
+    site = site.resolve()
+    # Folders with an underscore hold the theme's files, templates of pages among them.
+    paths = [p for p in sorted(site.rglob("*.html")) if p.relative_to(site).parts[0][0] != "_"]
+    pages = {path: _page(path) for path in paths}
+    if not pages:
+        raise FileNotFoundError(f"no page lies below {site}: make book builds them")
+    ids = {path: _ids(page) for path, page in pages.items()}
+    found = []
+    for path, page in pages.items():
+        name = path.relative_to(site)
+        found += [f"{name}: {problem}" for problem in _broken_links(path, page, ids)]
+        found += [f"{name}: {problem}" for problem in _not_local(path, page)]
+        found += [
+            f"{name}: {image.get('src')} has no alt text"
+            for image in page.find_all("img")
+            if not image.get("alt", "").strip()
+        ]
+    return found
+
+
+def _page(path: Path) -> BeautifulSoup:
+    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+
+
+def _ids(page: BeautifulSoup) -> set[str]:
+    return {tag["id"] for tag in page.find_all(id=True)}
+
+
+def _broken_links(path: Path, page: BeautifulSoup, ids: dict[Path, set[str]]) -> Iterator[str]:
+    for tag in page.find_all("a", href=True):
+        parts = urlsplit(tag["href"])
+        if parts.scheme or parts.netloc:
+            continue
+        target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+        if not target.is_file():
+            yield f"a link leads to {tag['href']}, and there is no such file"
+            continue
+        place = unquote(parts.fragment)
+        if place and place not in ids.get(target, {place}):
+            yield f"a link leads to {tag['href']}, and that page has no such place"
+
+
+def _not_local(path: Path, page: BeautifulSoup) -> Iterator[str]:
+    for name, attribute in LOADED:
+        for tag in page.find_all(name, {attribute: True}):
+            if name == "link" and NAMED_ONLY & set(tag.get("rel", [])):
+                continue
+            address = tag[attribute]
+            parts = urlsplit(address)
+            if parts.scheme == "data":
+                continue
+            if parts.scheme or parts.netloc:
+                yield f"<{name}> loads {address} from another host: the book is to be read offline"
+            elif not (path.parent / unquote(parts.path)).is_file():
+                yield f"<{name}> loads {address}, and there is no such file"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    configure = commands.add_parser("configure", help="write the build's configuration")
+    configure.add_argument("base", type=Path)
+    configure.add_argument("out", type=Path)
+    check = commands.add_parser("check", help="check the pages of a built book")
+    check.add_argument("site", type=Path)
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "configure":
+            repository, branch = os.environ.get("BOOK_REPOSITORY"), os.environ.get("BOOK_BRANCH")
+            text = configuration(arguments.base.read_text(), repository, branch or "main")
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(text)
+        elif found := problems(arguments.site):
+            sys.exit("\n".join(found))
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

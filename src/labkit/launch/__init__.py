@@ -1,0 +1,15 @@
+"""Start ranks: in a notebook cell, under torchrun, on several nodes; and leave none behind."""
+
+from labkit.lazy import offer
+
+__getattr__, __all__ = offer(
+    __name__,
+    {
+        "ranks": ["run_ranks", "RanksError", "RanksTimeoutError"],
+        "scripts": ["run_script", "project_root", "ScriptError"],
+        "lab": ["Place", "joined", "largest_on_any_rank", "parse_arguments", "print_in_rank_order"],
+        "guard": ["run_guarded"],
+        "checkpoint": ["save", "newest"],
+        "attendance": ["attendance"],
+    },
+)

@@ -1,0 +1,104 @@
+"""torchrun, with ranks that are forked from it: started once, torch is loaded once.
+
+    python -m labkit.launch.forked_torchrun --standalone --nproc-per-node 4 labs/accumulate_vs_ddp.py
+
+It takes torchrun's options, is torchrun's agent, and gives each rank torchrun's environment. Only
+`--run-path --start-method fork` are added, two options of torchrun's own: a rank is then a fork of
+the agent, where it would be an interpreter that imports torch anew. Before that, torch._dynamo is
+imported, which torch's DDP and its optimizers do when they are first used. With `--agents 2` before
+all other options it is two agents, as `labkit.launch.nodes --forked` wants them.
+
+Saves 4 s of processor time a rank, most of what a lab takes. What forked ranks share and torchrun's
+own do not: the seed of string hashes, and with it the order of sets. A rank leaves without its
+atexit handlers, and one that leaves by `os._exit(0)` is waited for without end. The first word that
+ends in .py is taken for the script. Where there is no fork (Windows) one agent is torchrun as it
+is, and several there cannot be.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import traceback
+import types
+from pathlib import Path
+
+import torch
+import torch._dynamo  # here, so that not each rank loads it
+from torch.distributed.run import main as torchrun
+
+from labkit.launch.nodes import first_to_fail
+
+AS_RANK = "--as-rank"  # what the agent starts this file with
+AGENTS = "--agents"  # what `labkit.launch.nodes --forked` starts it with
+
+
+def agent(arguments: list[str]) -> None:
+    """Be torchrun's agent, on the command line that torchrun would be given."""
+    if hasattr(os, "fork"):
+        # torchrun is to run this file on each rank, which then runs the script.
+        scripts = (at for at, word in enumerate(arguments) if word.endswith(".py"))
+        at = next(scripts, len(arguments))
+        this = [str(Path(__file__).resolve()), AS_RANK] if at < len(arguments) else []
+        options = ["--run-path", "--start-method=fork", *arguments[:at]]
+        arguments = [*options, *this, *arguments[at:]]
+    torchrun(arguments)
+
+
+def rank(script: str) -> None:
+    """Be one rank: run `script` as a fresh interpreter would. `sys.argv` begins with its path."""
+    path = Path(script).resolve()
+    sys.path[0] = str(path.parent)
+    # A fork begins with its parent's random generators, and with what it does at a signal.
+    torch.seed()
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():  # set by torchrun: too late
+        torch.set_num_threads(int(threads))
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = types.ModuleType("__main__")
+    main.__file__ = str(path)
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as leave:
+        if leave.code:  # None and False mean success, too, which torchrun does not know of a fork
+            raise
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception:  # torchrun would keep it for its own report, at the end of all
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def side_by_side(count: int, arguments: list[str]) -> int:
+    """Be so many agents, each a fork of this process, and return their exit code.
+
+    What an agent leaves behind is ended by the guard around this process (`labkit.launch.nodes`).
+    """
+    fork = multiprocessing.get_context("fork")
+    agents = [fork.Process(target=agent, args=(arguments,)) for _ in range(count)]
+    for one in agents:
+        one.start()
+    try:
+        code = first_to_fail(lambda: [one.exitcode for one in agents])
+    finally:
+        for one in agents:
+            one.kill()
+    return code if code >= 0 else 128 - code  # a shell's word for a signal
+
+
+if __name__ == "__main__":
+    if AS_RANK in sys.argv[1:2]:
+        sys.argv = sys.argv[2:]
+        rank(sys.argv[0])
+    elif AGENTS in sys.argv[1:2]:
+        sys.exit(side_by_side(int(sys.argv[2]), sys.argv[3:]))
+    else:
+        agent(sys.argv[1:])

@@ -1,0 +1,205 @@
+"""The process between the caller and its ranks: starts them, watches them, leaves none behind.
+
+One supervisor a call of `run_ranks`. It is forked from the fork server, which has torch loaded and
+has never run a thread, so that a rank costs a fork and not an import of torch.
+
+1. leave the caller's session and adopt orphans (`labkit.launch.guard`);
+2. fork one process a rank;
+3. wait for reports until every rank has one, one has failed, the time is up, or the caller is gone;
+4. after a failure or at the time-out, ask the ranks still running for their stacks;
+5. let the ranks go, kill what is left of them and of whatever they started;
+6. send the caller one list of reports and the ranks' output.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+from labkit.launch.guard import adopt_orphans, kill_descendants, own_session
+from labkit.launch.rank_process import Job, Report, run_rank
+from labkit.launch.rank_states import State, describe, read_stack, show_cells_as
+
+# After a failure the other ranks get this long to arrive at where they will be stuck, so that the
+# report says the same at every run; it ends early once none of them moves any more.
+_SETTLE = 2.0
+_LOOK_EVERY = 0.1
+_LEAVE_WITHIN = 5.0
+_SHOWN = 200_000  # bytes of output a rank; what lies beyond is counted, not shown
+
+
+class Outcome(NamedTuple):
+    """What the caller gets: a report a rank, and each rank's (stdout, stderr)."""
+
+    reports: list[Report]
+    outputs: list[tuple[str, str]]
+
+
+def supervise(caller: Connection, job: Job) -> None:
+    """Run `job` and send its Outcome to `caller`. Returns only when no process is left below."""
+    own_session()
+    adopt_orphans()
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    try:
+        ranks = _Ranks(job, folder)
+        try:
+            if ranks.watch(caller):
+                ranks.release()
+            else:
+                ranks.look_at_the_unfinished()
+        finally:
+            ranks.stop()
+        outputs = [
+            tuple(
+                show_cells_as(_read_output(folder / f"{stream}-{r}"), job.cells)
+                for stream in ("stdout", "stderr")
+            )
+            for r in range(job.world_size)
+        ]
+        caller.send(Outcome([ranks.reports[r] for r in range(job.world_size)], outputs))
+    except (BrokenPipeError, _CallerGoneError):
+        pass
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _CallerGoneError(Exception):
+    pass
+
+
+class _Ranks:
+    """The running ranks of one job, and what they have reported so far."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self.job = job
+        self.folder = folder
+        self.reports: dict[int, Report] = {}
+        self.pipes: dict[int, Connection] = {}
+        self.processes: dict[int, BaseProcess] = {}
+        context = multiprocessing.get_context(job.start_method)
+        for rank in range(job.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=run_rank, args=(rank, job, folder, theirs))
+            process.start()
+            theirs.close()
+            self.pipes[rank] = ours
+            self.processes[rank] = process
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [r for r in range(self.job.world_size) if r not in self.reports]
+
+    def watch(self, caller: Connection) -> bool:
+        """Collect reports. True if every rank returned; False on a failure or at the time-out."""
+        deadline = time.monotonic() + self.job.timeout
+        while self.unfinished:
+            self._collect(caller, deadline)
+            failed = any(report.status != "returned" for report in self.reports.values())
+            if failed:
+                self._settle(caller, min(deadline, time.monotonic() + _SETTLE))
+                return False
+            if time.monotonic() >= deadline:
+                return False
+        return all(report.status == "returned" for report in self.reports.values())
+
+    def _collect(self, caller: Connection, deadline: float) -> None:
+        """Take what arrives within a moment, at the latest until `deadline`."""
+        rank_of = {self.pipes[rank]: rank for rank in self.unfinished}
+        left = max(0.0, deadline - time.monotonic())
+        ready = wait([caller, *rank_of], timeout=min(left, _LOOK_EVERY))
+        if caller in ready:
+            # The caller never sends: its end was closed, by KeyboardInterrupt or by its death.
+            raise _CallerGoneError
+        for pipe in ready:
+            try:
+                self.reports[rank_of[pipe]] = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                self.reports[rank_of[pipe]] = self._report_death(rank_of[pipe])
+        for rank in self.unfinished:
+            # A child that a dead rank left behind may still hold the rank's end of the pipe open.
+            if self.processes[rank].exitcode is not None and not self.pipes[rank].poll():
+                self.reports[rank] = self._report_death(rank)
+
+    def _report_death(self, rank: int) -> Report:
+        now = time.monotonic()
+        process = self.processes[rank]
+        process.join(_LEAVE_WITHIN)
+        code = process.exitcode
+        if code is None:
+            text = "closed its connection to the supervisor without a result"
+        elif code < 0:
+            name = signal.Signals(-code).name
+            hint = " (often: the system ran out of memory)" if name == "SIGKILL" else ""
+            text = f"was killed by {name}{hint}"
+        else:
+            text = f"ended without a result, with exit code {code} (os._exit?)"
+        return Report("died", text, time=now)
+
+    def _settle(self, caller: Connection, deadline: float) -> None:
+        """Wait until nobody moves: every other rank has reported, or stands where it stood."""
+        before: list[State] | None = None
+        while self.unfinished and time.monotonic() < deadline:
+            self._collect(caller, min(deadline, time.monotonic() + _LOOK_EVERY))
+            now = self._look()
+            if now == before and all(state.waits for state in now):
+                return
+            before = now
+
+    def _look(self) -> list[State]:
+        """Ask every unfinished rank for its stack, and read it."""
+        for rank in self.unfinished:
+            if hasattr(signal, "SIGUSR1") and self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(_LOOK_EVERY / 2)
+        return [self._state(rank) for rank in self.unfinished]
+
+    def _state(self, rank: int) -> State:
+        try:
+            head, dump = (self.folder / f"stack-{rank}").read_text().split("\n", 1)
+        except (FileNotFoundError, ValueError):
+            return State("had not started", waits=False)
+        if not hasattr(signal, "SIGUSR1"):
+            return State("had not finished (where it stands cannot be read here)", waits=False)
+        if not dump:
+            return State("does not answer: it is stopped, or has taken SIGUSR1", waits=False)
+        return describe(read_stack(dump, int(head)), self.job.cells, self.job.home)
+
+    def look_at_the_unfinished(self) -> None:
+        for rank, state in zip(self.unfinished, self._look(), strict=True):
+            self.reports[rank] = Report("unfinished", state.text, waits=state.waits)
+
+    def release(self) -> None:
+        """All have reported: let every rank end by itself, and give it a bounded time for that."""
+        for pipe in self.pipes.values():
+            pipe.send("go")
+        deadline = time.monotonic() + _LEAVE_WITHIN
+        for process in self.processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            if process.is_alive():
+                process.kill()
+        for process in self.processes.values():
+            process.join()
+        kill_descendants()
+
+
+def _read_output(file: Path) -> str:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            text = stream.read(_SHOWN).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    if size > _SHOWN:
+        text += f"\n… {size - _SHOWN:,} more bytes, not shown\n"
+    return text

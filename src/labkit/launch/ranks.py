@@ -1,0 +1,441 @@
+"""Ranks in a notebook: `run_ranks(fn, 4)` calls `fn` on four fresh processes.
+
+    def work(rank, world_size, device, scale):
+        x = torch.full((2,), float(rank), device=device)
+        dist.all_reduce(x)
+        return x * scale
+
+    run_ranks(work, 4, 10.0)  # a list of four tensors, in rank order
+
+The function may be written in a notebook cell. It is handed, by the names of its parameters, those
+of `rank`, `world_size` and `device` that it asks for; its other parameters are filled from `args`
+in order. A default process group is ready when it is called.
+
+How it works, and where to read on:
+
+1. here, the call is checked, and the function is pickled with cloudpickle;
+2. a supervisor is forked from a fork server that has torch loaded (`labkit.launch.rank_supervisor`);
+3. it forks the ranks (`labkit.launch.rank_process`), and watches them and the caller;
+4. here again, the ranks' output is shown in rank order, and the results are returned, or the first
+   failure is raised with the state of all the other ranks (`labkit.launch.rank_states`).
+
+Each call costs about 0.1 s for four ranks on two cores, and about a second more the first time, in
+which the fork server imports torch. Every rank is a new process with one thread, and random
+generators (torch's, Python's, numpy's) of its own, so nothing carries over from one cell to the
+next; a chapter that wants equal numbers everywhere has to seed. One thing is shared that torchrun's
+ranks do not share: the seed of string hashes, and with it the order of sets.
+
+Nothing listens but gloo itself, on the loopback interface and at ports that the system chooses.
+Nothing is left behind, also when the caller is killed (`labkit.launch.guard`).
+
+Proved on Linux. macOS takes the same path less two Linux system calls, and has not been proved. On
+Windows ranks are started with spawn, which costs seconds a call, and a hang is reported without the
+line at which it hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import linecache
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import cloudpickle
+import torch
+
+from labkit.launch.rank_process import HANDED, VICTIM, Job, Report, bind, rebuild_exception
+from labkit.launch.rank_states import STARTING, is_under_work
+from labkit.launch.rank_supervisor import Outcome, supervise
+
+# Two threads that start ranks at once take turns: starting touches the interpreter's own state.
+_STARTING = threading.Lock()
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+# Of failures within this many seconds the lowest rank's counts as the first, so that an error which
+# every rank raises is reported from the same rank at every run.
+_TOGETHER = 0.25
+# What c10d and gloo write by themselves: time-stamped, or in an order that varies.
+_NOISE = re.compile(r"^(\[rank\d+\]:)?\[?[EWI]\d{4} \d\d:\d\d:\d\d|^\[Gloo\] Rank \d+ is connected")
+
+
+class RanksError(RuntimeError):
+    """A rank ended in a way that has no exception of its own, or the call could not be shipped.
+
+    `states` holds one line a rank, in rank order.
+    """
+
+    def __init__(self, message: str, states: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.states = states
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
+        return type(self), (str(self), self.states)
+
+    def _render_traceback_(self) -> list[str]:
+        # Asked for by IPython: one block, without the frames of this package.
+        return [f"{type(self).__name__}: {self}"]
+
+
+class RanksTimeoutError(RanksError, TimeoutError):
+    """At least one rank had not returned when the time was up; every rank has been stopped."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    device: str = "auto",
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call `fn` on `world_size` fresh ranks and return their results in rank order.
+
+    Args:
+        fn: any function that cloudpickle can ship, one written in a cell too. Parameters named
+            `rank` (int), `world_size` (int) and `device` (torch.device) are handed over by name.
+        world_size: how many ranks, at least 1.
+        args: what fills the other parameters of `fn`, in order, the same on every rank.
+        timeout: seconds, from when the ranks have been forked until each has returned.
+        device: "auto" takes NCCL and `cuda:rank` where there are `world_size` GPUs, and otherwise
+            gloo and the CPU. "cpu" always takes the CPU. "cuda" insists on GPUs: with fewer than
+            `world_size` of them the ranks share what there is, over gloo.
+        env: environment variables for the ranks, on top of the caller's.
+
+    Raises:
+        ValueError, TypeError: `world_size`, `timeout`, `device` or the arguments make no sense.
+        the rank's own exception: the first that a rank raised. Its notes hold that rank's traceback
+            and the state of the others.
+        RanksTimeoutError: the time is up. The text says for each rank whether it finished, or
+            waits in which collective, and at which line of the caller's code.
+        RanksError: a rank left through sys.exit or os._exit or was killed, its result cannot be
+            sent back, or `fn` cannot be shipped.
+
+    What the ranks print is shown when all have ended, in rank order, each line marked `[rank r]`.
+    Results are pickled: a parameter loses its gradient, and a view takes its whole storage along
+    (return a clone).
+    """
+    _check(fn, world_size, args, timeout)
+    devices, backend = _place(world_size, device)
+    job = Job(
+        payload=_ship(fn, args),
+        home=_home(fn),
+        devices=devices,
+        backend=backend,
+        timeout=float(timeout),
+        environment=_environment(env),
+        cells=_cells(),
+        start_method="fork" if _has_fork_server() else "spawn",
+    )
+    outcome = _supervised(job)
+    for rank, (stdout, stderr) in enumerate(outcome.outputs):
+        _show(rank, stdout, sys.stdout)
+        _show(rank, stderr, sys.stderr)
+    if any(report.status != "returned" for report in outcome.reports):
+        _raise_first_failure(outcome.reports, job)
+    return [_receive(rank, report) for rank, report in enumerate(outcome.reports)]
+
+
+def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> None:
+    if not callable(fn):
+        raise TypeError(f"run_ranks needs a function, got {type(fn).__name__}: {fn!r}")
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(
+            f"world_size is the number of ranks, an int, got {type(world_size).__name__}: "
+            f"{world_size!r}. Write run_ranks(fn, 4, …)."
+        )
+    if world_size < 1:
+        raise ValueError(
+            f"world_size must be at least 1, got {world_size}. Write run_ranks(fn, 4, …)."
+        )
+    if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout must be a positive, finite number of seconds, got {timeout!r}")
+    try:
+        bind(fn, args, dict.fromkeys(HANDED))
+    except TypeError as error:
+        raise TypeError(
+            f"run_ranks cannot call {_name(fn)} with {len(args)} argument(s): {error}. Parameters "
+            "named rank, world_size or device are handed over by run_ranks; every other one is "
+            "filled, in order, from the arguments after world_size."
+        ) from None
+
+
+def _place(world_size: int, device: str) -> tuple[tuple[str, ...], str]:
+    """A device for every rank, and the backend that they can talk over."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f'device must be "auto", "cpu" or "cuda", got {device!r}')
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and gpus == 0:
+        raise ValueError('device="cuda" was asked for, and torch sees no GPU. Use device="auto".')
+    if gpus >= world_size:
+        # Both backends, so that small things may also be exchanged as CPU tensors.
+        return tuple(f"cuda:{rank}" for rank in range(world_size)), "cpu:gloo,cuda:nccl"
+    if device == "cuda":  # NCCL refuses two ranks on one GPU
+        return tuple(f"cuda:{rank % gpus}" for rank in range(world_size)), "gloo"
+    return ("cpu",) * world_size, "gloo"
+
+
+def _cells() -> dict[str, str]:
+    """The text of every cell run so far, by the temporary file name that its code objects carry."""
+    return {
+        name: "".join(entry[2])
+        for name, entry in list(linecache.cache.items())
+        if len(entry) == 4
+        and not os.path.exists(name)
+        # Names like <string> are shared by unrelated pieces of code; those of cells are not.
+        and "ipykernel" in name
+    }
+
+
+def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that somebody wrote, inside of partial objects and decorators."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return inspect.unwrap(fn)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    fn = _innermost(fn)
+    return getattr(fn, "__name__", type(fn).__name__)  # never repr(), which holds an address
+
+
+def _home(fn: Callable[..., Any]) -> str:
+    code = getattr(_innermost(fn), "__code__", None)
+    return code.co_filename if code else ""
+
+
+def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
+    environment = dict(os.environ)
+    if sys.platform in _LOOPBACK:
+        # Otherwise gloo listens on the interface that the host's name resolves to.
+        environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK[sys.platform]
+    for name, value in (env or {}).items():
+        if not isinstance(value, str):
+            raise TypeError(f"env[{name!r}] has to be a string, got {value!r}")
+        environment[name] = value
+    return environment
+
+
+def _ship(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        with _by_value(fn):
+            return cloudpickle.dumps((fn, args))
+    except Exception as error:
+        raise RanksError(
+            f"{_name(fn)} cannot be shipped to the ranks: it, or an argument, holds something that "
+            f"exists only in this process ({type(error).__name__}: {error}). Open files, locks, "
+            "generators and process groups have to be made inside the function; pass plain data "
+            "and tensors."
+        ) from error
+
+
+@contextlib.contextmanager
+def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
+    """Ship functions of a stand-alone script or test module as code, and packages by their name.
+
+    By name, each rank would import the whole script again, with all that it imports.
+    """
+    module = sys.modules.get(getattr(_innermost(fn), "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    stands_alone = (
+        file is not None
+        and module.__name__ != "__main__"  # cloudpickle does that by itself
+        and is_under_work(file)
+        and not os.path.exists(os.path.join(os.path.dirname(file), "__init__.py"))
+        and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    )
+    if stands_alone:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        if stands_alone:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _supervised(job: Job) -> Outcome:
+    """Run `job` under a supervisor. However this is left, the supervisor and its ranks are gone."""
+    for pause in (0.1, 0.5):
+        try:
+            return _supervised_in(_context(), job)
+        except _NotStartedError:
+            time.sleep(pause)  # the fork server was ending; once it has ended, a new one is made
+    try:
+        return _supervised_in(_context(), job)
+    except _NotStartedError as error:
+        reason = f"{type(error.__cause__).__name__}: {error.__cause__}"
+        raise RanksError(
+            f"no process could be started for the ranks ({reason}). Restart the kernel or script; "
+            "if TMPDIR is a very long path, set it to a shorter one."
+        ) from error.__cause__
+
+
+class _NotStartedError(Exception):
+    pass
+
+
+def _supervised_in(context: multiprocessing.context.BaseContext, job: Job) -> Outcome:
+    ours, theirs = context.Pipe()
+    supervisor = context.Process(target=supervise, args=(theirs, job), name="labkit supervisor")
+    try:
+        try:
+            with _STARTING, _without_main():
+                supervisor.start()
+        except (EOFError, OSError) as error:
+            raise _NotStartedError from error
+        theirs.close()
+        return _await(ours)
+    finally:
+        ours.close()  # tells a supervisor that still works that nobody waits for it
+        if supervisor.pid is not None:
+            supervisor.join()
+
+
+def _has_fork_server() -> bool:
+    return "forkserver" in multiprocessing.get_all_start_methods()
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    if not _has_fork_server():
+        warnings.warn(
+            "this system has no fork server, so ranks are started with spawn: each call takes "
+            "seconds, a hang is reported without the line at which it hangs, and processes that "
+            "a rank starts are not cleaned up after it. Linux and WSL have all three.",
+            stacklevel=4,
+        )
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    with _STARTING, _interrupt_held_back():
+        context.set_forkserver_preload(["labkit.launch.rank_preload"])
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def _interrupt_held_back() -> Iterator[None]:
+    """A Ctrl-C in here arrives afterwards; a process started in here begins with it blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from importing the caller's script again in the supervisor.
+
+    The function travels as code, so the script is not needed there. Importing it would cost its
+    whole start-up, and a script without an `if __name__ == "__main__"` guard would start itself.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _await(supervisor: Connection) -> Outcome:
+    try:
+        return supervisor.recv()
+    except (EOFError, OSError):
+        raise RanksError(
+            "the supervisor of the ranks ended without a word, and its ranks with it: it was "
+            "killed, or the system ran out of memory or processes. Try again with fewer ranks."
+        ) from None
+
+
+def _show(rank: int, text: str, stream: Any) -> None:
+    # splitlines() would also split at \r, form feeds and more.
+    for line in text.removesuffix("\n").split("\n") if text else []:
+        # Of a line that was redrawn (a progress bar) only the last state is worth reading.
+        last_state = line.rstrip("\r").rsplit("\r", 1)[-1]
+        if not _NOISE.match(last_state):
+            print(f"[rank {rank}] {last_state}", file=stream)
+
+
+def _receive(rank: int, report: Report) -> Any:
+    try:
+        return cloudpickle.loads(report.payload)
+    except Exception as error:
+        raise RanksError(
+            f"rank {rank} returned something that cannot be rebuilt here ({type(error).__name__}: "
+            f"{error}). Return numbers, strings, tensors, or lists and dictionaries of them."
+        ) from error
+
+
+def _raise_first_failure(reports: list[Report], job: Job) -> NoReturn:
+    states = tuple(f"rank {rank}: {_state(report)}" for rank, report in enumerate(reports))
+    culprit = _first_failure(reports)
+    if culprit is None:
+        _raise_timeout(reports, states, job)
+    report = reports[culprit]
+    others = "\n".join(f"  {line}" for rank, line in enumerate(states) if rank != culprit)
+    others = f"\nWhen it failed, the others stood here:\n{others}" if others else ""
+    of = f"rank {culprit} of {job.world_size}"
+    error = rebuild_exception(report.payload)
+    if report.status == "raised" and error is not None:
+        note = f"Raised on {of}:\n{report.text}{others}"
+        error.add_note(note)
+        with contextlib.suppress(AttributeError):  # a class with __slots__ does without
+            # Asked for by IPython: the rank's own traceback, and not the frames of this package.
+            error._render_traceback_ = lambda: note.splitlines()
+        raise error
+    if report.status == "raised":
+        raise RanksError(f"{of} raised:\n{report.text}{others}", states)
+    raise RanksError(f"{of} {report.text}.{others}\nNext: {_NEXT[report.status]}", states)
+
+
+_NEXT = {
+    "exited": "let the function return or raise: the others cannot go on without this rank.",
+    "died": "look at what that rank did last; its output, if any, is shown above.",
+    "unsendable": "change the function's return statement.",
+}
+
+
+def _state(report: Report) -> str:
+    if report.status == "returned":
+        return "finished"
+    return report.line or report.text
+
+
+def _first_failure(reports: list[Report]) -> int | None:
+    failed = [
+        r for r, report in enumerate(reports) if report.status not in ("returned", "unfinished")
+    ]
+    causes = [
+        r for r in failed if reports[r].status != "raised" or not VICTIM.search(reports[r].text)
+    ] or failed
+    if not causes:
+        return None
+    first = min(reports[r].time for r in causes)
+    return next(r for r in causes if reports[r].time <= first + _TOGETHER)
+
+
+def _raise_timeout(reports: list[Report], states: tuple[str, ...], job: Job) -> NoReturn:
+    late = [report for report in reports if report.status == "unfinished"]
+    lines = "\n".join(f"  {line}" for line in states)
+    if any(report.waits and not report.text.startswith(STARTING) for report in late):
+        action = (
+            "every rank has to call the same collectives in the same order, on tensors of the same "
+            "shape and dtype; find the one that differs."
+        )
+    else:
+        action = "pass a larger timeout= if the work is only long, or end the loop that never ends."
+    raise RanksTimeoutError(
+        f"{len(late)} of {len(reports)} ranks did not finish within {job.timeout:g} s, and every "
+        f"rank was stopped.\n{lines}\nNext: {action}",
+        states,
+    )

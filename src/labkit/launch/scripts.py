@@ -1,0 +1,103 @@
+"""Run one of the project's scripts from a chapter or a test, and leave nothing of it behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from labkit.launch.guard import run_guarded
+
+# gloo reports each connection on stdout, in an order that varies.
+_NOISE = re.compile(r"^\[Gloo\] Rank \d+ is connected.*\n?", re.MULTILINE)
+
+_TORCHRUN_REPORT = re.compile(r"^E\d{4} .*torch/distributed/elastic/.*\] failed", re.MULTILINE)
+
+
+class ScriptError(RuntimeError):
+    """A script ended with an error, or not in time. The text holds the end of what it wrote.
+
+    `said` holds all of it, stdout and then stderr.
+    """
+
+    def __init__(self, message: str, said: str = "") -> None:
+        super().__init__(message)
+        self.said = said
+
+
+def project_root(start: Path | None = None) -> Path:
+    """The folder that holds this project's pyproject.toml, at or above `start` (default: here)."""
+    start = (start or Path.cwd()).resolve()
+    for folder in (start, *start.parents):
+        if (folder / "pyproject.toml").is_file() and (folder / "labs").is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"{start} is not inside a checkout of this project (no pyproject.toml with a labs folder "
+        "at or above it). Open the notebook from the book folder of a checkout."
+    )
+
+
+def run_script(
+    script: str,
+    *args: object,
+    ranks: int | None = None,
+    timeout: float = 300.0,
+    nodes: int = 1,
+    max_restarts: int = 0,
+    fresh: bool = False,
+) -> str:
+    """Run a script of this project with this Python and return what it printed to stdout.
+
+    Args:
+        script: its path from the project's root, for example "labs/accumulate_vs_ddp.py".
+        args: its command line; numbers may be given as such.
+        ranks: start that many of it, by torchrun; as a plain script when None.
+        fresh: let each rank be a new interpreter, as torchrun's ranks are by default, and not a
+            fork of torchrun's agent, which takes a third of the time (`labkit.launch.forked_torchrun`).
+        timeout: seconds, after which everything that it started is stopped.
+        nodes: start so many torchrun agents with `ranks` ranks each, as on a cluster of nodes.
+        max_restarts: how often torchrun may start all ranks anew after one has failed.
+
+    Raises FileNotFoundError if there is no such script, and ScriptError, with the end of what the
+    script wrote, if it fails or is late. A lab on 4 ranks takes about 5 s, and 15 with `fresh`,
+    most of which is the import of torch.
+    """
+    root = project_root()
+    if not (root / script).is_file():
+        raise FileNotFoundError(f"there is no script {script} in this project")
+    command = [sys.executable]
+    if ranks is not None:
+        if nodes > 1:
+            forked = [] if fresh or not hasattr(os, "fork") else ["--forked"]
+            command += ["-m", "labkit.launch.nodes", f"--nodes={nodes}", *forked]
+        else:
+            launcher = "torch.distributed.run" if fresh else "labkit.launch.forked_torchrun"
+            command += ["-m", launcher, "--standalone"]
+        command += [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    # Threads change the last digits, and ranks that share a few cores only slow each other down.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if max_restarts:  # see labkit.launch.lab: restarted ranks need a store of their own
+        environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    try:
+        words = [*command, script, *map(str, args)]
+        done = run_guarded(words, timeout, cwd=root, env=environment)
+    except subprocess.TimeoutExpired as late:
+        ends = "\n".join(_tail(text) for text in (late.output, late.stderr))
+        raise ScriptError(
+            f"{script} was stopped: it had not ended after {timeout:g} s.\n{ends}",
+            f"{late.output}{late.stderr}",
+        ) from None
+    if done.returncode:
+        ends = "\n".join(_tail(text) for text in (done.stdout, done.stderr))
+        raise ScriptError(
+            f"{script} ended with exit code {done.returncode}:\n{ends}", done.stdout + done.stderr
+        )
+    return _NOISE.sub("", done.stdout).strip("\n")
+
+
+def _tail(text: str | bytes | None, lines: int = 30) -> str:
+    # torchrun adds a long report of its own below what the script said, and says less.
+    own = _TORCHRUN_REPORT.split(str(text or ""), maxsplit=1)[0]
+    return "\n".join(own.splitlines()[-lines:])

@@ -1,0 +1,21 @@
+"""See one step, and predict it: recorder, timeline, slow link, cost model, benchmark harness."""
+
+from labkit.lazy import offer
+
+__getattr__, __all__ = offer(
+    __name__,
+    {
+        "recording": ["Recorder", "Recording", "merge"],
+        "timeline": ["draw", "draw_together", "save_trace"],
+        "slow_link": ["SlowLink"],
+        "cost_model": [
+            "Link",
+            "Measurement",
+            "backward_of",
+            "fit",
+            "lower_limit",
+            "measure_all_reduce",
+            "simulate",
+        ],
+    },
+)

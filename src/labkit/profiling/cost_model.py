@@ -1,0 +1,362 @@
+"""What a collective costs, and how long a step would take: on other links, with more ranks.
+
+    link = fit(measure_all_reduce([2**12, 2**20, 2**24])).link           # on each rank; or
+    link = Link.of(gbit_per_s=10, latency_us=20)
+    step = simulate(backward_of(recording), plan, lambda n: link.seconds(ring(1024, n)))
+
+Three parts, each small arithmetic and no communication but in `measure_all_reduce`:
+
+1. *The α–β model.* A message of n bytes takes α + n·β seconds: α is the latency of the link, 1/β
+   its bandwidth. `naive`, `ring`, `recursive_doubling` and `gloo` say how many messages of an
+   all-reduce have to wait for one another, and how long these are together.
+2. *Fitting.* `fit` finds α and β of this machine from measured times, and how far off they are.
+3. *Simulating a step.* From a recorded backward (`labkit.profiling.recording`), a bucket plan and the cost of
+   an all-reduce: buckets are launched in order, the link carries one at a time. Whatever it returns
+   is simulated, not measured; `SimulatedStep.error` compares it with a measured step.
+
+The models are for a network that is free and alike between any two ranks. In a cluster it is not:
+nodes share links, and a step waits for its slowest rank.
+
+Sources: Hockney, "The communication challenge for MPP" (1994) for α + n·β; Thakur, Rabenseifner and
+Gropp, "Optimization of Collective Communication Operations in MPICH" (2005) for the algorithms;
+Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations" (2009)
+for the bound; gloo/allreduce.cc for gloo.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+
+from labkit.profiling.recording import RankRecording, Recording
+
+MIB = 2**20
+_SEGMENT = MIB  # the longest message that gloo sends
+
+
+# 1. The α–β model ---------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """What one all-reduce takes, whatever the link.
+
+    `steps` are messages that have to wait for one another, `bytes` the length of these together;
+    `sent` is what the busiest rank sends in all, in bytes.
+    """
+
+    steps: int
+    bytes: float
+    sent: float
+
+
+def least_bytes(world_size: int, nbytes: float) -> float:
+    """What somebody has to send in any all-reduce of `nbytes`: 2(W−1)/W of them."""
+    return 2 * (world_size - 1) / world_size * nbytes
+
+
+def naive(world_size: int, nbytes: float) -> Cost:
+    """All send to rank 0, one after another, and it sends the sum back: 2(W−1) whole messages."""
+    others = world_size - 1
+    return Cost(2 * others, 2 * others * nbytes, others * nbytes)
+
+
+def ring(world_size: int, nbytes: float) -> Cost:
+    """Chunks of n/W bytes around a ring, twice: 2(W−1) steps, and no all-reduce sends less."""
+    sent = least_bytes(world_size, nbytes)
+    return Cost(2 * (world_size - 1), sent, sent)
+
+
+def recursive_doubling(world_size: int, nbytes: float) -> Cost:
+    """Pairs exchange everything, then pairs of pairs: log₂W steps of n bytes.
+
+    Where W is not a power of two, two steps more, for the ranks beyond the greatest one below it.
+    """
+    doublings = world_size.bit_length() - 1
+    if world_size == 2**doublings:
+        return Cost(doublings, doublings * nbytes, doublings * nbytes)
+    return Cost(doublings + 2, (doublings + 2) * nbytes, (doublings + 1) * nbytes)
+
+
+def tree(world_size: int, nbytes: float) -> Cost:
+    """Two binary trees at once, half of the bytes up and down each, cut into many small pieces.
+
+    The least that takes: ⌈log₂W⌉ steps up, as many down, and every byte twice over a rank's link.
+    Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction
+    and scan" (2009).
+    """
+    depth = (world_size - 1).bit_length()
+    return Cost(2 * depth, 2 * nbytes if depth else 0, 2 * nbytes if depth else 0)
+
+
+def gloo(world_size: int, nbytes: float) -> Cost:
+    """gloo's own all-reduce: a ring whose chunks are cut into segments of at most 1 MiB.
+
+    At least two a chunk, and two are under way at once, so the latency is paid for every other one.
+    """
+    segments = max(2, -(-int(nbytes) // (_SEGMENT * world_size)))
+    sent = least_bytes(world_size, nbytes)
+    return Cost((world_size - 1) * segments, sent, sent)
+
+
+ALGORITHMS: dict[str, Callable[[int, float], Cost]] = {
+    "naive": naive,
+    "ring": ring,
+    "recursive doubling": recursive_doubling,
+    "gloo": gloo,
+}
+
+
+class Link(NamedTuple):
+    """α in seconds a step, and β in seconds a byte."""
+
+    latency: float
+    seconds_per_byte: float
+
+    @classmethod
+    def of(cls, gbit_per_s: float, latency_us: float) -> Self:
+        """A link as its vendor would name it, in 10⁹ bit/s and microseconds."""
+        if not gbit_per_s > 0 or not latency_us >= 0:
+            raise ValueError(
+                f"gbit_per_s={gbit_per_s}, latency_us={latency_us}: a link needs a positive rate "
+                "and a latency of 0 or more"
+            )
+        return cls(latency_us * 1e-6, 8e-9 / gbit_per_s)
+
+    def seconds(self, cost: Cost) -> float:
+        """α for each step and β for each byte of `cost`."""
+        return cost.steps * self.latency + cost.bytes * self.seconds_per_byte
+
+
+def hierarchical_seconds(
+    nodes: int, ranks_per_node: int, nbytes: float, inside: Link, across: Link
+) -> float:
+    """`miniddp.collectives.hierarchical_all_reduce`: a ring inside each node, rings across them.
+
+    `inside` is the link between two ranks of a node; `across` that of a whole node to the others,
+    which its ranks share: together they send what one ring over the nodes would.
+    """
+    return inside.seconds(ring(ranks_per_node, nbytes)) + across.seconds(ring(nodes, nbytes))
+
+
+# 2. Fitting ---------------------------------------------------------------------------------------
+
+
+class Measurement(NamedTuple):
+    """One all-reduce of `bytes` by an algorithm of `ALGORITHMS`.
+
+    `seconds` from its launch to its end; `cpu` the processor's time in this process meanwhile.
+    """
+
+    algorithm: str
+    world_size: int
+    bytes: int
+    seconds: float
+    cpu: float = 0.0
+
+
+class Fit(NamedTuple):
+    """A fitted link, and how well it fits.
+
+    `residuals` are (model − measured) / measured, one a measurement, in order. `cpu_share` is the
+    processor's part in the measured seconds, 0 to 1: what it cannot compute meanwhile, if it has
+    no core to spare.
+    """
+
+    link: Link
+    residuals: tuple[float, ...]
+    cpu_share: float
+
+    def worst(self) -> float:
+        """The largest residual, without its sign."""
+        return max(abs(one) for one in self.residuals)
+
+
+def fit(measurements: Iterable[Measurement]) -> Fit:
+    """The α and β, neither negative, with the least sum of squared `residuals`.
+
+    Relative ones, since in absolute ones the longest messages would outvote all others.
+
+    Raises ValueError if the measurements cannot tell α from β: fewer than two, or all in one
+    proportion of bytes to steps; also on times that are not positive.
+    """
+    measured = list(measurements)
+    if any(not one.seconds > 0 for one in measured):
+        raise ValueError("a measured time is not positive: measure longer, or more than one rank")
+    costs = [ALGORITHMS[one.algorithm](one.world_size, one.bytes) for one in measured]
+    rows = [
+        (cost.steps / one.seconds, cost.bytes / one.seconds)
+        for cost, one in zip(costs, measured, strict=True)
+    ]
+    # The normal equations of rows · (α, β) = 1.
+    ss, sb, bb = (sum(a[i] * a[j] for a in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    s, b = (sum(a[i] for a in rows) for i in (0, 1))
+    determinant = ss * bb - sb * sb
+    if determinant <= 1e-12 * ss * bb:
+        raise ValueError(
+            f"{len(measured)} measurement(s) of {sorted({one.bytes for one in measured})} bytes "
+            "cannot tell latency from bandwidth: measure one short and one long message"
+        )
+    link = Link((s * bb - b * sb) / determinant, (b * ss - s * sb) / determinant)
+    if link.latency < 0:
+        link = Link(0.0, b / bb)
+    elif link.seconds_per_byte < 0:
+        link = Link(s / ss, 0.0)
+    residuals = tuple(
+        link.seconds(cost) / one.seconds - 1 for cost, one in zip(costs, measured, strict=True)
+    )
+    cpu = sum(one.cpu for one in measured) / sum(one.seconds for one in measured)
+    return Fit(link, residuals, min(cpu, 1.0))
+
+
+def measure_all_reduce(
+    sizes: Sequence[int],
+    all_reduce: Callable[..., object] = dist.all_reduce,
+    algorithm: str = "gloo",
+    group: dist.ProcessGroup | None = None,
+    repeat: int = 5,
+) -> list[Measurement]:
+    """Time `all_reduce(tensor, group=group)` for each size in bytes; every rank has to call it.
+
+    Returns the median of `repeat` times, of the slowest rank each, the same list on every rank;
+    call it with the other functions of `miniddp.collectives` and their names for those. Costs
+    `repeat + 1` all-reduces and barriers a size, and one all-reduce of the times.
+    """
+    world_size = dist.get_world_size(group)
+    measured = []
+    for nbytes in sizes:
+        tensor = torch.zeros(max(1, nbytes // 4))
+        times = []
+        for _ in range(repeat + 1):
+            dist.barrier(group)
+            begin, cpu = time.perf_counter(), time.process_time()
+            all_reduce(tensor, group=group)
+            spent = [time.perf_counter() - begin, time.process_time() - cpu]
+            times.append(spent)
+        slowest = torch.tensor(times[1:], dtype=torch.float64)  # the first one warms up
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        seconds, cpu = (statistics.median(column) for column in slowest.T.tolist())
+        measured.append(Measurement(algorithm, world_size, tensor.nbytes, seconds, cpu))
+    return measured
+
+
+# 3. Simulating a step -----------------------------------------------------------------------------
+
+
+class Backward(NamedTuple):
+    """The computing half of a step: what is ready when, if nothing ever waits.
+
+    Seconds count from the beginning of the forward. `ready[i]` and `bytes[i]` are of the i-th
+    gradient to arrive; `end` is when the last one has.
+    """
+
+    ready: tuple[float, ...]
+    bytes: tuple[int, ...]
+
+    @property
+    def end(self) -> float:
+        return self.ready[-1]
+
+
+def backward_of(recording: Recording | RankRecording) -> Backward:
+    """What a recording says about computing; of several ranks, for each gradient the slowest.
+
+    Record a step in which no collective runs beside backward (the ladder's `Flat`), or their work
+    is in these times already.
+
+    Raises ValueError on a recording without gradients, or if ranks differ in their order.
+    """
+    ranks = recording.ranks if isinstance(recording, Recording) else (recording,)
+    orders = {tuple((g.parameter, g.bytes) for g in one.gradients) for one in ranks}
+    if len(orders) != 1 or not all(orders):
+        raise ValueError(
+            "a backward is simulated from gradients that arrive in the same order on every rank; "
+            f"found {len(orders)} order(s) of {sorted({len(order) for order in orders})} gradients"
+        )
+    ready = zip(*([g.ready - one.begin for g in one.gradients] for one in ranks), strict=True)
+    return Backward(tuple(map(max, ready)), tuple(g.bytes for g in ranks[0].gradients))
+
+
+class SimulatedStep(NamedTuple):
+    """A step that nobody has run: seconds since its beginning.
+
+    `sent[k]` is (launched, begun, done) of bucket k: it waits for the link from `launched` on.
+    `compute_end` is when the last gradient is ready, `end` when all of them are averaged.
+    """
+
+    sent: tuple[tuple[float, float, float], ...]
+    compute_end: float
+    end: float
+
+    @property
+    def exposed(self) -> float:
+        """What communication adds to the step, in seconds."""
+        return self.end - self.compute_end
+
+    def error(self, measured_seconds: float) -> float:
+        """(simulated − measured) / measured."""
+        return self.end / measured_seconds - 1
+
+
+def simulate(
+    backward: Backward,
+    plan: Sequence[Sequence[int]],
+    all_reduce: Callable[[int], float],
+    cpu_share: float = 0.0,
+    overlap: bool = True,
+) -> SimulatedStep:
+    """How long a step would take whose buckets are sent as `plan` says.
+
+    Args:
+        backward: of this model, on this machine.
+        plan: the buckets in launch order, each the places of its gradients in order of arrival;
+            what `miniddp.buckets.arrival_plan(sizes, range(n), caps)` returns.
+        all_reduce: the seconds that it takes for so many bytes, such as
+            `lambda n: link.seconds(ring(1024, n))`.
+        cpu_share: the part of those seconds that the processor of backward has to spend: 0 where
+            a network card does the work, `Fit.cpu_share` where every core is a rank's.
+        overlap: False launches everything when backward has ended.
+
+    Raises ValueError if the plan does not hold every gradient once.
+    """
+    places = sorted(index for bucket in plan for index in bucket)
+    if places != list(range(len(backward.ready))):
+        raise ValueError(
+            f"the plan holds {len(places)} gradient(s) of {len(backward.ready)}, or one twice; "
+            "it has to name each place in the order of arrival once"
+        )
+    busy: list[tuple[float, float]] = []
+    sent, launched, free = [], 0.0, 0.0
+    for bucket in plan:
+        full = backward.ready[max(bucket)] if overlap else backward.end
+        launched = max(launched, _delayed(full, busy, cpu_share))
+        begun = max(launched, free)
+        free = begun + all_reduce(sum(backward.bytes[index] for index in bucket))
+        busy.append((begun, free))
+        sent.append((launched, begun, free))
+    compute_end = _delayed(backward.end, busy, cpu_share)
+    return SimulatedStep(tuple(sent), compute_end, max(compute_end, free))
+
+
+def lower_limit(backward: Backward, all_reduce: Callable[[int], float]) -> float:
+    """The seconds below which no plan gets: max(compute, t₁ + C).
+
+    t₁ is when the first gradient is ready, C one all-reduce of all bytes.
+    """
+    return max(backward.end, backward.ready[0] + all_reduce(sum(backward.bytes)))
+
+
+def _delayed(moment: float, busy: Iterable[tuple[float, float]], cpu_share: float) -> float:
+    """When backward gets to where it would be at `moment`, if `busy` times slow it down."""
+    for begin, end in busy:
+        if moment <= begin:
+            break
+        computed = (1 - cpu_share) * (end - begin)
+        if moment - begin < computed:
+            return begin + (moment - begin) / (1 - cpu_share)
+        moment += cpu_share * (end - begin)
+    return moment

@@ -1,0 +1,139 @@
+"""One training, in as many ways as a thread on sums and averages asks for, and its learning rates.
+
+The thread is "Is average the correct way for the gradient in DistributedDataParallel with multi
+nodes?". Its questions are of one kind: one process trains with a batch of 16 and a learning rate of
+0.01; several processes shall do the same; with which learning rate? `train` is one epoch of that
+training, for any wrapper and any number of ranks, and `matching_lr` is the answer.
+
+The thread names no model and no data. Both are ours: small, and drawn from a seed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from labkit.testing.compare import gradients
+
+Loss = Literal["mean", "sum"]
+Combine = Literal["average", "sum"]
+LOSSES: tuple[Loss, ...] = get_args(Loss)
+COMBINATIONS: tuple[Combine, ...] = get_args(Combine)
+
+# The thread's: of one process.
+BATCH = 16
+LEARNING_RATE = 0.01
+
+SEED = 0
+FEATURES, HIDDEN, CLASSES = 8, 32, 4
+
+
+def seeded_data(seed: int = SEED, samples: int = 512) -> TensorDataset:
+    """Inputs, float32 (samples, 8), and classes, int64 (samples,): the same on every process."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 2 * torch.randn(samples, FEATURES, generator=generator)
+    y = 2 * (x[:, 0] > 0).long() + (x[:, 1] > x[:, 2]).long()
+    # A tenth of the labels is noise.
+    noise = torch.randint(CLASSES, (samples,), generator=generator)
+    noisy = torch.rand(samples, generator=generator) < 0.1
+    return TensorDataset(x, torch.where(noisy, noise, y))
+
+
+def seeded_model(seed: int = SEED) -> nn.Module:
+    """The same weights on every process: (batch, 8) to the scores of 4 classes, (batch, 4)."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
+
+
+def batches(
+    data: TensorDataset, own_batch: int, rank: int = 0, world_size: int = 1, epoch: int = 0
+) -> DataLoader:
+    """What one rank is given in an epoch: batches of `own_batch` samples, shuffled by epoch.
+
+    In each step the ranks together hold the samples which one process with a batch of
+    `own_batch * world_size` has in that step: `DistributedSampler` makes the same order for any
+    number of ranks, and deals it out like cards. What does not fill a step is left out.
+    """
+    sampler = DistributedSampler(data, world_size, rank, drop_last=True)
+    sampler.set_epoch(epoch)
+    return DataLoader(data, own_batch, sampler=sampler, drop_last=True)
+
+
+def train(
+    model: nn.Module,
+    loader: DataLoader,
+    optimizer: Optimizer,
+    loss: Loss = "mean",
+    scale: float = 1.0,
+    clip: float | None = None,
+) -> None:
+    """Train `model`, a plain module or a wrapper of any kind, on all batches of `loader`.
+
+    Each step back-propagates `scale` times the cross-entropy of the batch, its mean or its sum.
+    `clip` is the norm to which the gradients, once combined, are clipped.
+    """
+    device = next(model.parameters()).device
+    for x, y in loader:
+        optimizer.zero_grad()
+        scores = model(x.to(device))
+        (scale * F.cross_entropy(scores, y.to(device), reduction=loss)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+class Trained(NamedTuple):
+    """The gradient of the first step, and the weights after the epoch; on the CPU, by parameter."""
+
+    gradient: list[Tensor]
+    weights: list[Tensor]
+
+
+def one_epoch(
+    model: nn.Module, loader: DataLoader, loss: Loss = "mean", lr: float = LEARNING_RATE
+) -> Trained:
+    """Train `model` with plain SGD, and keep the gradient from which the first step was made."""
+    device = next(model.parameters()).device
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x.to(device)), y.to(device), reduction=loss).backward()
+    first = [gradient.cpu() for gradient in gradients(model)]
+    train(model, loader, torch.optim.SGD(model.parameters(), lr=lr), loss)
+    return Trained(first, [p.detach().cpu() for p in model.parameters()])
+
+
+def combined_factor(loss: Loss, combine: Combine, world_size: int) -> float:
+    """The combined gradient, in multiples of what one process with all the samples computes.
+
+    Raises ValueError for another `loss` or `combine`.
+    """
+    if loss not in LOSSES or combine not in COMBINATIONS:
+        raise ValueError(
+            f"loss is one of {', '.join(LOSSES)} and combine one of {', '.join(COMBINATIONS)}, "
+            f"got {loss!r} and {combine!r}"
+        )
+    # Means want to be averaged and sums to be summed; a sum of W means is W times too long.
+    if loss == "mean":
+        return world_size if combine == "sum" else 1
+    return 1 / world_size if combine == "average" else 1
+
+
+def matching_lr(
+    loss: Loss, combine: Combine, world_size: int, batch: int, lr: float = LEARNING_RATE
+) -> float:
+    """SGD's learning rate on `world_size` ranks, if one process with `BATCH` samples has `lr`.
+
+    Args:
+        loss, combine: which loss each rank back-propagates, and what becomes of the gradients. One
+            process is taken to have the same loss.
+        world_size: the number of ranks.
+        batch: the samples of one step, of all ranks together. If it is `BATCH`, the training is the
+            same, to rounding. If it is κ times that, a mean loss takes κ times the learning rate
+            (the linear scaling rule, an approximation), and a sum needs no change: it has grown.
+    """
+    growth = batch / BATCH if loss == "mean" else 1
+    return lr * growth / combined_factor(loss, combine, world_size)

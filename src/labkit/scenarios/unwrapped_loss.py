@@ -1,0 +1,121 @@
+"""The toy of the pull request "Multi-GPU training does not data-parallelize", and its two tables.
+
+Two ranks train a linear layer. The model is wrapped in DistributedDataParallel, but its loss is
+computed on the wrapped module itself, so that the wrapper learns nothing of it and the gradients
+are never averaged. The sizes, the seeds and the order of the draws are the pull request's, for its
+printed numbers depend on them. It drew its data on GPUs; `labkit.scenarios.cuda_random` draws the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.scenarios.cuda_random import randn
+
+Fix = Literal["none", "all-reduce", "wrapper", "armed"]
+FIXES: tuple[Fix, ...] = get_args(Fix)
+
+RANKS = 2
+SEED = 0
+LEARNING_RATE = 0.05
+
+# What the pull request printed: after each of 5 steps, the gradient of weight[0] on ranks 0 and 1
+# (its Table 1), and max|W_rank0 - W_rank1| (its Table 2), without and with its fix.
+PRINTED_GRADIENTS: dict[Fix, list[tuple[float, float]]] = {
+    "none": [
+        (0.04043, 0.19431),
+        (-0.13683, -0.05685),
+        (0.05426, -0.25685),
+        (0.02004, -0.01721),
+        (-0.21217, -0.45084),
+    ],
+    "all-reduce": [
+        (0.11737, 0.11737),
+        (-0.09659, -0.09659),
+        (-0.10196, -0.10196),
+        (-0.00963, -0.00963),
+        (-0.34623, -0.34623),
+    ],
+}
+PRINTED_DRIFT: dict[Fix, list[float]] = {
+    "none": [0.050678, 0.073750, 0.093219, 0.118547, 0.132573],
+    "all-reduce": [0.0, 0.0, 0.0, 0.0, 0.0],
+}
+
+
+class Step(NamedTuple):
+    """What one training step leaves: the gradient of weight[0] on each rank, and the drift."""
+
+    gradients: tuple[float, ...]
+    drift: float
+
+
+def trajectory(
+    fix: Fix, steps: int = 5, seed: int = SEED, device: torch.device | str = "cpu"
+) -> list[Step]:
+    """Train the toy on the two ranks of the default process group; the same result on both.
+
+    Args:
+        fix: how the gradients are combined. "none": not at all, the loss is computed on the
+            module. "all-reduce": the pull request's loop, after backward. "wrapper": the loss is
+            computed through the wrapper. "armed": the wrapper is called once, its output thrown
+            away, and the loss is computed on the module.
+        steps: how many.
+        seed: the model's, drawn from the CPU's generator.
+        device: where this rank trains.
+
+    Raises ValueError for another fix, and if there are not two ranks.
+    """
+    if fix not in FIXES:
+        raise ValueError(f"fix must be one of {', '.join(FIXES)}, got {fix!r}")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size != RANKS:
+        raise ValueError(f"the pull request's toy runs on {RANKS} ranks, got {world_size}")
+    torch.manual_seed(seed)
+    module = nn.Linear(4, 4).to(device)
+    wrapper = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    taken = []
+    for step in range(steps):
+        x, y = (t.to(device) for t in batch(rank, step))
+        optimizer.zero_grad()
+        backward(wrapper, x, y, fix)
+        gradient = module.weight.grad.flatten()[0].clone()
+        optimizer.step()
+        weights = _gather(module.weight.detach())
+        drift = (weights[0] - weights[1]).abs().max().item()
+        taken.append(Step(tuple(g.item() for g in _gather(gradient)), drift))
+    return taken
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each float32 (4, 4): other inputs on each rank, the same targets."""
+    return randn((4, 4), seed=1000 + step) * 0.5 + rank, randn((4, 4), seed=step)
+
+
+def backward(wrapper: DistributedDataParallel, x: Tensor, y: Tensor, fix: Fix) -> None:
+    """One forward and backward; leaves the gradients combined as `fix` says."""
+    if fix == "armed":
+        wrapper(x)
+    model = wrapper if fix == "wrapper" else wrapper.module
+    ((model(x) - y) ** 2).mean().backward()
+    if fix == "all-reduce":
+        all_reduce_existing_gradients(wrapper.module)
+
+
+def all_reduce_existing_gradients(module: nn.Module) -> None:
+    """The pull request's fix, to the letter: it hangs where a gradient is missing on one rank."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+
+
+def _gather(tensor: Tensor) -> list[Tensor]:
+    gathered = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return gathered

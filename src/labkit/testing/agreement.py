@@ -1,0 +1,281 @@
+"""Do the ranks agree? Assertions for the middle of a training run, on any module.
+
+    loss.backward()
+    average_gradients(model)
+    assert_gradients_agree(model)
+    optimizer.step()
+    assert_replicas_agree(model)
+
+Each is to be called by every rank of the group, and raises `InvariantError` on every rank also if
+one rank only is wrong, so that a failed assertion never leaves the others waiting.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.testing.compare import Comparison, flatten, ratio_and_cosine
+
+Gradients = Mapping[str, Tensor | None]
+_CHUNK = 4 << 20  # bytes; tensors are compared in one broadcast until they are as many
+
+
+class InvariantError(AssertionError):
+    """What does not hold, where, the two figures, and the likely cause.
+
+    `comparison` is the ratio and the cosine of all gradients to the true ones, where that is what
+    was looked at.
+    """
+
+    def __init__(
+        self,
+        invariant: str,
+        rank: int,
+        where: str,
+        found: str,
+        expected: str,
+        cause: str,
+        comparison: Comparison | None = None,
+    ) -> None:
+        super().__init__(invariant, rank, where, found, expected, cause, comparison)
+        self.invariant, self.rank, self.where = invariant, rank, where
+        self.found, self.expected, self.cause = found, expected, cause
+        self.comparison = comparison
+
+    def __str__(self) -> str:
+        return (
+            f"{self.invariant} does not hold on rank {self.rank}: {self.where}\n"
+            f"  found:    {self.found}\n"
+            f"  expected: {self.expected}\n"
+            f"  likely cause: {self.cause}"
+        )
+
+
+def assert_replicas_agree(
+    module: nn.Module, buffers: bool = True, group: dist.ProcessGroup | None = None
+) -> None:
+    """Parameters, and buffers, have the same bits on every rank of `group`.
+
+    Running statistics of batch norm differ between ranks from one forward pass to the next, in
+    torch's DDP too: pass `buffers=False` then. Costs one broadcast of everything that is
+    compared.
+    """
+    tensors: dict[str, Tensor | None] = dict(module.named_parameters())
+    tensors |= dict(module.named_buffers()) if buffers else {}
+    _assert_same_bits(
+        "assert_replicas_agree",
+        tensors,
+        "the ranks did not start from the same weights, or have not applied the same gradient in "
+        "each step since. Broadcast parameters and buffers from rank 0 at construction, and check "
+        "the gradients with assert_gradients_agree.",
+        group,
+    )
+
+
+def assert_gradients_agree(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Each gradient has the same bits on every rank of `group`, or is None on every rank.
+
+    Call it where gradients have been combined, before the optimizer's step. Costs one broadcast
+    of all gradients.
+    """
+    _assert_same_bits(
+        "assert_gradients_agree",
+        {f"{name}.grad": p.grad for name, p in module.named_parameters() if p.requires_grad},
+        "this gradient was not combined (the forward pass went around the wrapper, or a hook "
+        "worked on something else), or each rank sums in an order of its own.",
+        group,
+    )
+
+
+def assert_gradients_equal(
+    module: nn.Module,
+    true: Gradients,
+    tolerance: float = 1e-9,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """On every rank the gradients of `module` are the `true` ones (by name; None counts as zeros).
+
+    Equal means: no parameter's gradient is further from the true one than `tolerance` times the
+    norm of the whole true gradient. 1e-9 suits float64; take 1e-5 for float32.
+    """
+    found, wanted = {}, {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and name in true:
+            zeros = torch.zeros_like(parameter)
+            grad, right = parameter.grad, true[name]
+            found[name] = zeros if grad is None else _dense(grad)
+            wanted[name] = zeros if right is None else _dense(right).to(zeros.device)
+    unknown = [n for n, p in module.named_parameters() if p.requires_grad and n not in true]
+    if unknown or not found:
+        error = InvariantError(
+            "assert_gradients_equal",
+            dist.get_rank(group),
+            f"{unknown[0]}.grad" if unknown else "the module",
+            "a trainable parameter" if unknown else "no trainable parameter",
+            "a true gradient for each trainable parameter, by its name",
+            "`true` is of another module, or the module's parameters are frozen.",
+        )
+        raise_on_every_rank(error, group)
+    missed = {name: float((found[name] - wanted[name]).norm()) for name in found}
+    worst = max(missed, key=lambda name: math.inf if math.isnan(missed[name]) else missed[name])
+    allowed = tolerance * float(flatten(wanted.values()).norm())
+    error = None
+    if not missed[worst] <= allowed:  # neither is a NaN
+        comparison = None
+        if allowed and any(bool(gradient.any()) for gradient in found.values()):
+            comparison = ratio_and_cosine(list(found.values()), list(wanted.values()))
+        error = InvariantError(
+            "assert_gradients_equal",
+            dist.get_rank(group),
+            f"{worst}.grad",
+            f"norm {float(found[worst].norm()):.6g} (over all parameters: "
+            f"{comparison or 'zeros or None'})",
+            f"norm {float(wanted[worst].norm()):.6g} (the full batch's: ratio 1, cosine 1)",
+            _cause(comparison, dist.get_world_size(group)),
+            comparison,
+        )
+    raise_on_every_rank(error, group)
+
+
+def raise_on_every_rank(
+    error: InvariantError | None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise the lowest rank's `error` on every rank of `group`; return if no rank has one.
+
+    Costs one all-reduce of one byte; the errors themselves travel only if there is one.
+    """
+    backend = dist.get_backend(group)
+    device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
+    failed = torch.tensor([error is not None], dtype=torch.uint8, device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    if not failed:
+        return
+    errors: list[InvariantError | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, error, group=group)
+    raise next(one for one in errors if one is not None)
+
+
+def _assert_same_bits(
+    invariant: str,
+    tensors: Mapping[str, Tensor | None],
+    cause: str,
+    group: dist.ProcessGroup | None,
+) -> None:
+    rank = dist.get_rank(group)
+    root = dist.get_global_rank(group or dist.group.WORLD, 0)
+    kinds: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(kinds, {n: _kind(t) for n, t in tensors.items()}, group=group)
+    for elsewhere, there in enumerate(kinds):  # every rank has all of it: all raise the same
+        for name in {**there, **kinds[0]}:
+            here, at_rank_0 = (one.get(name, "no such tensor") for one in (there, kinds[0]))
+            if here != at_rank_0:
+                raise InvariantError(
+                    invariant, elsewhere, name, here, f"{at_rank_0}, as on rank 0", cause
+                )
+    tensors = {name: tensors[name] for name in kinds[0]}  # in one order on all ranks
+    error = None
+    for names in _chunks(tensors):
+        mine = {name: _dense(tensors[name]) for name in names}
+        bits = [_bits(tensor) for tensor in mine.values()]
+        packed = torch.cat(bits) if len(bits) > 1 else bits[0]
+        rank_0s = packed.clone()
+        dist.broadcast(rank_0s, root, group=group)
+        if error is None and not torch.equal(packed, rank_0s):
+            error = _first_difference(invariant, rank, mine, rank_0s, cause)
+    raise_on_every_rank(error, group)
+
+
+def _chunks(tensors: Mapping[str, Tensor | None]) -> Iterator[list[str]]:
+    """Names whose tensors are compared in one broadcast: on one device, and few or one large."""
+    names: list[str] = []
+    size, device = 0, None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if names and (size >= _CHUNK or tensor.device != device):
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.numel() * tensor.element_size()
+        device = tensor.device
+    if names:
+        yield names
+
+
+def _first_difference(
+    invariant: str, rank: int, tensors: Mapping[str, Tensor], rank_0s_bits: Tensor, cause: str
+) -> InvariantError:
+    start = 0
+    for name, mine in tensors.items():
+        bits = _bits(mine)
+        there = rank_0s_bits[start : start + len(bits)]
+        start += len(bits)
+        if torch.equal(bits, there):
+            continue
+        rank_0s = torch.empty_like(mine)
+        _bits(rank_0s).copy_(there)
+        differ = int((bits != there).view(mine.numel(), -1).any(dim=1).sum())
+        precise = torch.complex128 if mine.is_complex() else torch.float64  # counts, flags: numbers
+        mine, rank_0s = mine.to(precise), rank_0s.to(precise)
+        largest = float((mine - rank_0s).abs().max())
+        by = f"by {largest:.3g} at most" if largest else "in their bits only"
+        return InvariantError(
+            invariant,
+            rank,
+            name,
+            f"{differ} of {mine.numel()} elements differ from rank 0's, "
+            f"{by} (norm {float(mine.norm()):.17g})",
+            f"rank 0's bits (norm {float(rank_0s.norm()):.17g})",
+            cause,
+        )
+    raise AssertionError("called for tensors that do not differ")
+
+
+def _kind(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    return f"a tensor of {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_quantized:
+        return tensor.int_repr().contiguous()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).contiguous()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As bytes, in which NaN equals NaN and 0.0 differs from -0.0."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.reshape(-1).view(torch.uint8)
+
+
+def _cause(comparison: Comparison | None, world_size: int) -> str:
+    if comparison is None:
+        return "a gradient is missing, or is there where none is wanted: was there a backward?"
+    ratio, cosine = comparison
+    if math.isnan(cosine):
+        return "a gradient is not finite: an overflow (sum before division in half precision?)."
+    if cosine < 1 - 1e-6:
+        return (
+            "a direction bug, no factor repairs it: some gradients were not combined, or were "
+            "combined with another parameter's, or some items count more than others."
+        )
+    if abs(ratio / world_size - 1) < 1e-3:
+        return (
+            f"a scale bug: {world_size} times too large on {world_size} ranks, a sum where an "
+            "average is wanted, or a loss with a local denominator multiplied by the world size."
+        )
+    if abs(ratio * world_size - 1) < 1e-3:
+        return (
+            f"a scale bug: {world_size} times too small on {world_size} ranks, divided by the "
+            "world size twice, or a loss with a global denominator not multiplied by it."
+        )
+    if abs(ratio - 1) < 1e-6:
+        return (
+            "right in the whole, wrong in a small part: rounding, or one small parameter left out."
+        )
+    return "a scale bug: one factor (micro-batches? ranks? items?) too many or too few."

@@ -1,0 +1,98 @@
+"""How a check of an implementation is run, so that it ends on every rank, and alike.
+
+`@invariant` makes a check out of a function. Whatever happens within, another collective on
+another rank, an exception of the implementation, a failed assertion, comes out as an
+`InvariantError` under the function's name, on every rank.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from labkit.testing.agreement import InvariantError
+from labkit.testing.trial import Wrap
+from labkit.testing.watch import CollectiveMismatchError, SameCollectives
+
+Device = torch.device | str
+
+
+class Invariant(Protocol):
+    """A check: to be called by every rank of the default group.
+
+    `watched` is for those who make many checks, one after another: without one each makes a process
+    group of its own.
+    """
+
+    __name__: str
+
+    def __call__(
+        self, wrap: Wrap, device: Device = "cpu", watched: SameCollectives | None = None
+    ) -> None: ...
+
+
+def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invariant:
+    """Turn `check(wrap, device, watched)` into an `Invariant`, called with `(wrap, device="cpu")`.
+
+    It is to run what belongs to the implementation, and nothing else, `with watched:`.
+    """
+    name = check.__name__
+
+    @wraps(check)
+    def checked(wrap: Wrap, device: Device = "cpu", watched: SameCollectives | None = None) -> None:
+        own = SameCollectives() if watched is None else None
+        watched = watched or own
+        watched.launched.clear()
+        try:
+            check(wrap, device, watched)
+        except InvariantError as error:
+            raise _renamed(error, name, error.cause) from None
+        except CollectiveMismatchError as mismatch:
+            raise _differ(mismatch, name) from None
+        except Exception as error:
+            raise InvariantError(
+                name,
+                dist.get_rank(),
+                "the training step",
+                f"it raised {type(error).__name__}: {error}",
+                "a step",
+                "the implementation does not support what is asked for here: see the exception.",
+            ) from error
+        finally:
+            if own:
+                own.close()
+
+    del checked.__wrapped__  # or help() would show the signature of `check`
+    return checked
+
+
+@contextmanager
+def because(cause: str | None) -> Iterator[None]:
+    """Assertions that fail within give `cause` as the likely one; None leaves theirs."""
+    try:
+        yield
+    except InvariantError as error:
+        raise _renamed(error, error.invariant, cause or error.cause) from None
+
+
+def _renamed(error: InvariantError, name: str, cause: str) -> InvariantError:
+    return InvariantError(
+        name, error.rank, error.where, error.found, error.expected, cause, error.comparison
+    )
+
+
+def _differ(mismatch: CollectiveMismatchError, name: str) -> InvariantError:
+    here = dist.get_rank()
+    others = [f"rank {rank} {did}" for rank, did in enumerate(mismatch.went) if rank != here]
+    return InvariantError(
+        name,
+        here,
+        f"collective number {mismatch.number}",
+        f"this rank {mismatch.went[here]}; {'; '.join(others)}",
+        "the same collective on every rank",
+        "what a rank launches depends on its own data: gradients that are None are skipped, or "
+        "buckets are launched when they are full on this rank. Fix one order for all ranks.",
+    )

@@ -1,0 +1,28 @@
+"""The museum: known broken data-parallel implementations, one a file, each wrong in one way.
+
+    for exhibit in exhibits():
+        print(exhibit.name, exhibit.bug, exhibit.caught_by)
+
+Each is short, looks innocent, trains, and shows a loss curve that falls. They are kinds of
+mistakes that are made over and over, written anew here; none is anybody's code. Use them to learn
+what a mistake looks like, and to try your own tests on: where they pass on an exhibit, they have a
+hole.
+
+What an exhibit does right it may take from `labkit.testing.museum.parts`.
+"""
+
+import importlib
+import pkgutil
+
+from labkit.testing.museum.exhibit import Exhibit
+
+__all__ = ["Exhibit", "exhibits"]
+
+
+def exhibits() -> tuple[Exhibit, ...]:
+    """Every exhibit, sorted by name: each module of this package that has a label, `EXHIBIT`."""
+    modules = [
+        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
+    ]
+    labels = [module.EXHIBIT for module in modules if hasattr(module, "EXHIBIT")]
+    return tuple(sorted(labels, key=lambda exhibit: exhibit.name))

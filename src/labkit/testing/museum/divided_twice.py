@@ -1,0 +1,39 @@
+"""Divides by the world size before the sum, and again after it.
+
+Claims: divides before the sum, so that half-precision gradients cannot overflow.
+
+The bug: the division after the sum was left in. (The same happens when a communication hook
+divides and the wrapper does too, or when the loss is divided as well as the gradient.)
+
+Symptom: the learning rate is 1/W of the one that is written down. It looks like a model that
+needs a larger one, and a sweep finds it: W times as large. Adam hides it, weight decay and
+clipping apart.
+
+Seen in: communication hooks; libraries stacked on one another, each of which averages.
+
+Kind: a scale bug. Caught by gradients_equal_full_batch.
+"""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.testing.museum.exhibit import Exhibit
+from labkit.testing.museum.parts import broadcast_from_rank_0, used_somewhere
+
+
+class DividedTwice:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        broadcast_from_rank_0(module)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs)
+
+    def finish(self) -> None:
+        for parameter in used_somewhere(self.module):
+            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+EXHIBIT = Exhibit(DividedTwice, bug="scale", caught_by="gradients_equal_full_batch")

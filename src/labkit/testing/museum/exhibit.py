@@ -1,0 +1,42 @@
+"""What a label in the museum says."""
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from labkit.testing.trial import Wrap
+
+Bug = Literal["scale", "direction", "drift", "deadlock", "phantom update", "no overlap"]
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A broken implementation, and what is known of it.
+
+    `wrap` is used as `labkit.testing.trial` describes. `bug` says of what kind it is:
+
+    - scale: every gradient is wrong by one factor (cosine 1), so a learning rate or Adam hides it;
+    - direction: gradients point elsewhere (cosine < 1), no factor repairs them;
+    - drift: replicas that should be equal to the bit are not;
+    - deadlock: ranks launch different collectives, which hang or mix up two gradients;
+    - phantom update: parameters move that a single process would leave alone;
+    - no overlap: every gradient is right, and late.
+
+    `caught_by` names the function of `labkit.testing.invariants` that rejects it, from `ranks_needed`
+    ranks on.
+    """
+
+    wrap: Wrap
+    bug: Bug
+    caught_by: str
+    ranks_needed: int = 2
+
+    @property
+    def name(self) -> str:
+        """The name of the exhibit's file."""
+        return self.wrap.__module__.rpartition(".")[2]
+
+    @property
+    def title(self) -> str:
+        """What it does wrong, in a line: the first of the file's docstring."""
+        return (sys.modules[self.wrap.__module__].__doc__ or "").partition("\n")[0]

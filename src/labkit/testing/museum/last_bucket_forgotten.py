@@ -1,0 +1,46 @@
+"""Sends a bucket when it is full, and forgets the last one, which never is.
+
+Claims: packs gradients into buckets of a given size, one all-reduce a bucket.
+
+The bug: what is left in the open bucket after the last parameter is not sent.
+
+Symptom: all gradients are averaged but a few, which stay local. With buckets as large as the
+model none is averaged; with a model that fills them exactly all are: it depends on a size that
+somebody tunes.
+
+Seen in: short bucketing code whose test model fits its bucket size.
+
+Kind: a direction bug. Caught by gradients_are_identical.
+"""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.testing.museum.exhibit import Exhibit
+from labkit.testing.museum.parts import broadcast_from_rank_0, copy_back, flatten, used_somewhere
+
+
+class LastBucketForgotten:
+    def __init__(self, module: nn.Module, bucket_elements: int = 100) -> None:
+        self.module = module
+        self.bucket_elements = bucket_elements
+        broadcast_from_rank_0(module)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs)
+
+    def finish(self) -> None:
+        bucket: list[Tensor] = []
+        for parameter in used_somewhere(self.module):
+            bucket.append(parameter.grad)
+            if sum(gradient.numel() for gradient in bucket) >= self.bucket_elements:
+                self.average(bucket)
+                bucket = []
+
+    def average(self, bucket: list[Tensor]) -> None:
+        flat = flatten(bucket) / dist.get_world_size()
+        dist.all_reduce(flat)
+        copy_back(flat, bucket)
+
+
+EXHIBIT = Exhibit(LastBucketForgotten, bug="direction", caught_by="gradients_are_identical")

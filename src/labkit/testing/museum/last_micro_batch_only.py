@@ -1,0 +1,56 @@
+"""Averages the gradient of the last micro-batch, and leaves those before it local.
+
+Claims: averages each gradient in a hook, and skips that while gradients are accumulated.
+
+The bug: a tensor's hook (`register_hook`) is handed the gradient of *this* backward pass, before
+it is added to `.grad`. What the earlier micro-batches left in `.grad` is never averaged.
+
+Symptom: none without accumulation. With k micro-batches, (k − 1)/k of the gradient is local, and
+the ranks drift apart, faster the longer one accumulates.
+
+Seen in: no_sync added later to a reducer that was built on gradient hooks.
+
+It also launches in the order in which gradients appear on this rank, the mistake of
+launch_when_locally_ready.
+
+Kind: a direction bug. Caught by accumulation_equals_full_batch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.testing.museum.exhibit import Exhibit
+from labkit.testing.museum.parts import broadcast_from_rank_0
+
+
+class LastMicroBatchOnly:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.accumulating = False
+        broadcast_from_rank_0(module)
+        for parameter in module.parameters():
+            parameter.register_hook(self.average)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.accumulating = True
+        try:
+            yield
+        finally:
+            self.accumulating = False
+
+    def average(self, grad: Tensor) -> Tensor:
+        if self.accumulating:
+            return grad
+        grad = grad / dist.get_world_size()
+        dist.all_reduce(grad)
+        return grad
+
+
+EXHIBIT = Exhibit(LastMicroBatchOnly, bug="direction", caught_by="accumulation_equals_full_batch")

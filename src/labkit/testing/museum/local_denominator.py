@@ -1,0 +1,40 @@
+"""Divides each rank's loss by the number of its own items, and averages over the ranks.
+
+Claims: a mean over tokens, right also with gradient accumulation: the sum of all micro-batches'
+losses over the number of all their tokens.
+
+The bug: that number is this rank's. The average over ranks then counts every *rank* alike, so a
+token of a rank with few tokens counts more than one of a rank with many.
+
+Symptom: none while all ranks have equally many items. With sequences of different lengths, or
+masked tokens, short ones weigh too much; the loss that is logged is a mean of means, and looks
+well.
+
+Seen in: the fix of the same bug for accumulation, carried to several ranks; cross-entropy's
+default mean with padding ignored.
+
+Kind: a direction bug. Caught by uneven_items_equal_full_batch.
+"""
+
+from torch import Tensor, nn
+
+from labkit.testing.museum.exhibit import Exhibit
+from labkit.testing.museum.parts import average_gradients, broadcast_from_rank_0
+
+
+class LocalDenominator:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        broadcast_from_rank_0(module)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs)
+
+    def loss(self, losses: Tensor, items: int) -> Tensor:
+        return losses.sum() / items
+
+    def finish(self) -> None:
+        average_gradients(self.module)
+
+
+EXHIBIT = Exhibit(LocalDenominator, bug="direction", caught_by="uneven_items_equal_full_batch")

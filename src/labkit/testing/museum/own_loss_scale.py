@@ -1,0 +1,54 @@
+"""Scales each rank's loss by a factor of its own, and averages the scaled gradients.
+
+Claims: keeps gradients within half precision's range, by a scale that follows their size.
+
+The bug: the scale follows the size of *this rank's* gradients. In the average a rank counts as much
+as its scale says; then each rank divides by its own.
+
+Symptom: the first step is right, since all begin with one scale. After that the ranks' weights
+part, and more so the more their data differ. In double precision it would be just as wrong: no
+number overflows.
+
+Seen in: loss scalers whose search for infinities is not shared between ranks; a scaler's state
+that is loaded from the checkpoint on rank 0 only.
+
+Kind: a direction bug. Caught by gradients_are_identical.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.testing.museum.exhibit import Exhibit
+from labkit.testing.museum.parts import average_gradients, broadcast_from_rank_0
+
+LARGEST = 2.0**15  # half of what float16 can hold
+
+
+class OwnLossScale:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.scale = 2.0**10
+        broadcast_from_rank_0(module)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs)
+
+    def loss(self, losses: Tensor, items: int) -> Tensor:
+        items_in_step = losses.new_tensor(items)
+        dist.all_reduce(items_in_step)
+        return losses.sum() * (dist.get_world_size() / items_in_step) * self.scale
+
+    def finish(self) -> None:
+        own = [p.grad for p in self.module.parameters() if p.grad is not None]
+        largest = torch.stack([gradient.abs().max() for gradient in own]).max()
+        average_gradients(self.module)
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= self.scale
+        self.scale *= 2.0 ** math.floor(math.log2(LARGEST / largest.item()))
+
+
+EXHIBIT = Exhibit(OwnLossScale, bug="direction", caught_by="gradients_are_identical")

@@ -1,0 +1,42 @@
+"""Averages the parameters, because the argument of its hook is called grad.
+
+Claims: each gradient is averaged the moment it is ready, in a few lines.
+
+The bug: `register_post_accumulate_grad_hook` hands its hook the *parameter*, and the gradient is
+in `parameter.grad`. The parameters are averaged, in place, during backward; no gradient ever is.
+
+Symptom: each rank follows its own gradient and is pulled back to the mean at the next backward.
+It trains, and the loss curve lies almost on the right one. Just after a step the ranks' weights
+differ.
+
+Seen in: tutorials and homework on data parallelism from scratch.
+
+It also launches in the order in which gradients appear on this rank, the mistake of
+launch_when_locally_ready.
+
+Kind: a direction bug. Caught by gradients_are_identical.
+"""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.testing.museum.exhibit import Exhibit
+from labkit.testing.museum.parts import broadcast_from_rank_0
+
+
+class ParameterAveragingHook:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        broadcast_from_rank_0(module)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.average)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs)
+
+    def average(self, grad: Tensor) -> None:
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+
+
+EXHIBIT = Exhibit(ParameterAveragingHook, bug="direction", caught_by="gradients_are_identical")

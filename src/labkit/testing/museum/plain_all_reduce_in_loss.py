@@ -1,0 +1,45 @@
+"""Back-propagates a loss that went through an all-reduce.
+
+Claims: every rank has the global mean loss, so every rank has its gradient.
+
+The bug: `dist.all_reduce` moves values and no gradients. In backward it is the identity, so each
+rank differentiates its own term only, over a denominator that counts all; and the average over
+ranks divides by W a second time.
+
+Symptom: the loss is exactly that of one process, on all ranks. The learning rate is 1/W of the one
+that is written down. Adam hides it, weight decay and clipping apart.
+
+Seen in: losses that are reduced for the log, before backward and not after it; contrastive losses
+on gathered features; correlation matrices that are summed over ranks.
+
+Kind: a scale bug. Caught by gradients_equal_full_batch.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.testing.museum.exhibit import Exhibit
+from labkit.testing.museum.parts import average_gradients, broadcast_from_rank_0
+
+
+class PlainAllReduceInLoss:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        broadcast_from_rank_0(module)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs)
+
+    def loss(self, losses: Tensor, items: int) -> Tensor:
+        own = losses.sum()
+        totals = torch.stack([own.detach(), own.new_tensor(items)])
+        dist.all_reduce(totals)
+        total, items_in_step = totals
+        return (own + (total - own).detach()) / items_in_step
+
+    def finish(self) -> None:
+        average_gradients(self.module)
+
+
+EXHIBIT = Exhibit(PlainAllReduceInLoss, bug="scale", caught_by="gradients_equal_full_batch")

@@ -1,0 +1,66 @@
+"""Counts gradients until all are there, and counts on after a backward that raised.
+
+Claims: sends one flat all-reduce, from the hook of whichever gradient comes last.
+
+The bug: the count is set back where a step is finished. A backward that raises half-way never
+gets there, so the next one begins with a part of the count done, and sends before its last
+gradients exist.
+
+Symptom: one wrong step after each batch that was skipped for want of memory: the gradients of the
+first layers stay local in it. From then on the ranks' weights differ.
+
+Seen in: reducers with a ready-count, in training loops that catch an exception and go on.
+
+Kind: a direction bug. Caught by survives_an_exception.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from labkit.testing.museum.exhibit import Exhibit
+from labkit.testing.museum.parts import average_gradients, broadcast_from_rank_0
+
+
+class StaleReadyCount:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.accumulating = False
+        broadcast_from_rank_0(module)
+        self.reset()
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.accumulating = True
+        try:
+            yield
+        finally:
+            self.accumulating = False
+
+    def reset(self) -> None:
+        self.awaited = len(list(self.module.parameters()))
+        self.averaged = False
+
+    def ready(self, parameter: nn.Parameter) -> None:
+        if not self.accumulating:
+            self.awaited -= 1
+            if self.awaited == 0:
+                self.average()
+
+    def average(self) -> None:
+        average_gradients(self.module)
+        self.averaged = True
+
+    def finish(self) -> None:
+        if not self.averaged:  # some parameter took no part on this rank
+            self.average()
+        self.reset()
+
+
+EXHIBIT = Exhibit(StaleReadyCount, bug="direction", caught_by="survives_an_exception")

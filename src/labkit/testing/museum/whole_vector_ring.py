@@ -1,0 +1,53 @@
+"""Sends whole vectors round a ring, and lets each rank add them as they come.
+
+Claims: a ring all-reduce in ten lines.
+
+The bug: rank r adds in the order r, r − 1, r − 2, …, another one on every rank, and
+floating-point sums depend on their order. The ranks' averages differ in the last bits, and so do
+their weights, for good. (It is also slow: each rank sends (W − 1) whole vectors, a chunked ring
+at most two.)
+
+Symptom: none on two ranks, where a + b = b + a. From three on a difference of rounding size, that
+grows with the steps; with a branch on a value (a clip, a loss scale, early stopping) ranks part
+company.
+
+Seen in: tutorials on collectives from send and receive.
+
+Kind: drift. Caught by gradients_are_identical.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.testing.museum.exhibit import Exhibit
+from labkit.testing.museum.parts import broadcast_from_rank_0, used_somewhere
+
+
+class WholeVectorRing:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        broadcast_from_rank_0(module)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        return self.module(inputs)
+
+    def finish(self) -> None:
+        for parameter in used_somewhere(self.module):
+            parameter.grad = ring_all_reduce(parameter.grad) / dist.get_world_size()
+
+
+def ring_all_reduce(mine: Tensor) -> Tensor:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    total, travelling = mine.clone(), mine
+    for _ in range(world_size - 1):
+        arriving = torch.empty_like(mine)
+        sent = dist.isend(travelling, (rank + 1) % world_size)
+        dist.recv(arriving, (rank - 1) % world_size)
+        sent.wait()
+        total += arriving
+        travelling = arriving
+    return total
+
+
+EXHIBIT = Exhibit(WholeVectorRing, bug="drift", caught_by="gradients_are_identical", ranks_needed=3)

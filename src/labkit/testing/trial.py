@@ -1,0 +1,219 @@
+"""A training problem whose answer is known, and the one step that every implementation takes on it.
+
+`labkit.testing.invariants` puts data-parallel implementations through this. An implementation is a callable
+`wrap(module)`; what it returns is used as a training loop would use it:
+
+    wrapped(inputs)              the forward pass; the only thing that it must have
+    wrapped.no_sync()            a context, entered around every micro-batch but the last of a step
+    wrapped.loss(losses, items)  the scalar to back-propagate, from one micro-batch's losses (one
+                                 an item) and the number of this rank's items in the whole step
+    wrapped.finish()             called after the last backward, before the optimizer's step
+    wrapped.finish_and_clip(n)   the same where gradients are clipped to the norm n
+
+The last four are optional. Without `loss` the step back-propagates (W / N) · Σ losses, with W
+ranks and N items in the step on all ranks, whose average over the ranks is the full batch's mean.
+So torch's DistributedDataParallel is a `wrap` as it stands, and so is a class of a few lines
+around a reader's own trainer.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+Wrap = Callable[[nn.Module], Any]
+FEATURES = 6
+WIDTH = 8
+WIDE = 384  # a square of float64 of this width has a little more than 1 MiB
+
+
+class Batch(NamedTuple):
+    """One micro-batch of one rank: inputs (items, FEATURES) and targets (items,), both float64.
+
+    `take` names the parts of the module that this micro-batch goes through, in order.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    take: tuple[str, ...] = ("a", "b", "c")
+
+
+class InterruptedPassError(Exception):
+    """Raised by `SmallModule` when it has been told to."""
+
+
+def _seed(seed: int) -> None:
+    # torch.manual_seed seeds every kind of device, and keeps a stack trace for each that is absent.
+    torch.default_generator.manual_seed(seed)
+
+
+class SmallModule(nn.Module):
+    """A trunk, three branches, a head, a buffer: about 300 parameters in float64.
+
+    The branches' tensors "a" and "b" have equal shapes, those of "c" others. They are evaluated
+    in the order of `take`, which may differ from rank to rank, so that gradients appear in
+    another order or not at all. `fails_in` ("forward", "backward" or None) makes a pass raise
+    `InterruptedPassError`, after the gradients of the head and the branches have appeared, before
+    those of the trunk.
+    """
+
+    def __init__(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            _seed(seed)
+            self.trunk = nn.Linear(FEATURES, WIDTH)
+            self.branches = nn.ModuleDict(
+                {
+                    "a": nn.Linear(WIDTH, WIDTH),
+                    "b": nn.Linear(WIDTH, WIDTH),
+                    "c": nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)),
+                }
+            )
+            self.head = nn.Linear(WIDTH, 1)
+            self.register_buffer("offset", torch.randn(WIDTH))
+        self.take: tuple[str, ...] = ("a", "b", "c")
+        self.fails_in: str | None = None
+        self.to(device=device, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(items, FEATURES) → (items,)"""
+        hidden = torch.tanh(self.trunk(inputs)) + self.offset
+        if self.fails_in == "backward":
+            hidden = _RaiseInBackward.apply(hidden)
+        branched = [torch.tanh(self.branches[name](hidden)) for name in self.take]
+        if self.fails_in == "forward":
+            raise InterruptedPassError("in the forward pass, as told")
+        return self.head(torch.stack(branched).sum(0)).squeeze(-1)
+
+
+class TwoBuckets(nn.Module):
+    """Two layers of more than 1 MiB each, applied in the order of `take`, in float64.
+
+    A reducer with torch's default sizes (a first bucket of 1 MiB, then 25) puts them into two
+    buckets, which fill in the opposite order on a rank that applies the layers in the opposite
+    order. `SmallModule` fits into one.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            _seed(0)
+            self.layers = nn.ModuleDict(
+                {"a": nn.Linear(WIDE, WIDE), "b": nn.Linear(WIDE, WIDE, bias=False)}
+            )
+        self.take: tuple[str, ...] = ("a", "b")
+        self.to(device=device, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(items, FEATURES) → (items,)"""
+        hidden = nn.functional.pad(inputs, (0, WIDE - FEATURES))
+        for name in self.take:
+            hidden = torch.tanh(self.layers[name](hidden))
+        return hidden.sum(-1)
+
+
+TrialModule = SmallModule | TwoBuckets
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise InterruptedPassError("in the backward pass, as told")
+
+
+def batches(
+    world_size: int,
+    micro_batches: int = 1,
+    uneven: bool = False,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> list[list[Batch]]:
+    """`[rank][micro_batch]`, different on every rank: 4 items each, or 1 to 7 with `uneven`."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+
+    def draw(rank: int, micro: int) -> Batch:
+        items = 1 + (3 * rank + 5 * micro) % 7 if uneven else 4
+        inputs = torch.randn(items, FEATURES, generator=generator, dtype=torch.float64)
+        targets = torch.randn(items, generator=generator, dtype=torch.float64) + rank
+        return Batch(inputs.to(device), targets.to(device))
+
+    return [[draw(rank, micro) for micro in range(micro_batches)] for rank in range(world_size)]
+
+
+def item_losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    """One loss an item: (items,)"""
+    return (outputs - targets).square()
+
+
+def backward(
+    wrapped: Any, module: TrialModule, of_all: Sequence[Sequence[Batch]], rank: int
+) -> None:
+    """The forward and backward passes of one step of rank `rank`, without `finish`."""
+    mine = of_all[rank]
+    items_here = sum(len(batch.targets) for batch in mine)
+    items_in_step = sum(len(batch.targets) for one in of_all for batch in one)
+    no_sync = getattr(wrapped, "no_sync", nullcontext)
+    for number, batch in enumerate(mine, start=1):
+        module.take = batch.take
+        with nullcontext() if number == len(mine) else no_sync():
+            losses = item_losses(wrapped(batch.inputs), batch.targets)
+            if hasattr(wrapped, "loss"):
+                loss = wrapped.loss(losses, items_here)
+            else:
+                loss = losses.sum() * (len(of_all) / items_in_step)
+            loss.backward()
+
+
+def step(
+    wrapped: Any,
+    module: TrialModule,
+    of_all: Sequence[Sequence[Batch]],
+    rank: int,
+    max_norm: float | None = None,
+) -> None:
+    """One training step of rank `rank`, up to but not including the optimizer's step.
+
+    The combined gradients are in `module`, the module that was wrapped.
+    `of_all[rank][micro_batch]` are the data of all ranks. With `max_norm` the gradients are
+    clipped to that norm.
+    """
+    backward(wrapped, module, of_all, rank)
+    if max_norm is not None and hasattr(wrapped, "finish_and_clip"):
+        wrapped.finish_and_clip(max_norm)
+        return
+    if hasattr(wrapped, "finish"):
+        wrapped.finish()
+    if max_norm is not None:
+        clip_grad_norm_(module.parameters(), max_norm)
+
+
+def full_batch_step(
+    module: TrialModule,
+    of_all: Sequence[Sequence[Batch]],
+    max_norm: float | None = None,
+) -> None:
+    """The oracle: the same step on one process that has the data of all ranks."""
+    items_in_step = sum(len(batch.targets) for one in of_all for batch in one)
+    for one in of_all:
+        for batch in one:
+            module.take = batch.take
+            losses = item_losses(module(batch.inputs), batch.targets)
+            (losses.sum() / items_in_step).backward()
+    if max_norm is not None:
+        clip_grad_norm_(module.parameters(), max_norm)
+
+
+def named_gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    """A copy of each trainable parameter's gradient, by name; None where there is none."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }

@@ -1,0 +1,180 @@
+"""What several recipes make of one gradient: ratio, cosine, and which kind of bug that is.
+
+    def work(rank, world_size, model, inputs, targets):
+        …
+        return {"clipped, then averaged": gradients(a), "averaged, then clipped": gradients(b)}
+
+    truth = gradient_of(model, lambda model: F.mse_loss(model(inputs), targets))
+    print(verdict_table(verdicts(run_ranks(work, 4, model, inputs, targets), truth)))
+
+A recipe is one way to combine gradients, by its name. Each rank returns what it held at the end of
+every recipe; the truth is the gradient of the single process that has the whole batch. Where the
+ranks hold the same bits there is one verdict a recipe, and where they do not, one a rank: then the
+copies of the model part with the next step, which is worse than any single figure says.
+
+The same works for anything else that is a list of tensors, such as the way that the weights have
+gone in an epoch (`moved`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from labkit.book import figures
+from labkit.book.tables import table
+from labkit.testing.compare import (
+    Comparison,
+    flatten,
+    gradients,
+    largest_difference,
+    ratio_and_cosine,
+)
+
+Kind = Literal["right", "scale bug", "direction bug", "not finite", "zero"]
+
+# What half precision does to a gradient by rounding stays below these, and counts as right.
+_COSINE = 1e-4
+_RATIO = 5e-3
+
+
+class Verdict(NamedTuple):
+    """One recipe's gradient on `ranks`: which recipe, ratio and cosine, and of what kind it is."""
+
+    recipe: str
+    ranks: str
+    comparison: Comparison
+    kind: Kind
+
+
+def gradient_of(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> list[Tensor]:
+    """The gradient of `loss_of(model)`, computed in this process on a copy of `model`.
+
+    One tensor a trainable parameter, in the module's order. `model` is left as it is.
+    """
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    loss_of(model).backward()
+    return gradients(model)
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    """A copy of each trainable parameter, in the module's order."""
+    return [p.detach().clone() for p in module.parameters() if p.requires_grad]
+
+
+def moved(module: nn.Module, start: Iterable[Tensor]) -> list[Tensor]:
+    """How far each trainable parameter of `module` has gone from `start`, taken with `weights`."""
+    return [now - before for now, before in zip(weights(module), start, strict=True)]
+
+
+def kind_of(comparison: Comparison) -> Kind:
+    """Right, or which bug: of scale (a factor repairs it) or of direction (none does)."""
+    ratio, cosine = comparison
+    if ratio == 0:
+        return "zero"
+    if not (math.isfinite(ratio) and math.isfinite(cosine)):
+        return "not finite"
+    if cosine < 1 - _COSINE:
+        return "direction bug"
+    return "right" if abs(ratio - 1) < _RATIO else "scale bug"
+
+
+def verdicts(
+    of_ranks: Sequence[Mapping[str, Sequence[Tensor]]],
+    truth: Sequence[Tensor] | Mapping[str, Sequence[Tensor]],
+) -> list[Verdict]:
+    """Hold what `run_ranks` returned, `[rank][recipe]`, against the truth.
+
+    `truth` is one for all recipes, or one for each by its name. A recipe whose bits differ between
+    ranks gives a verdict for each rank.
+
+    Raises ValueError if the ranks tried different recipes, if shapes differ, or if the truth is
+    zero everywhere.
+    """
+    recipes = list(of_ranks[0])
+    for rank, found in enumerate(of_ranks):
+        if list(found) != recipes:
+            raise ValueError(f"rank 0 tried {recipes}, rank {rank} {list(found)}: try the same")
+    judged = []
+    for recipe in recipes:
+        true = truth[recipe] if isinstance(truth, Mapping) else truth
+        found = [list(of_rank[recipe]) for of_rank in of_ranks]
+        agree = all(_same_bits(one, found[0]) for one in found)
+        for rank, one in enumerate(found[:1] if agree else found):
+            ranks = "all" if agree else f"rank {rank}"
+            comparison = _compared(one, true)
+            judged.append(Verdict(recipe, ranks, comparison, kind_of(comparison)))
+    return judged
+
+
+def verdict_table(judged: Sequence[Verdict], digits: int = 4) -> str:
+    """One line a verdict: recipe, ranks, ratio, cosine, kind."""
+    rows = [[v.recipe, v.ranks, *v.comparison, v.kind] for v in judged]
+    return table(["recipe", "ranks", "ratio", "cosine", ""], rows, digits)
+
+
+def verdict_figure(sections: Mapping[str, Sequence[Verdict]]) -> Figure:
+    """The wrong recipes of a chapter, a line each: the angle to the truth, and beside it the ratio.
+
+    `sections` gives a heading to each group of verdicts. Right ones are left out, for all of them
+    would lie on the two lines of the truth. A recipe has a dot for each rank, if ranks differ. What
+    is not finite, or zero, lies at an edge of the ratios. The angle is arccos of the cosine.
+    """
+    lines: list[tuple[str, list[Verdict]]] = []
+    headings: list[int] = []
+    for heading, judged in sections.items():
+        wrong = [v for v in judged if v.kind != "right"]
+        if wrong:
+            headings.append(len(lines))
+            lines.append((heading, []))
+        for recipe in dict.fromkeys(v.recipe for v in wrong):
+            lines.append((recipe, [v for v in wrong if v.recipe == recipe]))
+
+    figure, (angle, ratio) = plt.subplots(1, 2, figsize=(5.8, 0.7 + 0.24 * len(lines)), sharey=True)
+    largest = 90
+    for row, (_, judged) in enumerate(lines):
+        for verdict in judged:
+            r, cosine = verdict.comparison
+            if math.isfinite(cosine):
+                degrees = math.degrees(math.acos(max(-1, min(1, cosine))))
+                largest = max(largest, degrees)
+                angle.plot(degrees, row, "o", color=figures.WRONG)
+            edge = 20 if math.isnan(r) else min(max(r, 0.05), 20)
+            ratio.plot(edge, row, "o", color=figures.WRONG)
+    angle.set(xlim=(-4, largest + 4), xticks=range(0, math.ceil(largest) + 1, 30))
+    angle.set_xlabel("angle, degrees")
+    ratio.set(xscale="log", xlim=(0.035, 28), xlabel="ratio")
+    ratio.set_xticks([0.1, 0.25, 1, 4, 10], ["0.1", "¼", "1", "4", "10"])
+    ratio.minorticks_off()
+    for axes, at in ((angle, 0), (ratio, 1)):
+        axes.axvline(at, color=figures.TRUTH, lw=0.8, alpha=0.5)
+        axes.tick_params(axis="x", labelsize=9)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", alpha=0.2)
+        axes.spines["left"].set_visible(False)
+    angle.set_yticks(range(len(lines)), [name for name, _ in lines], fontsize=9)
+    for row in headings:
+        angle.get_yticklabels()[row].set_fontweight("bold")
+    angle.set_ylim(len(lines) - 0.5, -0.5)
+    return figure
+
+
+def _compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:
+    """As `ratio_and_cosine`, but a gradient of zeros is a verdict here, not an error."""
+    if all(not tensor.any() for tensor in found):
+        largest_difference(found, true)  # raises if the shapes differ
+        return Comparison(0.0, math.nan)
+    return ratio_and_cosine(found, true)
+
+
+def _same_bits(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    # Infinities and NaNs in the same places are equal, too: their difference would be NaN.
+    return torch.equal(flatten(one).view(torch.int64), flatten(other).view(torch.int64))

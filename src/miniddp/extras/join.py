@@ -1,0 +1,78 @@
+"""Uneven inputs: what a rank that has run out of data does while the others go on.
+
+A collective needs every rank of its group. A rank that has joined (has no more inputs) therefore
+answers each collective of the others' forward and backward: it contributes gradients of zeros.
+Which divisor turns the sum into an average is a choice: the world size W, by which every input of
+the epoch counts the same, or the number of ranks that still have inputs, as if the world had
+shrunk.
+
+Cost for a joined rank: the same collectives as for the others, without the computation. For all
+ranks, two all-reduces of one number more in each forward: who still has inputs, and whether this
+backward is reduced. Where buffers are synced there is a third, for the rank to take them from, and
+with `throw_on_early_termination` another. In backward none more, but for the first of a static
+graph: an all-reduce of one number a parameter.
+Source: torch/distributed/algorithms/join.py and _DDPJoinHook in torch/nn/parallel/distributed.py.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+from miniddp.extras.strict import gather_faults
+from miniddp.replicas import wait_for
+
+if TYPE_CHECKING:
+    from miniddp.ddp import MiniDDP
+    from miniddp.reducer import Reducer
+
+
+def learn_and_tell(reducer: "Reducer") -> None:
+    """`Reducer.learn_graph`, for ranks of which some may have joined: these are told what it is."""
+    learns = reducer.learns_graph
+    reducer.learn_graph()
+    if learns and not reducer.learns_graph:
+        exchange_firings(reducer)
+
+
+def exchange_firings(reducer: "Reducer") -> None:
+    """Let every rank know a static graph that those with inputs have learned, and be alike."""
+    firings = torch.tensor(reducer.firings, device=reducer.device)
+    largest = dist.ReduceOp.MAX
+    wait_for(dist.all_reduce(firings, op=largest, group=reducer.process_group, async_op=True))
+    reducer.firings = firings.tolist()
+    reducer.unused = [index for index, count in enumerate(reducer.firings) if count == 0]
+
+
+class MiniDDPJoinHook(JoinHook):
+    """Answers the collectives of a `MiniDDP`, in their order; `Join` calls it on joined ranks."""
+
+    def __init__(self, ddp: "MiniDDP"):
+        self.ddp = ddp
+
+    def main_hook(self) -> None:
+        """Answer one iteration of the ranks that still have inputs."""
+        ddp, reducer = self.ddp, self.ddp.reducer
+        reducer.rebuild()
+        ddp._check_and_sync_module_buffers()
+        synced = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        ddp.require_forward_param_sync = synced
+        if not synced:
+            return
+        learns, reducer.learns_graph = reducer.learns_graph, False
+        if learns:  # a static graph's first backward tells first what was used
+            reducer._reduce_used()
+        ddp._match_all_reduce_for_bwd_pass()
+        if learns:  # which teaches no order of arrival, and is not yet strict
+            exchange_firings(reducer)
+            return
+        if reducer.looks_for_unused:
+            ddp._match_unused_params_allreduce()
+        if ddp.strict:
+            gather_faults(reducer, [])
+        reducer._push_all_rebuilt_params()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have joined."""
+        self.ddp._sync_final_model(is_last_joiner)

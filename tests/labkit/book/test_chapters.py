@@ -1,0 +1,112 @@
+"""Chapters are executed whole, written whole, and never over something else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labkit.book.chapters import copy_pages, execute
+
+
+def notebook(path: Path, *sources: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+def chapters(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "labkit.book.chapters", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_update_stores_what_the_cells_print_one_output_a_stream(tmp_path):
+    source = (
+        "import sys\nfor i in range(2):\n    print(i, flush=True)\n    print(i, file=sys.stderr)"
+    )
+    chapter = notebook(tmp_path / "c.ipynb", "x = 6", source, "x * 7")
+    assert chapters("update", chapter).returncode == 0
+    _, printed, shown = nbformat.read(chapter, as_version=4).cells
+    assert {o.name: o.text for o in printed.outputs} == {"stdout": "0\n1\n", "stderr": "0\n1\n"}
+    assert shown.outputs[0].data["text/plain"] == "42"
+    assert [printed.execution_count, shown.execution_count] == [2, 3]
+    assert "execution" not in printed.metadata
+
+
+def test_execute_makes_a_copy_and_leaves_the_book_alone(tmp_path):
+    chapter = notebook(tmp_path / "book" / "c.ipynb", "print(6 * 7)")
+    (tmp_path / "book" / "page.md").write_text("a page")
+    before = chapter.read_bytes()
+    assert chapters("execute", tmp_path / "book", tmp_path / "out").returncode == 0
+    copy = nbformat.read(tmp_path / "out" / "c.ipynb", as_version=4)
+    assert copy.cells[0].outputs[0].text == "42\n"
+    assert (tmp_path / "out" / "page.md").read_text() == "a page"
+    assert chapter.read_bytes() == before
+
+
+def test_a_chapter_that_fails_is_named_and_leaves_no_stale_copy(tmp_path):
+    chapter = notebook(tmp_path / "book" / "c.ipynb", "print(1)")
+    assert chapters("execute", tmp_path / "book", tmp_path / "out").returncode == 0
+    for failing, said in (
+        ("raise ValueError('the reason')", "the reason"),
+        ("import os; os._exit(1)", "died"),
+    ):
+        notebook(chapter, failing)
+        done = chapters("execute", tmp_path / "book", tmp_path / "out")
+        assert done.returncode == 1
+        assert "c.ipynb" in done.stderr
+        assert said in done.stderr
+        assert not (tmp_path / "out" / "c.ipynb").exists()
+
+
+def test_a_file_that_is_no_notebook_is_named(tmp_path):
+    (tmp_path / "c.ipynb").write_text("no notebook")
+    done = chapters("update", tmp_path / "c.ipynb", tmp_path / "none.ipynb")
+    assert done.returncode == 1
+    assert "c.ipynb: NotJSONError" in done.stderr
+    assert "none.ipynb: FileNotFoundError" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wanted_error_is_stored(tmp_path):
+    chapter = notebook(tmp_path / "c.ipynb", "1 / 0")
+    found = nbformat.read(chapter, as_version=4)
+    found.cells[0].metadata.tags = ["raises-exception"]
+    nbformat.write(found, chapter)
+    assert execute(chapter).cells[0].outputs[0].ename == "ZeroDivisionError"
+
+
+def test_a_folder_that_is_no_copy_of_a_book_is_not_touched(tmp_path):
+    notebook(tmp_path / "book" / "c.ipynb", "1")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years")
+    done = chapters("execute", tmp_path / "book", precious)
+    assert done.returncode == 1
+    assert "precious is not empty and no copy of a book" in done.stderr
+    assert (precious / "thesis.txt").read_text() == "years"
+
+
+@pytest.mark.parametrize("out", ["book", "book/inside", "."])
+def test_a_copy_into_or_around_the_book_is_refused(tmp_path, out):
+    (tmp_path / "book").mkdir()
+    with pytest.raises(ValueError, match="needs a folder of its own"):
+        copy_pages(tmp_path / "book", tmp_path / out)
+
+
+def test_copies_of_pages_lose_what_the_book_lost(tmp_path):
+    book, out = tmp_path / "book", tmp_path / "out"
+    (book / "sub").mkdir(parents=True)
+    (book / "kept.md").write_text("kept")
+    (book / "sub" / "chapter.ipynb").write_text("{}")
+    copy_pages(book, out)
+    (out / "old.ipynb").write_text("{}")
+    (out / "gone").mkdir()
+    (out / "gone" / "page.md").write_text("gone")
+    copy_pages(book, out)
+    left = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.name[0] != ".")
+    assert left == ["kept.md", "sub"]

@@ -1,0 +1,68 @@
+"""Tables and figures of differences, as they are compared character by character."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from labkit.book.tables import bound, table, to_the_bit
+
+
+def test_a_table_aligns_figures_right_and_words_left():
+    text = table(
+        ["name", "ratio", "n", "ok"], [["a", 0.25, 3, True], ["long name", -1.0, 12, False]]
+    )
+    assert text.splitlines() == [
+        "name         ratio   n  ok",
+        "─────────  ───────  ──  ───",
+        "a           0.2500   3  yes",
+        "long name  -1.0000  12  no",
+    ]
+
+
+def test_digits_are_fixed_and_chosen():
+    assert "0.33" in table(["x"], [[1 / 3]], digits=2)
+    assert "0.333" not in table(["x"], [[1 / 3]], digits=2)
+
+
+def test_a_row_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="a row has 1 cells under 2 headers"):
+        table(["a", "b"], [["only one"]])
+
+
+@pytest.mark.parametrize(
+    ("difference", "shown"),
+    [
+        (0.0, "< 1e-06"),
+        (3e-8, "< 1e-06"),
+        (-3e-8, "< 1e-06"),
+        (1e-6, "1.0e-06"),
+        (-0.02, "-2.0e-02"),
+    ],
+)
+def test_a_difference_of_rounding_size_is_shown_as_a_bound(difference, shown):
+    assert bound(difference) == shown
+
+
+def test_a_difference_that_is_not_a_number_is_never_shown_as_a_bound_or_as_none():
+    assert bound(float("nan")) == "nan"
+    assert to_the_bit(float("nan")) == "nan"
+
+
+def test_equality_to_the_bit_is_shown_only_for_an_exact_zero():
+    assert to_the_bit(0.0) == "none"
+    assert to_the_bit(1e-30) == "1.0e-30"
+
+
+def test_a_bound_is_shown_as_it_was_given():
+    assert bound(1e-7, 2.5e-6) == "< 2.5e-06"
+
+
+def test_numbers_of_numpy_are_numbers_and_a_small_negative_one_is_no_minus_zero():
+    assert table(["x"], [[np.float32(1.23456)], [-1e-5]]).splitlines()[2:] == ["1.2346", "0.0000"]
+
+
+def test_a_cell_that_is_neither_text_nor_number_is_refused():
+    with pytest.raises(TypeError, match=r"got Tensor: call \.item\(\)"):
+        table(["x"], [[torch.tensor(1.0)]])

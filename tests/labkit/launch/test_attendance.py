@@ -1,0 +1,47 @@
+"""Who is missing: told from two looks at what every rank has left in the store."""
+
+from __future__ import annotations
+
+import pytest
+
+from labkit.launch.attendance import Sign, report
+
+
+def signs(**changes: Sign) -> dict[int, Sign]:
+    everybody = {rank: Sign(10, 7, f"host{rank // 2}", "step 3: backward") for rank in range(4)}
+    return everybody | {int(name[4:]): sign for name, sign in changes.items()}
+
+
+def a_moment_later(found: dict[int, Sign], silent: tuple[int, ...] = ()) -> dict[int, Sign]:
+    return {
+        rank: sign if rank in silent else sign._replace(beats=sign.beats + 4)
+        for rank, sign in found.items()
+    }
+
+
+@pytest.mark.parametrize("reporter", [0, 1, 3])
+def test_a_rank_with_a_pulse_and_fewer_notes_is_stuck_where_its_last_note_says(reporter):
+    found = signs(rank2=Sign(10, 6, "host1", "step 3: its batch"))
+    assert report(reporter, found, a_moment_later(found)) == (
+        f'rank {reporter} on host{reporter // 2} waited in vain at "step 3: backward"\n'
+        '  stuck: rank 2 on host1, last seen at "step 3: its batch"'
+    )
+
+
+def test_ranks_without_a_pulse_are_gone_wherever_they_were():
+    found = signs()
+    said = report(0, found, a_moment_later(found, silent=(2, 3)))
+    assert said.count("gone: ") == 2
+    assert "gone: rank 2 on host1" in said
+    assert "gone: rank 3 on host1" in said
+    assert "stuck" not in said
+
+
+def test_a_rank_that_is_slow_and_has_caught_up_meanwhile_is_not_blamed():
+    found = signs(rank2=Sign(10, 6, "host1", "step 3: its batch"))
+    later = a_moment_later(found) | {2: Sign(14, 7, "host1", "step 3: backward")}
+    assert report(0, found, later) == ""
+
+
+def test_when_all_have_come_nobody_is_blamed():
+    assert report(0, signs(), a_moment_later(signs())) == ""

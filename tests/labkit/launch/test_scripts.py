@@ -1,0 +1,45 @@
+"""Scripts that chapters run: their output, their errors, and what is left of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from labkit.launch.scripts import ScriptError, project_root, run_script
+
+ROOT = project_root()
+
+
+def test_a_script_is_run_from_the_projects_root_and_its_output_comes_back(script):
+    name = script(
+        "import os, sys\n"
+        "print(os.path.isdir('labs'), sys.argv[1:], os.environ['OMP_NUM_THREADS'])\n"
+        "print('[Gloo] Rank 0 is connected to 1 peer ranks.')\n"
+        "print('noise', file=sys.stderr)\n"
+    )
+    assert run_script(name, "--flag", "x") == "True ['--flag', 'x'] 1"
+
+
+def test_a_script_that_fails_says_what_it_wrote_last(script):
+    name = script("print('so far'); raise ValueError('the reason')")
+    with pytest.raises(ScriptError, match=r"(?s)exit code 1:.*so far.*ValueError: the reason"):
+        run_script(name)
+
+
+def test_a_script_that_is_late_is_stopped_and_says_what_it_wrote_last(script):
+    name = script("import sys, time; print('waiting', file=sys.stderr, flush=True); time.sleep(99)")
+    start = time.monotonic()
+    with pytest.raises(ScriptError, match=r"(?s)had not ended after 3 s.*waiting"):
+        run_script(name, timeout=3)
+    assert time.monotonic() - start < 15
+
+
+def test_a_script_that_does_not_exist_is_named():
+    with pytest.raises(FileNotFoundError, match=r"no script labs/none\.py"):
+        run_script("labs/none.py")
+
+
+def test_outside_a_checkout_the_error_says_where_to_go(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not inside a checkout of this project"):
+        project_root(tmp_path)

@@ -1,0 +1,93 @@
+"""What the benchmarks stand on: turns that all ranks count alike, pairs, and readable JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from unittest import mock
+
+import pytest
+
+from labkit.launch.ranks import run_ranks
+from labkit.profiling import benchmark
+from labkit.profiling.benchmark import models, paired_ratio, take_turns, write
+
+
+def turns(rank: int) -> tuple[dict[str, list[float]], list[str]]:
+    called: list[str] = []
+
+    def slow_on_rank_1() -> None:
+        called.append("slow")
+        if rank == 1:
+            time.sleep(0.02)
+
+    programs = {"slow": slow_on_rank_1, "fast": lambda: called.append("fast")}
+    return take_turns(programs, 3, lambda: called.append("after")), called
+
+
+def test_a_turn_lasts_until_the_slowest_rank_is_done_and_all_ranks_say_the_same():
+    (first, called), (second, also_called) = run_ranks(turns, 2)
+    assert first == second
+    assert len(first["slow"]) == len(first["fast"]) == 3
+    assert min(first["slow"]) >= 0.02
+    assert called == also_called
+    assert called[1::2] == ["after"] * 6
+    assert sorted(called[::2]) == ["fast"] * 3 + ["slow"] * 3
+
+
+def disturbed_turns(rank: int) -> tuple[int, int]:
+    """How often a program is called for three rounds, where others are always busy."""
+    counts = []
+    for patience in (0.0, 0.05):
+        called: list[float] = []
+        program = {"one": lambda called=called: called.append(time.sleep(0.01))}
+        with mock.patch.object(benchmark, "_busy", side_effect=(float(n) for n in range(1000))):
+            seconds = take_turns(program, 3, lambda: None, patience)
+        assert len(seconds["one"]) == 3
+        counts.append(len(called))
+    return tuple(counts)
+
+
+def test_disturbed_turns_are_taken_again_until_patience_is_spent():
+    first, second = run_ranks(disturbed_turns, 2)
+    assert first == second
+    patiently = first[1]
+    assert first[0] == 3
+    assert 3 < patiently <= 3 + 5
+
+
+def test_a_paired_ratio_is_not_moved_by_rounds_that_were_slow_for_both():
+    assert paired_ratio([1.0, 2.0, 30.0], [2.0, 4.0, 60.0]) == 0.5
+
+
+def test_the_models_are_what_the_race_is_about():
+    built = {name: model.module() for name, model in models().items()}
+    tensors = {name: [p.nbytes for p in module.parameters()] for name, module in built.items()}
+    assert len(tensors["wide MLP"]) == 24
+    assert len(tensors["600 small tensors"]) == 600
+    assert sum(tensors["wide MLP"]) == pytest.approx(50e6, rel=0.02)
+    assert sum(tensors["transformer"]) == pytest.approx(25e6, rel=0.02)
+
+
+def test_written_figures_hold_the_machine_and_a_list_a_line(tmp_path):
+    path = tmp_path / "new folder" / "figures.json"
+    write(path, {"seconds": {"ours": [0.5, 1.5]}})
+    read = json.loads(path.read_text())
+    assert read["seconds"]["ours"] == [0.5, 1.5]
+    assert read["machine"]["cores"] > 0
+    assert '"ours": [ 0.5, 1.5 ]' in path.read_text()
+    write(None, {"seconds": {}})
+
+
+def turns_that_tell(rank: int) -> dict[str, list[float]]:
+    def told() -> float:
+        time.sleep(0.02)
+        return 5.0 + rank
+
+    return take_turns({"told": told, "counted": lambda: 7}, 2, lambda: None)
+
+
+def test_a_program_that_tells_its_seconds_is_timed_by_them_and_the_slowest_rank_counts():
+    for seconds in run_ranks(turns_that_tell, 2):
+        assert seconds["told"] == [6.0, 6.0]
+        assert max(seconds["counted"]) < 5

@@ -1,0 +1,314 @@
+"""The cost model: the algorithms' own counts, fits that find what went in, steps done by hand."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from labkit.launch.ranks import run_ranks
+from labkit.profiling.cost_model import (
+    ALGORITHMS,
+    MIB,
+    Backward,
+    Link,
+    Measurement,
+    backward_of,
+    fit,
+    gloo,
+    hierarchical_seconds,
+    least_bytes,
+    lower_limit,
+    measure_all_reduce,
+    recursive_doubling,
+    ring,
+    simulate,
+    tree,
+)
+from labkit.profiling.recording import Recorder
+from labkit.profiling.slow_link import link_seconds
+from miniddp.collectives import (
+    naive_all_reduce,
+    recursive_doubling_all_reduce,
+    ring_all_reduce,
+)
+from miniddp.ladder import Flat
+
+OURS = {
+    "naive": naive_all_reduce,
+    "ring": ring_all_reduce,
+    "recursive doubling": recursive_doubling_all_reduce,
+}
+
+
+def messages(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
+    """For each algorithm (the longest message, the bytes sent) in each step of this rank."""
+    found = {}
+    really = dist.batch_isend_irecv
+    for name, all_reduce in OURS.items():
+        with mock.patch.object(dist, "batch_isend_irecv", wraps=really) as exchange:
+            all_reduce(torch.arange(60.0) + rank)
+        found[name] = [
+            (
+                max(operation.tensor.nbytes for operation in call.args[0]),
+                sum(op.tensor.nbytes for op in call.args[0] if op.op is dist.isend),
+            )
+            for call in exchange.call_args_list
+        ]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
+def test_the_formulas_are_what_our_collectives_do(world_size):
+    ranks = run_ranks(messages, world_size)
+    for name in OURS:
+        cost = ALGORITHMS[name](world_size, 240)
+        steps = [of_rank[name] for of_rank in ranks]
+        assert cost.steps == max(map(len, steps))
+        assert cost.bytes == max(sum(longest for longest, _ in rank) for rank in steps)
+        assert cost.sent == max(sum(sent for _, sent in rank) for rank in steps)
+
+
+@given(st.integers(1, 5000), st.integers(0, 10**10))
+def test_none_sends_less_than_the_bound_and_the_rings_send_just_that(world_size, nbytes):
+    bound = least_bytes(world_size, nbytes)
+    for cost in ALGORITHMS.values():
+        assert cost(world_size, nbytes).sent >= bound * (1 - 1e-12)
+    assert ring(world_size, nbytes).sent == gloo(world_size, nbytes).sent == bound
+
+
+def test_gloo_cuts_its_chunks_into_two_segments_or_more_of_at_most_a_mebibyte():
+    assert gloo(4, 100).steps == ring(4, 100).steps == 6
+    assert gloo(2, 4 * MIB).steps == 2
+    assert gloo(2, 4 * MIB + 1).steps == 3
+    assert gloo(4, 100 * MIB).steps == 3 * 25
+
+
+@given(st.integers(1, 1000), st.integers(0, 10**10), st.floats(0.01, 1000), st.floats(0, 1000))
+def test_a_link_is_the_slow_link_of_the_same_figures(world_size, nbytes, gbit, latency):
+    ours = Link.of(gbit, latency).seconds(ring(world_size, nbytes))
+    theirs = link_seconds("all_reduce", nbytes, world_size, gbit * 1e9 / 8, latency * 1e-6)
+    assert ours == pytest.approx(theirs)
+
+
+def measurements(link: Link, factors: list[float], world_size: int = 4) -> list[Measurement]:
+    sizes = [2**10, 2**14, 2**18, 2**22, 2**26]
+    return [
+        Measurement(name, world_size, n, factor * link.seconds(ALGORITHMS[name](world_size, n)))
+        for name in ALGORITHMS
+        for n, factor in zip(sizes, factors, strict=True)
+    ]
+
+
+@given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7), st.integers(2, 64))
+def test_a_fit_finds_the_link_that_made_the_times(latency, seconds_per_byte, world_size):
+    link = Link(latency, seconds_per_byte)
+    fitted = fit(measurements(link, [1.0] * 5, world_size))
+    assert fitted.link == pytest.approx(link, rel=1e-6)
+    assert fitted.worst() < 1e-6
+
+
+def test_residuals_are_relative_and_no_other_link_fits_better():
+    link = Link(2e-5, 1e-9)
+    measured = measurements(link, [1.1, 0.9, 1.2, 1.0, 0.8])
+    fitted = fit(measured)
+    assert 0.05 < fitted.worst() < 0.3
+
+    def squares(latency: float, seconds_per_byte: float) -> float:
+        tried = Link(latency, seconds_per_byte)
+        return sum(
+            (tried.seconds(ALGORITHMS[m.algorithm](m.world_size, m.bytes)) / m.seconds - 1) ** 2
+            for m in measured
+        )
+
+    alpha, beta = fitted.link
+    best = squares(alpha, beta)
+    assert best == pytest.approx(sum(r * r for r in fitted.residuals))
+    for a, b in ((1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99)):
+        assert squares(alpha * a, beta * b) > best
+
+
+def test_neither_alpha_nor_beta_is_negative():
+    falling = [Measurement("ring", 2, 1000, 2e-3), Measurement("ring", 2, 100_000, 1e-3)]
+    assert fit(falling).link.seconds_per_byte == 0
+    steep = [Measurement("ring", 2, 1000, 1e-6), Measurement("ring", 2, 10_000, 1e-3)]
+    assert fit(steep).link.latency == 0
+
+
+def test_measurements_that_tell_nothing_are_refused():
+    one = Measurement("ring", 2, 1000, 1e-3)
+    for few in ([], [one], [one, one._replace(seconds=2e-3)]):
+        with pytest.raises(ValueError, match="cannot tell latency from bandwidth"):
+            fit(few)
+    with pytest.raises(ValueError, match="is not positive"):
+        fit([one, one._replace(bytes=10, seconds=0.0)])
+
+
+def measured_twice() -> tuple[list[Measurement], list[Measurement]]:
+    sizes = [4096, 2**20]
+    return measure_all_reduce(sizes, repeat=2), measure_all_reduce(
+        sizes, ring_all_reduce, "ring", repeat=2
+    )
+
+
+def test_all_ranks_measure_the_same_times_and_fit_them():
+    first, *others = run_ranks(measured_twice, 2)
+    assert all(other == first for other in others)
+    for measured, name in zip(first, ("gloo", "ring"), strict=True):
+        assert [(m.algorithm, m.world_size, m.bytes) for m in measured] == [
+            (name, 2, 4096),
+            (name, 2, 2**20),
+        ]
+        fitted = fit(measured)
+        assert fitted.link.seconds(ring(2, 2**20)) > 0
+        assert 0 < fitted.cpu_share <= 1
+        assert len(fitted.residuals) == 2
+
+
+# Three gradients of 10 bytes, ready at 1, 2 and 4 seconds; the link takes 0.5 s and 0.1 s a byte.
+THREE = Backward((1.0, 2.0, 4.0), (10, 10, 10))
+FLAT, EACH = [[0, 1, 2]], [[0], [1], [2]]
+
+
+def slow(nbytes: int) -> float:
+    return 0.5 + 0.1 * nbytes
+
+
+def test_flat_begins_when_backward_ends():
+    step = simulate(THREE, FLAT, slow)
+    assert step.sent == ((4.0, 4.0, 7.5),)
+    assert (step.compute_end, step.end, step.exposed) == (4.0, 7.5, 3.5)
+    assert simulate(THREE, EACH, slow, overlap=False).end == pytest.approx(4 + 3 * 1.5)
+
+
+def test_a_bucket_waits_for_the_one_before_it_on_the_link():
+    step = simulate(THREE, EACH, slow)
+    assert step.sent == ((1.0, 1.0, 2.5), (2.0, 2.5, 4.0), (4.0, 4.0, 5.5))
+    assert step.exposed == 1.5
+    assert step.error(5.0) == pytest.approx(0.1)
+
+
+def test_a_full_bucket_waits_for_its_turn():
+    step = simulate(THREE, [[2], [0, 1]], slow)
+    assert step.sent[1][0] == 4.0
+
+
+def test_communication_that_needs_the_processor_delays_what_is_computed():
+    # Half of the processor goes to the first bucket, 1.0 to 2.5: the gradient at 2 comes at 2.75.
+    step = simulate(THREE, EACH, slow, cpu_share=0.5)
+    assert step.sent[0] == (1.0, 1.0, 2.5)
+    assert step.sent[1] == (2.75, 2.75, 4.25)
+    assert step.compute_end == 4 + 1.5 / 2 + 1.5 / 2
+    assert step.end == 5.5 + 1.5
+
+
+BACKWARDS = st.lists(
+    st.tuples(st.floats(0, 10), st.integers(1, 10**6)), min_size=1, max_size=12
+).map(lambda drawn: Backward(tuple(sorted(r for r, _ in drawn)), tuple(b for _, b in drawn)))
+SHARES = st.floats(0, 1)
+
+
+@st.composite
+def steps(draw):
+    backward = draw(BACKWARDS)
+    n = len(backward.ready)
+    cuts = sorted(draw(st.sets(st.integers(1, n - 1)))) if n > 1 else []
+    plan = [list(range(a, b)) for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
+    return backward, plan, draw(st.floats(0, 1)), draw(st.floats(0, 1e-5))
+
+
+@given(steps(), SHARES)
+def test_no_plan_beats_the_limit_and_none_is_worse_than_waiting_for_everything(case, share):
+    backward, plan, alpha, beta = case
+
+    def cost(nbytes: int) -> float:
+        return alpha + beta * nbytes
+
+    step = simulate(backward, plan, cost, share)
+    one_by_one = backward.end + sum(cost(sum(backward.bytes[i] for i in b)) for b in plan)
+    assert lower_limit(backward, cost) <= step.end * (1 + 1e-9)
+    assert step.end <= one_by_one * (1 + 1e-9) + 1e-12
+    assert step.end >= simulate(backward, plan, cost).end - 1e-9
+    assert step.exposed >= 0
+
+
+@given(steps())
+def test_where_communication_takes_the_whole_processor_nothing_is_hidden(case):
+    backward, plan, alpha, beta = case
+    step = simulate(backward, plan, lambda nbytes: alpha + beta * nbytes, cpu_share=1)
+    total = len(plan) * alpha + beta * sum(backward.bytes)
+    assert step.end == pytest.approx(backward.end + total)
+
+
+@pytest.mark.parametrize("plan", [[[0, 1]], [[0, 1], [1, 2]], [[0], [1], [2], [3]]])
+def test_a_plan_that_is_not_of_this_backward_is_refused(plan):
+    with pytest.raises(ValueError, match="each place in the order of arrival once"):
+        simulate(THREE, plan, slow)
+
+
+def flat_steps(rank: int):
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))
+    recorder = Recorder(module)
+    averager = Flat(module, recorder)
+    with recorder:
+        torch.manual_seed(rank)
+        averager(torch.randn(4, 20)).square().sum().backward()
+        averager.finish()
+    return recorder.gather(), [p.nbytes for p in module.parameters()]
+
+
+def test_a_backward_is_taken_from_the_slowest_rank_gradient_by_gradient():
+    for recording, sizes in run_ranks(flat_steps, 2):
+        backward = backward_of(recording)
+        assert sorted(backward.bytes) == sorted(sizes)
+        for place, ready in enumerate(backward.ready):
+            of_ranks = [one.gradients[place].ready - one.begin for one in recording.ranks]
+            assert ready == max(of_ranks)
+        assert backward_of(recording.ranks[1]).end == pytest.approx(
+            recording.ranks[1].compute_end() - recording.ranks[1].begin
+        )
+
+
+def test_ranks_that_disagree_on_the_order_are_refused():
+    ((recording, _), *_) = run_ranks(flat_steps, 2)
+    first, second = recording.ranks
+    turned = recording.__class__(
+        (first, second.__class__(**{**vars(second), "gradients": second.gradients[::-1]}))
+    )
+    with pytest.raises(ValueError, match="the same order on every rank; found 2"):
+        backward_of(turned)
+
+
+def test_at_thousands_of_ranks_the_latency_of_a_ring_outweighs_its_bytes():
+    link = Link.of(gbit_per_s=10, latency_us=20)
+    few, many = (simulate(THREE, FLAT, lambda n, w=w: link.seconds(ring(w, n))) for w in (4, 4096))
+    assert few.exposed == pytest.approx(6 * 20e-6, rel=1e-3)
+    assert many.exposed == pytest.approx(8190 * 20e-6, rel=1e-3)
+    assert link.seconds(recursive_doubling(4096, 30)) < link.seconds(ring(4096, 30)) / 100
+    assert few.end < many.end
+
+
+def test_over_two_kinds_of_links_the_hierarchical_one_is_a_ring_inside_and_a_ring_across():
+    fast, slow = Link.of(gbit_per_s=100, latency_us=2), Link.of(gbit_per_s=1, latency_us=50)
+    nbytes = 4 * MIB
+    assert hierarchical_seconds(1, 4, nbytes, fast, slow) == fast.seconds(ring(4, nbytes))
+    assert hierarchical_seconds(6, 1, nbytes, fast, slow) == slow.seconds(ring(6, nbytes))
+    seconds = hierarchical_seconds(2, 4, nbytes, fast, slow)
+    assert seconds == pytest.approx(
+        6 * 2e-6 + 1.5 * nbytes * 8e-11 + 2 * 50e-6 + nbytes * 8e-9, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "depth"), [(1, 0), (2, 1), (5, 3), (8, 3), (9, 4), (16_384, 14)]
+)
+def test_a_tree_is_as_deep_as_the_logarithm_and_passes_every_byte_twice(world_size, depth):
+    cost = tree(world_size, 1000)
+    assert cost == (2 * depth, 2000 if depth else 0, 2000 if depth else 0)
+    assert cost.sent >= least_bytes(world_size, 1000)

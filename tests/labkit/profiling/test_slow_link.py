@@ -1,0 +1,288 @@
+"""The slow link: as slow as its model says, in nothing else different, and in nobody's way."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.launch.ranks import run_ranks
+from labkit.profiling.recording import Recorder, merge
+from labkit.profiling.slow_link import SlowLink, link_seconds
+from miniddp.ddp import MiniDDP
+from miniddp.ladder import RUNGS, BucketedOverlapped
+
+AVERAGERS = [
+    *RUNGS,
+    lambda module, group: MiniDDP(module, process_group=group),
+    lambda module, group: DistributedDataParallel(module, process_group=group),
+]
+MB = 1_000_000
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(300, 300) for _ in range(5)))
+
+
+def step(averager, module, rank) -> None:
+    module.zero_grad()
+    inputs = torch.randn(4, 300, generator=torch.Generator().manual_seed(rank))
+    averager(inputs).square().sum().backward()
+    if hasattr(averager, "finish"):
+        averager.finish()
+
+
+def test_the_model_is_the_ring():
+    gbit = 125 * MB  # bytes a second
+    assert link_seconds("all_reduce", 125 * MB, 2, gbit, 0) == 1.0
+    assert link_seconds("all_reduce", 125 * MB, 4, gbit, 0.001) == pytest.approx(1.5 + 0.006)
+    assert link_seconds("broadcast", 125 * MB, 4, gbit, 0.001) == pytest.approx(1.003)
+    assert link_seconds("all_reduce", 125 * MB, 1, gbit, 0.001) == 0
+    assert link_seconds("broadcast", 125 * MB, 1, gbit, 0.001) == 0
+    assert link_seconds("barrier", 0, 3, gbit, 0.001) == pytest.approx(0.004)
+
+
+@given(st.integers(1, 10_000), st.integers(0, 10**9), st.floats(1, 1e12), st.floats(0, 1))
+def test_an_all_reduce_costs_a_reduce_scatter_and_an_all_gather(world_size, nbytes, rate, latency):
+    both = link_seconds("reduce_scatter", nbytes, world_size, rate, latency)
+    both += link_seconds("all_gather", nbytes / world_size, world_size, rate, latency)
+    whole = link_seconds("all_reduce", nbytes, world_size, rate, latency)
+    assert whole == pytest.approx(both, rel=1e-9)
+
+
+def timed(rank, world_size, repeats):
+    """For each repeat, when each of two all-reduces of 2 MB was launched and done; rank 1 late."""
+    link = SlowLink(gbit_per_s=0.16, latency_us=1000)  # 20 MB/s
+    seconds = link.seconds("all_reduce", 2 * MB)
+    times = []
+    for _ in range(repeats):
+        x, y = torch.full((MB // 2,), float(rank)), torch.full((MB // 2,), rank + 1.0)
+        dist.barrier()
+        time.sleep(0.1 * rank)
+        handles, launched, done = [], [], []
+        for tensor in (x, y):
+            launched.append(time.perf_counter())
+            handles.append(dist.all_reduce(tensor, group=link, async_op=True))
+        for handle in handles:
+            handle.wait()
+            done.append(time.perf_counter())
+        assert (x == sum(range(world_size))).all()
+        assert (y == sum(range(1, world_size + 1))).all()
+        times.append((launched, done))
+    return seconds, times
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_all_reduce_takes_what_the_model_says_and_two_take_twice(world_size):
+    results = run_ranks(timed, world_size, 3, device="cpu")
+    seconds = results[0][0]
+    ring = 2 * (world_size - 1) * (0.001 + 2 * MB / world_size / (20 * MB))
+    assert seconds == pytest.approx(ring)
+    first, second = [], []
+    for repeat in zip(*(times for _, times in results), strict=True):
+        last_launch = max(launched[0] for launched, _ in repeat)
+        for _, done in repeat:
+            assert done[0] - last_launch >= seconds  # exactly: the link is never faster
+            assert done[1] - last_launch >= 2 * seconds
+            first.append(done[0] - last_launch)
+            second.append(done[1] - last_launch)
+    # A busy machine may wake a rank late, but hardly each of them, each time.
+    assert min(first) < 1.8 * seconds
+    assert min(second) < 2.8 * seconds
+
+
+def test_every_averager_has_the_same_bits_over_a_slow_link():
+    def work(rank):
+        link, same, launches = SlowLink(gbit_per_s=10), [], []
+        for make in AVERAGERS:
+            gradients = []
+            for group in (dist.group.WORLD, link):
+                module = model()
+                averager = make(module, group)
+                before = link.launches
+                for _ in range(3):
+                    step(averager, module, rank)
+                gradients.append([parameter.grad for parameter in module.parameters()])
+            same.append(all(map(torch.equal, *gradients)))
+            launches.append(link.launches - before)
+        return same, launches
+
+    for same, launches in run_ranks(work, 3, device="cpu", timeout=120):
+        assert same == [True] * len(AVERAGERS)
+        # One a step at least, of every averager, in its steps and not where it was made.
+        assert min(launches) >= 3, "it did not go over the link"
+
+
+def test_other_collectives_give_what_they_give_without_it():
+    def work(rank, world_size):
+        recorder, results = Recorder(nn.Linear(2, 2), SlowLink(10, latency_us=10)), []
+        for group in (dist.group.WORLD, recorder):
+            with recorder:
+                x = torch.arange(world_size, dtype=torch.float64) + 10 * rank
+                gathered = [torch.empty_like(x) for _ in range(world_size)]
+                dist.all_gather(gathered, x, group=group)
+                one, shard, swapped = torch.empty(world_size**2).double(), x[:1].clone(), x.clone()
+                dist.all_gather_single(one, x, group=group)
+                dist.reduce_scatter_single(shard, x, group=group)
+                dist.all_to_all_single(swapped, x, group=group)
+                everywhere = [None] * world_size
+                dist.all_gather_object(everywhere, f"rank {rank}", group=group)
+                largest = x.clone()
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+                dist.reduce(x, 0, group=group)
+                dist.broadcast(x, 1, group=group)
+                dist.barrier(group)
+                tensors = [*gathered, one, shard, swapped, largest, x]
+            results.append(([tensor.tolist() for tensor in tensors], everywhere))
+        return results, recorder.recorded.order()
+
+    for (without, over_it), order in run_ranks(work, 3, device="cpu"):
+        assert without == over_it
+        ops = ["all_gather", "all_gather", "reduce_scatter", "all_to_all", "all_gather"]
+        ops += ["all_gather", "all_reduce", "reduce", "broadcast", "barrier"]
+        assert [launch.op for launch in order] == ops
+        assert [launch.bytes for launch in order[:4]] == [24] * 4
+
+
+def test_a_link_of_some_ranks_only_is_a_link_of_that_many():
+    def work(rank):
+        some = dist.new_group([2, 1])
+        x = torch.full((3,), float(rank))
+        if rank == 0:
+            return x.tolist(), None
+        link = SlowLink(gbit_per_s=8, latency_us=0, group=some)
+        dist.all_reduce(x, group=link)
+        dist.broadcast(x, src=2, group=link)  # the rank in the world, as without a link
+        assert (dist.get_backend(link), dist.get_process_group_ranks(link)) == ("gloo", [1, 2])
+        return x.tolist(), link.seconds("all_reduce", 10**9)
+
+    assert run_ranks(work, 3, device="cpu") == [([0.0] * 3, None), *[([3.0] * 3, 1.0)] * 2]
+
+
+def test_backward_goes_on_while_the_link_is_busy():
+    def work(rank):
+        link, recorded = SlowLink(gbit_per_s=0.02), []  # the first bucket takes 0.4 s
+        for make in (BucketedOverlapped, *AVERAGERS[-2:]):
+            module = model()
+            recorder = Recorder(module, link)
+            averager = make(module, recorder)
+            for _ in range(2):
+                with recorder:
+                    step(averager, module, rank)
+            recorded.append(recorder.recorded)
+        return recorded
+
+    for ranks in zip(*run_ranks(work, 2, device="cpu"), strict=True):
+        recording = merge(ranks)
+        assert recording.overlaps()
+        for one in recording.ranks:
+            first, last = one.buckets()
+            assert last.launched < first.done, "backward waited for the first bucket"
+            assert one.compute_end() < first.done
+            wire = 0.02e9 / 8
+            assert last.done - one.begin > (first.bytes + last.bytes) / wire
+            assert one.exposed_seconds() > last.bytes / wire
+
+
+def test_a_communication_hook_goes_over_it_with_the_bytes_that_the_hook_sends():
+    def work(rank):
+        link, recorded = SlowLink(gbit_per_s=10), []
+        for make in AVERAGERS[-2:]:
+            module = model()
+            recorder = Recorder(module, link)
+            averager = make(module, recorder)
+            averager.register_comm_hook(recorder, default_hooks.fp16_compress_hook)
+            for _ in range(2):
+                with recorder:
+                    step(averager, module, rank)
+            recorded.append((recorder.recorded, module[0].weight.grad))
+        return recorded
+
+    for (ours, our_gradient), (torchs, gradient) in run_ranks(work, 2, device="cpu"):
+        halved = sum(collective.bytes for collective in torchs.buckets())
+        assert halved == sum(parameter.numel() * 2 for parameter in model().parameters())
+        assert [c.bytes for c in ours.buckets()] == [c.bytes for c in torchs.buckets()]
+        assert torch.equal(our_gradient, gradient)
+
+
+def test_an_error_of_the_collective_comes_out_of_the_handle_and_of_backward():
+    def work(rank):
+        raised = []
+        dead = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(3)]
+        links = [SlowLink(1, group=group) for group in dead]
+        module, ours = model(), model()
+        torchs = DistributedDataParallel(module, process_group=links[1])
+        ours = MiniDDP(ours, process_group=links[2])
+        if rank == 0:  # the other does not come
+            handle = dist.all_reduce(torch.ones(3), group=links[0], async_op=True)
+            for attempt in (
+                handle.wait,
+                lambda: torchs(torch.ones(2, 300)).sum().backward(),
+                lambda: ours(torch.ones(2, 300)).sum().backward(),
+            ):
+                try:
+                    attempt()
+                except RuntimeError as error:
+                    raised.append(str(error))
+        return raised
+
+    messages = run_ranks(work, 2, device="cpu")[0]
+    assert len(messages) == 3
+    assert all("imed out" in message for message in messages)
+
+
+def test_what_it_cannot_carry_it_names():
+    def work(rank):
+        link = SlowLink(gbit_per_s=1)
+        with pytest.raises(NotImplementedError, match=r"SlowLink .* asked to send"):
+            dist.send(torch.ones(1), 1 - rank, group=link)
+        with pytest.raises(NotImplementedError, match="no cost for scatter; it knows all_reduce"):
+            dist.scatter(torch.ones(1), [torch.ones(1)] * 2 if rank == 0 else None, group=link)
+        with pytest.raises(NotImplementedError, match=r'one on meta.*device="cpu"'):
+            dist.all_reduce(torch.ones(1, device="meta"), group=link)
+        with pytest.raises(ValueError, match=r"gbit_per_s=0, .* needs a positive rate"):
+            SlowLink(0)
+        with pytest.raises(ValueError, match=r"latency_us=-1"):
+            SlowLink(1, -1)
+        link.close()
+        with pytest.raises(RuntimeError, match="has been closed"):
+            dist.all_reduce(torch.ones(1), group=link)
+
+    run_ranks(work, 2, device="cpu")
+
+
+def test_nothing_is_left_behind(tmp_path):
+    def work(rank):
+        def open_now():
+            return psutil.Process().num_fds(), threading.active_count()
+
+        before = open_now()
+        kept = SlowLink(gbit_per_s=10)
+        x = torch.full((4,), float(rank))
+        dist.all_reduce(x, group=kept)
+        during = open_now()
+        del kept
+        gc.collect()
+        closed = SlowLink(gbit_per_s=10)
+        closed.close()
+        return before, during, open_now(), x.tolist()
+
+    results = run_ranks(work, 2, env={"TMPDIR": str(tmp_path)}, device="cpu")
+    for before, during, after, x in results:
+        assert during == (before[0] + 3, before[1] + 1)
+        assert after == before
+        assert x == [1.0] * 4
+    assert list(Path(tmp_path).iterdir()) == []

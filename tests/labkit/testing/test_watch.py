@@ -1,0 +1,138 @@
+"""The watch over collectives: what it sees, and that ranks which differ raise, not hang."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.launch.ranks import run_ranks
+from labkit.testing.watch import CollectiveMismatchError, RecordedCollectives, SameCollectives
+
+
+def test_it_records_what_python_and_what_the_cpp_reducer_of_ddp_launch_in_order():
+    def work(rank):
+        with RecordedCollectives() as python:
+            dist.broadcast(torch.full((2, 3), float(rank)), 0)
+            dist.all_reduce(torch.ones(5, dtype=torch.float64) * rank)
+            dist.barrier()
+        ddp = DistributedDataParallel(nn.Linear(3, 2))
+        with RecordedCollectives() as cpp:
+            ddp(torch.full((1, 3), float(rank))).sum().backward()
+        return python.launched, cpp.launched
+
+    for python, cpp in run_ranks(work, 2, device="cpu"):
+        assert [launch.op for launch in python] == ["broadcast_", "allreduce_", "barrier"]
+        assert python[0].shapes == ((2, 3),)
+        assert (python[1].dtype, python[1].bytes) == ("float64", 40)
+        assert [(launch.op, launch.shapes, launch.bytes) for launch in cpp] == [
+            ("allreduce_", ((8,),), 32)
+        ]
+
+
+def test_point_to_point_messages_are_not_collectives():
+    def work(rank, world_size):
+        with SameCollectives() as watch:
+            if rank == 0:
+                dist.send(torch.ones(3), 1)
+            elif rank == 1:
+                dist.recv(torch.empty(3), 0)
+        return watch.launched
+
+    assert run_ranks(work, 3, device="cpu") == [[], [], []]
+
+
+def differ_in_number(rank: int) -> None:
+    for _ in range(2 + (rank == 1)):
+        dist.all_reduce(torch.full((3,), float(rank)))
+
+
+def differ_in_kind(rank: int) -> None:
+    x = torch.full((3,), float(rank))
+    dist.broadcast(x, 0) if rank == 1 else dist.all_reduce(x)
+
+
+def differ_in_shape(rank: int) -> None:
+    dist.all_reduce(torch.full((3 + (rank == 1),), float(rank)))
+
+
+def differ_in_dtype(rank: int) -> None:
+    dist.all_reduce(torch.full((3,), rank, dtype=torch.int64 if rank == 1 else torch.float32))
+
+
+def differ_asynchronously(rank: int) -> None:
+    works = [
+        dist.all_reduce(torch.ones(size), async_op=True)
+        for size in ([2, 3] if rank == 1 else [3, 2])
+    ]
+    for work in works:
+        work.wait()
+
+
+def one_raises(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("this rank's own mistake")
+    dist.all_reduce(torch.ones(3))
+
+
+def work_with_each(ways):
+    """Both the message that each rank raises, and an all-reduce afterwards that must still work."""
+    rank = dist.get_rank()
+    raised = {}
+    for way in ways:
+        try:
+            with SameCollectives(timeout=10):
+                way(rank)
+        except (CollectiveMismatchError, KeyError) as error:
+            raised[way.__name__] = (type(error).__name__, str(error))
+    after = torch.tensor([float(rank)])
+    dist.all_reduce(after)
+    return raised, after.item()
+
+
+def test_ranks_that_differ_raise_on_every_rank_at_once_and_say_where():
+    ways = [differ_in_number, differ_in_kind, differ_in_shape, differ_in_dtype]
+    ways += [differ_asynchronously, one_raises]
+    started = time.monotonic()
+    results = run_ranks(work_with_each, 3, ways, timeout=30, device="cpu")
+    assert time.monotonic() - started < 10, "it waited for a timeout where it could have known"
+    for rank, (raised, after) in enumerate(results):
+        assert after == 0 + 1 + 2
+        assert raised.keys() == {way.__name__ for way in ways}
+        for name, (kind, message) in raised.items():
+            if name == "one_raises" and rank == 1:
+                assert (kind, message) == ("KeyError", '"this rank\'s own mistake"')
+                continue
+            assert kind == "CollectiveMismatchError"
+            assert "rank 0:" in message
+            assert "rank 1:" in message
+        assert "number 3" in raised["differ_in_number"][1]
+        assert "rank 0: has come to the end" in raised["differ_in_number"][1]
+        assert "allreduce_ of float32 [4]" in raised["differ_in_shape"][1]
+        assert "int64" in raised["differ_in_dtype"][1]
+    assert "rank 1: raised KeyError" in results[0][0]["one_raises"][1]
+
+
+def test_ranks_that_agree_pass_and_their_results_are_untouched():
+    def work(rank):
+        x = torch.full((3,), float(rank))
+        with SameCollectives() as watch:
+            dist.all_reduce(x)
+        return x.tolist(), len(watch.launched)
+
+    assert run_ranks(work, 3, device="cpu") == [([3.0] * 3, 1)] * 3
+
+
+def test_a_rank_that_never_comes_is_reported_within_the_timeout():
+    def work(rank):
+        with SameCollectives(timeout=2):
+            if rank == 1:
+                time.sleep(5)
+            dist.all_reduce(torch.ones(2))
+
+    with pytest.raises(CollectiveMismatchError, match=r"has not answered for 2 s"):
+        run_ranks(work, 2, timeout=30, device="cpu")

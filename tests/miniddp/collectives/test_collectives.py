@@ -1,0 +1,207 @@
+"""All-reduce from send and recv: the result, the same bits everywhere, and the promised cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from all_reduce_cases import Case, cases, check, reduce_all
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from labkit.launch.ranks import run_ranks
+from miniddp.collectives import (
+    naive_all_reduce,
+    recursive_doubling_all_reduce,
+    ring_all_reduce,
+)
+
+ALGORITHMS: dict[str, Callable[..., None]] = {
+    "naive": naive_all_reduce,
+    "ring": ring_all_reduce,
+    "recursive doubling": recursive_doubling_all_reduce,
+}
+
+
+def by_each(rank: int, todo: list[Case]) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    return {name: reduce_all(rank, todo, all_reduce) for name, all_reduce in ALGORITHMS.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+# No shrinking: a failing case is one line of the message already, and each try starts ranks.
+@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(todo=st.lists(cases(), min_size=15, max_size=30))
+def test_the_result_is_that_of_dist_all_reduce_and_has_the_same_bits_on_every_rank(
+    world_size: int, todo: list[Case]
+) -> None:
+    of_rank = run_ranks(by_each, world_size, todo)
+    for name in ALGORITHMS:
+        check(todo, [found[name] for found in of_rank])
+
+
+def count_messages(rank: int, world_size: int, lengths: list[int]) -> list[tuple[str, int, int]]:
+    """For each algorithm and length: how many steps this rank took, and the elements it sent."""
+    counted = []
+    for name, all_reduce in ALGORITHMS.items():
+        for length in lengths:
+            tensor = torch.arange(length) + rank
+            really = dist.batch_isend_irecv
+            with mock.patch.object(dist, "batch_isend_irecv", wraps=really) as exchange:
+                all_reduce(tensor)
+            steps = [
+                sum(o.tensor.numel() for o in call.args[0] if o.op is dist.isend)
+                for call in exchange.call_args_list
+            ]
+            everybodys = torch.arange(length) * world_size + sum(range(world_size))
+            assert torch.equal(tensor, everybodys)
+            counted.append((name, len(steps), sum(steps)))
+    return counted
+
+
+def promised(name: str, rank: int, world_size: int, length: int) -> tuple[int, int]:
+    """Steps and elements sent by `rank`, as the docstrings of `miniddp.collectives` have them."""
+    if world_size == 1:
+        return 0, 0
+    if name == "naive":
+        others = world_size - 1
+        return (2 * others, others * length) if rank == 0 else (2, length)
+    if name == "ring":
+        chunks = [len(c) for c in torch.empty(length).tensor_split(world_size)]
+        left_out = chunks[(rank + 1) % world_size] + chunks[(rank + 2) % world_size]
+        return 2 * (world_size - 1), 2 * length - left_out
+    doublings = int(math.log2(world_size))
+    power = 2**doublings
+    if rank >= power:
+        return 2, length
+    stands_in = rank + power < world_size
+    return doublings + 2 * stands_in, (doublings + stands_in) * length
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8])
+def test_each_rank_takes_the_steps_and_sends_the_bytes_of_the_docstring(world_size: int) -> None:
+    lengths = [0, 1, world_size, 7 * world_size, 7 * world_size + 1, 1000]
+    of_rank = run_ranks(count_messages, world_size, lengths)
+    for rank, counted in enumerate(of_rank):
+        wanted = [
+            (name, *promised(name, rank, world_size, length))
+            for name in ALGORITHMS
+            for length in lengths
+        ]
+        assert counted == wanted
+
+
+def test_the_ring_sends_the_least_that_any_all_reduce_can() -> None:
+    length, world_size = 1200, 5
+    of_rank = run_ranks(count_messages, world_size, [length])
+    bound = 2 * (world_size - 1) / world_size * length
+    busiest = {name: max(dict_of(c)[name] for c in of_rank) for name in ALGORITHMS}
+    assert busiest == {
+        "naive": (world_size - 1) * length,
+        "ring": bound,
+        "recursive doubling": 3 * length,
+    }
+
+
+def dict_of(counted: list[tuple[str, int, int]]) -> dict[str, int]:
+    return {name: elements for name, _, elements in counted}
+
+
+def in_two_groups(rank: int) -> list[Tensor]:
+    groups = [dist.new_group([3, 1]), dist.new_group([0, 2, 4])]
+    group = groups[rank % 2 == 0]
+    outside = groups[rank % 2 == 1]
+    results = []
+    for all_reduce in ALGORITHMS.values():
+        tensor = torch.tensor([10.0**rank, -rank])
+        all_reduce(tensor, group=group)
+        results.append(tensor)
+        with pytest.raises(ValueError, match=f"rank {rank} is not in the group"):
+            all_reduce(tensor, group=outside)
+    return results
+
+
+def test_only_the_ranks_of_the_group_take_part() -> None:
+    of_rank = run_ranks(in_two_groups, 5)
+    for rank, results in enumerate(of_rank):
+        wanted = torch.tensor([10101.0, -6.0] if rank % 2 == 0 else [1010.0, -4.0])
+        assert all(torch.equal(result, wanted) for result in results)
+
+
+def reduce_strided_views(rank: int) -> tuple[list[Tensor], Tensor]:
+    ours = []
+    for all_reduce in ALGORITHMS.values():
+        whole = torch.arange(6.0) + rank
+        all_reduce(whole[::2])
+        ours.append(whole)
+    theirs = torch.arange(6.0) + rank
+    dist.all_reduce(theirs[::2])
+    return ours, theirs
+
+
+def test_a_strided_view_is_reduced_where_torchs_gloo_takes_the_wrong_memory() -> None:
+    for rank, (ours, theirs) in enumerate(run_ranks(reduce_strided_views, 2)):
+        wanted = [1.0, 1.0 + rank, 5.0, 3.0 + rank, 9.0, 5.0 + rank]
+        assert all(tensor.tolist() == wanted for tensor in ours)
+        assert theirs.tolist() != wanted
+
+
+def average_large_halves(rank: int) -> list[Tensor]:
+    results = []
+    for all_reduce in ALGORITHMS.values():
+        gradient = torch.tensor([40_000.0 + 32 * rank], dtype=torch.float16)
+        all_reduce(gradient, dist.ReduceOp.AVG)
+        results.append(gradient)
+    return results
+
+
+def test_an_average_of_float16_does_not_overflow_though_the_sum_would() -> None:
+    wanted = torch.tensor([40_048.0]).half()
+    for results in run_ranks(average_large_halves, 4):
+        assert all((result - wanted).abs() <= 64 for result in results)
+
+
+def reduce_a_parameter(rank: int) -> list[tuple[Tensor, bool]]:
+    results = []
+    for all_reduce in ALGORITHMS.values():
+        parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
+        all_reduce(parameter)
+        all_reduce(parameter.data[:2])
+        results.append((parameter.detach(), parameter.requires_grad))
+    return results
+
+
+def test_a_parameter_is_reduced_in_place_and_still_requires_its_gradient() -> None:
+    for results in run_ranks(reduce_a_parameter, 3):
+        for values, requires_grad in results:
+            assert values.tolist() == [9.0, 9.0, 3.0]
+            assert requires_grad
+
+
+def refuse(rank: int) -> list[list[str]]:
+    bad = [
+        (torch.ones(2), dist.ReduceOp.MAX),
+        (torch.ones(2, dtype=torch.int64) + rank, dist.ReduceOp.AVG),
+        (torch.eye(2).to_sparse(), dist.ReduceOp.SUM),
+    ]
+    said = []
+    for all_reduce in ALGORITHMS.values():
+        of_one = []
+        for tensor, op in bad:
+            with pytest.raises((TypeError, ValueError)) as caught:
+                all_reduce(tensor, op)
+            of_one.append(f"{caught.type.__name__}: {caught.value}")
+        said.append(of_one)
+    return said
+
+
+def test_what_cannot_be_reduced_is_refused_before_anything_is_sent() -> None:
+    for of_rank in run_ranks(refuse, 2):
+        for said in of_rank:
+            assert said[0].startswith("ValueError: op is RedOpType.MAX: take ReduceOp.SUM or")
+            assert said[1].startswith("TypeError: an average of torch.int64 needs fractions")
+            assert said[2].startswith("TypeError: the tensor's layout is torch.sparse_coo")

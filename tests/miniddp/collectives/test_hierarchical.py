@@ -1,0 +1,212 @@
+"""All-reduce inside nodes and across them: the result, the bits, the bytes on each kind of link."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from all_reduce_cases import Case, cases, check, reduce_all
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.launch.ranks import run_ranks
+from labkit.testing.compare import gradients
+from miniddp import MiniDDP
+from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
+from miniddp.extras import comm_hooks
+
+# Nodes and ranks on each.
+SHAPES = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (2, 4)]
+
+
+class NodesReduce(Protocol):
+    """As `hierarchical_all_reduce` is called."""
+
+    def __call__(self, tensor: Tensor, op: Any, *, nodes: Nodes) -> None: ...
+
+
+def on_nodes(
+    rank: int, ranks_per_node: int, todo: list[Case], how: NodesReduce
+) -> list[tuple[Tensor, Tensor]]:
+    return reduce_all(rank, todo, partial(how, nodes=Nodes.groups(ranks_per_node)))
+
+
+def check_on_nodes(shape: tuple[int, int], todo: list[Case], how: NodesReduce) -> None:
+    check(todo, run_ranks(on_nodes, shape[0] * shape[1], shape[1], todo, how))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} x {shape[1]}")
+# No shrinking: a failing case is one line of the message already, and each try starts ranks.
+@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(todo=st.lists(cases(), min_size=20, max_size=40))
+def test_the_result_is_that_of_dist_all_reduce_and_has_the_same_bits_on_every_rank(shape, todo):
+    check_on_nodes(shape, todo, hierarchical_all_reduce)
+
+
+def inside_only(tensor: Tensor, op: Any, *, nodes: Nodes) -> None:
+    ring_all_reduce(tensor, op, nodes.inside)
+
+
+def across_only(tensor: Tensor, op: Any, *, nodes: Nodes) -> None:
+    ring_all_reduce(tensor, op, nodes.across)
+
+
+def averaged_by_the_node(tensor: Tensor, op: Any, *, nodes: Nodes) -> None:
+    ring_all_reduce(tensor, op, nodes.inside)
+    ring_all_reduce(tensor, dist.ReduceOp.SUM, nodes.across)
+
+
+@pytest.mark.parametrize("broken", [inside_only, across_only, averaged_by_the_node])
+def test_a_copy_that_forgets_a_part_is_rejected(broken):
+    with pytest.raises(AssertionError):
+        check_on_nodes((2, 2), [Case(torch.float32, 11, "contiguous", True, seed=1)], broken)
+
+
+def count_messages(rank: int, ranks_per_node: int, lengths: list[int]) -> list[dict[str, Any]]:
+    """For each length: the steps, and the elements sent to this node and to others, both ways."""
+    nodes, really = Nodes.groups(ranks_per_node), dist.batch_isend_irecv
+    ways = {
+        "hierarchical": lambda t: hierarchical_all_reduce(t, nodes=nodes),
+        "flat": ring_all_reduce,
+    }
+    counted = []
+    for length in lengths:
+        found = {}
+        for name, all_reduce in ways.items():
+            tensor = torch.arange(length) + rank
+            with mock.patch.object(dist, "batch_isend_irecv", wraps=really) as exchange:
+                all_reduce(tensor)
+            sent = {"inside": 0, "across": 0}
+            for call in exchange.call_args_list:
+                for operation in call.args[0]:
+                    if operation.op is dist.isend:
+                        near = operation.peer // ranks_per_node == rank // ranks_per_node
+                        sent["inside" if near else "across"] += operation.tensor.numel()
+            found[name] = {"steps": len(exchange.call_args_list), **sent}
+        counted.append(found)
+    return counted
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} x {shape[1]}")
+def test_each_kind_of_link_carries_the_steps_and_bytes_of_the_docstring(shape):
+    count, size = shape
+    length = 5 * count * size
+    of_rank = [ranks[0] for ranks in run_ranks(count_messages, count * size, size, [length])]
+    for found in of_rank:
+        assert found["hierarchical"] == {
+            "steps": 2 * (size - 1) + 2 * (count - 1),
+            "inside": 2 * (size - 1) * length // size,
+            "across": 2 * (count - 1) * length // size // count,
+        }
+    for node in range(count):
+        across = sum(found["flat"]["across"] for found in of_rank[node * size :][:size])
+        ranks = count * size
+        assert across == (2 * (ranks - 1) * length // ranks if count > 1 else 0)
+
+
+def test_between_two_nodes_of_four_the_flat_ring_sends_seven_quarters_as_much():
+    counted = run_ranks(count_messages, 8, 4, [800])
+    for node in (counted[:4], counted[4:]):
+        sent = {
+            way: sum(rank[0][way]["across"] for rank in node) for way in ("flat", "hierarchical")
+        }
+        assert sent == {"flat": 1400, "hierarchical": 800}
+
+
+def test_a_length_that_does_not_divide_loses_and_doubles_nothing():
+    lengths = [0, 1, 3, 801, 805]
+    counted = run_ranks(count_messages, 8, 4, lengths)
+    for node in (counted[:4], counted[4:]):
+        for number, length in enumerate(lengths):
+            across = sum(rank[number]["hierarchical"]["across"] for rank in node)
+            assert across == length, "2(M - 1)/M · n for two nodes, whatever is left over"
+
+
+def uneven(rank: int, ranks_per_node: int) -> str:
+    with pytest.raises(ValueError, match="no whole number of nodes") as caught:
+        Nodes.groups(ranks_per_node)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, 2, 4])
+def test_a_world_that_is_not_made_of_whole_nodes_is_refused_on_every_rank(ranks_per_node):
+    for said in run_ranks(uneven, 3, ranks_per_node):
+        assert said.startswith(f"3 ranks are no whole number of nodes with {ranks_per_node} ranks")
+
+
+# The comm hook -----------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 5)
+    )
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(6, 20, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def hooked(rank: int, ranks_per_node: int) -> list[list[Tensor]]:
+    """The third step's gradients by the hook under both wrappers, and by torch without a hook."""
+    state = comm_hooks.HierarchicalState(ranks_per_node)
+    found = []
+    for wrap, hook in ((MiniDDP, True), (DistributedDataParallel, True), (MiniDDP, False)):
+        wrapped = wrap(model(), bucket_cap_mb=0.005)
+        if hook:
+            wrapped.register_comm_hook(state, comm_hooks.hierarchical_average)
+        for _ in range(3):
+            wrapped.zero_grad()
+            wrapped(batch(rank)).pow(2).mean().backward()
+        found.append(gradients(wrapped.module))
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, 2), (3, 2), (2, 4)])
+def test_the_hook_averages_under_both_wrappers_as_one_process_with_the_full_batch(count, size):
+    full = model()
+    full(torch.cat([batch(rank) for rank in range(count * size)])).pow(2).mean().backward()
+    of_rank = run_ranks(hooked, count * size, size)
+    for ours, torchs, without in of_rank:
+        compared = zip(gradients(full), ours, torchs, without, of_rank[0][0], strict=True)
+        for wanted, mine, under_torchs, plain, of_first in compared:
+            assert torch.equal(mine, of_first), "the same bits on every rank"
+            assert torch.equal(mine, under_torchs)
+            torch.testing.assert_close(mine, wanted)
+            torch.testing.assert_close(mine, plain)
+
+
+def failing(rank: int) -> list[str]:
+    said = []
+    for wrap in (MiniDDP, DistributedDataParallel):
+        state = comm_hooks.HierarchicalState(1)
+        wrapped = wrap(model())
+        wrapped.register_comm_hook(state, comm_hooks.hierarchical_average)
+        broken = mock.Mock(side_effect=ValueError("the cable is unplugged"))
+        with (
+            mock.patch.object(comm_hooks, "hierarchical_all_reduce", broken),
+            pytest.raises(Exception, match="the cable is unplugged") as caught,
+        ):
+            wrapped(batch(rank)).sum().backward()
+        said.append(str(caught.value))
+        state.close()
+    return said
+
+
+def test_what_fails_in_the_hooks_thread_is_raised_by_backward():
+    assert all(len(said) == 2 for said in run_ranks(failing, 2))
+
+
+def test_a_bucket_that_is_not_on_the_cpu_is_refused():
+    bucket = SimpleNamespace(buffer=lambda: torch.empty(3, device="meta"))
+    with pytest.raises(NotImplementedError, match="NCCL chooses the way"):
+        comm_hooks.hierarchical_average(SimpleNamespace(), bucket)

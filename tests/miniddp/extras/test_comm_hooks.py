@@ -1,0 +1,252 @@
+"""Comm hooks: ours against torch's stock ones, each of them on both wrappers, to the bit."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.launch.ranks import run_ranks
+from miniddp.ddp import MiniDDP
+from miniddp.extras import comm_hooks
+
+WRAPPERS = {"mini": MiniDDP, "torch": DistributedDataParallel}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 5)
+    )
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 20, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def gradients_of(
+    wrap, rank, hook, make_state, steps: int = 4, cap_mb: float = 0.005, **settings
+) -> list[torch.Tensor]:
+    """All gradients of each of a few steps of SGD, under `hook`."""
+    wrapped = wrap(model(), bucket_cap_mb=cap_mb, **settings)
+    if hook is not None:
+        wrapped.register_comm_hook(make_state(), hook)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        wrapped(batch(rank, step)).pow(2).mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in wrapped.parameters()]))
+        optimizer.step()
+    return found
+
+
+def nothing():
+    return None
+
+
+def a_local_sgd_state():
+    return post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=2)
+
+
+def a_torch_power_state():
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+
+
+PAIRS = {
+    "average": (comm_hooks.average, default_hooks.allreduce_hook),
+    "fp16": (comm_hooks.fp16_compress, default_hooks.fp16_compress_hook),
+}
+# Not here: torch's bf16 hook, which its wrapper refuses on a CPU (ours takes it, below), and its
+# quantization hooks, which index tensors that gloo does not make, under either wrapper.
+STOCK = {
+    "all-reduce": (default_hooks.allreduce_hook, nothing),
+    "fp16": (default_hooks.fp16_compress_hook, nothing),
+    "fp16 around all-reduce": (
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+        nothing,
+    ),
+    "no-op": (debugging_hooks.noop_hook, nothing),
+    "post-local SGD": (post_localSGD_hook.post_localSGD_hook, a_local_sgd_state),
+    "PowerSGD": (powerSGD_hook.powerSGD_hook, a_torch_power_state),
+}
+
+
+def run_pairs(rank, world_size):
+    found = {}
+    for name, hooks in PAIRS.items():
+        for views in (False, True):
+            for wrapper in WRAPPERS:
+                found[name, views, wrapper] = [
+                    gradients_of(
+                        WRAPPERS[wrapper], rank, hook, nothing, gradient_as_bucket_view=views
+                    )
+                    for hook in hooks
+                ]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_our_hooks_equal_torchs_to_the_bit_on_both_wrappers(world_size):
+    for found in run_ranks(run_pairs, world_size):
+        for name in PAIRS:
+            (reference, _), *others = (
+                found[name, views, wrapper] for views in (False, True) for wrapper in WRAPPERS
+            )
+            for ours, theirs in others:
+                for step, expected in enumerate(reference):
+                    assert torch.equal(ours[step], expected), name
+                    assert torch.equal(theirs[step], expected), name
+
+
+def run_stock(rank, world_size, name, wrapper):
+    torch.manual_seed(0)
+    hook, state = STOCK[name]
+    # torch's PowerSGD starts collectives from callbacks: with several buckets gloo's threads may
+    # order them differently on two ranks, which aborts under torch's wrapper as under ours.
+    cap_mb = 25 if name == "PowerSGD" else 0.005
+    return gradients_of(WRAPPERS[wrapper], rank, hook, state, cap_mb=cap_mb)
+
+
+def run_all_stock(rank, world_size):
+    return {
+        (name, wrapper): run_stock(rank, world_size, name, wrapper)
+        for name in STOCK
+        for wrapper in WRAPPERS
+    }
+
+
+def test_torchs_stock_hooks_work_unchanged_and_give_the_same_bits_on_our_wrapper():
+    for found in run_ranks(run_all_stock, 2, timeout=120):
+        for name in STOCK:
+            for ours, theirs in zip(found[name, "mini"], found[name, "torch"], strict=True):
+                assert torch.equal(ours, theirs), name
+
+
+def run_bf16(rank, world_size):
+    return [
+        gradients_of(MiniDDP, rank, hook, nothing)
+        for hook in (comm_hooks.bf16_compress, default_hooks.bf16_compress_hook, None)
+    ]
+
+
+def test_bf16_compression_equals_torchs_hook_and_stays_within_its_rounding():
+    for ours, theirs, exact in run_ranks(run_bf16, 2):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        error = (ours[0] - exact[0]).norm() / exact[0].norm()
+        assert 0 < error < 2**-8
+
+
+def run_total(rank, world_size):
+    return [
+        gradients_of(MiniDDP, rank, hook, nothing, steps=1) for hook in (comm_hooks.total, None)
+    ]
+
+
+def test_the_sum_is_the_world_size_times_the_average():
+    for (total,), (mean,) in run_ranks(run_total, 3):
+        torch.testing.assert_close(total, 3 * mean)
+
+
+def run_power_sgd(rank, world_size, approximation_rank):
+    state = comm_hooks.PowerSGDState(rank=approximation_rank)
+    return [
+        gradients_of(MiniDDP, rank, comm_hooks.power_sgd, lambda: state, steps=6),
+        gradients_of(MiniDDP, rank, None, nothing, steps=6),
+        state.errors,
+    ]
+
+
+def test_power_sgd_is_exact_at_first_and_then_the_same_approximation_on_every_rank():
+    per_rank = run_ranks(run_power_sgd, 2, 2)
+    for approximated, exact, errors in per_rank:
+        for step in range(2):
+            torch.testing.assert_close(approximated[step], exact[step])
+        difference = (approximated[2] - exact[2]).norm() / exact[2].norm()
+        assert 0.01 < difference < 1
+        assert any(error.norm() > 0 for kept in errors.values() for error in kept)
+    for a, b in zip(per_rank[0][0], per_rank[1][0], strict=True):
+        assert torch.equal(a, b)
+
+
+class Stacked(nn.Module):
+    """One weight of 16 × 12, used on fixed data, so that its gradient never changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 12))
+
+    def forward(self, directions):
+        return (self.weight * directions).sum()
+
+
+def run_error_feedback(rank, world_size, feedback):
+    generator = torch.Generator().manual_seed(rank)
+    directions = torch.randn(16, 12, generator=generator)
+    wrapped = MiniDDP(Stacked())
+    state = comm_hooks.PowerSGDState(rank=1, error_feedback=feedback)
+    wrapped.register_comm_hook(state, comm_hooks.power_sgd)
+    total = torch.zeros(16, 12)
+    for _ in range(200):
+        wrapped.zero_grad()
+        wrapped(directions).backward()
+        total += wrapped.module.weight.grad
+    return total / 200, directions
+
+
+def test_error_feedback_lets_power_sgds_sum_over_time_approach_the_true_gradient():
+    distance = {}
+    for feedback in (True, False):
+        per_rank = run_ranks(run_error_feedback, 2, feedback)
+        true = sum(directions for _, directions in per_rank) / 2
+        means = [mean for mean, _ in per_rank]
+        assert torch.equal(means[0], means[1])
+        distance[feedback] = ((means[0] - true).norm() / true.norm()).item()
+    assert distance[True] < 0.1
+    assert distance[False] > 0.5
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 0}, {"start_after": 1}])
+def test_power_sgd_refuses_senseless_settings(wrong):
+    with pytest.raises(ValueError, match="must be at least"):
+        comm_hooks.PowerSGDState(**wrong)
+
+
+def refused(rank, world_size):
+    def with_wrong_bucket(state, bucket: int): ...
+
+    def with_wrong_result(state, bucket) -> int: ...
+
+    wrapped = MiniDDP(copy.deepcopy(model()))
+    said = []
+    for hook in (3, with_wrong_bucket, with_wrong_result):
+        try:
+            wrapped.register_comm_hook(None, hook)
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    wrapped.register_comm_hook(None, comm_hooks.average)
+    try:
+        wrapped.register_comm_hook(None, comm_hooks.average)
+    except RuntimeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_a_hook_is_refused_and_so_is_a_second_one():
+    for said in run_ranks(refused, 2):
+        expected = [
+            "must be callable",
+            "bucket annotation",
+            "return annotation",
+            "only be called once",
+        ]
+        assert len(said) == len(expected)
+        assert all(words in text for words, text in zip(expected, said, strict=True))

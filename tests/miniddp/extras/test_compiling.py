@@ -1,0 +1,115 @@
+"""torch.compile around the wrapper: the module is compiled, the wrapper's own work is not."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.launch.ranks import run_ranks
+from miniddp.ddp import MiniDDP
+
+LAYERS = 4  # of 1 MiB each: with caps of 1 MiB, one bucket a layer
+STEPS = 4
+
+
+class Stack(nn.Module):
+    """A module of its own class: Dynamo does not enter one of torch.nn from the top."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(512, 512) for _ in range(LAYERS)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def batch(rank, step):
+    return torch.randn(8, 512, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def train(model, rank):
+    """The gradients of each step."""
+    gradients = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    return gradients
+
+
+def compiled(wrapper, rank, **settings):
+    """Gradients, number of graphs and warnings of a compiled wrapper around the same module."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = wrapper(Stack(), bucket_cap_mb=1.0, **settings)
+        gradients = train(torch.compile(model, backend=count), rank)
+    return gradients, len(graphs), [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+    ids=["plain", "unused", "static"],
+)
+def test_a_compiled_wrapper_splits_its_graph_by_the_buckets_and_reduces_as_torchs(settings):
+    def work(rank, world_size):
+        ours = compiled(MiniDDP, rank, **settings)
+        theirs = compiled(DistributedDataParallel, rank, **settings)
+        torch.manual_seed(0)
+        eager = train(MiniDDP(Stack(), bucket_cap_mb=1.0, **settings), rank)
+        torch.manual_seed(0)
+        alone = Stack()
+        full = []
+        for step in range(STEPS):
+            alone.zero_grad()
+            parts = [alone(batch(r, step)).square().mean() for r in range(world_size)]
+            (sum(parts) / world_size).backward()
+            full.append([p.grad.clone() for p in alone.parameters()])
+        return ours, theirs, eager, full
+
+    for ours, theirs, eager, full in run_ranks(work, 2, timeout=240):
+        gradients, graphs, said = ours
+        assert said == []
+        assert graphs == theirs[1] == LAYERS
+        for of_ours, of_theirs, of_eager, truth in zip(
+            gradients, theirs[0], eager, full, strict=True
+        ):
+            for a, b, c, d in zip(of_ours, of_theirs, of_eager, truth, strict=True):
+                assert torch.equal(a, b)
+                assert torch.equal(a, c)
+                torch.testing.assert_close(a, d)
+
+
+def test_a_wrapper_inside_a_wrapper_gives_the_outer_one_back_to_dynamo():
+    def work(rank, world_size):
+        seen = []
+
+        class Spy(nn.Linear):
+            def forward(self, x):
+                seen.append(MiniDDP._get_active_ddp_module())
+                return super().forward(x)
+
+        inner = MiniDDP(Spy(4, 4))
+        outer = MiniDDP(nn.Sequential(inner, Spy(4, 4)))
+        copy.deepcopy(outer)  # a copy is made outside of a forward
+        outer(torch.ones(2, 4)).sum().backward()
+        return [wrapper is expected for wrapper, expected in zip(seen, (inner, outer), strict=True)]
+
+    assert run_ranks(work, 2) == [[True, True]] * 2

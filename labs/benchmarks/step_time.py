@@ -2,10 +2,10 @@
 
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
 
-A step is forward and backward until every gradient is averaged. All contenders are in the same
-processes and take turns (`labkit.profiling.benchmark`), with one thread a rank. The link of 1 Gbit/s is
-`labkit.profiling.slow_link`: what the machine does, and then waiting. Beside the contenders stand the figures
-of the limit that no plan beats, max(compute, t₁ + C):
+A step is forward and backward until every gradient is averaged. All contenders run in the same
+processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s link
+is `labkit.profiling.slow_link`: what the machine takes, and then waiting. The table also shows the
+parts of the limit that no plan beats, max(compute, t₁ + C):
 
 - compute: the step of the module alone;
 - t₁: when its first gradient is ready;
@@ -41,15 +41,16 @@ from labkit.profiling.benchmark import (
     write,
 )
 from labkit.profiling.slow_link import SlowLink
+from miniddp import MiniDDP
 from miniddp.buckets import MIB
-from miniddp.ddp import MiniDDP
-from miniddp.extras.first_steps import STEPS, WARM_UP
+from miniddp.extras.first_steps import STEPS, TRIAL, WARM_UP
 from miniddp.ladder import RUNGS
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 LINKS = {"loopback": None, "1gbit": 1.0}
 CAPS = (1, 2, 4, 8, 16)
 REFERENCE = "torch DDP"
-PLANNED_AFTER = WARM_UP + STEPS + 1  # steps until MiniDDP has its measured plan
+PLANNED_AFTER = WARM_UP + STEPS + 4 * (1 + TRIAL) + 1  # steps until the plan is settled
 Step = Callable[[], object]
 
 
@@ -88,15 +89,17 @@ def race(
     def torchs(**options: Any) -> Step:
         return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
 
-    def ours(warm_up: int = 2, **options: Any) -> tuple[MiniDDP, Step]:
-        return contender(lambda m: MiniDDP(m, process_group=link, **options), warm_up)
+    def ours(**options: Any) -> Step:
+        return contender(lambda m: MiniDDP(m, process_group=link, **options))[1]
 
     steps: dict[str, Step] = {}
     for rung in RUNGS:
         steps[rung.__name__] = contender(lambda module, rung=rung: rung(module, link))[1]
-    steps["MiniDDP"] = ours()[1]
-    steps["MiniDDP, views"] = ours(gradient_as_bucket_view=True)[1]
-    planned, steps["MiniDDP, planned"] = ours(PLANNED_AFTER, bucket_plan="measured")
+    steps["MiniDDP"] = ours()
+    steps["MiniDDP, views"] = ours(gradient_as_bucket_view=True)
+    planned, steps["MiniDDP, planned"] = contender(
+        lambda m: DropIn(m, process_group=link, bucket_plan="measured"), PLANNED_AFTER
+    )
     plan = [
         sum(parameter.nbytes for parameter in bucket.parameters)
         for bucket in planned.reducer.buckets

@@ -1,16 +1,16 @@
 """The thread's own program on PyTorch Lightning: accumulate on one device, or ddp on several.
 
-    python labs/accumulate_vs_ddp_lightning.py                        ddp on 4 CPU devices, a sample each
+    python labs/accumulate_vs_ddp_lightning.py       ddp on 4 CPU devices, one sample each
     python labs/accumulate_vs_ddp_lightning.py --devices 1 --accumulate 4
     python labs/accumulate_vs_ddp_lightning.py --devices 2 --accumulate 2
 
-A plain script, not one for torchrun: Lightning's strategy "ddp" starts this same file again for
-every further device, with other environment variables. Whatever stands at the top level therefore
-runs once a process, and random draws have to be seeded before they are made, not after.
+Run it with python, not with torchrun: Lightning's strategy "ddp" starts this file again for every
+further device, with different environment variables. All top-level code therefore runs once per
+process, and random draws must be seeded before they are made.
 
-Prints, for each rank, the batches that it saw, the norm of encoder.weight's gradient after each
-backward, and all norms where they are complete: just before the optimizer step. With the thread's
-seed and its four samples the thread's norms stand beside them.
+For each rank the script prints the batches it saw and the norm of encoder.weight's gradient after
+each backward pass. It also prints every gradient norm just before the optimizer step, when the
+gradients are complete. With the thread's seed and four samples, a column shows the thread's norms.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def main() -> None:
     arguments = parse_arguments()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.exit(
-            "Lightning starts its ranks itself: python labs/accumulate_vs_ddp_lightning.py, without torchrun"
+            "Lightning starts its ranks itself. Run it without torchrun: "
+            "python labs/accumulate_vs_ddp_lightning.py"
         )
     # Lightning tells on stderr of GPUs, tips and workers; here only a failure matters.
     warnings.filterwarnings("ignore")

@@ -1,20 +1,21 @@
 """The mean of the means: gradient accumulation and DDP on captions of different lengths.
 
-Start it with torchrun, on as many ranks as you like:
+Start it with torchrun, on any number of ranks:
 
     torchrun --standalone --nproc-per-node 2 labs/mean_of_means.py
 
-Each rank has captions of its own, cut into micro-batches, and accumulates their gradients under
-DDP. Three recipes say what a micro-batch's summed loss is divided by:
+Each rank draws different captions, splits them into micro-batches, and accumulates their gradients
+under DDP. The three recipes differ in the divisor of a micro-batch's summed loss:
 
-  each-part    its own words, times the number of micro-batches: the mean of the means
-  own-window   the words of all micro-batches of this rank: the well-known fix for accumulation
-  whole-step   N / W: the words of all micro-batches of all ranks, over the number of ranks
+  each-part    its own token count, times the number of micro-batches: the mean of the means
+  own-window   the tokens of all micro-batches of this rank: the well-known fix for accumulation
+  whole-step   N / W: the tokens of all micro-batches of all ranks, divided by the number of ranks
 
-Rank 0 prints how the gradient of each stands to that of a single process which sees all captions,
-under torch's DDP and under MiniDDP: the ratio of the norms, the cosine, and the largest difference
-on any rank. The exit code is 1 if the recipe named by --recipe does not give that gradient on every
-rank, or if the loss that miniddp.training.losses.global_mean would log is not the mean over all words.
+Rank 0 compares the gradient of each recipe, under torch's DDP and under MiniDDP, with the gradient
+of a single process that sees all captions. It prints the ratio of the norms, the cosine, and the
+largest difference on any rank. The exit code is 1 if the recipe named by --recipe misses that
+gradient on any rank. It is also 1 if the loss that `miniddp.training.losses.global_mean` returns
+for logging is not the mean over all tokens.
 """
 
 from __future__ import annotations

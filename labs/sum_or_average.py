@@ -18,8 +18,8 @@ samples for each. Rank 0 prints, for each way:
   from 16        the same from the one process with 16: rounding as long as all is 16, and
                  otherwise what the linear scaling rule is worth here
 
-The gradients are summed by the comm hook miniddp.extras.comm_hooks.total. The exit code is 1 if a ratio is
-not the expected one, or a distance that ought to be rounding is larger, on any rank.
+The comm hook `miniddp.extras.comm_hooks.total` sums the gradients. The exit code is 1 if, on any
+rank, a ratio is not the expected one or a distance that should be rounding is larger.
 """
 
 from __future__ import annotations

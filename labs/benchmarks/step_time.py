@@ -2,18 +2,18 @@
 
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
 
-A step is forward and backward until every gradient is averaged. All contenders are in the same
-processes and take turns (`labkit.profiling.benchmark`), with one thread a rank. The link of 1 Gbit/s is
-`labkit.profiling.slow_link`: what the machine does, and then waiting. Beside the contenders stand the figures
-of the limit that no plan beats, max(compute, t₁ + C):
+A step is forward and backward until every gradient is averaged. All contenders run in the same
+processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
+link is `labkit.profiling.slow_link`, which adds waiting time to the loopback link. The report also
+gives the lower limit for any plan, max(compute, t₁ + C):
 
 - compute: the step of the module alone;
 - t₁: when its first gradient is ready;
 - C: one all-reduce of all bytes on that link.
 
-torch's DDP takes part with its defaults, with views, with each of some bucket caps, and with the
-plan that MiniDDP found, through `bucket_cap_mb_list`. With --json FILE the raw seconds are put into
-FILE, cell by cell, beside those of cells that it has already; `report.py` shows them.
+torch's DDP runs with its defaults, with gradient views, with each of several bucket caps, and with
+the plan that MiniDDP found, through `bucket_cap_mb_list`. `--json FILE` adds the raw seconds of
+each cell to FILE and keeps the cells that are already there; `report.py` prints them.
 """
 
 from __future__ import annotations

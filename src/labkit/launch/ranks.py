@@ -14,7 +14,8 @@ in order. A default process group is ready when it is called.
 How it works, and where to read on:
 
 1. here, the call is checked, and the function is pickled with cloudpickle;
-2. a supervisor is forked from a fork server that has torch loaded (`labkit.launch.rank_supervisor`);
+2. a supervisor is forked from a fork server that has loaded torch
+   (`labkit.launch.rank_supervisor`);
 3. it forks the ranks (`labkit.launch.rank_process`), and watches them and the caller;
 4. here again, the ranks' output is shown in rank order, and the results are returned, or the first
    failure is raised with the state of all the other ranks (`labkit.launch.rank_states`).

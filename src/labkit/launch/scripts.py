@@ -54,8 +54,9 @@ def run_script(
         script: its path from the project's root, for example "labs/accumulate_vs_ddp.py".
         args: its command line; numbers may be given as such.
         ranks: start that many of it, by torchrun; as a plain script when None.
-        fresh: let each rank be a new interpreter, as torchrun's ranks are by default, and not a
-            fork of torchrun's agent, which takes a third of the time (`labkit.launch.forked_torchrun`).
+        fresh: start each rank as a new interpreter, as torchrun does by default. Otherwise a rank
+            is a fork of torchrun's agent (`labkit.launch.forked_torchrun`), which takes a third of
+            the time.
         timeout: seconds, after which everything that it started is stopped.
         nodes: start so many torchrun agents with `ranks` ranks each, as on a cluster of nodes.
         max_restarts: how often torchrun may start all ranks anew after one has failed.

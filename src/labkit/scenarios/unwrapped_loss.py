@@ -1,9 +1,9 @@
 """The toy of the pull request "Multi-GPU training does not data-parallelize", and its two tables.
 
-Two ranks train a linear layer. The model is wrapped in DistributedDataParallel, but its loss is
-computed on the wrapped module itself, so that the wrapper learns nothing of it and the gradients
-are never averaged. The sizes, the seeds and the order of the draws are the pull request's, for its
-printed numbers depend on them. It drew its data on GPUs; `labkit.scenarios.cuda_random` draws the same ones.
+Two ranks train a linear layer. The model is wrapped in DistributedDataParallel, but the loss calls
+the inner module, so the wrapper's forward never runs and the gradients are never averaged. Sizes,
+seeds, and the order of the draws are the pull request's, because its numbers depend on them.
+It drew its data on GPUs; `labkit.scenarios.cuda_random` draws the same numbers on a CPU.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ Two kinds. The `assert_…` functions look at a module in the middle of a traini
     loss.backward(); optimizer.step()
     assert_replicas_agree(model)
 
-The others put a whole implementation through a small problem whose answer is known. An
-implementation is a callable `wrap(module)`, such as torch's DistributedDataParallel or ten lines
-around your own trainer (`labkit.testing.trial` says what it may have). They too run on every rank of an
-initialized process group:
+The others run a whole implementation on a small problem with a known answer. An implementation is
+a callable `wrap(module)`, such as torch's DistributedDataParallel or ten lines around your own
+trainer; `labkit.testing.trial` lists its optional methods. These checks, too, run on every rank of
+an initialized process group:
 
     class MyTrainer:
         def __init__(self, module): self.module = module   # and broadcast it from rank 0

@@ -1,7 +1,7 @@
 """A training problem whose answer is known, and the one step that every implementation takes on it.
 
-`labkit.testing.invariants` puts data-parallel implementations through this. An implementation is a callable
-`wrap(module)`; what it returns is used as a training loop would use it:
+`labkit.testing.invariants` runs implementations on it. An implementation is a callable
+`wrap(module)`. Its result is used as a training loop would use it:
 
     wrapped(inputs)              the forward pass; the only thing that it must have
     wrapped.no_sync()            a context, entered around every micro-batch but the last of a step

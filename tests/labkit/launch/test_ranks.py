@@ -582,7 +582,10 @@ def test_of_a_progress_bar_the_last_state_is_shown_and_noise_of_the_libraries_is
 
 
 def test_a_temporary_folder_with_a_space_and_an_umlaut_will_do():
-    script = "from labkit.launch.ranks import run_ranks; print(run_ranks(lambda rank: rank, 2, timeout=20))"
+    script = (
+        "from labkit.launch.ranks import run_ranks\n"
+        "print(run_ranks(lambda rank: rank, 2, timeout=20))"
+    )
     # Not pytest's own temporary folder: the path of a Unix socket has to be short.
     with tempfile.TemporaryDirectory(prefix="a ümlaut ") as folder:
         done = subprocess.run(

@@ -3,10 +3,10 @@
     python -m labkit.launch.forked_torchrun --standalone --nproc-per-node 4 labs/two_nodes.py
 
 The command takes torchrun's options, runs torchrun's agent, and gives each rank torchrun's
-environment. It adds two of torchrun's own options, `--run-path --start-method fork`, so a rank is a
-environment. It adds two of torchrun's own options, `--run-path --start-method fork`: a rank is then a
-which torch's DDP and its optimizers would otherwise import on first use. `--agents 2`, before all
-other options, starts two agents; `labkit.launch.nodes --forked` uses it.
+environment. It adds two of torchrun's own options, `--run-path --start-method fork`, so that a
+rank is a fork of the agent instead of a new interpreter that imports torch again. The agent first
+imports torch._dynamo, which torch's DDP and its optimizers would otherwise import on first use.
+`--agents 2`, before all other options, starts two agents; `labkit.launch.nodes --forked` uses it.
 
 This saves 4 s of processor time per rank, which is most of a lab's run time. It has four limits:
 

@@ -2,8 +2,8 @@
 
 Pass `WrappedGroup(inner)` as the `process_group` of any class that averages gradients. It calls
 `inner` for every collective, through the method `carry`. A subclass overrides `carry` to record the
-collective (`labkit.profiling.recording`) or to delay it (`labkit.profiling.slow_link`). Wrappers can
-be nested.
+collective (`labkit.profiling.recording`) or to delay it (`labkit.profiling.slow_link`). Wrappers
+can be nested.
 
 Why a process group: it is the only public interface that sees both the launch of a collective and
 its handle, from Python (`dist.all_reduce(…, group=…)`) and from the C++ reducer of torch's

@@ -34,13 +34,13 @@ from labkit.scenarios.toy_captioner import (
     SEED,
     ToyCaptioner,
     gradient_norms,
-    seeded_data,
+    seeded_toy_data,
 )
 
 SAMPLES = 4  # the thread's
 
 
-class Seen(NamedTuple):
+class SeenByRank(NamedTuple):
     """What one rank noted."""
 
     batches: list[int]
@@ -71,8 +71,8 @@ class LightningCaptioner(pl.LightningModule):
 
     def on_train_end(self) -> None:
         # The last place where the process group certainly stands.
-        mine = Seen(self.batches, self.after_backward, self.norms)
-        report: list[Seen] = [mine]
+        mine = SeenByRank(self.batches, self.after_backward, self.norms)
+        report: list[SeenByRank] = [mine]
         if dist.is_initialized():
             report = [mine] * dist.get_world_size()
             dist.all_gather_object(report, mine)
@@ -83,7 +83,7 @@ class LightningCaptioner(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def print_report(report: list[Seen], compare: bool) -> None:
+def print_report(report: list[SeenByRank], compare: bool) -> None:
     """`compare`: the thread printed these norms, too."""
     for rank, seen in enumerate(report):
         batches = " ".join(map(str, seen.batches))
@@ -102,7 +102,7 @@ def print_report(report: list[Seen], compare: bool) -> None:
     print(table(headers, rows), flush=True)
 
 
-def parse_arguments() -> argparse.Namespace:
+def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = arguments_of_this_lab()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.exit(
             "Lightning starts its ranks itself. Run it without torchrun: "
@@ -124,7 +124,7 @@ def main() -> None:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
     samples = arguments.devices * arguments.accumulate
-    data = seeded_data(arguments.seed, samples)
+    data = seeded_toy_data(arguments.seed, samples)
     compare = arguments.seed == SEED and samples == SAMPLES
     pl.seed_everything(arguments.seed, workers=True, verbose=False)
     trainer = pl.Trainer(

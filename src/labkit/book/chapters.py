@@ -83,7 +83,7 @@ def _merge_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
     return merged
 
 
-def write(notebook: NotebookNode, path: Path) -> None:
+def write_chapter(notebook: NotebookNode, path: Path) -> None:
     """Write a notebook whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
@@ -130,7 +130,7 @@ def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
         if target != chapter:
             target.unlink(missing_ok=True)  # what is stale must not be rendered after a failure
         try:
-            write(execute(chapter), target)
+            write_chapter(execute(chapter), target)
         except CellExecutionError as error:
             return f"{chapter}: a cell failed\n{error}"
         except (OSError, ValueError, RuntimeError, TimeoutError) as error:

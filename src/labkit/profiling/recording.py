@@ -64,7 +64,7 @@ class Collective(NamedTuple):
     done: float
 
 
-class Launch(NamedTuple):
+class OrderEntry(NamedTuple):
     """What is the same at every run about a collective; see `Collective`."""
 
     op: str
@@ -83,9 +83,9 @@ class RankRecording:
     gradients: tuple[Gradient, ...]
     collectives: tuple[Collective, ...]
 
-    def order(self) -> list[Launch]:
+    def order(self) -> list[OrderEntry]:
         """The collectives in launch order, without times."""
-        return [Launch(one.op, one.bytes, one.after) for one in self.collectives]
+        return [OrderEntry(one.op, one.bytes, one.after) for one in self.collectives]
 
     def buckets(self) -> list[Collective]:
         """The collectives launched since the first gradient was ready: those that carry gradients.
@@ -145,7 +145,7 @@ class Recording:
 
     ranks: tuple[RankRecording, ...]
 
-    def order(self) -> list[list[Launch]]:
+    def order(self) -> list[list[OrderEntry]]:
         """`[rank]`: the collectives in launch order, without times: the same at every run."""
         return [one.order() for one in self.ranks]
 

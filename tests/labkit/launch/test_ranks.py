@@ -270,6 +270,19 @@ def test_a_killed_rank_is_named_with_its_signal():
         run_ranks(work, 2)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="has no real-time signals")
+def test_a_rank_killed_by_a_signal_without_a_name_is_named_with_its_number():
+    number = signal.SIGRTMIN + 6
+
+    def work(rank):
+        if rank == 1:
+            signal.raise_signal(number)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RanksError, match=rf"rank 1 of 2 was killed by signal {number}\."):
+        run_ranks(work, 2)
+
+
 def test_a_dead_rank_is_noticed_although_a_child_of_it_holds_its_pipes_open():
     def work(rank):
         if rank == 1:

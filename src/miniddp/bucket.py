@@ -69,6 +69,9 @@ class Bucket:
         self.indices = indices
         self.parameters = parameters
         self.sparse = sparse
+        self.device = parameters[
+            0
+        ].device  # a sparse bucket has no buffer before its first gradient
         self.buffer = torch.empty(0)
         self.views: list[Tensor] = []
         if not sparse:
@@ -107,16 +110,25 @@ class Bucket:
             return torch.zeros_like(self.parameters[0], layout=torch.sparse_coo)
         return torch.zeros_like(self.buffer)
 
+    def note_stream(self) -> None:
+        """A gradient has arrived, on the CUDA stream that is current in this thread."""
+        self.streams.add(torch.cuda.current_stream(self.device))
+
     def wait_for_streams(self) -> None:
-        """Let the current CUDA stream wait for those on which gradients were computed or copied."""
+        """Let the current CUDA stream wait for those on which gradients were computed or copied.
+
+        torch's reducer does not wait: it relies on autograd accumulating all gradients on one
+        stream, as it does unless one parameter's accumulator was made on another stream.
+        """
         if not self.streams:
             return
-        current = torch.cuda.current_stream(self.buffer.device)
+        current = torch.cuda.current_stream(self.device)
         for stream in self.streams - {current}:
             current.wait_stream(stream)
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    parameter.grad.record_stream(current)
+                    for part in _memory_of(parameter.grad):
+                        part.record_stream(current)
 
     @torch.no_grad()
     def take_sparse(self, world_size: int | None) -> bool:
@@ -244,6 +256,13 @@ def _runs_of(numels: Sequence[int]) -> list[range]:
     if start < len(numels):
         runs.append(range(start, len(numels)))
     return runs
+
+
+def _memory_of(gradient: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that hold a gradient: `record_stream` takes no sparse one."""
+    if gradient.is_sparse:
+        return gradient._indices(), gradient._values()
+    return (gradient,)
 
 
 def first_tensor(result: Any) -> Tensor:

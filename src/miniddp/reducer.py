@@ -256,7 +256,7 @@ class Reducer(ReducerNames):
         run.missing.remove(index)
         bucket = run.bucket()
         if self.on_cuda:
-            bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
+            bucket.note_stream()
         if run.missing:
             return
         bucket.wait_for_streams()

@@ -130,6 +130,19 @@ class Bucket:
                     for part in _memory_of(parameter.grad):
                         part.record_stream(current)
 
+    def wait_for_default_stream(self) -> None:
+        """Let the current CUDA stream wait for the default one, after waiting for a future of gloo.
+
+        A future of NCCL makes the current stream wait for what it stands for. One of gloo knows of
+        no stream: its thread has made its own current stream wait, and that is the default one.
+        Without effect for a caller on the default stream, and while a CUDA graph is captured (of
+        NCCL; gloo cannot be captured).
+        """
+        current = torch.cuda.current_stream(self.device)
+        default = torch.cuda.default_stream(self.device)
+        if current != default and not torch.cuda.is_current_stream_capturing():
+            current.wait_stream(default)
+
     @torch.no_grad()
     def take_sparse(self, world_size: int | None) -> bool:
         """Let the buffer be the sparse gradient, divided as in `Run.copy_in`; False if dense."""

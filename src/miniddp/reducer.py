@@ -359,6 +359,8 @@ class Reducer(ReducerNames):
                 if bucket.future is None:
                     continue
                 result = first_tensor(bucket.future.wait())
+                if self.on_cuda:
+                    bucket.wait_for_default_stream()
                 bucket.future = None
                 # Zeros for an unused gradient would make an optimizer move its parameter.
                 wanted = None

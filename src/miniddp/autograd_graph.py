@@ -83,8 +83,9 @@ def reachable_from(tensors: Iterable[Tensor]) -> set[Node]:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the backward pass that is running has produced all its gradients.
 
-    It runs in the thread and on the CUDA streams of the caller of `backward()`, after autograd has
-    made these wait for the streams on which gradients were computed.
+    It runs on the CUDA streams of the caller of `backward()`, after autograd has made these wait
+    for the streams on which gradients were accumulated. Its thread is the one that finished the
+    last node: the caller's for a graph on the CPU, autograd's own thread of a GPU for one on it.
     """
     # A private interface of autograd; there is no public one. This is its only use.
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -19,9 +19,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from miniddp.bucket import Bucket
+from miniddp.ddp import MiniDDP
+
+WIDTH, STEPS = 6, 3
 
 
 class RaceError(RuntimeError):
@@ -159,6 +164,57 @@ def backward(loss: Tensor, streams: SimulatedStreams, leaves: list[Stream]) -> N
 
     loss.register_hook(begin)
     loss.backward()
+
+
+class TwoBranches(nn.Module):
+    """Two layers; each one's gradients come on a stream of its own."""
+
+    def __init__(self, streams: SimulatedStreams) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.streams, self.branches = streams, [Stream("first"), Stream("second")]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        layers = zip((self.first, self.second), self.branches, strict=True)
+        return [OnStream.apply(layer(x), stream, self.streams) for layer, stream in layers]
+
+
+def train_two_branches(
+    rank: int, views: bool = False, on_default: bool = False
+) -> tuple[list[list[Tensor]], Tensor]:
+    """On each rank: the gradients of STEPS steps, and the sum over its inputs.
+
+    `on_default`: whether the caller's stream is the default one.
+
+    Raises RaceError if one operation does not wait for another that it needs.
+    """
+    streams = SimulatedStreams()
+    caller = streams.default if on_default else Stream("caller")
+    torch.manual_seed(0)
+    module = TwoBranches(streams)
+    wrapped = MiniDDP(module, gradient_as_bucket_view=views)
+    wrapped.reducer.on_cuda = True
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+    seen = []
+    with streams.in_place_of_cuda(), streams.on(caller):
+        caller.wait_stream(streams.default)
+        for _ in range(STEPS):
+            wrapped.zero_grad()
+            loss = torch.stack([output.sum() for output in wrapped(x)]).sum()
+            backward(loss, streams, module.branches)
+            seen.append([parameter.grad.clone() for parameter in module.parameters()])
+    return seen, x.sum(0)
+
+
+def race_of_a_step(rank: int, removed: str | None, views: bool = False) -> str | None:
+    """On each rank: the race that is found once a method of `Bucket` that waits does nothing."""
+    patched = mock.patch.object(Bucket, removed) if removed else contextlib.nullcontext()
+    with patched:
+        try:
+            train_two_branches(rank, views)
+        except RaceError as race:
+            return str(race)
+    return None
 
 
 def _tensors(nest: Any) -> list[Tensor]:

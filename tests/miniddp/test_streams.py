@@ -10,80 +10,35 @@ from torch import nn
 
 from labkit.launch.ranks import run_ranks
 from miniddp.bucket import Bucket
-from miniddp.ddp import MiniDDP
-from tests.gpu.simulated_streams import OnStream, RaceError, SimulatedStreams, Stream, backward
-
-WIDTH = 6
-WAITS = ("wait_for_streams", "wait_for_default_stream")
+from tests.gpu.simulated_streams import STEPS, Stream, race_of_a_step, train_two_branches
 
 
-class TwoBranches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-
-
-def a_step(rank: int, views: bool, removed: str | None, caller_on_default: bool) -> list:
-    """Each branch's gradients come on a stream of its own, and the caller may be on another one."""
-    if removed is not None:
-        setattr(Bucket, removed, lambda bucket: None)
-    torch.manual_seed(0)
-    wrapped = MiniDDP(TwoBranches(), gradient_as_bucket_view=views, init_sync=False)
-    module, reducer = wrapped.module, wrapped.reducer
-    reducer.on_cuda = True
-    streams = SimulatedStreams()
-    branches = [Stream("first"), Stream("second")]
-    module.forward = lambda x: (
-        OnStream.apply(module.first(x), branches[0], streams),
-        OnStream.apply(module.second(x), branches[1], streams),
-    )
-    caller = streams.default if caller_on_default else Stream("caller")
-    caught = None
-    found = []
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
-    with streams.in_place_of_cuda(), streams.on(caller):
-        caller.wait_stream(streams.default)
-        try:
-            for _ in range(3):
-                wrapped.zero_grad()
-                backward(sum(output.sum() for output in wrapped(x)), streams, branches)
-                found.append([parameter.grad.clone() for parameter in module.parameters()])
-        except RaceError as race:
-            caught = str(race)
-    return [caught, found, x.sum(0)]
-
-
-@pytest.mark.parametrize("caller_on_default", [True, False])
+@pytest.mark.parametrize("on_default", [True, False])
 @pytest.mark.parametrize("views", [False, True])
 def test_no_gradient_is_sent_or_handed_out_before_the_stream_that_computes_it_is_done(
-    views, caller_on_default
+    views, on_default
 ):
-    of_ranks = run_ranks(a_step, 2, views, None, caller_on_default)
-    mean = sum(local for _, _, local in of_ranks) / 2
-    for caught, found, _ in of_ranks:
-        assert caught is None
-        assert len(found) == 3
-        for gradients in found:
-            for gradient in gradients:
-                wanted = (
-                    mean.expand(WIDTH, WIDTH) if gradient.ndim == 2 else torch.full((WIDTH,), 4.0)
-                )
-                torch.testing.assert_close(gradient, wanted)
+    of_ranks = run_ranks(train_two_branches, 2, views, on_default)
+    mean = sum(local for _, local in of_ranks) / 2
+    for seen, _ in of_ranks:
+        assert len(seen) == STEPS
+        for gradient in (gradient for gradients in seen for gradient in gradients):
+            wanted = mean if gradient.ndim == 2 else torch.tensor(4.0)
+            torch.testing.assert_close(gradient, wanted.expand_as(gradient))
 
 
 @pytest.mark.parametrize(
     ("removed", "said"),
     [
-        (WAITS[0], "does not wait for aten.* on stream second"),
-        (WAITS[1], "on stream caller does not wait for c10d.allreduce_"),
+        ("wait_for_streams", "on stream first does not wait for aten.* on stream second"),
+        ("wait_for_default_stream", "on stream caller does not wait for c10d.allreduce_"),
     ],
 )
 @pytest.mark.parametrize("views", [False, True])
-def test_without_either_wait_the_simulation_finds_a_race(views, removed, said):
-    for caught, _, _ in run_ranks(a_step, 2, views, removed, False):
-        assert caught is not None
-        assert re.search(said, caught)
+def test_without_either_wait_every_rank_has_a_race(views, removed, said):
+    for race in run_ranks(race_of_a_step, 2, removed, views):
+        assert race is not None
+        assert re.search(said, race)
 
 
 def refusing_the_cpu(device: torch.device | None = None) -> Stream:

@@ -12,7 +12,9 @@ of the limit that no plan beats, max(compute, t₁ + C):
 - C: one all-reduce of all bytes on that link.
 
 torch's DDP takes part with its defaults, with views, with each of some bucket caps, and with the
-plan that MiniDDP found, through `bucket_cap_mb_list`. With --json FILE the raw seconds are put into
+plan that MiniDDP found, through `bucket_cap_mb_list`. With --device cuda each rank has its GPU
+where there are enough, over NCCL, and a turn ends when the GPU is done; there are no measured plans
+there, and no slow link. With --json FILE the raw seconds are put into
 FILE, cell by cell, beside those of cells that it has already; `report.py` shows them.
 """
 
@@ -56,6 +58,7 @@ Step = Callable[[], object]
 def race(
     rank: int,
     world_size: int,
+    device: torch.device,
     model: Model,
     gbit_per_s: float | None,
     rounds: int,
@@ -63,11 +66,15 @@ def race(
 ) -> dict[str, Any]:
     """On each rank: all contenders on one model and one link; returns the cell's raw figures."""
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
-    inputs = model.inputs(rank)
+    inputs = model.inputs(rank).to(device)
     modules: list[nn.Module] = []
 
+    def until_done() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> tuple[Any, Step]:
-        module = model.module()
+        module = model.module().to(device)
         averager = wrap(module)
         modules.append(module)
 
@@ -75,6 +82,7 @@ def race(
             averager(inputs).square().mean().backward()
             if hasattr(averager, "finish"):
                 averager.finish()
+            until_done()
 
         for _ in range(warm_up):
             step()
@@ -94,9 +102,10 @@ def race(
     steps: dict[str, Step] = {}
     for rung in RUNGS:
         steps[rung.__name__] = contender(lambda module, rung=rung: rung(module, link))[1]
-    steps["MiniDDP"] = ours()[1]
+    planned, steps["MiniDDP"] = ours()
     steps["MiniDDP, views"] = ours(gradient_as_bucket_view=True)[1]
-    planned, steps["MiniDDP, planned"] = ours(PLANNED_AFTER, bucket_plan="measured")
+    if device.type == "cpu":
+        planned, steps["MiniDDP, planned"] = ours(PLANNED_AFTER, bucket_plan="measured")
     plan = [
         sum(parameter.nbytes for parameter in bucket.parameters)
         for bucket in planned.reducer.buckets
@@ -105,27 +114,40 @@ def race(
     steps["torch DDP, views"] = torchs(gradient_as_bucket_view=True)
     for cap in CAPS:
         steps[f"torch DDP, {cap} MiB"] = torchs(bucket_cap_mb=cap)
-    steps["torch DDP, our plan"] = torchs(bucket_cap_mb_list=[size / MIB for size in plan])
+    if device.type == "cpu":
+        steps["torch DDP, our plan"] = torchs(bucket_cap_mb_list=[size / MIB for size in plan])
 
-    alone = model.module()
+    alone = model.module().to(device)
     modules.append(alone)
     arrivals: list[float] = []
+
+    def arrived(_: torch.Tensor) -> None:
+        if not arrivals:
+            until_done()
+        arrivals.append(time.perf_counter())
+
     for parameter in alone.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: arrivals.append(time.perf_counter()))
+        parameter.register_post_accumulate_grad_hook(arrived)
 
     def compute() -> None:
+        arrivals[:] = [0.0]  # the whole step is timed, not its first gradient
         alone(inputs).square().mean().backward()
+        until_done()
 
     def until_the_first_gradient() -> float:
         arrivals.clear()
         begin = time.perf_counter()
-        compute()
+        alone(inputs).square().mean().backward()
         return arrivals[0] - begin
 
-    everything = torch.zeros(sum(plan) // 4)
+    def everything_at_once() -> None:
+        dist.all_reduce(everything, group=link)
+        until_done()
+
+    everything = torch.zeros(sum(plan) // 4, device=device)
     steps["compute"] = compute
     steps["t1"] = until_the_first_gradient
-    steps["C"] = lambda: dist.all_reduce(everything, group=link)
+    steps["C"] = everything_at_once
     compute()
     clear()
     seconds = take_turns(steps, rounds, clear, patience)
@@ -164,6 +186,7 @@ def main() -> None:
     arguments.add_argument("--model", nargs="+", choices=list(models()), default=list(models()))
     arguments.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     arguments.add_argument("--link", nargs="+", choices=list(LINKS), default=list(LINKS))
+    arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
     arguments.add_argument(
         "--patience",
@@ -174,6 +197,8 @@ def main() -> None:
     )
     given = arguments.parse_args()
     rounds = 2 if given.quick else given.rounds
+    if given.device == "cuda" and given.link != ["loopback"]:
+        arguments.error("--device cuda goes with --link loopback: the slow link is for the CPU")
 
     cells = {}
     if given.json is not None and given.json.exists():
@@ -197,7 +222,7 @@ def main() -> None:
                     rounds,
                     given.patience,
                     timeout=3600,
-                    device="cpu",
+                    device=given.device,
                 )[0]
                 print(show(cell, cells[cell]), end="\n\n", flush=True)
                 write(given.json, {"quick": given.quick, "cells": cells})

@@ -10,8 +10,6 @@ being computed.
 On a CPU the same code takes `time.perf_counter`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator
@@ -71,6 +69,7 @@ class Staged:
         self.copies: list[tuple[list[int], list[Any]]] = []
 
     def average(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+        """The hook; its annotations are checked, and may not be strings."""
         buffer = bucket.buffer()
         moments: list[Any] = []
         self.copies.append(([id(parameter) for parameter in bucket.parameters()], moments))

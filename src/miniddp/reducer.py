@@ -49,7 +49,7 @@ from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward, hook_accumulators
 from miniddp.bucket import Bucket, GradBucket, Run, first_tensor
 from miniddp.buckets import NO_CAP, ParameterSize, Plan, arrival_plan, initial_plan, sizes_of
-from miniddp.replicas import plan_of_rank_0, wait_for
+from miniddp.replicas import plan_of_rank_0, wait_for, wait_for_default_stream
 from miniddp.unused import UsedParameters
 
 CommHook = Callable[[Any, GradBucket], Future]
@@ -284,6 +284,8 @@ class Reducer:
 
     def _finalize_bucket(self, bucket: Bucket) -> None:
         result = first_tensor(bucket.future.wait())
+        if self.on_cuda:
+            wait_for_default_stream(bucket.device)
         bucket.future = None
         slots = self.slots_to_write(bucket)
         alias, fill = self.gradient_as_bucket_view, self.fills_missing_gradients

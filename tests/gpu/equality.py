@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import bound
 from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.training import MiniDataParallel
 from tests.ddp_models import MODELS, loss_of
 
@@ -18,6 +19,7 @@ from .machine import Group, Machine, deterministic
 from .proofs import Evidence
 from .training import Distance, batches, both, close, distance, gradients, model
 
+BY_IDS = "inputs moved by device_ids"
 MODES: dict[str, dict[str, object]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},
@@ -25,20 +27,28 @@ MODES: dict[str, dict[str, object]] = {
     "unused parameters": {"find_unused_parameters": True},
     "static graph": {"static_graph": True},
     "small buckets": {"bucket_cap_mb": 0.001},
-    "inputs moved by device_ids": {},
+    BY_IDS: {},
 }
 FEW = ("mlp", "sparse embedding", "transformer", "batch norm")
 
 
-def wrappers() -> dict[str, type[nn.Module]]:
-    """MiniDDP, and the class that goes by torch's name where there is one."""
-    compatible = importlib.import_module("miniddp.torch_drop_in")
-    drop_in = getattr(compatible, "DistributedDataParallel", None)
-    return {"MiniDDP": MiniDDP} | ({"drop-in": drop_in} if drop_in else {})
+WRAPPERS: dict[str, type[nn.Module]] = {"MiniDDP": MiniDDP, "drop-in": DropIn}
 
 
-def applies(name: str, mode: str) -> bool:
+def modes(wrapper: str) -> list[str]:
+    """The modes that a wrapper has: rare keywords are the drop-in's."""
+    known = inspect.signature(WRAPPERS[wrapper]).parameters
+    return [
+        mode
+        for mode, options in MODES.items()
+        if known.keys() >= options.keys() and (mode != BY_IDS or "device_ids" in known)
+    ]
+
+
+def applies(wrapper: str, name: str, mode: str) -> bool:
     """Which cases exist at all: torch itself refuses, or raises in, the others."""
+    if name == "sparse embedding" and wrapper == "MiniDDP":
+        return False
     if name == "branches":
         return mode.startswith("unused")
     if name == "checkpointed, reentrant":
@@ -54,11 +64,11 @@ def compare(
     """On each rank: by model, how far we are from torch's DDP, and from one process."""
     deterministic(device)
     options, where = dict(MODES[mode]), device
-    if mode == "inputs moved by device_ids" and device.type == "cuda":
+    if mode == BY_IDS and device.type == "cuda":
         options["device_ids"], where = [device.index], torch.device("cpu")
     return {
         name: both(
-            lambda module: wrappers()[wrapper](module, **options),
+            lambda module: WRAPPERS[wrapper](module, **options),
             lambda module: DistributedDataParallel(module, **options),
             name,
             (rank, world_size, device),
@@ -90,15 +100,16 @@ def judge(
 
 def find(machine: Machine) -> Iterator[Evidence]:
     for group in machine.groups():
-        for wrapper in wrappers():
-            for mode in MODES:
+        for wrapper in WRAPPERS:
+            for mode in modes(wrapper):
                 chosen = list(MODELS) if machine.kind == "cuda" else FEW
                 # NCCL has no all-reduce of sparse tensors; torch's DDP fails there as well.
                 no_sparse = "NCCL" in group.label
                 names = [
                     name
                     for name in chosen
-                    if applies(name, mode) and not (no_sparse and name == "sparse embedding")
+                    if applies(wrapper, name, mode)
+                    and not (no_sparse and name == "sparse embedding")
                 ]
                 of_ranks = group.run(compare, wrapper, mode, names)
                 yield judge(f"{wrapper}, {mode}", group, of_ranks)

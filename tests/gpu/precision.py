@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision  # by this name only
 
 from labkit.book.tables import bound
-from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from tests.ddp_models import loss_of
 
 from .machine import Machine, deterministic
@@ -45,7 +45,7 @@ def by_the_wrapper(
     def settings() -> Any:
         return _MixedPrecision(param_dtype=narrow, reduce_dtype=narrow, buffer_dtype=narrow)
 
-    wrapped = MiniDDP(model(NAME, device), mixed_precision=settings())
+    wrapped = DropIn(model(NAME, device), mixed_precision=settings())
     ours = first_gradients(wrapped, rank, device)
     tensors = [*wrapped.parameters(), *ours]
     wide = all(tensor is not None and tensor.dtype == torch.float32 for tensor in tensors)
@@ -61,7 +61,7 @@ def by_autocast(rank: int, device: torch.device) -> tuple[bool, float]:
     deterministic(device)
     module = model(NAME, device)
     seen, scale = [], 0.0
-    for wrap in (MiniDDP, DistributedDataParallel):
+    for wrap in (DropIn, DistributedDataParallel):
         wrapped = wrap(copy.deepcopy(module), gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10)

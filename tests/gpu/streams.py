@@ -192,13 +192,13 @@ def find_order(group: Group) -> Iterator[Evidence]:
 
 def find_simulated(group: Group) -> Iterator[Evidence]:
     """The same order on simulated streams."""
-    from .simulated_streams import race_of_a_step
+    from .simulated_streams import WAITS, race_of_a_step
 
-    for removed in (None, "wait_for_streams", "wait_for_default_stream"):
+    for removed in (None, *WAITS):
         races = group.run(race_of_a_step, removed)
         caught = [race for race in races if race is not None]
         holds = not caught if removed is None else len(caught) == group.ranks
-        name = "simulated streams" + (f" without {removed}" if removed else "")
+        name = "simulated streams" + (f" without {removed.split('.')[-1]}" if removed else "")
         said = f"{len(caught)} of {group.ranks} ranks race" + (
             "" if removed is None else ", as they should"
         )

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
-from miniddp.bucket import Bucket
-from tests.gpu.simulated_streams import STEPS, Stream, race_of_a_step, train_two_branches
+from miniddp.extras.sparse import SparseBucket
+from tests.gpu.simulated_streams import STEPS, WAITS, Stream, race_of_a_step, train_two_branches
 
 
 @pytest.mark.parametrize("on_default", [True, False])
@@ -30,8 +30,8 @@ def test_no_gradient_is_sent_or_handed_out_before_the_stream_that_computes_it_is
 @pytest.mark.parametrize(
     ("removed", "said"),
     [
-        ("wait_for_streams", "on stream first does not wait for aten.* on stream second"),
-        ("wait_for_default_stream", "on stream caller does not wait for c10d.allreduce_"),
+        (WAITS[0], "on stream first does not wait for aten.* on stream second"),
+        (WAITS[1], "on stream caller does not wait for c10d.allreduce_"),
     ],
 )
 @pytest.mark.parametrize("views", [False, True])
@@ -50,7 +50,7 @@ def refusing_the_cpu(device: torch.device | None = None) -> Stream:
 
 def test_a_sparse_bucket_without_a_gradient_yet_knows_its_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", refusing_the_cpu)
-    bucket = Bucket([0], [nn.Parameter(torch.empty(5, 3, device="meta"))], sparse=True)
+    bucket = SparseBucket([0], [nn.Parameter(torch.empty(5, 3, device="meta"))])
     bucket.note_stream()
     bucket.wait_for_streams()
 
@@ -62,7 +62,7 @@ def test_a_sparse_gradient_from_another_stream_is_recorded_by_its_parts(monkeypa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
     parameter = nn.Parameter(torch.zeros(5, 3))
     parameter.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (5, 3))
-    bucket = Bucket([0], [parameter], sparse=True)
+    bucket = SparseBucket([0], [parameter])
     bucket.streams.add(Stream("side"))
     bucket.wait_for_streams()
     assert recorded == [torch.strided, torch.strided]

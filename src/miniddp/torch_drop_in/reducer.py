@@ -22,7 +22,7 @@ from miniddp.buckets import ParameterSize, sizes_of
 from miniddp.extras.sparse import SparseBucket
 from miniddp.extras.static_graph import StaticGraphReducer
 from miniddp.reducer import READY, REDUCING
-from miniddp.replicas import wait_for
+from miniddp.replicas import wait_for, wait_for_default_stream
 
 
 class TorchReducer(StaticGraphReducer):
@@ -111,6 +111,8 @@ class TorchReducer(StaticGraphReducer):
             super().finalize_backward()
             for future in extra_futures:
                 future.wait()
+            if extra_futures and self.on_cuda:
+                wait_for_default_stream(self.device)
             if self.rpc_context is not None:
                 self._return_gradients()
             self.times["comm_end"] = perf_counter_ns()

@@ -26,6 +26,7 @@ from .proofs import Evidence, NeedsGpuError
 from .training import batches, distance, gradients, model
 
 Span = tuple[float, float]
+WIDE, ROWS = 4096, 8192
 NEEDS_TWO = "a CPU is one device: it has no second one, no link and no kernels to profile"
 
 
@@ -95,9 +96,9 @@ def _united(spans: Iterable[Span]) -> list[Span]:
 def profiled(rank: int, device: torch.device, wrapper: str) -> tuple[int, float]:
     """On each rank: NCCL's kernels in one step, and the part of their time behind others."""
     torch.manual_seed(0)
-    module = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(8)]).to(device)
+    module = nn.Sequential(*[nn.Linear(WIDE, WIDE) for _ in range(8)]).to(device)
     wrapped = {"MiniDDP": MiniDDP, "torch DDP": DistributedDataParallel}[wrapper](module)
-    x = torch.randn(8192, 4096, device=device)
+    x = torch.randn(ROWS, WIDE, device=device)
     for _ in range(3):
         wrapped(x).square().mean().backward()
     torch.cuda.synchronize(device)

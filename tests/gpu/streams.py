@@ -33,7 +33,7 @@ from miniddp import MiniDDP
 from .machine import Group, Machine
 from .proofs import Evidence
 
-WIDTH, STEPS = 64, 4
+WIDTH, WIDE, STEPS = 64, 1024, 4
 CYCLES = 200_000_000
 
 
@@ -105,13 +105,13 @@ def wrong_gradients(rank: int, device: torch.device, views: bool, waits: bool) -
 def on_a_side_stream(rank: int, device: torch.device, hooked: bool) -> int:
     """On each rank: how often gradients, read on the stream of the step, were not the average."""
     torch.manual_seed(0)
-    layers = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(6)]).to(device)
-    wrapped = MiniDDP(layers, bucket_cap_mb=4)
+    layers = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)]).to(device)
+    wrapped = MiniDDP(layers, bucket_cap_mb=WIDE * WIDE * 4 / 2**20)
     if hooked:
         from miniddp.extras.comm_hooks import average
 
         wrapped.register_comm_hook(None, average)
-    x = torch.randn(32, 1024, generator=torch.Generator().manual_seed(rank)).to(device)
+    x = torch.randn(32, WIDE, generator=torch.Generator().manual_seed(rank)).to(device)
 
     def step() -> list[Tensor]:
         wrapped.zero_grad()

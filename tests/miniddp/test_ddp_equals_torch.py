@@ -1,5 +1,4 @@
-"""The differential test: the drop-in against torch's DistributedDataParallel, to the bit, and against
-the single-process full batch.
+"""The differential test: both wrappers against torch's DistributedDataParallel, bit for bit.
 
 Each case trains a model for several steps, twice in the same ranks from the same start on the same
 data: once under each wrapper. Every gradient after every backward, and every parameter and buffer

@@ -24,7 +24,6 @@ from labkit.profiling.recording import (
     merge,
 )
 from labkit.testing.watch import RecordedCollectives
-from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.ladder import (
     Bucketed,
     BucketedOverlapped,
@@ -32,6 +31,7 @@ from miniddp.ladder import (
     OverlappedPerParameter,
     PerParameter,
 )
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 LAYERS = 5  # of 353 KiB, so that the first bucket of torch's, of 1 MiB, holds three of them
 PARAMETERS = 2 * LAYERS

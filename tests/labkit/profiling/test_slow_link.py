@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink, link_seconds
-from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.ladder import RUNGS, BucketedOverlapped
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 AVERAGERS = [
     *RUNGS,

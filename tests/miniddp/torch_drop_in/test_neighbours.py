@@ -73,7 +73,7 @@ def full_batch(optimizer: type, settings: dict[str, float], world_size: int) -> 
 
 
 def assert_the_same(results: list[tuple[Tensors, Tensors]]) -> None:
-    """Torch's DDP and the drop-in agree to the bit on every rank, and the ranks with one another."""
+    """Torch's DDP and the drop-in are bitwise equal on every rank, and the ranks are equal."""
     for torchs, ours in results:
         for t, o, first in zip(torchs, ours, results[0][0], strict=True):
             assert torch.equal(t, o)

@@ -47,6 +47,7 @@ from miniddp import MiniDDP
 from miniddp.buckets import MIB
 from miniddp.extras.first_steps import STEPS, TRIAL, WARM_UP
 from miniddp.ladder import RUNGS
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 LINKS = {"loopback": None, "1gbit": 1.0}
 CAPS = (1, 2, 4, 8, 16)

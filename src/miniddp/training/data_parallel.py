@@ -78,7 +78,7 @@ class MiniDataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._check_placement()
         if not inputs and not kwargs:
-            shares = [((), {})]  # nothing to cut: one call, on the first device
+            shares: list[Any] = [((), {})]  # nothing to cut: one call, on the first device
         else:
             shares = scatter((inputs, kwargs), self.devices, self.dim)
         if len(self.devices) == 1:

@@ -28,7 +28,7 @@ def gradient_arrows(of_ranks: Sequence[Tensor], full_batch: Tensor) -> Figure:
         axes.text(*beyond_its_head.tolist(), f"rank {rank}", color=color, ha="center", va="center")
     _arrow(axes, torch.stack(list(of_ranks)).mean(dim=0), figures.TRUTH, width=3)
     axes.plot([], [], color=figures.TRUTH, lw=3, label="average of the ranks")
-    circle = {"mfc": "none", "mec": figures.WRONG, "mew": 2, "ls": "none"}
+    circle = {"mfc": "none", "mec": figures.TRUTH, "mew": 1.5, "ls": "none"}
     axes.plot(*full_batch.tolist(), "o", ms=16, label="one process, full batch", **circle)
     ends = torch.stack([*of_ranks, torch.zeros(2)])
     (left, bottom), (right, top) = ends.amin(dim=0).tolist(), ends.amax(dim=0).tolist()

@@ -17,7 +17,7 @@ import labkit.profiling.recording
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.recording import Collective, Gradient, Launch, RankRecording, Recorder, merge
 from labkit.testing.watch import RecordedCollectives
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.ladder import (
     Bucketed,
     BucketedOverlapped,

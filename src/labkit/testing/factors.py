@@ -3,8 +3,8 @@
     def loss(outputs, targets):          # what a rank back-propagates, from its own samples
         return F.mse_loss(outputs, targets, reduction="sum") / 24
 
-    trial = Trial(model, inputs, targets, average_gradients)
-    print(factor_table(try_factors(trial, loss, meant=F.mse_loss)))
+    experiment = Experiment(model, inputs, targets, average_gradients)
+    print(factor_table(try_factors(experiment, loss, meant=F.mse_loss)))
 
 `meant` is the loss of one process that has every sample. A loss may call collectives.
 """
@@ -25,7 +25,7 @@ from labkit.testing.verdict import gradient_of
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class Trial(NamedTuple):
+class Experiment(NamedTuple):
     """What stays the same while losses and factors are tried.
 
     Attributes:
@@ -42,7 +42,7 @@ class Trial(NamedTuple):
 
 
 def try_factors(
-    trial: Trial, loss: Loss, meant: Loss, counts: Sequence[int] = (3, 3)
+    experiment: Experiment, loss: Loss, meant: Loss, counts: Sequence[int] = (3, 3)
 ) -> dict[str, Comparison]:
     """The combined gradient of `factor · loss` against that of `meant`, for "×1", "×W", "×1/W".
 
@@ -52,7 +52,7 @@ def try_factors(
 
     Costs three starts of W ranks, about 0.1 s each.
     """
-    model, inputs, targets, combine = trial
+    model, inputs, targets, combine = experiment
     world_size = len(counts)
     true = gradient_of(model, lambda alone: meant(alone(inputs), targets))
 

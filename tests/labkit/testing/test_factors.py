@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from labkit.testing.factors import Trial, factor_table, is_right, try_factors
+from labkit.testing.factors import Experiment, factor_table, is_right, try_factors
 from miniddp.manual import average_gradients
 
 torch.manual_seed(5)
@@ -22,20 +22,20 @@ def own_sum_over_all(outputs, targets):
 
 @pytest.mark.parametrize("counts", [(1, 5), (2, 1, 3)])
 def test_a_global_denominator_needs_the_world_size(counts):
-    trial = Trial(MODEL, INPUTS, TARGETS, average_gradients)
-    found = try_factors(trial, own_sum_over_all, F.mse_loss, counts)
+    experiment = Experiment(MODEL, INPUTS, TARGETS, average_gradients)
+    found = try_factors(experiment, own_sum_over_all, F.mse_loss, counts)
     assert [name for name, one in found.items() if is_right(one)] == ["×W"]
     assert found["×1"].ratio == pytest.approx(1 / len(counts), rel=1e-5)
     assert [line.split()[-1] for line in factor_table(found).splitlines()[2:]].count("right") == 1
 
 
 def test_own_means_of_unequal_counts_are_never_right():
-    trial = Trial(MODEL, INPUTS, TARGETS, average_gradients)
-    found = try_factors(trial, F.mse_loss, F.mse_loss, counts=(1, 5))
+    experiment = Experiment(MODEL, INPUTS, TARGETS, average_gradients)
+    found = try_factors(experiment, F.mse_loss, F.mse_loss, counts=(1, 5))
     assert not any(map(is_right, found.values()))
 
 
 def test_ranks_that_end_with_different_gradients_are_an_error():
-    trial = Trial(MODEL, INPUTS, TARGETS, combine=lambda module: dist.barrier())
+    experiment = Experiment(MODEL, INPUTS, TARGETS, combine=lambda module: dist.barrier())
     with pytest.raises(RuntimeError, match="the ranks hold different gradients"):
-        try_factors(trial, F.mse_loss, F.mse_loss)
+        try_factors(experiment, F.mse_loss, F.mse_loss)

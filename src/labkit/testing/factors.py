@@ -77,9 +77,15 @@ def is_right(comparison: Comparison) -> bool:
 
 
 def factor_table(found: Mapping[str, Comparison]) -> str:
-    """One line per factor: ratio, cosine, and "right" where both are 1."""
-    rows = [[name, *one, "right" if is_right(one) else ""] for name, one in found.items()]
-    return table(["loss", "ratio", "cosine", ""], rows)
+    """One row: the ratio with each factor, the cosine, and the factor that is right, or none.
+
+    The cosine is the one of the first factor: a positive factor does not change it.
+    """
+    cosine = next(iter(found.values())).cosine
+    right = [name for name, comparison in found.items() if is_right(comparison)]
+    headers = [*(f"ratio, {name}" for name in found), "cosine", "right"]
+    ratios = [comparison.ratio for comparison in found.values()]
+    return table(headers, [[*ratios, cosine, ", ".join(right) or "none"]])
 
 
 def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

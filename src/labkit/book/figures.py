@@ -1,4 +1,4 @@
-"""One look for every figure: legible on a phone, sharp on a dense screen, colors kept apart."""
+"""One style for every figure: legible on a phone, sharp on a dense screen, distinct colors."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ NAMED_ONLY = {"canonical", "index", "search", "next", "prev", "author", "copyrig
 def configuration(base: str, repository: str | None, branch: str = "main") -> str:
     """Jupyter Book's configuration `base` (YAML), with launch buttons if `repository` is known.
 
-    Raises ValueError if `repository` is not an https address of a repository on GitHub, the host
-    whose notebooks Binder starts from such an address.
+    Raises ValueError if `repository` is not the https address of a repository on GitHub.
     """
     config = yaml.safe_load(base)
     if repository:
@@ -48,11 +47,11 @@ def configuration(base: str, repository: str | None, branch: str = "main") -> st
 
 
 def problems(site: Path) -> list[str]:
-    """What is wrong with the pages below `site`, one sentence each; empty if all is well.
+    """The problems of the pages below `site`, one sentence each; empty if there are none.
 
-    A link to a page or a place that does not exist; a script, style or picture that would be
-    fetched from another host, or that is missing; a picture without alt text.
-    Raises FileNotFoundError if there is no page at all.
+    It reports links to missing pages or anchors; scripts, styles, and images that are missing or
+    come from another host; and images without alt text. Raises FileNotFoundError if there is no
+    page.
     """
     site = site.resolve()
     # Folders with an underscore hold the theme's files, templates of pages among them.

@@ -1,11 +1,12 @@
 """One rank of `labkit.launch.ranks`: set up, call the function, report, wait for the others.
 
-1. stdout and stderr go to files of this rank's own: the caller shows them in rank order;
-2. the process group is made, over the loopback interface, met through a file (no listening store);
-3. the function is unpickled and called;
-4. its result, or what went wrong, is sent to the supervisor as bytes;
-5. the rank stays until the supervisor says that all have reported. A rank that left earlier would
-   close its connections under a slower one, which would then report the wrong culprit.
+1. Redirect stdout and stderr to files of this rank; the caller shows them in rank order.
+2. Create the process group over the loopback interface. The ranks meet through a file, so no store
+   listens.
+3. Unpickle the function and call it.
+4. Send its result, or its error, to the supervisor as bytes.
+5. Wait until the supervisor says that every rank has reported. A rank that left earlier would
+   close its connections to a slower rank, which would then report a misleading error.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ VICTIM = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refuse
 
 
 class Job(NamedTuple):
-    """One call of run_ranks, as it is shipped to the supervisor and to every rank."""
+    """One call of run_ranks, as it is sent to the supervisor and to every rank."""
 
     payload: bytes  # cloudpickle of (fn, args)
     home: str  # the file that fn was written in
@@ -58,7 +59,7 @@ class Job(NamedTuple):
 
 
 class Report(NamedTuple):
-    """How one rank ended, as it travels to the caller."""
+    """How one rank ended, as it is sent to the caller."""
 
     status: str  # "returned", "raised", "exited", "died", "unfinished"
     text: str = ""  # for people: the traceback, or where it stands
@@ -71,9 +72,10 @@ class Report(NamedTuple):
 def bind(
     fn: Callable[..., Any], args: Sequence[Any], handed: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments for `fn`: `handed` by parameter name, `args` in order for all the others.
+    """The arguments for `fn`: `handed` by parameter name, and `args` in order for all other
+    parameters.
 
-    Raises TypeError, naming the parameters, when the two do not fill the signature.
+    Raises TypeError, with the parameter's name, if the two do not match the signature.
     """
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
@@ -110,7 +112,7 @@ def bind(
 
 
 def run_rank(rank: int, job: Job, folder: Path, supervisor: Connection) -> None:
-    """The whole life of rank `rank`. Reports once through `supervisor` and waits for its answer."""
+    """Run rank `rank`: report once through `supervisor`, then wait for its answer."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     _redirect_output(folder, rank)
@@ -209,7 +211,7 @@ def _report_exception(error: BaseException, job: Job) -> Report:
 
 
 def _pickle_exception(error: BaseException) -> bytes:
-    """The exception, ready to travel; its parts if it does not come back whole; else nothing."""
+    """The pickled exception; its parts if it cannot be unpickled as a whole; otherwise b""."""
     parts = type(error), error.args, error.__dict__
     for candidate in (error, parts):
         try:
@@ -222,7 +224,7 @@ def _pickle_exception(error: BaseException) -> bytes:
 
 
 def rebuild_exception(payload: bytes) -> BaseException | None:
-    """What `_pickle_exception` sent; None where this process cannot make it."""
+    """The exception that `_pickle_exception` sent; None if this process cannot rebuild it."""
     try:
         found = cloudpickle.loads(payload)
         if isinstance(found, BaseException):

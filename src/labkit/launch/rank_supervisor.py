@@ -1,14 +1,15 @@
-"""The process between the caller and its ranks: starts them, watches them, leaves none behind.
+"""The process between the caller and its ranks: it starts, watches, and ends them.
 
-One supervisor a call of `run_ranks`. It is forked from the fork server, which has torch loaded and
-has never run a thread, so that a rank costs a fork and not an import of torch.
+Each call of `run_ranks` has one supervisor. It is forked from the fork server, which has loaded
+torch and never runs a thread, so starting a rank costs one fork and no import of torch.
 
-1. leave the caller's session and adopt orphans (`labkit.launch.guard`);
-2. fork one process a rank;
-3. wait for reports until every rank has one, one has failed, the time is up, or the caller is gone;
-4. after a failure or at the time-out, ask the ranks still running for their stacks;
-5. let the ranks go, kill what is left of them and of whatever they started;
-6. send the caller one list of reports and the ranks' output.
+1. Leave the caller's session and adopt orphans (`labkit.launch.guard`).
+2. Fork one process per rank.
+3. Collect reports until every rank has reported, one has failed, the time is up, or the caller has
+   ended.
+4. After a failure or a timeout, ask the ranks that still run for their stacks.
+5. Let the ranks go; kill those that remain and everything they started.
+6. Send the caller the reports and the ranks' output.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ _SHOWN = 200_000  # bytes of output a rank; what lies beyond is counted, not sho
 
 
 class Outcome(NamedTuple):
-    """What the caller gets: a report a rank, and each rank's (stdout, stderr)."""
+    """What the caller receives: one report per rank, and the (stdout, stderr) of each rank."""
 
     reports: list[Report]
     outputs: list[tuple[str, str]]
 
 
 def supervise(caller: Connection, job: Job) -> None:
-    """Run `job` and send its Outcome to `caller`. Returns only when no process is left below."""
+    """Run `job` and send its Outcome to `caller`. When it returns, no process is left below it."""
     own_session()
     adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -76,7 +77,7 @@ class _CallerGoneError(Exception):
 
 
 class _Ranks:
-    """The running ranks of one job, and what they have reported so far."""
+    """The running ranks of one job, and their reports so far."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.job = job
@@ -98,7 +99,7 @@ class _Ranks:
         return [r for r in range(self.job.world_size) if r not in self.reports]
 
     def watch(self, caller: Connection) -> bool:
-        """Collect reports. True if every rank returned; False on a failure or at the time-out."""
+        """Collect reports. True if every rank returned; False after a failure or a timeout."""
         deadline = time.monotonic() + self.job.timeout
         while self.unfinished:
             self._collect(caller, deadline)
@@ -111,7 +112,7 @@ class _Ranks:
         return all(report.status == "returned" for report in self.reports.values())
 
     def _collect(self, caller: Connection, deadline: float) -> None:
-        """Take what arrives within a moment, at the latest until `deadline`."""
+        """Receive the reports that arrive within a moment, at the latest until `deadline`."""
         rank_of = {self.pipes[rank]: rank for rank in self.unfinished}
         left = max(0.0, deadline - time.monotonic())
         ready = wait([caller, *rank_of], timeout=min(left, _LOOK_EVERY))
@@ -144,7 +145,7 @@ class _Ranks:
         return Report("died", text, time=now)
 
     def _settle(self, caller: Connection, deadline: float) -> None:
-        """Wait until nobody moves: every other rank has reported, or stands where it stood."""
+        """Wait until every other rank has reported or no longer moves."""
         before: list[RankState] | None = None
         while self.unfinished and time.monotonic() < deadline:
             self._collect(caller, min(deadline, time.monotonic() + _LOOK_EVERY))
@@ -177,7 +178,7 @@ class _Ranks:
             self.reports[rank] = Report("unfinished", state.text, waits=state.waits)
 
     def release(self) -> None:
-        """All have reported: let every rank end by itself, and give it a bounded time for that."""
+        """All ranks have reported: let them end on their own, for a bounded time."""
         for pipe in self.pipes.values():
             pipe.send("go")
         deadline = time.monotonic() + _LEAVE_WITHIN

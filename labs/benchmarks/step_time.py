@@ -16,8 +16,6 @@ the plan that MiniDDP found, through `bucket_cap_mb_list`. `--json FILE` adds th
 each cell to FILE and keeps the cells that are already there; `report.py` prints them.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time
@@ -61,7 +59,7 @@ def race(
     rounds: int,
     patience: float,
 ) -> dict[str, Any]:
-    """On each rank: all contenders on one model and one link; returns the cell's raw figures."""
+    """All contenders on one model and one link, on each rank; returns the cell's raw numbers."""
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
     inputs = model.inputs(rank)
     modules: list[nn.Module] = []
@@ -133,7 +131,7 @@ def race(
 
 
 def median_limit(seconds: dict[str, list[float]]) -> float:
-    """max(compute, t₁ + C), of medians."""
+    """max(compute, t₁ + C), from medians."""
     compute, first, whole = (statistics.median(seconds[name]) for name in ("compute", "t1", "C"))
     return max(compute, first + whole)
 

@@ -4,8 +4,6 @@
 package's `__init__` lists its everyday names once, by submodule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any

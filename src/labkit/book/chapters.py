@@ -7,8 +7,6 @@ Every test run compares the stored text of a chapter with the text it prints (nb
 stores outputs; nobody edits them by hand.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -25,7 +23,7 @@ from nbformat import NotebookNode
 
 from labkit.launch.scripts import project_root
 
-# Tells a folder that may be cleaned from one that somebody named by mistake.
+# Marks a folder that may be cleaned, unlike one that somebody named by mistake.
 MARKER = ".executed-book"
 # Longer than any cell should take, for a machine that is loaded.
 CELL_TIMEOUT = 300
@@ -99,10 +97,12 @@ def copy_pages(book: Path, out: Path) -> None:
     """
     inside, outside = book.resolve(), out.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
-        raise ValueError(f"the copy needs a folder of its own: {out} and {book} hold one another")
+        raise ValueError(
+            f"the copy needs a separate folder: one of {out} and {book} contains the other"
+        )
     marker = out / MARKER
     if out.exists() and any(out.iterdir()) and not marker.exists():
-        raise ValueError(f"{out} is not empty and no copy of a book: name another folder")
+        raise ValueError(f"{out} is not empty and is not a copy of a book; name another folder")
     out.mkdir(parents=True, exist_ok=True)
     marker.touch()
     kept = {Path(MARKER), *(path.relative_to(book) for path in book.rglob("*"))}

@@ -1,7 +1,5 @@
 """One style for every figure: legible on a phone, sharp on a dense screen, distinct colors."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 

@@ -1,7 +1,5 @@
 """Show a part of this project's code in a chapter, read from its file and never copied."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

@@ -9,8 +9,6 @@ publishing workflow sets it in the environment variable BOOK_REPOSITORY
 have a download button only.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -58,7 +56,7 @@ def problems(site: Path) -> list[str]:
     paths = [p for p in sorted(site.rglob("*.html")) if p.relative_to(site).parts[0][0] != "_"]
     pages = {path: _page(path) for path in paths}
     if not pages:
-        raise FileNotFoundError(f"no page lies below {site}: make book builds them")
+        raise FileNotFoundError(f"there is no page below {site}; make book builds them")
     ids = {path: _ids(page) for path, page in pages.items()}
     found = []
     for path, page in pages.items():
@@ -105,7 +103,7 @@ def _not_local(path: Path, page: BeautifulSoup) -> Iterator[str]:
             if parts.scheme == "data":
                 continue
             if parts.scheme or parts.netloc:
-                yield f"<{name}> loads {address} from another host: the book is to be read offline"
+                yield f"<{name}> loads {address} from another host, but the book must work offline"
             elif not (path.parent / unquote(parts.path)).is_file():
                 yield f"<{name}> loads {address}, and there is no such file"
 

@@ -5,8 +5,6 @@ a table has one layout and a number has fixed digits. A number of rounding size 
 processors and is printed as a bound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from numbers import Integral, Real
 

@@ -24,8 +24,6 @@ note and two per second. A report takes up to 3 s after the collective has faile
 `labkit.launch.lab.join_ranks` takes the timeout of the collectives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -11,8 +11,6 @@ Ranks may be killed at different steps, and nodes without a shared disk have dif
 `newest_checkpoint` compares the files of all ranks and gives every rank the newest one.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -65,7 +63,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def _none(path: Path) -> str:
-    return f"{path} is no checkpoint, or not a whole one; move it away to start anew"
+    return f"{path} is not a complete checkpoint; move it away to start from step 0"
 
 
 def newest_checkpoint(path: Path, group: dist.ProcessGroup | None = None) -> Checkpoint | None:

@@ -18,8 +18,6 @@ This saves 4 s of processor time per rank, which is most of a lab's run time. It
 Without os.fork (Windows), one agent is plain torchrun, and several agents are refused.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -16,8 +16,6 @@ Limits: macOS lacks step 2, so a daemon that changed its session may survive, an
 tested there. Windows lacks steps 1 and 2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """What a lab under torchrun needs: join the ranks, print in rank order, find the worst value."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -56,7 +54,7 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     if "LOCAL_RANK" not in os.environ:
         script = os.path.relpath(sys.argv[0])
         sys.exit(
-            f"{script} is one rank of several: start it with torchrun, for example\n"
+            f"{script} runs as one of several ranks: start it with torchrun, for example\n"
             f"    torchrun --standalone --nproc-per-node 4 {script}"
         )
     _refuse_restarts_that_cannot_work()
@@ -85,8 +83,8 @@ def _refuse_restarts_that_cannot_work() -> None:
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         sys.exit(
-            "torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node, or "
-            "the restarted ranks may not find one another"
+            "torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node. "
+            "Otherwise restarted ranks may not find each other."
         )
 
 

@@ -13,8 +13,6 @@ a failure, the other agents get one minute to notice. If the command itself is i
 killed, the agents and their ranks end with it (`labkit.launch.guard`).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math
@@ -67,10 +65,10 @@ def main() -> None:
     parser.add_argument(
         "--forked",
         action="store_true",
-        help="let all agents, and their ranks, be forks of one process, which loads torch once",
+        help="fork all agents and their ranks from one process, which loads torch once",
     )
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="torchrun's further options, and the script"
+        "arguments", nargs=argparse.REMAINDER, help="further options of torchrun, and the script"
     )
     given, options = parser.parse_known_args()
     interface = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -90,7 +88,7 @@ def main() -> None:
 
 def at_least_one(text: str) -> int:
     if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is no number of nodes: give 1 or more")
+        raise argparse.ArgumentTypeError(f"{number} is not a number of nodes: give 1 or more")
     return number
 
 

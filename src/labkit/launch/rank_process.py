@@ -9,8 +9,6 @@
    close its connections to a slower rank, which would then report a misleading error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import inspect

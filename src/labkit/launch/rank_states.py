@@ -5,8 +5,6 @@ which line of my code? Every rank writes its stack on request (faulthandler), ev
 blocked inside the communication library. This module reads such a stack; it starts nothing.
 """
 
-from __future__ import annotations
-
 import linecache
 import os
 import re

@@ -12,8 +12,6 @@ torch and never runs a thread, so starting a rank costs one fork and no import o
 6. Send the caller the reports and the ranks' output.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

@@ -33,8 +33,6 @@ Tested on Linux. macOS takes the same path without two Linux system calls; it wa
 Windows ranks are spawned: a call takes seconds, and the report of a hang does not name the line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -158,8 +156,8 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
     except TypeError as error:
         raise TypeError(
             f"run_ranks cannot call {_name(fn)} with {len(args)} argument(s): {error}. Parameters "
-            "named rank, world_size or device are handed over by run_ranks; every other one is "
-            "filled, in order, from the arguments after world_size."
+            "named rank, world_size, or device are filled by run_ranks; all others are filled, "
+            "in order, from the arguments after world_size."
         ) from None
 
 
@@ -169,7 +167,7 @@ def _place(world_size: int, device: str) -> tuple[tuple[str, ...], str]:
         raise ValueError(f'device must be "auto", "cpu" or "cuda", got {device!r}')
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and gpus == 0:
-        raise ValueError('device="cuda" was asked for, and torch sees no GPU. Use device="auto".')
+        raise ValueError('device="cuda" needs a GPU, and torch finds none. Use device="auto".')
     if gpus >= world_size:
         # Both backends, so that small things may also be exchanged as CPU tensors.
         return tuple(f"cuda:{rank}" for rank in range(world_size)), "cpu:gloo,cuda:nccl"
@@ -225,9 +223,9 @@ def _ship(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             return cloudpickle.dumps((fn, args))
     except Exception as error:
         raise RanksError(
-            f"{_name(fn)} cannot be shipped to the ranks: it, or an argument, holds something that "
+            f"{_name(fn)} cannot be sent to the ranks: it, or an argument, holds something that "
             f"exists only in this process ({type(error).__name__}: {error}). Open files, locks, "
-            "generators and process groups have to be made inside the function; pass plain data "
+            "generators, and process groups must be created inside the function; pass plain data "
             "and tensors."
         ) from error
 
@@ -322,7 +320,7 @@ def _raise_first_failure(reports: list[Report], job: Job) -> NoReturn:
 
 
 _NEXT = {
-    "exited": "let the function return or raise: the others cannot go on without this rank.",
+    "exited": "let the function return or raise: the others cannot continue without this rank.",
     "died": "look at what that rank did last; its output, if any, is shown above.",
     "unsendable": "change the function's return statement.",
 }
@@ -356,7 +354,7 @@ def _raise_timeout(reports: list[Report], states: tuple[str, ...], job: Job) -> 
             "shape and dtype; find the one that differs."
         )
     else:
-        action = "pass a larger timeout= if the work is only long, or end the loop that never ends."
+        action = "pass a larger timeout= if the work takes that long, or fix the endless loop."
     raise RanksTimeoutError(
         f"{len(late)} of {len(reports)} ranks did not finish within {job.timeout:g} s, and every "
         f"rank was stopped.\n{lines}\nNext: {action}",

@@ -1,7 +1,5 @@
 """Run one of the project's scripts from a chapter or a test, and leave no process behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

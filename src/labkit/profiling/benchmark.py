@@ -6,8 +6,6 @@ changes. Times from separate runs can differ by more than the effect of interest
 another program disturbed can be repeated.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -142,9 +140,13 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument(
-        "--quick", action="store_true", help="tiny sizes and few repeats: shows only that it runs"
+        "--quick",
+        action="store_true",
+        help="tiny sizes and few repeats: only shows that the code runs",
     )
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there, too")
+    made.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the raw numbers to FILE"
+    )
     return made
 
 

@@ -24,8 +24,6 @@ algorithms; Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clu
 Workstations" (2009) for the bound; gloo/allreduce.cc for gloo.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -24,8 +24,6 @@ Cost: a few microseconds per gradient and per collective. Under CUDA, the times 
 the host queued the work.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -126,7 +124,7 @@ class RankRecording:
         """The total length of `exposed()`."""
         return sum(end - begin for begin, end in self.exposed())
 
-    def shifted(self, by: float) -> RankRecording:
+    def shifted(self, by: float) -> Self:
         """The same recording, `by` seconds later."""
         return replace(
             self,

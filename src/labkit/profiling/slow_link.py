@@ -24,8 +24,6 @@ Source for the costs: Thakur, Rabenseifner and Gropp, "Optimization of Collectiv
 Operations in MPICH", IJHPCA 2005.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -136,7 +134,7 @@ class SlowLink(WrappedGroup):
                 'Start the ranks with device="cpu".'
             )
         if not self.close.alive:
-            raise RuntimeError("this slow link has been closed; make another")
+            raise RuntimeError("this slow link is closed; create another")
         seconds = self.seconds(op, bytes_of(tensors))
         self._log.write(_TIME.pack(time.perf_counter()))
         number, self.launches = self.launches, self.launches + 1
@@ -229,8 +227,8 @@ def _open_logs(group: dist.ProcessGroup) -> tuple[FileIO, list[FileIO]]:
             own.close()
         raise RuntimeError(
             f"rank(s) {[r for r, found in enumerate(everywhere) if not found]} cannot see the "
-            f"folder {folder[0]} of rank 0. A slow link is for ranks on one machine; between "
-            "machines there is a real one."
+            f"folder {folder[0]} of rank 0. A slow link works for ranks on one machine; between "
+            "machines, use the real network."
         )
     return own, logs
 

@@ -13,8 +13,6 @@ open.
 Both show times, which differ in every run: never compare their text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -85,7 +83,7 @@ def _draw_rows(steps: Sequence[RankRecording], lanes: Sequence[str], title: str 
 
 
 def save_trace(recording: Recording, path: str | PathLike[str]) -> None:
-    """Write the step as a trace with one process per rank; times are in µs, as the format requires.
+    """Write the step as a trace with one process per rank; times are in µs, as the format has it.
 
     Thread 0 holds forward and backward, and the gradients as instants. The other threads hold the
     collectives; there are as many as were ever in flight at once.
@@ -203,7 +201,7 @@ def _events(one: RankRecording) -> Iterator[dict[str, Any]]:
 
 
 def _rows(collectives: tuple[Collective, ...]) -> Iterator[int]:
-    """One row per collective, counted from 1, without overlaps in a row: trace viewers need that."""
+    """One row per collective, from 1, without overlaps within a row: trace viewers need that."""
     free_at: list[float] = []
     for one in collectives:
         row = next((row for row, at in enumerate(free_at) if at <= one.launched), len(free_at))

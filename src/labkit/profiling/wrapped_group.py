@@ -11,8 +11,6 @@ DistributedDataParallel. A dispatch mode (`labkit.testing.watch`) sees the launc
 but not their completion. A communication hook sees buckets only, and only in classes with hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -14,8 +14,6 @@ Sources: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 
 for Philox; aten/src/ATen/native/cuda/DistributionTemplates.h in PyTorch, for the thread indices.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

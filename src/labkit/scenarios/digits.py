@@ -4,8 +4,6 @@ Every image is one sample, so micro-batches of equal size hold equally many samp
 different lengths do not have this property.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

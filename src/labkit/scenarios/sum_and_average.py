@@ -8,8 +8,6 @@ training with any wrapper and any number of ranks, and `matching_lr` is the answ
 The thread names no model and no data. Both are ours, small, and drawn from a seed.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, get_args
 
 import torch

@@ -6,8 +6,6 @@ each are scored against it. Sizes, seeds, and the order of the random draws are 
 because its printed norms depend on them.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ On one core, computing a step takes about as long as sending its gradients over 
 overlap has something to hide, and enough computation to hide it behind.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -40,5 +38,5 @@ def small_transformer(seed: int = 0, samples: int = 16) -> ToyStep:
 
 
 def loss_of(outputs: Tensor) -> Tensor:
-    """Half the squared output per sample, averaged over the samples: equal shares average exactly."""
+    """Half the squared output per sample, averaged over the samples."""
     return outputs.flatten(1).square().sum(dim=1).mean() / 2

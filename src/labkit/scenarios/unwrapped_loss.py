@@ -6,8 +6,6 @@ seeds, and the order of the draws are the pull request's, because its numbers de
 It drew its data on GPUs; `labkit.scenarios.cuda_random` draws the same numbers on a CPU.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple, get_args
 
 import torch

@@ -1,7 +1,7 @@
 """Two numbers that show what is wrong with a gradient: its ratio and its cosine to the true one.
 
-All parameters are flattened into one vector g and compared with the true gradient g*, which is
-that of the single-process full batch:
+All parameters are flattened into one vector g. The true gradient g* is the single-process full
+batch's.
 
 - ratio  = ‖g‖ / ‖g*‖
 - cosine = ⟨g, g*⟩ / (‖g‖ ‖g*‖)
@@ -9,8 +9,6 @@ that of the single-process full batch:
 A *scale bug* has cosine 1: a factor repairs it, and a learning rate or Adam hides it. A *direction
 bug* has a cosine below 1: no factor repairs it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -16,8 +16,6 @@ The same functions judge any list of tensors, for example the change of the weig
 (`moved`).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`run_ranks` as a chapter's author meets it: what it hands out, shows, raises and survives."""
 
-from __future__ import annotations
-
 import functools
 import json
 import linecache
@@ -374,7 +372,7 @@ def test_a_function_that_holds_a_lock_cannot_be_shipped_and_the_error_says_what_
             return 1
 
     with pytest.raises(
-        RanksError, match=r"work cannot be shipped .*lock.*made inside the function"
+        RanksError, match=r"work cannot be sent to the ranks.*lock.*created inside the function"
     ):
         run_ranks(work, 2)
 

@@ -1,7 +1,5 @@
 """The checks themselves: a right implementation passes; and what is said of a wrong one."""
 
-from __future__ import annotations
-
 import copy
 import time
 from contextlib import suppress

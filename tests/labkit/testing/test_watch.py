@@ -1,7 +1,5 @@
 """The watch over collectives: what it sees, and that ranks which differ raise, not hang."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

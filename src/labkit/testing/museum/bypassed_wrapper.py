@@ -6,7 +6,7 @@ The bug: DDP prepares its reducer in its own forward. A loss computed through `.
 method of the model: compute_loss, generate, a training_step) does not prepare it, and backward
 leaves every gradient local. There is no error and no warning.
 
-Symptom: W unrelated training runs that began with the same weights. Each loss curve is that of one
+Symptom: W unrelated training runs that began with the same weights. Each loss curve looks like one
 process with 1/W of the data, and a checkpoint holds rank 0's model only.
 
 Seen in: trainers that unwrap the model to call one of its methods.

@@ -6,7 +6,7 @@ The bug: `dist.all_reduce` moves values but no gradients. In backward it is the 
 rank differentiates only its own term, divided by the global count. The average over ranks then
 divides by W a second time.
 
-Symptom: the loss is exactly that of one process, on all ranks, but the effective learning rate is
+Symptom: the loss equals a single process's loss on all ranks, but the effective learning rate is
 1/W of the configured one. Adam hides the bug, except in weight decay and clipping.
 
 Seen in: losses that are reduced for logging before backward and not after it; contrastive losses

@@ -1,6 +1,7 @@
 """How long a step takes: every rung of the ladder, MiniDDP and torch's DDP, side by side.
 
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
+    python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
 
 A step is forward and backward until every gradient is averaged. All contenders run in the same
 processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
@@ -20,6 +21,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from labkit.profiling.benchmark import (
     take_turns,
     write_json,
 )
+from labkit.profiling.other_checkout import import_from
 from labkit.profiling.slow_link import SlowLink
 from miniddp.buckets import MIB
 from miniddp.ddp import MiniDDP
@@ -58,6 +61,7 @@ def race(
     gbit_per_s: float | None,
     rounds: int,
     patience: float,
+    before: Path | None,
 ) -> dict[str, Any]:
     """All contenders on one model and one link, on each rank; returns the cell's raw numbers."""
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
@@ -99,6 +103,12 @@ def race(
         sum(parameter.nbytes for parameter in bucket.parameters)
         for bucket in planned.reducer.buckets
     ]
+    if before is not None:
+        earlier = import_from(before, "miniddp", "miniddp_before").MiniDDP
+        for name, options in (("", {}), (", views", {"gradient_as_bucket_view": True})):
+            _, steps[f"MiniDDP before{name}"] = contender(
+                lambda m, options=options: earlier(m, process_group=link, **options)
+            )
     steps[REFERENCE] = torchs()
     steps["torch DDP, views"] = torchs(gradient_as_bucket_view=True)
     for cap in CAPS:
@@ -172,6 +182,12 @@ def main() -> None:
         metavar="SECONDS",
         help="a cell's time for repeating turns that other programs disturbed (default 0)",
     )
+    arguments.add_argument(
+        "--before",
+        type=Path,
+        metavar="SRC",
+        help="the src folder of another checkout: its MiniDDP takes part, too",
+    )
     given = arguments.parse_args()
     rounds = 2 if given.quick else given.rounds
 
@@ -196,6 +212,7 @@ def main() -> None:
                     LINKS[link],
                     rounds,
                     given.patience,
+                    given.before,
                     timeout=3600,
                     device="cpu",
                 )[0]

@@ -27,9 +27,7 @@ def import_from(src: Path, package: str, alias: str) -> ModuleType:
     """
     folder = (src / package).resolve()
     if not (folder / "__init__.py").is_file():
-        raise FileNotFoundError(
-            f"{src} has no package {package}: name the src folder of a checkout"
-        )
+        raise FileNotFoundError(f"{src} has no package {package}: name a checkout's src folder")
     if (loaded := sys.modules.get(alias)) is not None:
         if Path(str(loaded.__file__)).parent != folder:
             raise ValueError(f"{alias} is already imported, from {loaded.__file__}")

@@ -35,6 +35,7 @@ from labkit.launch.guard import die_with_parent
 from labkit.launch.rank_states import Frame, describe, show_cells_as
 
 HANDED = ("rank", "world_size", "device")
+JOINED = "joined"  # sent to the supervisor before the report: the rank can communicate
 # A rank whose neighbor fell reports this; it is a victim, not the cause.
 VICTIM = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|Read error")
 
@@ -121,7 +122,7 @@ def run_rank(rank: int, job: Job, folder: Path, supervisor: Connection) -> None:
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     try:
-        report = _call(rank, job, folder)
+        report = _call(rank, job, folder, supervisor)
     except SystemExit as leave:
         report = Report("exited", _exit_text(leave.code), time=time.monotonic())
     except BaseException as error:
@@ -144,7 +145,7 @@ def _redirect_output(folder: Path, rank: int) -> None:
         setattr(sys, name, stream)
 
 
-def _call(rank: int, job: Job, folder: Path) -> Report:
+def _call(rank: int, job: Job, folder: Path, supervisor: Connection) -> Report:
     os.environ.clear()
     os.environ.update(job.environment)
     # torch read TORCH_DISTRIBUTED_DEBUG when it was loaded: in the fork server, before this call.
@@ -172,6 +173,7 @@ def _call(rank: int, job: Job, folder: Path) -> Report:
     # Connected here does not mean connected everywhere: a function that destroys its group at once
     # would break up the connecting of a slower rank.
     dist.all_reduce(torch.zeros(1))
+    supervisor.send(JOINED)
     fn, args = cloudpickle.loads(job.payload)
     handed = dict(zip(HANDED, (rank, job.world_size, device), strict=True))
     positional, keywords = bind(fn, args, handed)

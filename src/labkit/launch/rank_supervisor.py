@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from labkit.launch.guard import adopt_orphans, kill_descendants, own_session
-from labkit.launch.rank_process import Job, Report, run_rank
+from labkit.launch.rank_process import JOINED, Job, Report, run_rank
 from labkit.launch.rank_states import RankState, describe, read_stack, show_cells_as
 
 # After a failure the other ranks get this long to arrive at where they will be stuck, so that the
@@ -32,6 +32,9 @@ from labkit.launch.rank_states import RankState, describe, read_stack, show_cell
 _SETTLE = 2.0
 _LOOK_EVERY = 0.1
 _LEAVE_WITHIN = 5.0
+# Seconds that ranks may take to join, even if the time for the function is shorter: on a busy
+# machine, joining takes longer than the function.
+_JOIN_WITHIN = 30.0
 _SHOWN = 200_000  # bytes of output a rank; what lies beyond is counted, not shown
 
 
@@ -81,6 +84,7 @@ class _Ranks:
         self.job = job
         self.folder = folder
         self.reports: dict[int, Report] = {}
+        self.joined: set[int] = set()
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, BaseProcess] = {}
         context = multiprocessing.get_context(job.start_method)
@@ -98,8 +102,11 @@ class _Ranks:
 
     def watch(self, caller: Connection) -> bool:
         """Collect reports. True if every rank returned; False after a failure or a timeout."""
-        deadline = time.monotonic() + self.job.timeout
+        deadline = time.monotonic() + max(self.job.timeout, _JOIN_WITHIN)
+        all_joined = False
         while self.unfinished:
+            if not all_joined and len(self.joined) == self.job.world_size:
+                all_joined, deadline = True, time.monotonic() + self.job.timeout
             self._collect(caller, deadline)
             failed = any(report.status != "returned" for report in self.reports.values())
             if failed:
@@ -119,7 +126,11 @@ class _Ranks:
             raise _CallerGoneError
         for pipe in ready:
             try:
-                self.reports[rank_of[pipe]] = pipe.recv()
+                message = pipe.recv()
+                if message == JOINED:
+                    self.joined.add(rank_of[pipe])
+                else:
+                    self.reports[rank_of[pipe]] = message
             except (EOFError, ConnectionResetError):
                 self.reports[rank_of[pipe]] = self._report_death(rank_of[pipe])
         for rank in self.unfinished:

@@ -97,7 +97,8 @@ def run_ranks(
             named `rank` (int), `world_size` (int), and `device` (torch.device) are filled by name.
         world_size: the number of ranks, at least 1.
         args: values for the other parameters of `fn`, in order, the same on every rank.
-        timeout: seconds, counted from the moment when all ranks have been forked.
+        timeout: seconds for the function, counted from the moment when all ranks have joined the
+            process group.
         device: "auto" takes NCCL and `cuda:rank` if there are `world_size` GPUs, and otherwise gloo
             on the CPU. "cpu" always takes the CPU. "cuda" requires GPUs; ranks share them, over
             gloo, if there are fewer than `world_size`.

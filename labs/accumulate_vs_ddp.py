@@ -1,24 +1,22 @@
-"""Accumulated or distributed: the same gradients, on every rank, or a reason why not.
+"""Accumulated or distributed: check that the gradients are the same on every rank.
 
-Start it with torchrun, one sample a rank:
+Start it with torchrun, one sample per rank:
 
     torchrun --standalone --nproc-per-node 4 labs/accumulate_vs_ddp.py
 
-Every rank prints a block with the gradient norms of a small model, computed three ways:
+Every rank prints the gradient norms of a small model, computed in three ways:
 
-  accumulated   on this rank alone, over all samples, one backward each, the loss divided by their
-                number
+  accumulated   on this rank alone, over all samples: one backward pass per sample, with the loss
+                divided by the number of samples
   miniddp       from this rank's sample only, then miniddp.manual.average_gradients
   torch DDP     from this rank's sample only, in torch.nn.parallel.DistributedDataParallel
 
-With 4 ranks and seed 42 the numbers are those of the forum thread "Unexplained behaviour in
+With 4 ranks and seed 42, the numbers are those of the forum thread "Unexplained behaviour in
 accumulate gradients vs in a ddp setting". The exit code is 1 if the three do not agree.
 
-With --first-program the data are drawn before the seed is set, as the thread's author first did:
-every rank then has data of its own, different at each run, and the columns do not agree.
+With --first-program, the data are drawn before the seed is set, as the thread's author first did.
+Every rank then has different data in each run, and the columns do not agree.
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
@@ -57,13 +55,13 @@ def arguments_of_this_lab() -> argparse.Namespace:
     parser.add_argument(
         "--first-program",
         action="store_true",
-        help="draw the data before the seed is set: truly unseeded, other data on every rank",
+        help="draw the data before the seed is set: different data on every rank and in each run",
     )
     return parse_arguments(parser)
 
 
 def accumulate_alone(model: nn.Module, data: TensorDataset, device: torch.device) -> nn.Module:
-    """All samples on this rank alone: one backward each, the gradients add up."""
+    """All samples on this rank: one backward pass per sample; the gradients add up."""
     for pixels, captions in data:
         loss = model(pixels[None].to(device), captions[None].to(device))
         (loss / len(data)).backward()
@@ -71,7 +69,7 @@ def accumulate_alone(model: nn.Module, data: TensorDataset, device: torch.device
 
 
 def compare_on_this_rank(place: Place, seed: int, first_program: bool) -> tuple[str, list[float]]:
-    """This rank's block, and how far the other two results are from the accumulated one."""
+    """This rank's block, and the difference of the other two results from the accumulated one."""
     rank, world_size, device = place
     data = draw_toy_data(world_size) if first_program else seeded_toy_data(seed, world_size)
     model = seeded_toy_captioner(seed).to(device)

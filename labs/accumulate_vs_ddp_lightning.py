@@ -13,8 +13,6 @@ each backward pass. It also prints every gradient norm just before the optimizer
 gradients are complete. With the thread's seed and four samples, a column shows the thread's norms.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
@@ -41,7 +39,7 @@ SAMPLES = 4  # the thread's
 
 
 class SeenByRank(NamedTuple):
-    """What one rank noted."""
+    """The record of one rank."""
 
     batches: list[int]
     after_backward: list[float]
@@ -49,7 +47,7 @@ class SeenByRank(NamedTuple):
 
 
 class LightningCaptioner(pl.LightningModule):
-    """Notes the index of each batch, and the gradient norms where they are complete."""
+    """Records the index of each batch, and the gradient norms when they are complete."""
 
     def __init__(self, compare: bool) -> None:
         super().__init__()
@@ -84,7 +82,7 @@ class LightningCaptioner(pl.LightningModule):
 
 
 def print_report(report: list[SeenByRank], compare: bool) -> None:
-    """`compare`: the thread printed these norms, too."""
+    """Print the report; with `compare`, beside the norms that the thread printed."""
     for rank, seen in enumerate(report):
         batches = " ".join(map(str, seen.batches))
         norms = " ".join(f"{norm:.4f}" for norm in seen.after_backward)
@@ -107,8 +105,10 @@ def arguments_of_this_lab() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", type=int, default=4, help="CPU devices (default 4)")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches a step (default 1)")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per step (default 1)")
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help=f"seed of data and model (default {SEED})"
+    )
     return parser.parse_args()
 
 
@@ -119,7 +119,7 @@ def main() -> None:
             "Lightning starts its ranks itself. Run it without torchrun: "
             "python labs/accumulate_vs_ddp_lightning.py"
         )
-    # Lightning tells on stderr of GPUs, tips and workers; here only a failure matters.
+    # Lightning prints advice about GPUs and workers to stderr; only a failure matters here.
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 

@@ -1,26 +1,25 @@
-"""The bypassed wrapper: DDP that never averages, and three ways to make it.
+"""The bypassed wrapper: DDP that never averages, and three ways to fix it.
 
 Start it with torchrun, on two ranks:
 
     torchrun --standalone --nproc-per-node 2 labs/bypassed_wrapper.py
 
-A model is wrapped in DistributedDataParallel, and its loss computed on the module inside, as in the
-pull request "Multi-GPU training does not data-parallelize: the DDP wrapper is bypassed". Rank 0
-prints its two tables, bypassed and fixed, with the pull request's figure beside ours: the gradient
-of one weight on each rank, and how far the two ranks' weights have drifted apart.
+A model is wrapped in DistributedDataParallel, but the loss calls the inner module, as in the pull
+request "Multi-GPU training does not data-parallelize: the DDP wrapper is bypassed". Rank 0 prints
+the pull request's two tables, bypassed and fixed: the gradient of one weight on each rank, and the
+distance between the two ranks' weights. The pull request's numbers are beside ours.
 
-What --fix puts into the fixed half:
+--fix chooses how the fixed half combines gradients:
 
   all-reduce    average each gradient after backward, as the pull request does
   wrapper       compute the loss through the wrapper
-  armed         call the wrapper once before the loss is computed on the module
-  none          nothing: the fixed half shows the bug once more
+  armed         call the wrapper once before the loss calls the module
+  none          not at all: the fixed half shows the bug again
 
-With another --seed the model starts from other weights, and there is no printed figure to compare
-with. The exit code is 1 if a figure differs from the printed one, or if the fixed replicas drift.
+With another --seed the model starts from other weights, and there are no printed numbers to
+compare with. The exit code is 1 if a number differs from the printed one, or if the fixed replicas
+drift.
 """
-
-from __future__ import annotations
 
 import argparse
 from typing import NoReturn
@@ -45,8 +44,15 @@ def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=SEED, help=f"the model's (default {SEED})")
-    parser.add_argument("--fix", choices=FIXES, default="all-reduce", help="(default all-reduce)")
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help=f"seed of the model (default {SEED})"
+    )
+    parser.add_argument(
+        "--fix",
+        choices=FIXES,
+        default="all-reduce",
+        help="how the fixed half combines gradients (default all-reduce)",
+    )
     return parse_arguments(parser)
 
 

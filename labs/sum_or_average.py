@@ -1,28 +1,26 @@
-"""Sum or average: which learning rate does what one process does, and does it to the last digit?
+"""Sum or average: find the learning rate that reproduces one process, up to rounding.
 
-Start it with torchrun, on 1, 2, 4, 8 or 16 ranks:
+Start it with torchrun, on 1, 2, 4, 8, or 16 ranks:
 
     torchrun --standalone --nproc-per-node 2 labs/sum_or_average.py
 
-One process trains a small model for one epoch: 16 samples a step, learning rate 0.01, plain SGD.
-All ranks together do the same, in eight ways: each rank's loss a mean or a sum over its own
-samples; the gradients averaged or summed; the 16 samples of a step shared by all ranks, or 16
-samples for each. Rank 0 prints, for each way:
+One process trains a small model for one epoch: 16 samples per step, learning rate 0.01, plain SGD.
+All ranks together do the same in eight ways. Each rank's loss is a mean or a sum over its own
+samples. The gradients are averaged or summed. The ranks share the 16 samples of a step, or each
+rank has 16. Rank 0 prints one row per way:
 
-  a rank, all    the samples of one step: of each rank, and of all together
-  ratio          of the combined gradient to that of one process with the same samples and loss
-  lr             the learning rate that makes up for it
+  a rank, all    the samples of one step: per rank, and in total
+  ratio          of the combined gradient to one process's, with the same samples and loss
+  lr             the learning rate that compensates for it
   miniddp, torch DDP
-                 max |Δw| after the epoch, with that learning rate, from one process with the same
-                 samples in each step: rounding
-  from 16        the same from the one process with 16: rounding as long as all is 16, and
-                 otherwise what the linear scaling rule is worth here
+                 max |Δw| after the epoch, with that learning rate, from one process with the
+                 same samples in each step: rounding
+  from 16        the same from one process with 16 samples per step: rounding if the total is 16;
+                 otherwise the error of the linear scaling rule
 
 The comm hook `miniddp.extras.comm_hooks.total` sums the gradients. The exit code is 1 if, on any
 rank, a ratio is not the expected one or a distance that should be rounding is larger.
 """
-
-from __future__ import annotations
 
 import argparse
 from typing import NamedTuple, NoReturn
@@ -58,7 +56,7 @@ WRAPPERS = {"miniddp": MiniDDP, "torch DDP": DistributedDataParallel}
 
 
 class Way(NamedTuple):
-    """One of the eight: which loss, what becomes of the gradients, how many samples a rank."""
+    """One of the eight: the loss, how gradients are combined, and the samples per rank."""
 
     loss: Loss
     combine: Combine
@@ -66,7 +64,7 @@ class Way(NamedTuple):
 
 
 class WayResult(NamedTuple):
-    """What one way came to, on the rank where it came out worst."""
+    """The result of one way, on the rank with the worst one."""
 
     ratio: float
     apart: list[float]  # from one process with the same samples, for each of WRAPPERS
@@ -85,7 +83,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
 
 
 def on_one_process(batch: int, loss: Loss, seed: int, device: torch.device) -> Trained:
-    """A mean loss of κ · 16 samples is given κ times the learning rate; a sum has grown itself."""
+    """A mean loss of κ · 16 samples gets κ times the learning rate; a sum has grown by itself."""
     lr = LEARNING_RATE * (batch / BATCH if loss == "mean" else 1)
     return one_epoch(seeded_model(seed).to(device), batches(seeded_data(seed), batch), loss, lr)
 
@@ -101,7 +99,7 @@ def on_all_ranks(way: Way, wrap: type[nn.Module], seed: int, place: Place) -> Tr
 
 
 def train_and_compare(way: Way, seed: int, place: Place) -> WayResult:
-    """Train one way, on all ranks and on this process alone. The same result on every rank."""
+    """Train one way, on all ranks and in this process alone. The same result on every rank."""
     same = on_one_process(way.own_batch * place.world_size, way.loss, seed, place.device)
     sixteen = on_one_process(BATCH, way.loss, seed, place.device)
     found = [on_all_ranks(way, wrap, seed, place) for wrap in WRAPPERS.values()]

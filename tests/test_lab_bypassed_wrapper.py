@@ -1,7 +1,5 @@
 """The bypassed wrapper: the toy, its lab under torchrun, and what its fixes have to agree on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from labkit.scenarios.unwrapped_loss import (
     LEARNING_RATE,
     PRINTED_DRIFT,
     PRINTED_GRADIENTS,
-    batch,
+    draw_inputs_and_targets,
     trajectory,
 )
 
@@ -32,7 +30,10 @@ def on_one_process(seed: int) -> list[float]:
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     found = []
     for step in range(5):
-        x, y = (torch.cat(parts) for parts in zip(batch(0, step), batch(1, step), strict=True))
+        x, y = (
+            torch.cat(parts)
+            for parts in zip(*(draw_inputs_and_targets(rank, step) for rank in (0, 1)), strict=True)
+        )
         optimizer.zero_grad()
         ((module(x) - y) ** 2).mean().backward()
         found.append(module.weight.grad.flatten()[0].item())

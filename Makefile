@@ -10,12 +10,13 @@ LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
 
-.PHONY: help book test test-cluster html update lab serve clean
+.PHONY: help book test test-cluster gpu html update lab serve clean
 
 help:
 	@echo "make book                run every chapter and build the book"
 	@echo "make test                run every test, chapter and lab"
 	@echo "make test-cluster        two hosts and a Slurm on this machine (Linux, as root)"
+	@echo "make gpu                 prove on the GPUs here what a CPU cannot [ARGS=…]"
 	@echo "make lab LAB=NAME        run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
 	@echo "make serve               show the built book on this machine's loopback address"
 	@echo "make update              run the chapters in place and store their outputs [CHAPTER=…]"
@@ -51,6 +52,10 @@ test: $(READY)
 test-cluster: $(READY)
 	@tests/cluster/needs.sh
 	@$(BIN)/python -m pytest tests/cluster
+
+# Exit code 2 where there is no GPU. `make gpu ARGS="--device cpu"` rehearses without one.
+gpu: $(READY)
+	@$(BIN)/python -m tests.gpu $(ARGS)
 
 update: $(READY)
 	@$(BIN)/python -m labkit.book.chapters update $(CHAPTER)

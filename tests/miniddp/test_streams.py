@@ -47,7 +47,9 @@ def test_a_sparse_gradient_from_another_stream_is_recorded_by_its_parts(monkeypa
     monkeypatch.setattr(torch.Tensor, "record_stream", record)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
     parameter = nn.Parameter(torch.zeros(5, 3))
-    parameter.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (5, 3))
+    parameter.grad = torch.sparse_coo_tensor(
+        [[1, 1]], torch.ones(2, 3), (5, 3), check_invariants=True
+    )
     bucket = SparseBucket([0], [parameter])
     bucket.streams.add(Stream("side"))
     bucket.wait_for_streams()

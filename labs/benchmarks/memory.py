@@ -4,7 +4,7 @@
 
 Counted after a backward: the distinct storages of all gradients and all buckets, in bytes, divided
 by those of the parameters. 2.00 is a gradient and its copy in a bucket; 1.00 a gradient that is a
-view of its bucket. The buckets are seen through a communication hook, in torch's DDP as in MiniDDP.
+view of its bucket. The buckets are seen through a comm hook, in torch's DDP as in our drop-in.
 
 Beside it, on Linux, what the process grew by: the peak of its resident memory within the step that
 rebuilds the buckets and within a later one, beyond what it was before the wrapper, again divided
@@ -24,14 +24,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import Model, models, parser, write
-from miniddp.ddp import MiniDDP
+from labkit.profiling.benchmark import (
+    BenchmarkModel,
+    benchmark_models,
+    benchmark_parser,
+    write_json,
+)
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch DDP": DistributedDataParallel,
     "torch DDP, views": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
-    "MiniDDP": MiniDDP,
-    "MiniDDP, views": lambda m: MiniDDP(m, gradient_as_bucket_view=True),
+    "MiniDDP": DropIn,
+    "MiniDDP, views": lambda m: DropIn(m, gradient_as_bucket_view=True),
 }
 STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -50,7 +55,7 @@ def forget_peak() -> None:
     REFS.write_text("5")
 
 
-def count(model: Model, name: str, observed: bool) -> dict[str, float]:
+def count(model: BenchmarkModel, name: str, observed: bool) -> dict[str, float]:
     """On each rank. `observed`: by the hook that sees the buckets; if not, weigh the process."""
     module = model.module()
     inputs = torch.randn(1, *model.shape[1:])
@@ -84,13 +89,15 @@ def count(model: Model, name: str, observed: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--model", nargs="+", choices=list(models()), default=list(models()))
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument(
+        "--model", nargs="+", choices=list(benchmark_models()), default=list(benchmark_models())
+    )
     given = arguments.parse_args()
 
     cells: dict[str, dict[str, float]] = {}
     for name in given.model:
-        model = models(given.quick)[name]
+        model = benchmark_models(given.quick)[name]
         for wrapper in WRAPPERS:
             cell = cells[f"{name}, {wrapper}"] = {}
             for observed in (True, False):
@@ -106,7 +113,7 @@ def main() -> None:
             digits=2,
         )
     )
-    write(given.json, {"cells": cells})
+    write_json(given.json, {"cells": cells})
 
 
 if __name__ == "__main__":

@@ -93,11 +93,7 @@ class Bucket:
         return views
 
     def wait_for_streams(self) -> None:
-        """Let the current CUDA stream wait for those on which gradients were computed or copied.
-
-        torch's reducer does not wait: it relies on autograd accumulating all gradients on one
-        stream, as it does unless one parameter's accumulator was made on another stream.
-        """
+        """Let the current CUDA stream wait for those on which gradients were computed or copied."""
         if not self.streams:
             return
         current = torch.cuda.current_stream(self.buffer.device)

@@ -93,7 +93,11 @@ class Bucket:
         return views
 
     def wait_for_streams(self) -> None:
-        """Let the current CUDA stream wait for those on which gradients were computed or copied."""
+        """Let the current CUDA stream wait for those on which gradients were computed or copied.
+
+        Checked by a simulation of streams on a CPU (tests/miniddp/test_streams.py); not yet run on
+        a GPU, as all that concerns streams. `make gpu` does both.
+        """
         if not self.streams:
             return
         current = torch.cuda.current_stream(self.buffer.device)

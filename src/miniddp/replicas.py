@@ -46,7 +46,7 @@ def wait_for_default_stream(device: torch.device) -> None:
     A future of NCCL makes the current stream wait for its collective. One of gloo knows of no
     stream: gloo's thread has made its own current stream wait, which is the default one. Without
     effect for a caller on the default stream, and while a CUDA graph is captured (of NCCL; gloo
-    cannot be captured).
+    cannot be captured). Checked as `Bucket.wait_for_streams` is.
     """
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     if current != default and not torch.cuda.is_current_stream_capturing():

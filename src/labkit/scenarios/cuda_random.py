@@ -40,7 +40,8 @@ def randn(shape: Sequence[int], seed: int) -> Tensor:
 
     Returns a float32 tensor on the CPU. A GPU takes sine and logarithm in a coarser way of its own,
     so the last digits may differ. What this is held against is 30 printed numbers that a training
-    run on GPUs drew from it (`labkit.scenarios.unwrapped_loss`), not a GPU's draws bit by bit.
+    run on GPUs drew from it (`labkit.scenarios.unwrapped_loss`), not a GPU's draws bit by bit:
+    `make gpu` compares those where there is a GPU, which has not been done yet.
 
     Raises ValueError if `shape` has more than 1024 elements (larger draws depend on the GPU), or
     a negative size, or if `seed` is not one of 0 … 2⁶⁴ − 1.

@@ -152,8 +152,9 @@ def parallel_apply(
     """Call each replica on its (inputs, kwargs), all at the same time; their outputs, in order.
 
     Grad mode, inference mode, autocast and current stream belong to a thread, so each thread takes
-    over those of the caller. When replicas fail, all the others are let finish, and the first one's
-    exception is raised, with a note that names it.
+    over those of the caller; that of streams is not yet run on a GPU (`make gpu` does). When
+    replicas fail, all the others are let finish, and the first one's exception is raised, with a
+    note that names it.
     """
     devices = [_exact(device) for device in devices]
     autocast = [

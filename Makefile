@@ -14,7 +14,7 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_ddp_behavior.py \
 	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help book html serve update lab check test test-cluster versions clean
+.PHONY: help book html serve update lab check test test-cluster gpu versions clean
 
 help:
 	@echo "Read the book"
@@ -26,6 +26,7 @@ help:
 	@echo "  make check              lint, format, types, and the core's tests: a minute and a half"
 	@echo "  make test               every test, every chapter, every lab: about a quarter of an hour"
 	@echo "  make test-cluster       two hosts and a Slurm on this machine (Linux, as root)"
+	@echo "  make gpu                prove on the GPUs here what a CPU cannot [ARGS=…]"
 	@echo "  make versions TORCH=V   the tests of miniddp on torch V, in a scratch environment"
 	@echo "Change a chapter"
 	@echo "  make update             run the chapters in place and store their outputs [CHAPTER=…]"
@@ -71,6 +72,10 @@ test: $(READY)
 test-cluster: $(READY)
 	@tests/cluster/needs.sh
 	@$(BIN)/python -m pytest tests/cluster
+
+# Exit code 2 where there is no GPU. `make gpu ARGS="--device cpu"` rehearses without one.
+gpu: $(READY)
+	@$(BIN)/python -m tests.gpu $(ARGS)
 
 # Prints one row of the table in CONTRIBUTING.md. Downloads torch, with its CUDA packages 5.6 GB.
 versions:

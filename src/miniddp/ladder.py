@@ -21,6 +21,9 @@ gradients exist; elsewhere these flags travel with the gradients. On every rung 
 All obey the rules that the simplest code forgets: every rank launches the same all-reduces in the
 same order; a gradient missing on some ranks counts as zeros; one missing on every rank stays None.
 
+On a GPU the gradients have to be accumulated on one CUDA stream, as they are unless a forward uses
+several: only `miniddp.reducer` waits for other streams.
+
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
 2020, section 3.2, climbs the same rungs.
 """

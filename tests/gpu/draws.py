@@ -26,7 +26,7 @@ from .proofs import Evidence
 
 SEEDS = (*range(5), *range(1000, 1005))
 HALVES: tuple[Fix, ...] = ("none", "all-reduce")
-SHAPES = ((4, 4), (cuda_random.LARGEST,))
+SHAPES = ((4, 4), (cuda_random.MOST_ELEMENTS,))
 
 
 def real_randn(shape: Sequence[int], seed: int, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The comm hooks on a GPU: under MiniDDP what they do under torch's DDP, and what they promise."""
+"""The comm hooks on a GPU: what they do under torch's DDP, and what they promise."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import bound
-from miniddp import MiniDDP
 from miniddp.extras import comm_hooks
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 from .machine import Group, Machine, deterministic
 from .proofs import Evidence
@@ -47,12 +47,12 @@ PROMISES = {
 
 
 def compare(rank: int, world_size: int, device: torch.device, name: str) -> tuple[Distance, float]:
-    """On each rank: MiniDDP's training beside torch's DDP's, and its first gradients' distance."""
+    """On each rank: our training beside torch's DDP's, and its first gradients' distance."""
     deterministic(device)
     promise = PROMISES[name]
     module = model(NAME, device)
     seen = []
-    for wrap in (MiniDDP, DistributedDataParallel):
+    for wrap in (DropIn, DistributedDataParallel):
         wrapped = wrap(copy.deepcopy(module), bucket_cap_mb=0.002)
         wrapped.register_comm_hook(promise.state(), promise.hook)
         seen.append(train(wrapped, NAME, rank, device, 1))
@@ -67,7 +67,7 @@ def compare(rank: int, world_size: int, device: torch.device, name: str) -> tupl
 
 def refuses(device: torch.device) -> bool:
     """Whether the hierarchical average, which is for the CPU, refuses a bucket on this device."""
-    wrapped = MiniDDP(model("mlp", device))
+    wrapped = DropIn(model("mlp", device))
     state = comm_hooks.HierarchicalState(ranks_per_node=dist.get_world_size())
     wrapped.register_comm_hook(state, comm_hooks.hierarchical_average)
     try:

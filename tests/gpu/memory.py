@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from miniddp import MiniDDP
 
 from .machine import Machine, synchronize
-from .proofs import Evidence, NeedsGpuError
+from .proofs import CannotProveError, Evidence
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch DDP": DistributedDataParallel,
@@ -57,7 +57,9 @@ def measure(rank: int, device: torch.device) -> dict[str, tuple[float, float, fl
 
 def find(machine: Machine) -> Iterator[Evidence]:
     if machine.kind == "cpu":
-        raise NeedsGpuError("a CPU has no allocator to ask; labs/benchmarks/memory.py counts there")
+        raise CannotProveError(
+            "a CPU has no allocator to ask; labs/benchmarks/memory.py counts there"
+        )
     for group in machine.groups():
         of_ranks = group.run(measure)
         for name in ("MiniDDP", "MiniDDP, views"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import (
+    doctor,
     draws,
     equality,
     hooks,
@@ -28,6 +29,7 @@ PARTS = (
     Part("draws", "the emulated generator draws what a GPU draws", 1, draws.find),
     Part("timeline", "the events of one backward are in the promised order", 1, timeline.find),
     Part("labs", "the threads' labs hold on GPUs", 1, labs.find),
+    Part("doctor", "the doctor watches a run on GPUs and changes nothing", 1, doctor.find),
     Part("pytorch", "PyTorch's own tests of DDP pass", 1, torchs_tests.find),
     Part("data-parallel", "MiniDataParallel beside torch's", 2, several.find_data_parallel),
     Part("overlap", "NCCL's kernels run behind computation", 2, several.find_overlap),

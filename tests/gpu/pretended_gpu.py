@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,19 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from tests.torch_suite import placement
-
-
-class PretendedGpu(placement.OnTarget):
-    """While active, what asks for a GPU gets the CPU, and what asks for pinned memory gets any."""
-
-    def __init__(self) -> None:
-        super().__init__(placement.CPU)
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 class PretendedStream:
@@ -66,10 +53,13 @@ def pretended_gpu() -> Iterator[torch.device]:
     placement.pretend_devices(placement.CPU)
     for cls in (DistributedDataParallel, DropIn):
         placement.replace_device_ids(cls, placement.CPU)
-    stream, generator, future = PretendedStream(), torch.Generator, Future
+    stream, generator, future, empty = PretendedStream(), torch.Generator, Future, torch.empty
 
     def on_stream(stream: Any) -> Any:
         return contextlib.nullcontext()
+
+    def empty_anywhere(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return empty(*args, **kwargs)
 
     def generator_on(device: Any = None) -> torch.Generator:
         return generator()
@@ -87,8 +77,9 @@ def pretended_gpu() -> Iterator[torch.device]:
         mock.patch.object(torch.cuda, "_sleep"),
         mock.patch.object(torch.cuda, "reset_peak_memory_stats"),
         mock.patch.object(torch, "Generator", generator_on),
+        mock.patch.object(torch, "empty", empty_anywhere),
         mock.patch("tests.gpu.timeline.Future", future_on),
-        PretendedGpu(),
+        placement.OnTarget(placement.CPU),
     ):
         placement.in_every_thread(placement.CPU)
         yield torch.device("cuda", 0)

@@ -41,8 +41,8 @@ class Evidence(NamedTuple):
     detail: str
 
 
-class NeedsGpuError(Exception):
-    """Raised by a part in a rehearsal, for a claim that a CPU can say nothing about."""
+class CannotProveError(Exception):
+    """Raised by a part whose claim nothing here can say anything about; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def prove(part: Part, machine: Machine) -> Iterator[Proof]:
         for what, on, holds, detail in part.find(machine):
             good = Outcome.REHEARSED if rehearsal else Outcome.PROVED
             yield Proof(what, on, good if holds else Outcome.FAILED, detail)
-    except NeedsGpuError as reason:
+    except CannotProveError as reason:
         yield Proof(part.claim, "", Outcome.NOT_PROVED, str(reason))
     except Exception as error:
         traceback.print_exc()

@@ -22,7 +22,7 @@ from miniddp.training import MiniDataParallel
 from tests.ddp_models import loss_of
 
 from .machine import Group, Machine, deterministic
-from .proofs import Evidence, NeedsGpuError
+from .proofs import CannotProveError, Evidence
 from .training import batches, distance, gradients, model
 
 Span = tuple[float, float]
@@ -32,7 +32,7 @@ NEEDS_TWO = "a CPU is one device: it has no second one, no link and no kernels t
 
 def _refuse_a_rehearsal(machine: Machine) -> None:
     if machine.kind == "cpu":
-        raise NeedsGpuError(NEEDS_TWO)
+        raise CannotProveError(NEEDS_TWO)
 
 
 def both_data_parallels(devices: list[str]) -> dict[str, tuple[float, float, bool]]:

@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from miniddp import MiniDDP
+from miniddp.extras.comm_hooks import average
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 from .machine import Group, Machine
 from .proofs import Evidence
@@ -83,7 +84,7 @@ def average_of(x: Tensor) -> Tensor:
 def wrong_gradients(rank: int, device: torch.device, views: bool, waits: bool) -> int:
     """On each rank: how many of 2 * STEPS gradients are wrong; without `waits`, if none is made."""
     torch.manual_seed(0)
-    wrapped = MiniDDP(TwoStreams(device), gradient_as_bucket_view=views)
+    wrapped = DropIn(TwoStreams(device), gradient_as_bucket_view=views)
     wrong = 0
     for step in range(STEPS):
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -106,10 +107,8 @@ def on_a_side_stream(rank: int, device: torch.device, hooked: bool) -> int:
     """On each rank: how often gradients, read on the stream of the step, were not the average."""
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)]).to(device)
-    wrapped = MiniDDP(layers, bucket_cap_mb=WIDE * WIDE * 4 / 2**20)
+    wrapped = DropIn(layers, bucket_cap_mb=WIDE * WIDE * 4 / 2**20)
     if hooked:
-        from miniddp.extras.comm_hooks import average
-
         wrapped.register_comm_hook(None, average)
     x = torch.randn(32, WIDE, generator=torch.Generator().manual_seed(rank)).to(device)
 
@@ -136,7 +135,7 @@ def in_a_thread(rank: int, device: torch.device) -> tuple[bool, bool]:
     """On each rank: whether hooks ran in another thread than backward, and the gradients' truth."""
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, WIDTH, bias=False).to(device)
-    wrapped = MiniDDP(layer)
+    wrapped = DropIn(layer)
     threads: set[int] = set()
     layer.weight.register_post_accumulate_grad_hook(
         lambda parameter: threads.add(threading.get_native_id())

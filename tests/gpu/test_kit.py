@@ -18,7 +18,7 @@ from tests.gpu.__main__ import report
 from tests.gpu.machine import Machine
 from tests.gpu.parts import PARTS
 from tests.gpu.pretended_gpu import pretended_gpu
-from tests.gpu.proofs import Evidence, NeedsGpuError, Outcome, Part, exit_code, prove, show
+from tests.gpu.proofs import CannotProveError, Evidence, Outcome, Part, exit_code, prove, show
 from tests.gpu.training import distance
 
 ROOT = project_root()
@@ -81,7 +81,7 @@ def test_a_claim_that_does_not_hold_and_an_exception_are_both_failures() -> None
 
 def test_a_run_that_proved_nothing_is_no_success() -> None:
     def find(machine):
-        raise NeedsGpuError("no")
+        raise CannotProveError("no")
         yield
 
     proofs = list(prove(part(find), REHEARSAL))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 from .machine import Machine, synchronize
 from .proofs import Evidence
@@ -121,7 +121,7 @@ def record(rank: int, device: torch.device) -> tuple[Lanes, float]:
 
     parameters = list(module.parameters())
     number = {id(parameter): i for i, parameter in enumerate(parameters)}
-    wrapped = MiniDDP(module, bucket_cap_mb=width * width * 4 / 2**20)
+    wrapped = DropIn(module, bucket_cap_mb=width * width * 4 / 2**20)
     staged = Staged(device, Clock(device))
     wrapped.register_comm_hook(None, staged.average)
     ready: list[tuple[int, Any]] = []

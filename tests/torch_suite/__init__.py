@@ -1,4 +1,4 @@
-"""PyTorch's own tests of DistributedDataParallel, run on a CPU with the class swapped.
+"""PyTorch's own tests of DistributedDataParallel, on a CPU or one GPU, with the class swapped.
 
 The tests are loaded from the installed torch, and, with ``--checkout`` or ``--file``, from
 PyTorch's repository: none of their text is kept here, and none of their assertions is touched. Two

@@ -76,7 +76,8 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
 def place_of_rank(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
     """The device of a rank of this machine, and the backend that all of them can talk over.
 
-    Exits with an explanation if LABKIT_DEVICE asks for what there is not.
+    Exits with an explanation if LABKIT_DEVICE asks for what there is not. Not yet run with a GPU;
+    `make gpu` runs the labs on those that are there.
     """
     asked = os.environ.get("LABKIT_DEVICE", "auto")
     if asked not in ("auto", "cpu", "cuda"):

@@ -101,7 +101,7 @@ def trajectory(
 
 def draw_inputs_and_targets(rank: int, step: int, draw: Draw = randn) -> tuple[Tensor, Tensor]:
     """Inputs and targets, each float32 (4, 4): inputs differ between ranks, targets do not."""
-    return randn((4, 4), seed=1000 + step) * 0.5 + rank, randn((4, 4), seed=step)
+    return draw((4, 4), 1000 + step) * 0.5 + rank, draw((4, 4), step)
 
 
 def backward_with_fix(wrapper: DistributedDataParallel, x: Tensor, y: Tensor, fix: Fix) -> None:

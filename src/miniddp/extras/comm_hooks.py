@@ -144,6 +144,7 @@ class PowerSGDState:
         self.iteration = 0
         self.errors: dict[Tensor, Tensor] = {}
         self.factors_q: dict[Tensor, Tensor] = {}
+        self.in_use: dict[int, list[Tensor]] = {}  # by bucket: what the last callback reads
 
     def factor_of(self, parameter: Tensor, matrix: Tensor) -> Tensor:
         """The last Q of a parameter's gradient; at first orthonormal random columns.
@@ -190,6 +191,9 @@ def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
     # 3. Q travels while backward goes on.
     factors_q = [m.t() @ p for m, p in zip(matrices.values(), factors_p, strict=True)]
     flat_q, q_done = _start_average(factors_q, group)
+    # With NCCL the callback runs at once, on a CUDA stream of its own: memory that it reads must
+    # not be freed, and given to the backward that goes on, before that stream has come so far.
+    state.in_use[bucket.index()] = [exact_flat, *factors_p]
 
     def decompress(done: Future) -> Tensor:
         done.wait()

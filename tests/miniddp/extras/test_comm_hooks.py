@@ -160,12 +160,13 @@ def run_power_sgd(rank, world_size, approximation_rank):
         gradients_of(DropIn, rank, comm_hooks.power_sgd, lambda: state, steps=6),
         gradients_of(DropIn, rank, None, nothing, steps=6),
         list(state.errors.values()),
+        state.in_use,
     ]
 
 
 def test_power_sgd_is_exact_at_first_and_then_the_same_approximation_on_every_rank():
     per_rank = run_ranks(run_power_sgd, 2, 2)
-    for approximated, exact, errors in per_rank:
+    for approximated, exact, errors, _ in per_rank:
         for step in range(2):
             torch.testing.assert_close(approximated[step], exact[step])
         difference = (approximated[2] - exact[2]).norm() / exact[2].norm()
@@ -173,6 +174,14 @@ def test_power_sgd_is_exact_at_first_and_then_the_same_approximation_on_every_ra
         assert any(error.norm() > 0 for error in errors)
     for a, b in zip(per_rank[0][0], per_rank[1][0], strict=True):
         assert torch.equal(a, b)
+
+
+def test_what_a_power_sgd_callback_reads_on_a_stream_of_its_own_is_kept_until_the_next_one():
+    for *_, in_use in run_ranks(run_power_sgd, 2, 2):
+        assert sorted(in_use) == list(range(len(in_use)))
+        assert len(in_use) > 1
+        for tensors in in_use.values():
+            assert sum(tensor.numel() for tensor in tensors) > 0
 
 
 def run_power_sgd_across_a_rebuild(rank, world_size, rebuild):

@@ -34,7 +34,7 @@ from labkit.launch.lab import joined as joined_ranks
 from labkit.scenarios.padded_captioner import (
     Captioner,
     Captions,
-    count_words,
+    count_tokens,
     draw_captions,
     joined,
     micro_batches,
@@ -109,7 +109,7 @@ def scales(recipe: str, counts: list[int], device: torch.device) -> list[float]:
 
 def accumulate(replica: Wrapped, parts: list[Captions], recipe: str, place: Place) -> float:
     """Leave the recipe's gradient in the replica; the mean loss over all words of all ranks."""
-    counts = [count_words(part) for part in parts]
+    counts = [count_tokens(part) for part in parts]
     logged = torch.zeros((), device=place.device)
     for i, scale in enumerate(scales(recipe, counts, place.device)):
         part = to(parts[i], place.device)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from labkit.book.tables import Cell, table
 from labkit.launch.lab import parse_arguments
-from labkit.scenarios.padded_captioner import PADDING, PIXELS, START, WORDS, draw_captions
+from labkit.scenarios.padded_captioner import PADDING, PIXELS, START, VOCABULARY, draw_captions
 from labkit.testing.compare import gradients, ratio_and_cosine
 
 SEQUENCES = 16
@@ -70,13 +70,13 @@ def cases(seed: int) -> list[Case]:
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(vocab_size=WORDS, num_hidden_layers=2, **HIDDEN)
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, **HIDDEN)
     return transformers.LlamaForCausalLM(config)
 
 
 def gpt2(**looks_at_picture: bool) -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=WORDS + 1,
+        vocab_size=VOCABULARY + 1,
         n_positions=16,
         n_embd=32,
         n_layer=2,

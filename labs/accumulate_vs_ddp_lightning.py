@@ -1,16 +1,16 @@
 """The thread's own program on PyTorch Lightning: accumulate on one device, or ddp on several.
 
-    python labs/accumulate_vs_ddp_lightning.py                        ddp on 4 CPU devices, a sample each
+    python labs/accumulate_vs_ddp_lightning.py       ddp on 4 CPU devices, one sample each
     python labs/accumulate_vs_ddp_lightning.py --devices 1 --accumulate 4
     python labs/accumulate_vs_ddp_lightning.py --devices 2 --accumulate 2
 
-A plain script, not one for torchrun: Lightning's strategy "ddp" starts this same file again for
-every further device, with other environment variables. Whatever stands at the top level therefore
-runs once a process, and random draws have to be seeded before they are made, not after.
+Run it with python, not with torchrun: Lightning's strategy "ddp" starts this file again for every
+further device, with different environment variables. All top-level code therefore runs once per
+process, and random draws must be seeded before they are made.
 
-Prints, for each rank, the batches that it saw, the norm of encoder.weight's gradient after each
-backward, and all norms where they are complete: just before the optimizer step. With the thread's
-seed and its four samples the thread's norms stand beside them.
+For each rank the script prints the batches it saw and the norm of encoder.weight's gradient after
+each backward pass. It also prints every gradient norm just before the optimizer step, when the
+gradients are complete. With the thread's seed and four samples, a column shows the thread's norms.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from labkit.scenarios.toy_captioner import (
     SEED,
     ToyCaptioner,
     gradient_norms,
-    seeded_data,
+    seeded_toy_data,
 )
 
 SAMPLES = 4  # the thread's
 
 
-class Seen(NamedTuple):
+class SeenByRank(NamedTuple):
     """What one rank noted."""
 
     batches: list[int]
@@ -71,8 +71,8 @@ class LightningCaptioner(pl.LightningModule):
 
     def on_train_end(self) -> None:
         # The last place where the process group certainly stands.
-        mine = Seen(self.batches, self.after_backward, self.norms)
-        report: list[Seen] = [mine]
+        mine = SeenByRank(self.batches, self.after_backward, self.norms)
+        report: list[SeenByRank] = [mine]
         if dist.is_initialized():
             report = [mine] * dist.get_world_size()
             dist.all_gather_object(report, mine)
@@ -83,7 +83,7 @@ class LightningCaptioner(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def print_report(report: list[Seen], compare: bool) -> None:
+def print_report(report: list[SeenByRank], compare: bool) -> None:
     """`compare`: the thread printed these norms, too."""
     for rank, seen in enumerate(report):
         batches = " ".join(map(str, seen.batches))
@@ -102,7 +102,7 @@ def print_report(report: list[Seen], compare: bool) -> None:
     print(table(headers, rows), flush=True)
 
 
-def parse_arguments() -> argparse.Namespace:
+def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,17 +113,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = arguments_of_this_lab()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.exit(
-            "Lightning starts its ranks itself: python labs/accumulate_vs_ddp_lightning.py, without torchrun"
+            "Lightning starts its ranks itself. Run it without torchrun: "
+            "python labs/accumulate_vs_ddp_lightning.py"
         )
     # Lightning tells on stderr of GPUs, tips and workers; here only a failure matters.
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
     samples = arguments.devices * arguments.accumulate
-    data = seeded_data(arguments.seed, samples)
+    data = seeded_toy_data(arguments.seed, samples)
     compare = arguments.seed == SEED and samples == SAMPLES
     pl.seed_everything(arguments.seed, workers=True, verbose=False)
     trainer = pl.Trainer(

@@ -33,7 +33,7 @@ from labkit.scenarios.sum_and_average import (
 )
 from labkit.testing.compare import gradients, largest_difference, ratio_and_cosine
 from labkit.testing.museum.sum_instead_of_average import SumInsteadOfAverage
-from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.extras.comm_hooks import total
 from miniddp.training import MiniDataParallel
 

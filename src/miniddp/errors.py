@@ -1,92 +1,115 @@
-"""What the reducer says when a gradient is missing, comes twice, or comes unexpectedly.
+"""Every message of the core, as pure functions of plain data.
 
-Every text names the parameters, the rank and the next action, and keeps the phrases of torch's own
-reducer, since users search for them and tools look for them.
+A message says what was found, where, and what to do next. It keeps the phrases of torch's own
+reducer, because users search for them and tools look for them.
 """
 
-from typing import TYPE_CHECKING
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from miniddp.reducer import Reducer
+import torch
 
-_STATIC = "this is not compatible with static_graph set to True."
+_MOST_LINES = 20
+_LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
-def unfinished(reducer: "Reducer") -> str:
-    """The backward before this forward left buckets waiting for gradients."""
-    absent = reducer.absent()
-    text = "Expected to have finished reduction in the prior iteration before starting a new one. "
-    if reducer.static_graph:
-        text += (
-            "This error indicates that your training graph has changed in this iteration, e.g., "
-            "one parameter is used in first iteration, but then got unused in the second "
-            f"iteration. {_STATIC}"
-        )
-    else:
-        text += (
+def stacklevel_of_caller() -> int:
+    """The `stacklevel` by which warnings.warn, called by our caller, names the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def another_rank_failed(rank: int, problems: Sequence[str]) -> str:
+    """This rank could construct the wrapper; `problems`: what kept each of the others from it."""
+    told = "; ".join(f"rank {other}: {text}" for other, text in enumerate(problems) if text)
+    return f"Rank {rank} could take part, but others could not, so every rank raises. {told}"
+
+
+def different_settings(rank: int, every: Sequence[Mapping[str, str]]) -> str:
+    """The ranks' keywords differ; `every`: each rank's settings."""
+    return (
+        "MiniDDP expects the same settings on all ranks, since they decide which collectives a "
+        f"rank takes part in:\n{''.join(_differing(every))}(Reported on rank {rank}; every rank "
+        "raises this.) Pass the same values on every rank."
+    )
+
+
+def different_models(rank: int, every: Sequence[Mapping[str, str]]) -> str:
+    """The ranks' models differ; `every`: each rank's tensors, described, by name."""
+    counts = ", ".join(
+        f"rank {other} has {len(model)} of them" for other, model in enumerate(every)
+    )
+    lines = _differing(every) or ["  the order in which they are defined\n"]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more\n"]
+    return (
+        "MiniDDP expects same model across all ranks, but the parameters (and synchronized "
+        f"buffers) differ: {counts}. What appears not to match:\n{''.join(lines)}(Reported on rank "
+        f"{rank}; every rank raises this.) Build the module by the same code and configuration on "
+        "every rank, then wrap it."
+    )
+
+
+def _differing(every: Sequence[Mapping[str, str]]) -> list[str]:
+    """One line per name whose value is not the same on every rank."""
+    lines = []
+    for name in dict.fromkeys(name for described in every for name in described):
+        ranks_of = defaultdict(list)
+        for rank, described in enumerate(every):
+            ranks_of[described.get(name, "absent")].append(str(rank))
+        if len(ranks_of) > 1:
+            found = "; ".join(f"{what} on rank {', '.join(r)}" for what, r in ranks_of.items())
+            lines.append(f"  {name}: {found}\n")
+    return lines
+
+
+def illegal_transition(state: str, wanted: str) -> str:
+    """The reducer was asked for something that its state does not allow."""
+    return (
+        f"the reducer is {state} and cannot become {wanted}. A backward that was interrupted, for "
+        "example by an exception, leaves it REDUCING: make a new wrapper to go on after one."
+    )
+
+
+def unfinished(
+    rank: int, absent: Mapping[int, str], find_unused: bool, reason: str | None = None
+) -> str:
+    """The backward before this forward left buckets waiting; `absent`: index to name.
+
+    `reason` replaces what is said about unused parameters.
+    """
+    outputs = (
+        "making sure all `forward` function outputs participate in calculating loss. Outputs are "
+        "found in tensors, tuples, lists, dicts and dataclasses; in no other object."
+    )
+    if reason is None:
+        reason = (
             "This error indicates that your module has parameters that were not used in producing "
             "loss. "
+        ) + (
+            "Since `find_unused_parameters=True` is enabled, this likely means that not all "
+            f"`forward` outputs participate in computing loss. You can fix this by {outputs}"
+            if find_unused
+            else "You can enable unused parameter detection by passing the keyword argument "
+            f"`find_unused_parameters=True` to the wrapper, and by {outputs}"
         )
-        if reducer.find_unused_parameters:
-            text += (
-                "Since `find_unused_parameters=True` is enabled, this likely means that not all "
-                "`forward` outputs participate in computing loss. You can fix this by "
-            )
-        else:
-            text += (
-                "You can enable unused parameter detection by passing the keyword argument "
-                "`find_unused_parameters=True` to the wrapper, and by "
-            )
-        text += (
-            "making sure all `forward` function outputs participate in calculating loss. Outputs "
-            "are found in tensors, tuples, lists, dicts and dataclasses; in no other object."
-        )
-    rank = reducer.process_group.rank()
     return (
-        f"{text}\nParameter indices which did not receive grad for rank {rank}: "
+        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        f"{reason}\nParameter indices which did not receive grad for rank {rank}: "
         f"{' '.join(map(str, absent))}"
-        f"\nParameters which did not receive grad for rank {rank}: {_names(reducer, absent)}"
-        "\nFor the other ranks' parameters in the step in which it happens pass strict=True; for "
-        "more on the collectives set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
-        "INFO or DETAIL."
+        f"\nParameters which did not receive grad for rank {rank}: {', '.join(absent.values())}"
+        "\nFor the other ranks' parameters in the step in which it happens pass strict=True to "
+        "miniddp.torch_drop_in.DistributedDataParallel; for more on the collectives set the "
+        "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
     )
 
 
-def absent_on_ranks(reducer: "Reducer", absent: list[list[int]]) -> str:
-    """With strict=True, at the end of the faulty backward: `absent[rank]` lists the indices."""
-    lines = [
-        f"Parameters which did not receive grad for rank {rank}: {_names(reducer, indices)}"
-        for rank, indices in enumerate(absent)
-        if indices
-    ]
-    if reducer.static_graph:
-        remedy = (
-            "With static_graph=True every iteration has to use the parameters of the first: if the "
-            "graph changes, leave static_graph out. If it should not change, look"
-        )
-    elif reducer.find_unused_parameters:
-        remedy = (
-            "Parameters that the outputs do not reach are found already. These were reached, and "
-            "their gradients never came: the loss was computed past the outputs, or one backward "
-            "covered only a part of them, to be followed by another. Let one backward cover all: "
-            "sum the losses first. Else look"
-        )
-    else:
-        remedy = (
-            "If that is meant, pass the keyword argument `find_unused_parameters=True` to the "
-            "wrapper. If several backwards share a forward, sum their losses and call one. If "
-            "neither, look"
-        )
-    return (
-        "This backward did not produce the gradients of all parameters, and no rank took a step.\n"
-        + "\n".join(lines)
-        + f"\n{remedy} for outputs of `forward` that the loss does not use, and for branches of "
-        "the model that were not taken."
-    )
-
-
-def marked_twice(reducer: "Reducer", index: int) -> str:
-    """A second gradient of the same parameter in one backward, after its bucket took the first."""
+def marked_twice(rank: int, index: int, name: str, searched: bool) -> str:
+    """A second gradient of one parameter in one backward, after its bucket took the first."""
     text = (
         "Expected to mark a variable ready only once. This error is caused by one of the following "
         "reasons: 1) Use of a module parameter outside the `forward` function. Please make sure "
@@ -96,7 +119,7 @@ def marked_twice(reducer: "Reducer", index: int) -> str:
         "iteration, pass static_graph=True or call _set_static_graph(); otherwise use "
         "checkpoint(..., use_reentrant=False). "
     )
-    if reducer.unused:
+    if searched:
         text += (
             "3) Incorrect unused parameter detection: the parameter was not part of the graph of "
             "`forward`'s return value, and got a gradient all the same. If all parameters take "
@@ -104,66 +127,50 @@ def marked_twice(reducer: "Reducer", index: int) -> str:
             "keyword argument `find_unused_parameters=False`. "
         )
     return (
-        f"{text}\nParameter at index {index} with name {reducer.names[index]} has been marked as "
-        f"ready twice on rank {reducer.process_group.rank()}. This means that multiple autograd "
-        "engine hooks have fired for this particular parameter during this iteration."
+        f"{text}\nParameter at index {index} with name {name} has been marked as ready twice on "
+        f"rank {rank}. This means that multiple autograd engine hooks have fired for this "
+        "particular parameter during this iteration."
     )
 
 
-def graph_changed(reducer: "Reducer", index: int) -> str:
-    """A gradient that a static graph did not have in its first iteration."""
+def misplaced(rank: int, names: Sequence[str], expected: str) -> str:
+    """A sparse gradient in a bucket of dense ones, or the reverse."""
+    advice = {
+        "dense": (
+            "Wrap the module in miniddp.torch_drop_in.DistributedDataParallel, which expects the "
+            "sparse gradients of nn.Embedding and nn.EmbeddingBag, or set sparse=False."
+        ),
+        "sparse": "Set sparse=False on its embedding, or look for a second use of its weight.",
+    }
+    found = "sparse" if expected == "dense" else "dense"
     return (
-        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
-        f"iteration, but then got used in the second iteration. {_STATIC}\nThe parameter is "
-        f"{reducer.names[index]} (index {index}), on rank {reducer.process_group.rank()}."
+        f"Expected variable to have {expected} gradient, but that of {', '.join(names)} is {found} "
+        f"on rank {rank}. {advice[expected]}"
     )
 
 
-def not_sparse(reducer: "Reducer", index: int) -> str:
-    """A dense gradient where the module announces sparse ones."""
+def not_a_future(kind: type) -> str:
+    """A comm hook returned something other than a Future."""
     return (
-        f"Expected variable to have sparse gradient, but that of {reducer.names[index]} is dense. "
-        "Set sparse=False on its embedding, or look for a second use of its weight."
+        f"callback must return a torch.futures.Future object, but got {kind}; wrap a finished "
+        "result with Future.set_result"
     )
 
 
-def not_dense(reducer: "Reducer", indices: list[int]) -> str:
-    """A sparse gradient that nobody announced: its parameter lies in a bucket of dense ones."""
-    return (
-        f"Expected variable to have dense gradient, but that of {_names(reducer, indices)} is "
-        f"sparse on rank {reducer.process_group.rank()}. Sparse gradients are expected of "
-        "nn.Embedding and nn.EmbeddingBag with sparse=True, and reduced apart. Use one of them, "
-        "or let the layer give a dense gradient (sparse=False)."
-    )
-
-
-def not_a_future(returned: object) -> str:
-    """A comm hook that returned something else than a Future."""
-    return (
-        f"callback must return a torch.futures.Future object, but got {type(returned)}; wrap a "
-        "finished result by Future.set_result"
-    )
-
-
-def not_a_view(reducer: "Reducer", index: int) -> str:
-    """With gradient_as_bucket_view, `.grad` was replaced while the reduction was going on."""
+def not_a_view(name: str) -> str:
+    """With gradient_as_bucket_view, `.grad` was replaced during the reduction."""
     return (
         "Detected at least one parameter gradient is not the expected DDP bucket view with "
-        f"gradient_as_bucket_view=True: {reducer.names[index]}. Something set its .grad during "
-        "backward, for example a hook or a second wrapper around the same module."
+        f"gradient_as_bucket_view=True: {name}. Something set its .grad during backward, for "
+        "example a hook or a second wrapper around the same module."
     )
 
 
-def strayed(ranks: list[int]) -> str:
-    """Gradients arrived that nobody had asked to reduce."""
+def unsynchronized(ranks: Sequence[int]) -> str:
+    """Gradients arrived that no forward had announced."""
     return (
         f"On rank {', '.join(map(str, ranks))} a backward ran whose gradients were not reduced: "
-        "they are local to the rank. Its forward went past the wrapper (through `.module`), or the "
-        "wrapper's forward was called again, or its gradients were reduced, before that backward "
-        "came. Call the wrapper itself, once before each backward, or mark the accumulation by "
-        "`no_sync()`."
+        "they are local to the rank. Its forward bypassed the wrapper (through `.module`), or the "
+        "wrapper's forward ran again, or its gradients were reduced, before that backward. Call "
+        "the wrapper itself, once before each backward, or mark the accumulation with `no_sync()`."
     )
-
-
-def _names(reducer: "Reducer", indices: list[int]) -> str:
-    return ", ".join(reducer.names[index] for index in indices)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
-from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.training.data_parallel import MiniDataParallel
 from miniddp.training.losses import global_mean
 from miniddp.training.sync_batch_norm import SyncBatchNorm

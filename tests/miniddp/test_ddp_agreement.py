@@ -10,7 +10,7 @@ from torch import nn
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
-from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 
 NO_HANG = 30  # seconds, of which ranks that agree need one
 

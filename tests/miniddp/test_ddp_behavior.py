@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 
 
 def linear() -> nn.Linear:

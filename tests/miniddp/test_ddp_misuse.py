@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
-from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.ladder import RUNGS, Flat
 from miniddp.manual import average_gradients
 from miniddp.torch_drop_in import moved_to

@@ -8,7 +8,7 @@ import pytest
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.invariants import INVARIANTS, communication_overlaps_backward, violations
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -24,7 +24,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 
 WRAPPERS = (DistributedDataParallel, MiniDDP)
 STEPS = 4

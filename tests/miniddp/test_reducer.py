@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.extras import comm_hooks
 
 

@@ -7,7 +7,7 @@ Over the next steps each rank notes when its gradients are ready. Then, once, be
    and a copy;
 2. the ranks agree on the figures, taking the slowest rank's of each, since a bucket leaves when the
    last rank has filled it;
-3. `miniddp.buckets.measured_plan` makes the plan, and rank 0's is broadcast and adopted.
+3. `miniddp.extras.planner.measured_plan` makes the plan, and rank 0's is broadcast and adopted.
 
 The processor's time counts, because on one machine an all-reduce is work of the same cores that
 compute backward: there is then little to hide, and the plan stays what the caps make it. (Cores to
@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from miniddp.buckets import MIB, LinkCost
+from miniddp.buckets import MIB
+from miniddp.extras.planner import LinkCost, measured_plan
 from miniddp.replicas import wait_for
 
 if TYPE_CHECKING:
-    from miniddp.reducer import Reducer
+    from miniddp.torch_drop_in.reducer import TorchReducer
 
 WARM_UP = 2  # in one bucket, then in those of the caps: both touch new memory
 STEPS = 5
@@ -41,7 +42,7 @@ _SHORT, _LONG = 1024, 4 * MIB
 class FirstSteps:
     """The clock of one reducer's first steps; to be dropped once `before_forward` returns True."""
 
-    def __init__(self, reducer: "Reducer"):
+    def __init__(self, reducer: "TorchReducer"):
         self.reducer = reducer
         self.steps: list[list[float]] = []
         self._begin_step()
@@ -58,7 +59,7 @@ class FirstSteps:
 
     def note(self, index: int) -> None:
         """The gradient of parameter `index` is ready."""
-        if self.reducer.armed:
+        if self.reducer.expects_gradients():
             self.ready[index] = perf_counter() - self.began
 
     def before_forward(self) -> bool:
@@ -85,7 +86,7 @@ class FirstSteps:
             wait_for(dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group, async_op=True))
         latency, per_byte, cpu, cpu_per_byte, copy = costs.tolist()
         link = LinkCost(latency, per_byte, min(cpu, latency), min(cpu_per_byte, per_byte), copy)
-        reducer.pack_by(steps.tolist(), link)
+        reducer.adopt(measured_plan(reducer.sizes(), steps.tolist(), link, reducer.caps))
 
 
 def _hook_for(this: weakref.ref[FirstSteps], index: int) -> Callable[[Tensor], None]:

@@ -24,7 +24,7 @@ from labkit.profiling.recording import (
     merge,
 )
 from labkit.testing.watch import RecordedCollectives
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.ladder import (
     Bucketed,
     BucketedOverlapped,

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink, link_seconds
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.ladder import RUNGS, BucketedOverlapped
 
 AVERAGERS = [

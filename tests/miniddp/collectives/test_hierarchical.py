@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients
-from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
 from miniddp.extras import comm_hooks
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.extras import comm_hooks
 
 WRAPPERS = {"mini": MiniDDP, "torch": DistributedDataParallel}

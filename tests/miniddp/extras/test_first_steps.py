@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.slow_link import SlowLink
 from labkit.testing.compare import gradients
-from miniddp.buckets import MIB, LinkCost, bucket_caps, measured_plan, sizes_of
-from miniddp.ddp import MiniDDP
+from miniddp.buckets import MIB, bucket_caps, sizes_of
+from miniddp.extras.planner import LinkCost, measured_plan
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.extras import comm_hooks, first_steps
 from miniddp.extras.first_steps import STEPS, measure_link
 

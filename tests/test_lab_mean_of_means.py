@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 
 import pytest
 
+from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import ScriptError, project_root, run_script
 
 LAB = "labs/mean_of_means.py"
@@ -16,6 +19,17 @@ def rows_of(output: str) -> dict[str, list[str]]:
     """The lab's rows by recipe and wrapper: ratio, cosine, and what is apart."""
     rows = re.findall(r"^(\S+) +(torch DDP|MiniDDP) +(\S+) +(\S+) +(.+)$", output, re.M)
     return {f"{recipe} {wrapper}": figures for recipe, wrapper, *figures in rows}
+
+
+@pytest.mark.parametrize("lab", [LAB, LIBRARIES, "labs/buckets_that_overlap.py"])
+def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(lab, tmp_path):
+    (tmp_path / "torch.py").write_text('raise ImportError("torch is imported")')
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    for option, code in (("--help", 0), ("--no-such-option", 2)):
+        done = run_guarded([sys.executable, lab, option], 30, cwd=project_root(), env=environment)
+        assert done.returncode == code, done.stderr
+        assert "usage:" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -57,7 +57,7 @@ def test_micro_batches_hold_every_caption_once_in_order(number, size):
     assert sum(map(count_tokens, parts)) == count_tokens(captions)
 
 
-def test_without_lengths_captions_have_2_to_12_words_and_another_seed_draws_others():
+def test_without_lengths_captions_have_2_to_12_tokens_and_another_seed_draws_others():
     captions = draw_captions(200, seed=0)
     lengths = (captions.targets != PADDING).sum(dim=1)
     assert (lengths.min(), lengths.max()) == (2, LONGEST)
@@ -78,7 +78,7 @@ def test_captions_that_cannot_be_drawn_are_refused(arguments, said):
         draw_captions(2, seed=0, **arguments)
 
 
-def test_a_score_depends_on_its_picture_and_the_words_before_it_and_on_nothing_else():
+def test_a_score_depends_on_its_picture_and_the_tokens_before_it_and_on_nothing_else():
     model = trained_captioner().double()
     captions = draw_captions(3, seed=4)
     pixels, tokens = captions.pixels.double(), captions.tokens
@@ -117,7 +117,7 @@ def test_a_trained_captioner_has_learned_what_its_tail_says_and_carries_no_gradi
     same = zip(trained_captioner().parameters(), trained_captioner().parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in same)
     other = copy.deepcopy(trained_captioner(seed=1))
-    assert not torch.equal(other.words.weight, trained_captioner().words.weight)
+    assert not torch.equal(other.embedding.weight, trained_captioner().embedding.weight)
 
 
 def test_digits_are_ten_different_shapes_and_the_same_for_the_same_seed():

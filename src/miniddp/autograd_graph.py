@@ -1,45 +1,35 @@
 """What data parallelism asks of autograd: four questions, each answered in one place.
 
-1. *When does a parameter's gradient arrive?* At its gradient accumulator, the leaf node of the
-   graph. A hook on that node (`hook_accumulators`) runs once the gradient is in `.grad`. It also
-   runs if the gradient turns out to be undefined, which hooks on the tensor do not.
+1. *When does a gradient arrive?* A hook on the parameter's gradient accumulator, the leaf node of
+   the graph, runs once the gradient is in `.grad`, and also if it turns out to be undefined.
 2. *When is a backward pass over?* `at_end_of_backward` calls back once all gradients are there.
 3. *Which parameters can a backward reach?* `reachable_from` visits each node of the graph once,
    a few microseconds per node. `OutputGate` keeps the answer true for outputs the loss ignores.
-4. *Which tensors did a forward return?* `find_tensors` looks into nested tuples, lists, dicts, and
-   dataclasses; `replace_tensors` puts others in their places.
+4. *Which tensors did a forward return?* `find_tensors` and `replace_tensors` look into containers.
 
 `not_compiled` keeps torch.compile out of code whose side effects a traced graph would not repeat.
-Source: prepare_for_backward in torch/csrc/distributed/c10d/reducer.cpp; _DDPSink in
-torch/nn/parallel/distributed.py.
+Source: reducer.cpp in torch/csrc/distributed/c10d; _DDPSink in torch/nn/parallel/distributed.py.
 """
 
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 
-class Hooked(Protocol):
-    """What `hook_accumulators` calls."""
-
-    def autograd_hook(self, index: int) -> None: ...
-    def reset_state(self) -> None: ...
-
-
 def hook_accumulators(
-    owner: Hooked, parameters: Sequence[Tensor]
+    owner: Any, parameters: Sequence[Tensor]
 ) -> tuple[list[Node], weakref.finalize]:
     """Call `owner.autograd_hook(index)` whenever the gradient of `parameters[index]` arrives.
 
-    Returns the accumulators, which the owner must keep: autograd drops a node that nothing refers
-    to, and its hooks with it. Also returns a function that removes the hooks; it runs by itself
-    when the owner is deleted. An earlier owner on the same parameters is reset.
+    Returns the accumulators, which the owner must keep (autograd drops a node that nothing refers
+    to, and its hooks with it), and a function that removes the hooks, which also runs when the
+    owner is deleted. An earlier owner on the same parameters gets a call of its `reset_state`.
     """
     nodes, this = (
         [get_gradient_edge(parameter).node for parameter in parameters],
@@ -68,8 +58,7 @@ def hook_accumulators(
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the running backward pass has produced all its gradients.
 
-    It runs in the thread and on the CUDA streams of the caller of `backward()`, after autograd has
-    made these wait for the streams on which gradients were computed.
+    It runs after autograd has made the caller's CUDA streams wait for those of the gradients.
     """
     # A private interface of autograd; there is no public one. This is its only use.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -90,9 +79,9 @@ def reachable_from(tensors: Iterable[Tensor]) -> set[Node]:
 class OutputGate(torch.autograd.Function):
     """The identity on all outputs together: backward visits all of them or none.
 
-    Suppose the loss uses some outputs only. Backward would never visit the parameters behind the
-    others, and their buckets would wait forever. Through the gate it visits them with an undefined
-    gradient: their accumulators' hooks run, and `.grad` stays as it was.
+    Suppose the loss ignores some outputs. Without the gate, backward would not visit the parameters
+    behind them, and their buckets would wait forever. Through it their hooks run with an undefined
+    gradient, and `.grad` stays as it was.
     """
 
     @staticmethod
@@ -107,7 +96,7 @@ class OutputGate(torch.autograd.Function):
 
     @classmethod
     def pass_through(cls, output: Any, clone: bool = True) -> Any:
-        """`output`, in which every tensor that has a graph has passed one gate."""
+        """`output`, every tensor of it that has a graph led through one gate."""
         tensors = find_tensors(output)
         gated = iter(cls.apply(clone, *(t for t in tensors if t.grad_fn is not None)) or ())
         return replace_tensors(
@@ -153,6 +142,6 @@ def _parts(output: Any) -> dict[Any, Any]:
 
 def not_compiled(function: Callable, recursive: bool = True) -> Callable:
     """`function` runs as written in a compiled model; so does what it calls, if `recursive`."""
-    # The public torch.compiler.disable loads Dynamo when the function is defined, which takes a
-    # second for each `import miniddp`. This one, which torch's optimizers use, waits for a call.
+    # Private, as in torch's optimizers: the public torch.compiler.disable loads Dynamo at once,
+    # which would add a second to each `import miniddp`.
     return torch._disable_dynamo(function, recursive=recursive)

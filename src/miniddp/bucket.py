@@ -1,13 +1,12 @@
 """One bucket: gradients side by side in one flat buffer, so that one message carries them all.
 
 Each parameter has a *view* of the buffer, in the memory layout that autograd gives its gradient.
-**This file is where a gradient is divided**: by the world size W, while it is copied in. After the
-all-reduce the average is copied out, unless gradients are views of the buffer already.
+**This file is where a gradient is divided**: by the world size W, while `copy_in` copies it into
+the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
 Cost: the gradients' bytes are read and written once on the way in and once on the way out. A large
 gradient is divided and copied in one pass as soon as it arrives, while it is in the cache. Small
-ones wait for their neighbors (a `Run`): one call then copies them all, because for small tensors
-the calls cost more than the bytes.
+ones wait for their neighbors (a `Run`), because for them the calls cost more than the bytes.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
@@ -16,7 +15,6 @@ gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
 from collections.abc import Sequence
 from itertools import accumulate, repeat
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +37,9 @@ class Run:
 
 
 class Bucket:
-    """Parameters that travel together: their buffer, its views, and the state of one backward.
+    """Parameters that travel together, of one dtype and device: a buffer, and one backward's state.
 
-    Args:
-        indices: the parameters' indices in the reducer, in the order of their slots.
-        parameters: those parameters, all of one dtype and on one device.
+    `indices` are the parameters' indices in the reducer; their positions here are called slots.
     """
 
     holds = "dense"
@@ -57,25 +53,22 @@ class Bucket:
 
     def allocate(self) -> None:
         """Make the buffer and its views. Overridden by extras.sparse."""
-        first = self.parameters[0]
         total = sum(parameter.numel() for parameter in self.parameters)
-        self.buffer = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.buffer = self.parameters[0].new_empty(total)
         self.views = self.views_of(self.buffer)
 
     def _runs(self) -> list[range]:
         """Slots in order: a large gradient alone, small ones together until they reach RUN."""
         runs, start, size = [], 0, 0
         for slot, parameter in enumerate(self.parameters):
-            numel = parameter.numel()
-            if numel >= LARGE and slot > start:
+            large = parameter.numel() >= LARGE
+            if large and slot > start:
                 runs.append(range(start, slot))
                 start, size = slot, 0
-            size += numel
-            if numel >= LARGE or size >= RUN:
+            size += parameter.numel()
+            if large or size >= RUN or slot + 1 == len(self.parameters):
                 runs.append(range(start, slot + 1))
                 start, size = slot + 1, 0
-        if start < len(self.parameters):
-            runs.append(range(start, len(self.parameters)))
         return runs
 
     def reset(self) -> None:
@@ -99,20 +92,6 @@ class Bucket:
             views.append(flat.as_strided(parameter.shape, strides, offset))
         return views
 
-    def misplaced(self) -> list[int]:
-        """The slots of the gradients that this bucket cannot hold. Overridden by extras.sparse."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        return [s for s, g in enumerate(gradients) if g is not None and g.layout != torch.strided]
-
-    def zeros(self) -> Tensor:
-        """Zeros in the form of the buffer: the contribution of a rank without gradients."""
-        return torch.zeros_like(self.buffer)
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """One view of `flat` per parameter, in its shape. Overridden by extras.sparse."""
-        parts = flat.split([parameter.numel() for parameter in self.parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
-
     def wait_for_streams(self) -> None:
         """Let the current CUDA stream wait for those on which gradients were computed or copied."""
         if not self.streams:
@@ -124,12 +103,17 @@ class Bucket:
                 if parameter.grad is not None:
                     parameter.grad.record_stream(current)
 
+    def misplaced(self) -> list[int]:
+        """The slots of the gradients that this bucket cannot hold. Overridden by extras.sparse."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return [s for s, g in enumerate(gradients) if g is not None and g.layout != torch.strided]
+
     @torch.no_grad()
     def copy_in(self, run: Run, divisor: int | None, alias: bool) -> None:
         """Copy the gradients of `run` into the buffer, divided by `divisor` unless it is None.
 
-        A missing gradient counts as zeros. With `alias`, the parameters' gradients become views of
-        the buffer. Raises RuntimeError if a gradient is sparse.
+        A missing gradient counts as zeros. With `alias`, the gradients become views of the buffer.
+        Raises RuntimeError if a gradient is sparse.
         """
         views, gradients = run.views, [parameter.grad for parameter in run.parameters]
         factor = None if divisor is None else 1.0 / divisor
@@ -158,36 +142,23 @@ class Bucket:
                 if gradient is not None:
                     parameter.grad = view
 
-    def copy_out(
-        self, result: Tensor, slots: Sequence[int] | None, alias: bool, fill: bool = True
-    ) -> list[int]:
-        """Copy the averages in `result` to the gradients at `slots` (None: to all of them).
+    def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:
+        """Copy the averages to the gradients at `slots` (None: to all); create those that are None.
 
-        A gradient that is None is created, if `fill`. With `alias`, gradients are views of the
-        buffer already, and nothing is copied to them. Returns the slots where that is not so.
+        With `alias`, gradients are views of the buffer already, and nothing is copied to them.
+        Returns the slots where that is not so.
         """
-        if self.buffer.is_complex() and not result.is_complex():
-            result = torch.view_as_complex(result)  # collectives may work on pairs of reals
-        views = self.views
-        if result.data_ptr() != self.buffer.data_ptr():
-            views = self.views_of(result)
-            if alias:
-                torch._foreach_copy_(self.views, views)
-                views = self.views
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients, views = [parameter.grad for parameter in self.parameters], self.views
         if all(map(is_, gradients, views)):
             return []
         targets, sources, replaced = [], [], []
         for slot in range(len(views)) if slots is None else slots:
             gradient, view = gradients[slot], views[slot]
             if gradient is None:
-                if fill:
-                    self.parameters[slot].grad = (
-                        view if alias else torch.empty_like(view).copy_(view)
-                    )
+                self.parameters[slot].grad = view if alias else torch.empty_like(view).copy_(view)
             elif alias and gradient is not view:
                 replaced.append(slot)
-            elif not alias and self.buffer.is_complex():
+            elif not alias and view.is_complex():
                 gradient.copy_(view)  # may be lazily conjugated, which _foreach_copy_ refuses
             elif not alias:
                 targets.append(gradient)
@@ -195,44 +166,3 @@ class Bucket:
         if targets:
             torch._foreach_copy_(targets, sources)
         return replaced
-
-
-class GradBucket:
-    """A full bucket as a comm hook sees it: the methods of `torch.distributed.GradBucket`.
-
-    `index` is its place in the launch order, from 0; `count` is how many buckets this backward
-    launches; `buffer` replaces the bucket's own.
-    """
-
-    def __init__(self, bucket: Bucket, index: int, count: int, buffer: Tensor | None = None):
-        self._bucket, self._index, self._count = bucket, index, count
-        self._buffer = bucket.buffer if buffer is None else buffer
-
-    def index(self) -> int:
-        """The place in the launch order, from 0."""
-        return self._index
-
-    def is_last(self) -> bool:
-        """Whether no bucket is launched after this one in this backward."""
-        return self._index == self._count - 1
-
-    def buffer(self) -> Tensor:
-        """All gradients of the bucket in one dimension, *not* divided by W."""
-        return self._buffer
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Use another tensor of the same number of elements as the buffer."""
-        self._buffer = buffer
-
-    def gradients(self) -> list[Tensor]:
-        """One view of `buffer()` per parameter, in the parameter's shape."""
-        return self._bucket.split(self._buffer)
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of their gradients."""
-        return self._bucket.parameters
-
-
-def first_tensor(result: Any) -> Tensor:
-    """The tensor in a future's value: a collective's is a list, a comm hook's may be a tensor."""
-    return result[0] if isinstance(result, list | tuple) else result

@@ -1,23 +1,21 @@
 """Which parameter goes into which bucket: pure functions of sizes, without communication.
 
-A bucket is a list of parameters whose gradients travel in one all-reduce. Many small messages pay
-the link's latency once each. One large message cannot start before the last gradient is ready.
-Buckets of a few MiB lie between the two. Every rank computes the same plan from the same sizes and
-the same order, so nothing has to be exchanged.
+Many small messages pay the link's latency once each; one large message cannot start before the last
+gradient is ready. Buckets of a few MiB lie between the two. Every rank computes the same plan from
+the same sizes and order, so nothing is exchanged. A *plan* is a list of buckets in launch order,
+each a list of parameter indices:
 
-A *plan* is a list of buckets in launch order, each a list of parameter indices:
+1. `initial_plan`, before any backward: packed in the order of definition, launched in reverse,
+   because gradients appear from the last layer to the first.
+2. `arrival_plan`, after one backward: packed in the order in which the gradients arrived.
 
-1. `initial_plan`, before any backward: parameters are packed in the order in which the module
-   defines them and launched in reverse, because gradients appear from the last layer to the first.
-2. `arrival_plan`, after one backward: parameters are packed in the order in which their gradients
-   arrived, with a small first bucket so that communication starts early.
-
-Cost: O(number of parameters), twice in a training run.
 Source: `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp; Li et al.,
 "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 4.2.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -33,8 +31,8 @@ Plan = list[list[int]]
 class ParameterSize(NamedTuple):
     """What packing needs to know of one parameter.
 
-    `kind` says with which others it may share a bucket (its dtype and device); a `sparse` one,
-    whose gradient is a sparse tensor, always travels alone.
+    Parameters of one `kind` (dtype and device) may share a bucket; one with a `sparse` gradient
+    travels alone.
     """
 
     nbytes: int
@@ -46,24 +44,20 @@ def sizes_of(
     parameters: Iterable[torch.Tensor], sparse: Iterable[bool] | None = None
 ) -> list[ParameterSize]:
     """The sizes of `parameters`, in their order; `sparse[i]` marks one with a sparse gradient."""
-    parameters = list(parameters)
-    flags = [False] * len(parameters) if sparse is None else list(sparse)
     return [
         ParameterSize(p.numel() * p.element_size(), (p.dtype, p.device), flag)
-        for p, flag in zip(parameters, flags, strict=True)
+        for p, flag in zip(parameters, sparse or repeat(False), strict=False)
     ]
 
 
 def bucket_caps(
     bucket_cap_mb: float | None = None, bucket_cap_mb_list: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """The caps in bytes, one a bucket, of which the last holds for all further buckets.
+    """The caps in bytes, one per bucket; the last holds for all further buckets.
 
-    By default a first bucket of 1 MiB and then 25 MiB. An explicit `bucket_cap_mb` (in MiB) is the
-    first bucket's cap too; `bucket_cap_mb_list` gives one cap a bucket and wins over it.
-
-    Raises:
-        ValueError: a cap is negative or not a number.
+    By default 1 MiB for the first bucket and 25 MiB for the others. An explicit `bucket_cap_mb` (in
+    MiB) is the first bucket's cap too; `bucket_cap_mb_list` gives one cap per bucket and wins over
+    it. Raises ValueError if a cap is negative or not a number.
     """
     if bucket_cap_mb_list:
         caps = list(bucket_cap_mb_list)
@@ -82,8 +76,8 @@ def bucket_caps(
 def initial_plan(sizes: Sequence[ParameterSize], caps: Sequence[int] = NO_CAP) -> Plan:
     """The plan for parameters in definition order, launched last bucket first.
 
-    With `NO_CAP` there is one bucket for each kind (and for each sparse parameter): the careful
-    choice as long as the true order of the gradients is unknown.
+    With `NO_CAP` it has one bucket per kind: the careful choice while the order of the gradients is
+    unknown.
     """
     buckets = _pack(sizes, range(len(sizes)), caps)
     return sorted(buckets, key=min, reverse=True)
@@ -92,40 +86,36 @@ def initial_plan(sizes: Sequence[ParameterSize], caps: Sequence[int] = NO_CAP) -
 def arrival_plan(sizes: Sequence[ParameterSize], order: Sequence[int], caps: Sequence[int]) -> Plan:
     """The plan for parameters in `order`, the order in which their gradients arrived.
 
-    A bucket can be launched once its last gradient is there, so buckets are sorted by that moment.
-
-    Raises:
-        ValueError: `order` is not a permutation of the parameters' indices.
+    Buckets are sorted by the arrival of their last gradient, the moment of their launch. Raises
+    ValueError if `order` is not a permutation of the parameters' indices.
     """
     if sorted(order) != list(range(len(sizes))):
         raise ValueError(
-            f"the order of arrival must name each of the {len(sizes)} parameters once, "
-            f"but got {list(order)}"
+            f"the order of arrival must name each of {len(sizes)} parameters once: {list(order)}"
         )
     arrival = {index: moment for moment, index in enumerate(order)}
     return sorted(_pack(sizes, order, caps), key=lambda bucket: arrival[bucket[-1]])
 
 
 def _pack(sizes: Sequence[ParameterSize], order: Iterable[int], caps: Sequence[int]) -> Plan:
-    """Fill one open bucket for each kind, in `order`; close it once its size reaches its cap.
+    """Fill one open bucket per kind, in `order`; close it once its size reaches its cap.
 
-    A bucket may thus exceed its cap by less than its last parameter. The caps are counted for each
-    kind on its own: the first float32 bucket and the first bfloat16 bucket are both small.
+    A bucket may exceed its cap by less than its last parameter. Each kind counts its own caps: the
+    first float32 bucket and the first bfloat16 bucket are both small.
     """
     closed: Plan = []
-    open_bucket: dict[Hashable, list[int]] = {}
-    open_bytes: dict[Hashable, int] = {}
-    filled: dict[Hashable, int] = {}
+    open_bucket: dict[Hashable, list[int]] = defaultdict(list)
+    open_bytes: dict[Hashable, int] = defaultdict(int)
+    filled: dict[Hashable, int] = defaultdict(int)
     for index in order:
         nbytes, kind, sparse = sizes[index]
         if sparse:
             closed.append([index])
             continue
-        open_bucket.setdefault(kind, []).append(index)
-        open_bytes[kind] = open_bytes.get(kind, 0) + nbytes
-        cap = caps[min(filled.get(kind, 0), len(caps) - 1)]
-        if open_bytes[kind] >= cap:
+        open_bucket[kind].append(index)
+        open_bytes[kind] += nbytes
+        if open_bytes[kind] >= caps[min(filled[kind], len(caps) - 1)]:
             closed.append(open_bucket.pop(kind))
             open_bytes[kind] = 0
-            filled[kind] = filled.get(kind, 0) + 1
+            filled[kind] += 1
     return closed + list(open_bucket.values())

@@ -1,14 +1,13 @@
 """MiniDDP: data parallelism around any module, with the everyday keywords of torch's wrapper.
 
 Every rank holds a full copy of the module and its own part of the batch. After `backward()` each
-parameter's gradient is the average over the ranks. Equal optimizers then take equal steps, and the
+parameter's gradient is the average over the ranks, so equal optimizers take equal steps and the
 copies stay equal. What the wrapper does, numbered again in the code:
 
 1. *Construction.* All ranks verify that they hold the same model, then take rank 0's parameters
    and buffers (`miniddp.replicas`).
-2. *Forward.* Take rank 0's buffers, call the module, and announce the backward to the reducer.
-   `no_sync()` announces a local one instead.
-3. *Backward* belongs to the reducer (`miniddp.reducer`); the wrapper is not called in it.
+2. *Forward.* Take rank 0's buffers, call the module, and announce the backward to the reducer
+   (`miniddp.reducer`); `no_sync()` announces a local one instead.
 
 Cost: at construction one broadcast of the model; per forward one broadcast of the buffers, if there
 are any; per backward what `miniddp.reducer` states. Source: torch/nn/parallel/distributed.py.
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from miniddp import errors
 from miniddp.autograd_graph import OutputGate, find_tensors, not_compiled
 from miniddp.buckets import bucket_caps
-from miniddp.reducer import CommHook, Reducer
+from miniddp.reducer import Reducer
 from miniddp.replicas import broadcast_tensors, size_of_group, verify_same_model
 
 
@@ -48,6 +47,8 @@ class MiniDDP(nn.Module):
         ValueError: there is no process group, this rank is outside it, or a cap is negative.
     """
 
+    _ddp_sink_clone = True  # changed by torch_drop_in, for outputs that must not be copied
+
     # 1. Construction ------------------------------------------------------------------------------
 
     def __init__(
@@ -61,12 +62,7 @@ class MiniDDP(nn.Module):
         gradient_as_bucket_view: bool = False,
     ):
         super().__init__()
-        if not dist.is_initialized():
-            raise ValueError(
-                "Default process group has not been initialized, please make sure to call "
-                "init_process_group."
-            )
-        size_of_group(process_group)  # raises on a rank outside the group
+        size_of_group(process_group)  # raises without a group, and on a rank outside of it
         self.process_group = dist.group.WORLD if process_group is None else process_group
         self.module = module
         self.broadcast_buffers = broadcast_buffers
@@ -167,11 +163,9 @@ class MiniDDP(nn.Module):
             reducer.prepare_for_backward(find_tensors(output) if searched else ())
         elif torch.is_grad_enabled():
             reducer.prepare_for_local_backward()
-        return self.pass_through_gate(output) if reducer.find_unused_parameters else output
-
-    def pass_through_gate(self, output: Any) -> Any:
-        """Make backward visit all outputs or none. Overridden by torch_drop_in."""
-        return OutputGate.pass_through(output)
+        if reducer.find_unused_parameters:
+            output = OutputGate.pass_through(output, self._ddp_sink_clone)
+        return output
 
     def report_unsynchronized(self) -> None:
         """Warn once about a backward whose gradients stayed local. Overridden by torch_drop_in."""
@@ -212,19 +206,3 @@ class MiniDDP(nn.Module):
         """Take rank 0's buffers. Overridden by torch_drop_in, for Join and buffer hooks."""
         self.modules_buffers = list(self.named_tensors(buffers=True).values())  # may be new ones
         broadcast_tensors(self.modules_buffers, self.process_group, src=0)
-
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Let `hook(state, bucket)` communicate each bucket instead of the all-reduce.
-
-        Args:
-            state: passed to every call on this rank.
-            hook: receives a `GradBucket`, whose gradients are *not* divided, and returns a Future
-                of one tensor of the bucket's size: the gradients to use.
-
-        Raises RuntimeError if a hook is registered already.
-        """
-        if self.reducer.comm_hook is not None:
-            raise self.reducer.error(
-                "register_comm_hook or register_builtin_comm_hook can only be called once."
-            )
-        self.reducer.comm_hook = (hook, state)

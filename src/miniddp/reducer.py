@@ -3,29 +3,26 @@
 One reducer serves one module on one rank. Its phases, numbered again in the code:
 
 1. *Build.* Assign parameters to buckets and hook each parameter's gradient accumulator.
-2. *Prepare.* A forward announces that the next backward is reduced. With
-   `find_unused_parameters`, walk the graph for the parameters that this backward cannot reach.
+2. *Prepare.* A forward announces that the next backward is reduced.
 3. *Collect.* A gradient arrives. `Bucket.copy_in` divides it by the world size W while copying it.
 4. *Launch.* All-reduce each full bucket while backward goes on, strictly in bucket order: gradients
    may arrive in another order on another rank, and collectives are matched by their order alone.
 5. *Finalize.* Once per backward, at its end: wait for each all-reduce and copy the averages out.
 6. *Rebuild.* Before the second forward, assign the buckets again in the order of arrival on rank 0.
 
-What the reducer is doing is one value, `ReducerState`:
+What the reducer is doing is one value, `ReducerState`; any other transition raises RuntimeError.
+`reset_state` leads from every state to IDLE.
 
-============  ================================================  ================================
-state         meaning                                           next
-============  ================================================  ================================
-`IDLE`        no backward is expected; gradients that arrive    LOCAL, READY
-              stay local, which is reported as a mistake
-`LOCAL`       the last forward ran under `no_sync()`:           READY
-              gradients accumulate on this rank
-`READY`       a forward has announced a backward                READY, REDUCING
-`REDUCING`    gradients arrive, full buckets are launched       FINALIZING
-`FINALIZING`  all buckets are launched; averages are awaited    IDLE, LOCAL
-============  ================================================  ================================
-
-Any other transition raises RuntimeError. `reset_state` leads from every state to `IDLE`.
+============  ===============================================================  ===================
+state         meaning                                                          next
+============  ===============================================================  ===================
+`IDLE`        no backward is expected; a gradient that arrives stays local,    LOCAL, READY
+              which is reported as a mistake
+`LOCAL`       the last forward ran under `no_sync()`: gradients accumulate     READY
+`READY`       a forward has announced a backward                               READY, REDUCING
+`REDUCING`    gradients arrive, full buckets are launched                      FINALIZING
+`FINALIZING`  all buckets are launched; their averages are awaited             IDLE, LOCAL
+============  ===============================================================  ===================
 
 Cost per backward: one all-reduce per bucket, which on a ring sends 2(W−1)/W times the gradients'
 bytes from each rank; with `find_unused_parameters`, one more of 4 bytes per parameter. Memory: one
@@ -36,24 +33,19 @@ al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
 
 from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward, hook_accumulators
-from miniddp.bucket import Bucket, GradBucket, Run, first_tensor
+from miniddp.bucket import Bucket, Run
 from miniddp.buckets import NO_CAP, ParameterSize, Plan, arrival_plan, initial_plan, sizes_of
 from miniddp.replicas import plan_of_rank_0, wait_for
 from miniddp.unused import UsedParameters
-
-CommHook = Callable[[Any, GradBucket], Future]
-
 
 ReducerState = Enum("ReducerState", "IDLE LOCAL READY REDUCING FINALIZING")
 IDLE, LOCAL, READY, REDUCING, FINALIZING = ReducerState
@@ -70,15 +62,13 @@ class Reducer:
     """Averages the gradients of `parameters` over `process_group` while backward runs.
 
     Args:
-        parameters: those that require a gradient, each once, in the same order on every rank.
-        names: their names, for errors.
+        parameters, names: those that require a gradient, in the same order on every rank.
         process_group: the ranks that average.
         caps: the buckets' caps in bytes (`miniddp.buckets.bucket_caps`).
-        find_unused_parameters: walk the graph after each forward; a parameter that no rank used
-            keeps its gradient as it was.
+        find_unused_parameters: see `miniddp.unused`.
         gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
-        plan_at_once: apply the caps from the first backward on. Otherwise the first backward uses
-            one bucket per dtype and device, because the order of the gradients is not yet known.
+        plan_at_once: apply the caps from the first backward on. Otherwise it uses one bucket per
+            dtype and device, because the order of the gradients is not yet known.
     """
 
     # 1. Build -------------------------------------------------------------------------------------
@@ -99,19 +89,15 @@ class Reducer:
         self.caps = tuple(caps)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.comm_hook: tuple[CommHook, Any] | None = None
-        self.fills_missing_gradients = True  # cleared by torch_drop_in for optimizers in backward
         self.device = self.parameters[0].device
-        self.on_cuda = self.device.type == "cuda"
         self.lock = threading.RLock()  # autograd runs one thread per GPU
 
-        self.state = IDLE
-        self.state_between_backwards = IDLE
+        self.state = self.state_between_backwards = IDLE
         self.rebuilt = False
-        self.unsynchronized = False  # whether gradients arrived that nothing had announced
+        self.unsynchronized = False  # whether gradients arrived that no forward had announced
         self.order: list[int] = []  # the indices of the gradients, as they arrived
         self.usage = UsedParameters(self.parameters, process_group)
-        self._build(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
+        self.build(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
         self.hook_accumulators()
 
     def sizes(self) -> list[ParameterSize]:
@@ -122,7 +108,8 @@ class Reducer:
         """The bucket of these parameters. Overridden by torch_drop_in for sparse gradients."""
         return Bucket(indices, [self.parameters[index] for index in indices])
 
-    def _build(self, plan: Plan) -> None:
+    def build(self, plan: Plan) -> None:
+        """Allocate the buckets of `plan`; existing gradients become views of them, if asked for."""
         self.buckets: list[Bucket] = []  # frees the old buffers before the new ones are allocated
         self.place_of: dict[int, tuple[Bucket, Run]] = {}
         for indices in plan:
@@ -144,7 +131,7 @@ class Reducer:
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Reduce the next backward. `outputs`: the forward's, if unused parameters are searched."""
-        self._enter(READY)
+        self.enter(READY)
         self.state_between_backwards = IDLE
         self.reset_bucket_counting()
         if self.find_unused_parameters:
@@ -154,12 +141,11 @@ class Reducer:
         """Let the next backward accumulate, unless a forward before has announced a reduction."""
         self.state_between_backwards = LOCAL
         if self.state is IDLE:
-            self._enter(LOCAL)
+            self.enter(LOCAL)
 
     def reset_bucket_counting(self) -> None:
-        """Expect every gradient once more. Overridden by extras.static_graph."""
-        self.order = []
-        self.next_bucket = 0
+        """Expect every gradient once more. Extended by extras.static_graph."""
+        self.order, self.next_bucket = [], 0
         for bucket in self.buckets:
             bucket.reset()
 
@@ -168,7 +154,8 @@ class Reducer:
         self.state = self.state_between_backwards = IDLE
         self.reset_bucket_counting()
 
-    def _enter(self, state: ReducerState) -> None:
+    def enter(self, state: ReducerState) -> None:
+        """Change the state. Raises RuntimeError if the table above does not allow it."""
         if state not in _NEXT[self.state]:
             raise self.error(errors.illegal_transition(self.state.name, state.name))
         self.state = state
@@ -183,37 +170,36 @@ class Reducer:
                 self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Whether a bucket waits for this gradient. Overridden by extras.static_graph."""
+        """Whether a bucket waits for this gradient. Extended by extras.static_graph."""
         if self.find_unused_parameters:
-            self.usage.mark(index)
+            self.usage.mark(index)  # under no_sync too: used once in a window counts as used
         if self.state is READY:
             self.start_reduction()
-        if self.state is IDLE:
+        elif self.state is IDLE:
             self.unsynchronized = True
         return self.state is REDUCING
 
     def start_reduction(self) -> None:
         """At the first gradient of an announced backward: unreachable ones count as ready."""
-        self._enter(REDUCING)
-        self.current_divisor = None if self.comm_hook else self.divisor()
+        self.enter(REDUCING)
+        self.current_divisor = self.divisor()
         for index in self.usage.unreachable:
             self.mark_variable_ready(index)
 
-    def divisor(self) -> int:
-        """What turns the sum into the average. Overridden by torch_drop_in for uneven inputs."""
+    def divisor(self) -> int | None:
+        """W, by which gradients are divided; None: not at all. Overridden by torch_drop_in."""
         return self.process_group.size()
 
     def mark_variable_ready(self, index: int) -> None:
-        """Count a gradient; copy its run into the bucket once it is complete."""
+        """Count a gradient; copy its run into the bucket once the run is complete."""
         bucket, run = self.place_of[index]
-        missing = run.missing
-        if index not in missing:
+        if index not in run.missing:
             searched = bool(self.usage.unreachable)
             raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
-        missing.remove(index)
-        if self.on_cuda:
+        run.missing.remove(index)
+        if bucket.buffer.is_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
-        if missing:
+        if run.missing:
             return
         bucket.wait_for_streams()
         try:
@@ -225,10 +211,6 @@ class Reducer:
         bucket.missing_runs -= 1
         if bucket.missing_runs == 0:
             self.mark_bucket_ready()
-
-    def absent(self) -> list[int]:
-        """The indices of the parameters whose gradients have not arrived."""
-        return sorted(i for bucket in self.buckets for run in bucket.runs for i in run.missing)
 
     # 4. Launch ------------------------------------------------------------------------------------
 
@@ -247,23 +229,9 @@ class Reducer:
         at_end_of_backward(self.finalize_backward)
 
     def all_reduce_bucket(self, bucket: Bucket) -> None:
-        """Launch one bucket. Overridden by torch_drop_in, which may skip one that is unused."""
-        bucket.future = self.run_comm_hook(GradBucket(bucket, self.next_bucket, len(self.buckets)))
-
-    def run_comm_hook(self, bucket: GradBucket) -> Future:
-        """Start the registered comm hook, or else the all-reduce, of one bucket."""
-        if self.comm_hook is None:
-            return self.run_allreduce_hook(bucket)
-        hook, state = self.comm_hook
-        future = hook(state, bucket)
-        if not hasattr(future, "wait"):
-            raise self.error(errors.not_a_future(type(future)))
-        return future
-
-    def run_allreduce_hook(self, bucket: GradBucket) -> Future:
-        """The sum over all ranks, in place; the future's value is a list of the bucket's buffer."""
-        work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
-        return work.get_future()
+        """Launch one bucket. Overridden by torch_drop_in, which may run a comm hook instead."""
+        work = dist.all_reduce(bucket.buffer, group=self.process_group, async_op=True)
+        bucket.future = work.get_future()
 
     # 5. Finalize ----------------------------------------------------------------------------------
 
@@ -271,30 +239,28 @@ class Reducer:
     def finalize_backward(self) -> None:
         """Wait for each all-reduce and copy the averages out; autograd calls this at the end."""
         with self.lock:
-            self._enter(FINALIZING)
+            self.enter(FINALIZING)
             try:
                 for bucket in self.buckets:
                     if bucket.future is not None:
-                        self._finalize_bucket(bucket)
+                        self.finalize_bucket(bucket)
                 if self.find_unused_parameters:
                     wait_for(self.usage.work)
-            finally:  # a comm hook that fails must not spoil the next step
+            finally:  # a communication error must not spoil the next step
                 self.usage.reset()
-                self._enter(self.state_between_backwards)
+                self.enter(self.state_between_backwards)
 
-    def _finalize_bucket(self, bucket: Bucket) -> None:
-        result = first_tensor(bucket.future.wait())
-        bucket.future = None
+    def finalize_bucket(self, bucket: Bucket) -> None:
+        """Wait for one bucket and copy its averages to the gradients. Extended by torch_drop_in."""
+        future, bucket.future = bucket.future, None
+        future.wait()
         slots = self.slots_to_write(bucket)
-        alias, fill = self.gradient_as_bucket_view, self.fills_missing_gradients
-        if replaced := bucket.copy_out(result, slots, alias, fill):
+        if replaced := bucket.copy_out(slots, self.gradient_as_bucket_view):
             raise self.error(errors.not_a_view(self.names[bucket.indices[replaced[0]]]))
 
     def slots_to_write(self, bucket: Bucket) -> list[int] | None:
-        """Where averages are copied to; None for every slot. Overridden by extras.static_graph."""
-        if not self.find_unused_parameters:
-            return None
-        return self.usage.slots_to_write(bucket.indices)
+        """Where averages are copied to; None for every slot. Extended by the rooms."""
+        return self.usage.slots_to_write(bucket.indices) if self.find_unused_parameters else None
 
     # 6. Rebuild -----------------------------------------------------------------------------------
 
@@ -313,17 +279,18 @@ class Reducer:
 
     def adopt(self, plan: Plan) -> None:
         """Between two steps, on every rank: use rank 0's plan from now on."""
-        self._build(plan_of_rank_0(plan, self.process_group, self.device))
+        self.build(plan_of_rank_0(plan, self.process_group, self.device))
         self.rebuilt = True
 
     def ensure_prior_reduction_finished(self) -> None:
-        """Raise RuntimeError if gradients of a reduced backward never arrived.
-
-        Overridden by extras.static_graph.
-        """
+        """Raise RuntimeError if gradients of a reduced backward never arrived."""
         if self.state is REDUCING:
             absent = {index: self.names[index] for index in self.absent()}
             raise self.error(errors.unfinished(self.rank, absent, self.find_unused_parameters))
+
+    def absent(self) -> list[int]:
+        """The indices of the parameters whose gradients have not arrived."""
+        return sorted(i for bucket in self.buckets for run in bucket.runs for i in run.missing)
 
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
         """The exception to raise. Overridden by torch_drop_in, which logs the message."""

@@ -1,8 +1,8 @@
 """Equal replicas: verify that all ranks hold the same model, then broadcast one rank's values.
 
 Averaged gradients mean the same on every rank only if the parameters were equal at the start.
-Copying tensors between models that differ would crash one rank, hang another, or write garbage
-without an error, so the models' descriptions are compared first.
+Copying tensors between models that differ would crash, hang, or write garbage without an error, so
+the models' descriptions are compared first.
 
 Cost: one all-gather of 32 bytes per rank if all agree (of the descriptions, if not), and one
 broadcast of all parameters and buffers, in chunks of 250 MiB.
@@ -48,15 +48,11 @@ def verify_same_model(
     settings: Mapping[str, Any] | None = None,
     problem: Exception | None = None,
 ) -> None:
-    """Compare the ranks' models before data moves; if one rank finds a fault, every rank raises.
+    """Compare the ranks' models before data moves; every rank raises what any of them finds.
 
-    Args:
-        named: tensors whose names, order, shapes, strides, dtypes, and requires_grad must agree.
-        group: the ranks.
-        settings: what else must agree, by name.
-        problem: what keeps this rank from taking part. It is raised here and sent to the others.
-
-    Raises RuntimeError, on every rank, naming the ranks that differ or have a problem.
+    `named` are tensors whose names, order, shapes, strides, dtypes, and requires_grad must agree;
+    `settings` is what else must agree. `problem` keeps this rank from taking part: it is raised
+    here, and the other ranks raise RuntimeError. So do all ranks if anything differs.
     """
     ours = (
         {name: _describe(tensor) for name, tensor in named.items()},
@@ -64,7 +60,9 @@ def verify_same_model(
         "" if problem is None else f"{type(problem).__name__}: {problem}",
     )
     digest = hashlib.sha256(repr([list(ours[0].items()), *ours[1:]]).encode()).digest()
-    message = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device_of(named, group))
+    fallback = torch.empty(0, device="cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    device = next(iter(named.values()), fallback).device
+    message = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(message) for _ in range(group.size())]
     wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
     every = [ours] * group.size()
@@ -78,15 +76,10 @@ def verify_same_model(
     if any(problems):
         raise RuntimeError(errors.another_rank_failed(group.rank(), problems))
     if all(list(model.items()) == list(models[0].items()) for model in models):
-        raise RuntimeError(errors.different_settings(group.rank(), of_settings))
-    raise RuntimeError(errors.different_models(group.rank(), models))
-
-
-def _device_of(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> torch.device:
-    """A device that `group` can send from."""
-    if named:
-        return next(iter(named.values())).device
-    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        advice = "Pass the same values on every rank: they decide which collectives it calls."
+        raise RuntimeError(errors.different("settings", group.rank(), of_settings, advice))
+    advice = "Build the module by the same code and configuration on every rank, then wrap it."
+    raise RuntimeError(errors.different("model", group.rank(), models, advice))
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
@@ -97,9 +90,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
     """
     for tensor in tensors:
         # Checked on the source too, which would otherwise wait alone for the others.
-        if any(
-            n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        ):
+        if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(
                 f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: several of its "
                 "elements are one in memory, so it cannot be overwritten. Register its clone()"

@@ -1,18 +1,16 @@
 """Unused parameters: which of them a backward leaves out, on this rank and on every rank.
 
-With `find_unused_parameters=True`, a parameter may take part on some ranks, on all, or on none:
+With `find_unused_parameters=True`:
 
 1. *Search.* After each forward, walk the graph from its outputs. A parameter whose accumulator is
    not reached gets no gradient on this rank; its bucket must not wait for one.
-2. *Mark.* Each gradient that arrives marks its parameter as used on this rank. Marks made under
-   `no_sync()` count: a parameter used once in an accumulation window is used.
+2. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
 3. *All-reduce.* After the last bucket, one all-reduce counts the ranks that used each parameter.
 4. *Write.* A parameter that some rank used gets the average, in which the others count as zeros.
    One that no rank used keeps its `.grad`: zeros would let momentum and weight decay move it.
 
 Cost per backward: one visit per node of the graph, and one all-reduce of 4 bytes per parameter.
-Source: search_unused_parameters and all_reduce_local_used_map in
-torch/csrc/distributed/c10d/reducer.cpp.
+Source: search_unused_parameters and all_reduce_local_used_map in torch's reducer.cpp.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +33,7 @@ class UsedParameters:
         self.unreachable: list[int] = []  # indices that the announced backward cannot reach
         self.used = [0] * len(parameters)  # on this rank, since the last reduction
         self.counts: Tensor | None = None  # per parameter: how many ranks used it
-        self.nowhere: list[bool] | None = None  # the same, once it has been waited for
+        self.nowhere: list[bool] | None = None  # whether none did, once that has been waited for
 
     def search(self, accumulators: Sequence[Node], outputs: Iterable[Tensor]) -> None:
         """Find the parameters that no path from `outputs` reaches."""
@@ -57,13 +55,9 @@ class UsedParameters:
 
     def slots_to_write(self, indices: Sequence[int]) -> list[int]:
         """The positions in `indices` of the parameters that some rank used."""
-        return [
-            slot
-            for slot, index in enumerate(indices)
-            if self.used[index] or not self._is_unused_everywhere(index)
-        ]
+        return [s for s, i in enumerate(indices) if self.used[i] or not self._unused_everywhere(i)]
 
-    def _is_unused_everywhere(self, index: int) -> bool:
+    def _unused_everywhere(self, index: int) -> bool:
         if self.nowhere is None:  # wait only when a parameter is unused on this rank
             wait_for(self.work)
             self.nowhere = [count == 0 for count in self.counts.tolist()]

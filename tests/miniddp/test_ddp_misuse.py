@@ -15,10 +15,10 @@ from torch.nn.utils.rnn import pack_sequence
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
-from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.ladder import RUNGS, Flat
 from miniddp.manual import average_gradients
-from miniddp.torch_drop_in import moved_to
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
+from miniddp.torch_drop_in.keywords import moved_to
 from miniddp.training.losses import global_mean
 from miniddp.training.sync_batch_norm import SyncBatchNorm
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
-from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.extras import comm_hooks
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 
 
 class AnyOrder(nn.Module):

@@ -85,7 +85,7 @@ class MixedPrecision:
                 self.widens_at_end = True
                 at_end_of_backward(self.widen)
             self.widen(bucket.parameters())
-        buffer.div_(ddp.reducer.divisor())
+        buffer.div_(ddp.reducer.contributors())
         dtype = self.settings.reduce_dtype or self.settings.param_dtype or buffer.dtype
         work = dist.all_reduce(buffer.to(dtype), group=ddp.process_group, async_op=True)
         return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))

@@ -8,7 +8,6 @@ Source: mark_variable_ready_sparse in torch/csrc/distributed/c10d/reducer.cpp.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from miniddp.bucket import Bucket, Run
 
@@ -19,32 +18,23 @@ class SparseBucket(Bucket):
     holds = "sparse"
 
     def allocate(self) -> None:
-        self.buffer, self.views = torch.empty(0), []
+        self.buffer, self.views = self.parameters[0].new_empty(0), []
 
     def misplaced(self) -> list[int]:
         gradient = self.parameters[0].grad
         return [0] if gradient is not None and not gradient.is_sparse else []
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        return [flat]
-
-    def zeros(self) -> Tensor:
-        return torch.zeros_like(self.parameters[0], layout=torch.sparse_coo)
 
     @torch.no_grad()
     def copy_in(self, run: Run, divisor: int | None, alias: bool) -> None:
         """Take the gradient as the buffer. Raises RuntimeError if it is dense."""
         gradient = self.parameters[0].grad
         if gradient is None:
-            gradient = self.zeros()
+            gradient = torch.zeros_like(self.parameters[0], layout=torch.sparse_coo)
         if not gradient.is_sparse:
             raise RuntimeError("the gradient is dense")
         self.buffer = gradient if divisor is None else gradient.div_(divisor)
 
-    def copy_out(
-        self, result: Tensor, slots: Sequence[int] | None, alias: bool, fill: bool = True
-    ) -> list[int]:
-        self.buffer.copy_(result)
-        if (slots is None or slots) and (self.parameters[0].grad is not None or fill):
+    def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:
+        if slots is None or slots:
             self.parameters[0].grad = self.buffer
         return []

@@ -66,8 +66,8 @@ class StaticGraphReducer(Reducer):
         self.learns_graph = False
         self.usage.all_reduce()
         self.forget_unused()
-        self._enter(REDUCING)
-        self.current_divisor = None if self.comm_hook else self.divisor()
+        self.enter(REDUCING)
+        self.current_divisor = self.divisor()
         for index in range(len(self.parameters)):
             self.mark_variable_ready(index)
         return True

@@ -8,7 +8,7 @@ The methods with a leading underscore are the ones that torch's tests, its Join,
 call on `torch.distributed.Reducer`. Source: torch/csrc/distributed/c10d/{reducer,logger}.cpp.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -17,12 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from miniddp.bucket import Bucket, GradBucket, first_tensor
+from miniddp.bucket import Bucket
 from miniddp.buckets import ParameterSize, sizes_of
+from miniddp.extras.grad_bucket import GradBucket, zeros_of
 from miniddp.extras.sparse import SparseBucket
 from miniddp.extras.static_graph import StaticGraphReducer
 from miniddp.reducer import READY, REDUCING
 from miniddp.replicas import wait_for
+
+CommHook = Callable[[Any, GradBucket], Future]
 
 
 class TorchReducer(StaticGraphReducer):
@@ -38,9 +41,12 @@ class TorchReducer(StaticGraphReducer):
         self, *args: Any, sparse: Sequence[bool], skip_unused: bool = False, **keywords: Any
     ):
         self.sparse, self.skip_unused = list(sparse), skip_unused
+        self.comm_hook: tuple[CommHook, Any] | None = None
+        self.optimizer_in_backward = False
         self.last_error: str | None = None
         self.times: dict[str, int] = {}
         self.reduced_buckets = 0
+        self.reductions = 0  # finished since construction
         self.participants: dist.Work | None = None
         self.extra_futures: list[Future] = []
         self.rpc_context: int | None = None
@@ -83,12 +89,16 @@ class TorchReducer(StaticGraphReducer):
             self._borrow_gradient(index)
         return super().expect_autograd_hook(index)
 
-    def divisor(self) -> int:
+    def divisor(self) -> int | None:
+        return None if self.comm_hook else self.contributors()
+
+    def contributors(self) -> int:
         """W; with Join's `divide_by_initial_world_size=False`, the ranks that still have inputs."""
         if self.participants is None:
-            return super().divisor()
+            return self.process_group.size()
         wait_for(self.participants)
-        return int(first_tensor(self.participants.get_future().value()).item())
+        [count] = self.participants.get_future().value()
+        return int(count.item())
 
     def all_reduce_bucket(self, bucket: Bucket) -> None:
         if self.next_bucket == 0:
@@ -101,8 +111,43 @@ class TorchReducer(StaticGraphReducer):
             bucket.future = self.run_comm_hook(GradBucket(bucket, self.next_bucket, count))
             self.reduced_buckets += 1
 
+    def run_comm_hook(self, bucket: GradBucket) -> Future:
+        """Start the registered comm hook, or else the all-reduce, of one bucket."""
+        if self.comm_hook is None:
+            return self.run_allreduce_hook(bucket)
+        hook, state = self.comm_hook
+        future = hook(state, bucket)
+        if not hasattr(future, "wait"):
+            raise self.error(
+                f"callback must return a torch.futures.Future object, but got {type(future)}; wrap "
+                "a finished result with Future.set_result"
+            )
+        return future
+
+    def run_allreduce_hook(self, bucket: GradBucket) -> Future:
+        """The sum over all ranks, in place; the future's value is a list of the bucket's buffer."""
+        work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
+        return work.get_future()
+
     def _skips(self, bucket: Bucket) -> bool:
         return self.skip_unused and set(bucket.indices) <= set(self.usage.unreachable)
+
+    def finalize_bucket(self, bucket: Bucket) -> None:
+        result = bucket.future.wait()  # of a collective: a list; of a comm hook: a list or a tensor
+        result = result[0] if isinstance(result, list | tuple) else result
+        if bucket.buffer.is_complex() and not result.is_complex():
+            result = torch.view_as_complex(result)  # collectives may work on pairs of reals
+        if bucket.holds == "sparse" or result.data_ptr() != bucket.buffer.data_ptr():
+            bucket.buffer.copy_(result)
+        super().finalize_bucket(bucket)
+
+    def slots_to_write(self, bucket: Bucket) -> list[int] | None:
+        slots = super().slots_to_write(bucket)
+        if not self.optimizer_in_backward:
+            return slots
+        # The optimizer has used up the gradients that are None by now: do not create them again.
+        slots = range(len(bucket.indices)) if slots is None else slots
+        return [slot for slot in slots if bucket.parameters[slot].grad is not None]
 
     def finalize_backward(self) -> None:
         with self.lock:
@@ -113,6 +158,7 @@ class TorchReducer(StaticGraphReducer):
                 future.wait()
             if self.rpc_context is not None:
                 self._return_gradients()
+            self.reductions += 1
             self.times["comm_end"] = perf_counter_ns()
 
     # Distributed autograd (RPC) keeps gradients in a context of its own, not in `.grad`. They are
@@ -185,7 +231,7 @@ class TorchReducer(StaticGraphReducer):
     def _get_zeros_like_grad_buckets(self) -> list[Any]:
         """The buckets in launch order, full of zeros: what a rank without inputs contributes."""
         return [
-            GradBucket(bucket, number, len(self.buckets), bucket.zeros())
+            GradBucket(bucket, number, len(self.buckets), zeros_of(bucket))
             for number, bucket in enumerate(self.buckets)
         ]
 
@@ -199,14 +245,14 @@ class TorchReducer(StaticGraphReducer):
         self.expect_static_graph()
 
     def _set_optimizer_in_backward(self) -> None:
-        self.fills_missing_gradients = False
+        self.optimizer_in_backward = True
 
     def _ddp_graph_static(self) -> bool:
         return self.same_unused_so_far
 
     def _check_reducer_finalized(self) -> None:
         if self.state is READY:
-            self._enter(REDUCING)
+            self.enter(REDUCING)
         self.ensure_prior_reduction_finished()
 
     def _remove_autograd_hooks(self) -> None:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp import errors
-from miniddp.autograd_graph import OutputGate, not_compiled
+from miniddp.autograd_graph import not_compiled
 from miniddp.buckets import MIB, bucket_caps
 from miniddp.ddp import MiniDDP
 from miniddp.extras.compiling import active, active_wrapper
@@ -103,7 +103,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
             `device_mesh` is combined with parameters that are DTensors.
     """
 
-    _ddp_sink_clone = True
     _divide_by_initial_world_size = True
     _joins_uneven_inputs = False
     _static_graph_delay_allreduce_enqueued = False
@@ -421,9 +420,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
             self._precision.widen()
         return output
 
-    def pass_through_gate(self, output: Any) -> Any:
-        return OutputGate.pass_through(output, self._ddp_sink_clone)
-
     def report_unsynchronized(self) -> None:
         # With strict=True the next backward tells the other ranks, and all of them raise.
         if not self.strict:
@@ -540,9 +536,16 @@ class DistributedDataParallel(MiniDDP, Joinable):
     # Comm hooks and optimizers --------------------------------------------------------------------
 
     def register_comm_hook(self, state: Any, hook: Callable) -> None:
-        """As `MiniDDP.register_comm_hook`; a copy of the wrapper takes the hook along.
+        """Let `hook(state, bucket)` communicate each bucket instead of the all-reduce.
 
-        Raises TypeError or ValueError if `hook` is not callable, or its signature is another one.
+        Args:
+            state: passed to every call on this rank.
+            hook: receives a `GradBucket`, whose gradients are *not* divided, and returns a Future
+                of one tensor of the bucket's size: the gradients to use. Its second argument is
+                named `bucket`.
+
+        Raises TypeError or ValueError if `hook` is not callable, or its annotations say something
+        else; RuntimeError if a hook is registered already.
         """
         self._check_comm_hook(hook)
         self._set_comm_hook(hook, state, getattr(hook, "__qualname__", repr(hook)))
@@ -559,7 +562,11 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     def _set_comm_hook(self, hook: Callable, state: Any, name: str) -> None:
         self._refuse_measured_plan("a communication hook, whose time it does not take")
-        super().register_comm_hook(state, hook)
+        if self.reducer.comm_hook is not None:
+            raise self.reducer.error(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        self.reducer.comm_hook = (hook, state)
         self.logger.figures["comm_hook"] = name
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -786,7 +793,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
                 "passed process_group argument to DDP constructor"
             )
 
-    # Copies and pickles carry the module, the settings, and a comm hook; the reducer is new ---------
+    # Copies and pickles: the module, the settings, and a comm hook, with a new reducer ------------
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference, ratio_and_cosine
-from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.collectives.differentiable import all_gather, all_reduce
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 
 ITEMS = 3
 

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients
-from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
 from miniddp.extras import comm_hooks
+from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
 
 # Nodes and ranks on each.
 SHAPES = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (2, 4)]

@@ -1,13 +1,13 @@
-"""Every lab, under torchrun as a reader starts it."""
-
-from __future__ import annotations
+"""Every lab explains itself; the first two threads' labs print what they promise."""
 
 import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
+from in_process import run_in_process
 
 from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import ScriptError, project_root, run_script
@@ -32,11 +32,37 @@ def blocks(output: str) -> dict[str, dict[str, list[str]]]:
 LABS = sorted(p.name for p in (ROOT / "labs").glob("*.py"))
 
 
+LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
+# Started by torchrun, or able to be: all but Lightning's, which starts its ranks itself.
+UNDER_TORCHRUN = [name for name in LABS if f"labs/{name}" != LIGHTNING]
+
+
 @pytest.mark.parametrize("script", LABS)
 def test_help_explains_the_script_and_how_to_start_it(script):
-    help_text = run_script(f"labs/{script}", "--help")
-    assert f"labs/{script}" in help_text
-    assert "--seed" in help_text
+    ended = run_in_process(f"labs/{script}", "--help")
+    assert ended.code == 0
+    assert f"labs/{script}" in ended.stdout
+    assert "--seed" in ended.stdout
+
+
+@pytest.mark.parametrize("script", UNDER_TORCHRUN)
+def test_help_and_errors_are_printed_by_the_first_rank_only(script, monkeypatch):
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    for arguments, code in ((("--help",), 0), (("--seed", "no number"), 2)):
+        first, second = (run_in_process(f"labs/{script}", *arguments, RANK=r) for r in "01")
+        assert (first.code, second.code) == (code, code)
+        assert (first.stdout + first.stderr).count("usage:") == 1
+        assert second.stdout + second.stderr == ""
+    assert "error: argument --seed: invalid int value: 'no number'" in first.stderr
+    assert naps == [5], "the second rank lets the first one fail before it"
+
+
+def test_help_and_errors_under_torchrun_are_printed_once():
+    assert run_script(LAB, "--help", ranks=2).count("usage:") == 1
+    with pytest.raises(ScriptError) as caught:
+        run_script(LAB, "--seed", "no number", ranks=2, timeout=60)
+    assert caught.value.said.count("error: argument --seed: invalid int value: 'no number'") == 1
 
 
 def test_the_lab_prints_the_threads_table_on_four_ranks_in_rank_order():
@@ -58,9 +84,7 @@ def test_with_another_seed_every_column_changes_and_all_still_agree():
 
 
 def test_the_askers_first_program_is_truly_unseeded_and_does_not_agree():
-    first, second = (
-        blocks(run_script(LAB, "--first-program", ranks=2, fresh=True)) for _ in range(2)
-    )
+    first, second = (blocks(run_script(LAB, "--first-program", ranks=2)) for _ in range(2))
     assert first != second, "other data at every run"
     weights = [norms["encoder.weight"] for norms in first.values()]
     assert len({accumulated for accumulated, _, _ in weights}) == 2, "other data on every rank"
@@ -97,16 +121,6 @@ def test_the_lab_fails_if_the_three_do_not_agree_or_are_no_numbers(
         run_script(LAB, ranks=2)
 
 
-@pytest.mark.parametrize(
-    "script", [name for name in LABS if name != "accumulate_vs_ddp_lightning.py"]
-)
-def test_help_and_errors_under_torchrun_are_printed_once(script):
-    assert run_script(f"labs/{script}", "--help", ranks=2, fresh=True).count("usage:") == 1
-    with pytest.raises(ScriptError) as caught:
-        run_script(f"labs/{script}", "--seed", "no number", ranks=2, timeout=60)
-    assert caught.value.said.count("error: argument --seed: invalid int value: 'no number'") == 1
-
-
 FIRST_RANK_IS_SLOW = """
 import argparse, os, time
 from labkit.launch.lab import parse_arguments
@@ -129,13 +143,14 @@ def test_what_is_wrong_with_the_arguments_is_said_even_if_the_first_rank_is_the_
 
 
 def test_lightnings_script_says_that_torchrun_is_not_for_it():
-    with pytest.raises(ScriptError, match="without torchrun"):
-        run_script("labs/accumulate_vs_ddp_lightning.py", ranks=2)
+    ended = run_in_process(LIGHTNING, TORCHELASTIC_RUN_ID="of torchrun")
+    assert ended.code == 1
+    assert "without torchrun" in ended.stderr
 
 
 def test_without_torchrun_the_lab_says_how_to_start_it():
     with pytest.raises(
-        ScriptError, match=r"start it with torchrun.*\n.*--nproc-per-node 4 labs/02"
+        ScriptError, match=r"start it with torchrun.*\n.*--nproc-per-node 4 labs/accumulate_vs_ddp"
     ):
         run_script(LAB)
 
@@ -145,25 +160,22 @@ def test_a_lab_that_fails_on_one_rank_fails_as_a_whole_in_bounded_time():
         run_script(LAB, "--seed", "not a number", ranks=2, timeout=60)
 
 
-def test_lightning_holds_the_threads_numbers_on_every_device():
-    for devices, accumulate in ((4, 1), (1, 4)):
-        output = run_script(
-            "labs/accumulate_vs_ddp_lightning.py",
-            "--devices",
-            str(devices),
-            "--accumulate",
-            str(accumulate),
-        )
-        for name, printed in PRINTED.items():
-            line = next(line for line in output.splitlines() if line.startswith(name))
-            assert line.split()[1:] == [f"{printed:.4f}"] * (devices + 1) + ["yes"]
-        batches = " ".join(map(str, range(accumulate)))
-        for rank in range(devices):
-            assert f"rank {rank}: batch_idx {batches}, " in output
+@pytest.mark.parametrize(("devices", "accumulate"), [(4, 1), (1, 4)])
+def test_lightning_holds_the_threads_numbers_on_every_device(devices, accumulate):
+    # With several devices Lightning starts the script once more for each: that takes a real one.
+    run = run_script if devices > 1 else (lambda *words: run_in_process(*words).stdout)
+    output = run(LIGHTNING, "--devices", devices, "--accumulate", accumulate)
+    for name, printed in PRINTED.items():
+        line = next(line for line in output.splitlines() if line.startswith(name))
+        assert line.split()[1:] == [f"{printed:.4f}"] * (devices + 1) + ["yes"]
+    batches = " ".join(map(str, range(accumulate)))
+    for rank in range(devices):
+        assert f"rank {rank}: batch_idx {batches}, " in output
 
 
 def test_with_another_seed_lightnings_norms_are_compared_with_none():
-    output = run_script("labs/accumulate_vs_ddp_lightning.py", "--devices", "1", "--seed", "7")
+    output = run_in_process(LIGHTNING, "--devices", "1", "--seed", "7").stdout
+    assert "encoder.weight" in output
     assert "equal" not in output
     assert "the thread" not in output
 

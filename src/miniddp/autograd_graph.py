@@ -58,7 +58,9 @@ def hook_accumulators(
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the running backward pass has produced all its gradients.
 
-    It runs after autograd has made the caller's CUDA streams wait for those of the gradients.
+    It runs on the CUDA streams of the caller of `backward()`, after autograd has made these wait
+    for the streams on which gradients were accumulated. Its thread is the one that finished the
+    last node: the caller's for a graph on the CPU, autograd's own thread of a GPU for one on it.
     """
     # A private interface of autograd; there is no public one. This is its only use.
     torch.autograd.Variable._execution_engine.queue_callback(callback)

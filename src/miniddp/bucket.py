@@ -46,6 +46,7 @@ class Bucket:
 
     def __init__(self, indices: list[int], parameters: list[Tensor]):
         self.indices, self.parameters = indices, parameters
+        self.device = parameters[0].device
         self.allocate()
         self.runs = [Run(self, slots) for slots in self._runs()]
         self.streams: set[torch.cuda.Stream] = set()
@@ -96,12 +97,17 @@ class Bucket:
         """Let the current CUDA stream wait for those on which gradients were computed or copied."""
         if not self.streams:
             return
-        current = torch.cuda.current_stream(self.buffer.device)
+        current = torch.cuda.current_stream(self.device)
         for stream in self.streams - {current}:
             current.wait_stream(stream)
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    parameter.grad.record_stream(current)
+                    for part in self.dense_parts(parameter.grad):
+                        part.record_stream(current)
+
+    def dense_parts(self, gradient: Tensor) -> tuple[Tensor, ...]:
+        """The dense tensors that hold a gradient. Overridden by extras.sparse."""
+        return (gradient,)
 
     def misplaced(self) -> list[int]:
         """The slots of the gradients that this bucket cannot hold. Overridden by extras.sparse."""

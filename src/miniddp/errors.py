@@ -83,7 +83,7 @@ def unfinished(
         f"{' '.join(map(str, absent))}"
         f"\nParameters which did not receive grad for rank {rank}: {', '.join(absent.values())}"
         "\nFor all ranks' parameters, in the step in which it happens, use strict=True of "
-        "miniddp.torch_drop_in.DistributedDataParallel, or set the environment variable "
+        "the drop-in wrapper (torch_drop_in), or set the environment variable "
         "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
     )
 
@@ -110,7 +110,7 @@ def misplaced(rank: int, names: Sequence[str], expected: str) -> str:
     return (
         f"Expected variable to have {expected} gradient, but that of {', '.join(names)} is not, on "
         f"rank {rank}. Set sparse=False on the embedding; or let it be sparse in all its uses, and "
-        "wrap the model in miniddp.torch_drop_in.DistributedDataParallel."
+        "use the drop-in wrapper (torch_drop_in)."
     )
 
 

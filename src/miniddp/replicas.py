@@ -31,6 +31,19 @@ def wait_for(work: dist.Work) -> None:
     work.wait(_NO_TIMEOUT)
 
 
+def wait_for_default_stream(device: torch.device) -> None:
+    """Let the current CUDA stream wait for the default one; call it after waiting for a future.
+
+    A future of NCCL makes the current stream wait for the collective. One of gloo knows of no
+    stream: gloo's thread has made its own current stream wait, which is the default one. Without
+    effect for a caller on the default stream, and while a CUDA graph is captured (of NCCL; gloo
+    cannot be captured).
+    """
+    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    if current != default and not torch.cuda.is_current_stream_capturing():
+        current.wait_stream(default)
+
+
 def size_of_group(group: dist.ProcessGroup | None) -> int:
     """W, the number of ranks in `group` (None: the default group).
 

@@ -8,6 +8,7 @@ Source: mark_variable_ready_sparse in torch/csrc/distributed/c10d/reducer.cpp.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from miniddp.bucket import Bucket, Run
 
@@ -19,6 +20,10 @@ class SparseBucket(Bucket):
 
     def allocate(self) -> None:
         self.buffer, self.views = self.parameters[0].new_empty(0), []
+
+    def dense_parts(self, gradient: Tensor) -> tuple[Tensor, ...]:
+        # `record_stream` takes no sparse tensor, and the public names no uncoalesced one.
+        return gradient._indices(), gradient._values()
 
     def misplaced(self) -> list[int]:
         gradient = self.parameters[0].grad

@@ -32,8 +32,6 @@ or if ranks are not bitwise equal.
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 import copy
 import re

@@ -19,8 +19,6 @@ for logging is not the mean over all tokens.
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 import copy
 from contextlib import nullcontext

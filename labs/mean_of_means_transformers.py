@@ -15,8 +15,6 @@ off. A last table shows what Accelerate alone does, without the Trainer.
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 import logging
 import os

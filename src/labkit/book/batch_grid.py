@@ -1,7 +1,5 @@
 """A picture of one optimizer step: ranks × micro-batches, and what each token is divided by."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt

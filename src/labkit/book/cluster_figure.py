@@ -1,7 +1,5 @@
 """A picture of a cluster: nodes, their GPUs, and a ring through all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import matplotlib.pyplot as plt

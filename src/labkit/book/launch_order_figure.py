@@ -1,7 +1,5 @@
 """A picture of two orders: in which buckets become full, and in which they are launched."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt

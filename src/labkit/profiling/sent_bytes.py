@@ -1,7 +1,5 @@
 """Who sends how many bytes to whom, in one all-reduce that is built from send and recv."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from unittest import mock

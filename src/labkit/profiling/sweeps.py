@@ -1,7 +1,5 @@
 """Simulated steps of a model that nobody has timed: for sweeps over bucket sizes and networks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

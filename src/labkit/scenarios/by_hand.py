@@ -5,8 +5,6 @@ A *strategy* is a pair `(wrap, average)`: `wrap(model)` returns what is called f
 nothing. Both functions here start two ranks on the CPU and report what a strategy does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The mean of the means on padded captions: weights, losses, and gradients on several ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -10,8 +10,6 @@ times as wide, an output layer tied to the embedding, and weights of standard de
 is no dropout and no batch norm, so a caption's loss does not depend on the rest of its batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args

@@ -4,8 +4,6 @@ A *way* makes what averages: `make(module, process_group)`. It may be a wrapper 
 DistributedDataParallel, or an object with a `finish()` to be called after backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any, NamedTuple

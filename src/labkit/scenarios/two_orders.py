@@ -1,7 +1,5 @@
 """A model whose gradients become ready in another order on each rank."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Figures that are drawn from data: the data are right, and what is drawn says so."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import pytest
 from hypothesis import given

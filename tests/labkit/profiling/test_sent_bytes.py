@@ -1,7 +1,5 @@
 """Counting the bytes that an all-reduce of send and recv puts on the wire."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

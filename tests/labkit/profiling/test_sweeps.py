@@ -1,7 +1,5 @@
 """Simulated steps of models that nobody has timed, and how they are drawn."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import pytest
 from hypothesis import given

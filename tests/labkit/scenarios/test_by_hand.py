@@ -1,7 +1,5 @@
 """The thread's function, and the two situations that tell it from DDP."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

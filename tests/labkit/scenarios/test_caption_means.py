@@ -1,7 +1,5 @@
 """Denominators, gradients on ranks, and the excess of the mean of means."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

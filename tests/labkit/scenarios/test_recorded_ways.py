@@ -1,7 +1,5 @@
 """Ways to average, recorded side by side; and the buckets of torch's DDP, step by step."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

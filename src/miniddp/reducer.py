@@ -38,7 +38,7 @@ from enum import Enum
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward, hook_accumulators
@@ -75,7 +75,7 @@ class Reducer:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         names: Sequence[str],
         process_group: dist.ProcessGroup,
         *,
@@ -252,8 +252,9 @@ class Reducer:
 
     def finalize_bucket(self, bucket: Bucket) -> None:
         """Wait for one bucket and copy its averages to the gradients. Extended by torch_drop_in."""
-        future, bucket.future = bucket.future, None
-        future.wait()
+        assert bucket.future is not None
+        bucket.future.wait()
+        bucket.future = None
         if bucket.device.type == "cuda":
             wait_for_default_stream(bucket.device)
         slots = self.slots_to_write(bucket)

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,12 @@ def wait_for_default_stream(device: torch.device) -> None:
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     if current != default and not torch.cuda.is_current_stream_capturing():
         current.wait_stream(default)
+
+
+def this_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """`group`, or the default one. Raises ValueError on a rank outside the group."""
+    size_of_group(group)
+    return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
 
 
 def size_of_group(group: dist.ProcessGroup | None) -> int:

@@ -18,48 +18,16 @@ gradient on any rank. It is also 1 if the loss that `miniddp.training.losses.glo
 for logging is not the mean over all tokens.
 """
 
+# ruff: noqa: E402
 import argparse
 import copy
 from contextlib import nullcontext
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-
-from labkit.book.tables import bound, table
-from labkit.launch.lab import Place, join_ranks, largest_on_any_rank, parse_arguments
-from labkit.scenarios.padded_captioner import (
-    Captioner,
-    Captions,
-    count_words,
-    draw_captions,
-    joined,
-    micro_batches,
-    trained_captioner,
-)
-from labkit.testing.compare import Comparison, gradients, largest_difference, ratio_and_cosine
-from miniddp import MiniDDP
-from miniddp.training.losses import global_mean, loss_scale, token_cross_entropy
+from labkit.launch.arguments import parse_arguments
 
 RECIPES = ("each-part", "own-window", "whole-step")
 SEED = 0
-TOLERANCE = 1e-5  # relative, in float32
-
-Wrapped = DistributedDataParallel | MiniDDP
-
-
-class RecipeOutcome(NamedTuple):
-    """The result of one recipe.
-
-    `difference` is the largest difference from the full batch on any rank, relative to the full
-    batch's largest element.
-    """
-
-    recipe: str
-    wrapper: str
-    comparison: Comparison
-    difference: float
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
@@ -79,7 +47,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
         "--recipe",
         choices=RECIPES,
         default="whole-step",
-        help="must give the full batch (default whole-step)",
+        help="the one that the exit code is about (default whole-step)",
     )
     arguments = parse_arguments(parser)
     if arguments.accumulate < 1 or arguments.captions < 1:
@@ -87,15 +55,53 @@ def arguments_of_this_lab() -> argparse.Namespace:
     return arguments
 
 
-def to(captions: Captions, device: torch.device) -> Captions:
-    return Captions(*(tensor.to(device) for tensor in captions))
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_lab()
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.book.tables import bound, table
+from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
+from labkit.scenarios.padded_captioner import (
+    Captioner,
+    Captions,
+    count_tokens,
+    draw_captions,
+    joined,
+    micro_batches,
+    to_device,
+    trained_captioner,
+)
+from labkit.testing.compare import Comparison, gradients, largest_difference, ratio_and_cosine
+from miniddp import MiniDDP
+from miniddp.training.losses import global_mean, loss_scale, token_cross_entropy
+
+TOLERANCE = 1e-5  # relative, in float32
+
+Wrapped = DistributedDataParallel | MiniDDP
+
+
+class RecipeOutcome(NamedTuple):
+    """What a recipe gave.
+
+    `difference` is the largest difference from the full batch's gradient on any rank, relative to
+    the largest entry of that gradient.
+    """
+
+    recipe: str
+    wrapper: str
+    comparison: Comparison
+    difference: float
 
 
 def full_batch_gradient(
     model: Captioner, captions: Captions, device: torch.device
 ) -> tuple[float, list[Tensor]]:
-    """Loss and gradient of one process that sees all captions, from one backward pass."""
-    model, captions = copy.deepcopy(model), to(captions, device)
+    """Loss and gradient of one process that sees all captions, from one backward."""
+    model, captions = copy.deepcopy(model), to_device(captions, device)
     loss_sum, count = token_cross_entropy(model(captions.pixels, captions.tokens), captions.targets)
     loss = loss_sum / count
     loss.backward()
@@ -103,7 +109,7 @@ def full_batch_gradient(
 
 
 def scales(recipe: str, counts: list[int], device: torch.device) -> list[float]:
-    """The factors for the summed loss of each of this rank's micro-batches."""
+    """The factor of the summed loss, for each micro-batch of this rank."""
     if recipe == "each-part":
         return [1 / (count * len(counts)) for count in counts]
     if recipe == "own-window":
@@ -114,13 +120,11 @@ def scales(recipe: str, counts: list[int], device: torch.device) -> list[float]:
 def accumulate_with_recipe(
     replica: Wrapped, parts: list[Captions], recipe: str, place: Place
 ) -> float:
-    """Leave the recipe's gradient in the replica; return the mean loss over all tokens of all
-    ranks.
-    """
-    counts = [count_words(part) for part in parts]
+    """Leave the recipe's gradient in the replica; return the mean loss over all ranks' tokens."""
+    counts = [count_tokens(part) for part in parts]
     logged = torch.zeros((), device=place.device)
     for i, scale in enumerate(scales(recipe, counts, place.device)):
-        part = to(parts[i], place.device)
+        part = to_device(parts[i], place.device)
         with nullcontext() if i == len(parts) - 1 else replica.no_sync():
             loss_sum, _ = token_cross_entropy(replica(part.pixels, part.tokens), part.targets)
             (loss_sum * scale).backward()
@@ -131,9 +135,9 @@ def accumulate_with_recipe(
 def run_recipes(
     arguments: argparse.Namespace, place: Place
 ) -> tuple[float, float, list[RecipeOutcome]]:
-    """The true loss, the relative error of the logged one, and the outcome of each recipe."""
+    """The true loss, the largest relative error of a logged loss, and what each recipe gave."""
     share = arguments.accumulate * arguments.captions
-    # Other captions on each rank; every rank can draw all of them, for the single process.
+    # Captions differ between ranks. Every rank draws all of them, for the single process.
     shares = [draw_captions(share, 1000 * arguments.seed + r) for r in range(place.world_size)]
     parts = micro_batches(shares[place.rank], arguments.captions)
     model = trained_captioner().to(place.device)
@@ -153,28 +157,27 @@ def run_recipes(
     return loss, largest_on_any_rank(*apart), outcomes
 
 
-def main() -> None:
-    arguments = arguments_of_this_lab()
+def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
         loss, apart, outcomes = run_recipes(arguments, place)
-    # Of what is right, not of what is wrong: a NaN is neither below a limit nor above it.
+    # `<=` and not `>`: a NaN has to fail, and compares as False.
     right = all(o.difference <= TOLERANCE for o in outcomes if o.recipe == arguments.recipe)
     logged_right = apart <= TOLERANCE
     if place.rank == 0:
         split = f"{arguments.captions} captions × {arguments.accumulate} parts"
-        print(f"{split} × {place.world_size} ranks: the mean loss over all words is {loss:.4f}")
-        print(f"apart from what global_mean logs, on any rank: {bound(apart, TOLERANCE)}\n")
+        print(f"{split} × {place.world_size} ranks: the mean loss over all tokens is {loss:.4f}")
+        print(f"largest error of the loss that global_mean logs: {bound(apart, TOLERANCE)}\n")
         rows = [
             [o.recipe, o.wrapper, *o.comparison, bound(o.difference, TOLERANCE)] for o in outcomes
         ]
-        print(table(["recipe", "", "ratio", "cosine", "apart, on any rank"], rows))
+        print(table(["recipe", "", "ratio", "cosine", "largest difference"], rows))
         if not right:
             print(f"\n{arguments.recipe} does not give the gradient of the full batch.")
         if not logged_right:
-            print("\nThe logged loss is not the mean over all words.")
+            print("\nThe logged loss is not the mean over all tokens.")
     if not (right and logged_right):
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

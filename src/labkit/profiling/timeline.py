@@ -160,7 +160,7 @@ def _sentence(recording: Recording) -> str:
 def _legend() -> list[Any]:
     return [
         Patch(color=_FORWARD, label="forward"),
-        Patch(color=_BACKWARD, label="backward, a tick a gradient"),
+        Patch(color=_BACKWARD, label="backward, one tick per gradient"),
         Patch(color=RANKS[0], label="collectives, by number"),
         Patch(color=WRONG, label="exposed"),
     ]

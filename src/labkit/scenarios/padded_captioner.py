@@ -1,13 +1,13 @@
-"""A small image captioner and captions of different lengths, padded.
+"""A small image captioner, and padded captions of different lengths.
 
 It has the shape of the captioner in the thread "Gradient accumulation gives different results
-compared to full batch": a vision transformer, and a GPT-2 that attends to its patches. It is small
-enough to train in a second on a laptop. The thread's own weights (a CLIP encoder and gpt2) would
-need a download; these are random, from a seed.
+compared to full batch": a vision transformer, and a GPT-2 that reads its patches through
+cross-attention. It trains in a second on a laptop. The thread's weights (a CLIP encoder and gpt2)
+would have to be downloaded; these are random, from a seed.
 
-The decoder has GPT-2's parts: learned positions, layer norm before each part, four-fold GELU
-layers, an output layer tied to the embedding, and weights of standard deviation 0.02. It has no
-dropout and no batch norm, so a caption's loss does not depend on the rest of its batch.
+The decoder has GPT-2's parts: learned positions, layer norm before each block, GELU layers four
+times as wide, an output layer tied to the embedding, and weights of standard deviation 0.02. There
+is no dropout and no batch norm, so a caption's loss does not depend on the rest of its batch.
 """
 
 import math
@@ -21,19 +21,20 @@ from torch import Tensor, nn
 CHANNELS, PIXELS, PATCH = 3, 8, 4
 WIDTH, HEADS, LAYERS = 32, 2, 2
 LONGEST = 12
-WORDS = 40
-START = WORDS  # read first by the decoder, and never said
-NAMES = 24  # words that name things; those after them are filler, said in a fixed order
+VOCABULARY = 40
+START = VOCABULARY  # the decoder reads it first and never predicts it
+NAMES = 24  # tokens that name things; the others are filler, in a fixed order
 PADDING = -100  # what torch's cross-entropy ignores by default
 
 Tail = Literal["easy", "hard"]
 
 
 class Captions(NamedTuple):
-    """B images, each with a caption of up to 12 tokens, padded to 12.
+    """B pictures, each with a caption of up to 12 tokens, padded to 12.
 
-    pixels: float32 (B, 3, 8, 8). tokens: int64 (B, 12), the decoder's input: START, then all
-    tokens but the last. targets: int64 (B, 12), the tokens to predict, then PADDING.
+    pixels: float32 (B, 3, 8, 8).
+    tokens: int64 (B, 12), the decoder's input: START, then all tokens but the last.
+    targets: int64 (B, 12), what it has to predict: the tokens, then PADDING.
     """
 
     pixels: Tensor
@@ -42,9 +43,9 @@ class Captions(NamedTuple):
 
 
 class Captioner(nn.Module):
-    """Scores of the next token, (B, T, 40), from pixels (B, 3, 8, 8) and tokens (B, T).
+    """Logits of the next token, (B, T, 40), from pixels (B, 3, 8, 8) and tokens (B, T).
 
-    About 50 000 parameters, float32.
+    About 50,000 parameters, float32.
     """
 
     def __init__(self) -> None:
@@ -54,8 +55,8 @@ class Captioner(nn.Module):
         self.patch_positions = nn.Parameter(torch.empty(patches, WIDTH))
         self.encoder = Block(causal=False, looks_at_picture=False)
         self.picture_norm = nn.LayerNorm(WIDTH)
-        self.words = nn.Embedding(WORDS + 1, WIDTH)
-        self.word_positions = nn.Parameter(torch.empty(LONGEST, WIDTH))
+        self.embedding = nn.Embedding(VOCABULARY + 1, WIDTH)
+        self.token_positions = nn.Parameter(torch.empty(LONGEST, WIDTH))
         self.decoder = nn.ModuleList(
             Block(causal=True, looks_at_picture=True) for _ in range(LAYERS)
         )
@@ -67,14 +68,14 @@ class Captioner(nn.Module):
     def forward(self, pixels: Tensor, tokens: Tensor) -> Tensor:
         picture = self.patches(pixels).flatten(2).transpose(1, 2) + self.patch_positions
         picture = self.picture_norm(self.encoder(picture))
-        x = self.words(tokens) + self.word_positions[: tokens.shape[1]]
+        x = self.embedding(tokens) + self.token_positions[: tokens.shape[1]]
         for block in self.decoder:
             x = block(x, picture)
-        return self.norm(x) @ self.words.weight[:WORDS].T
+        return self.norm(x) @ self.embedding.weight[:VOCABULARY].T
 
 
 class Block(nn.Module):
-    """Layer norm, part, residual: self-attention, cross-attention to the image if wanted, MLP."""
+    """Self-attention, cross-attention if wanted, MLP: each with layer norm and residual."""
 
     def __init__(self, causal: bool, looks_at_picture: bool) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each position of `x` (B, T, 32) attends to the positions of `seen` (B, S, 32)."""
+    """Multi-head attention of `x` (B, T, 32) over `seen` (B, S, 32)."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -114,15 +115,14 @@ class Attention(nn.Module):
 def draw_captions(
     captions: int, seed: int, tail: Tail = "easy", lengths: Sequence[int] | None = None
 ) -> Captions:
-    """`captions` images with captions; the same arguments give the same data on any machine.
+    """`captions` pictures with captions; the same arguments give the same data on any machine.
 
-    A caption begins with names; the image shows the first one. The tail decides whether short or
-    long captions have the higher loss per token. With an "easy" tail, two names are followed by
-    filler in a fixed order, which can be learned, so short captions have the higher loss. With a
-    "hard" tail, one filler token is followed by names, so long captions do. Lengths are 2 to 12,
-    at random, unless given.
+    A picture shows the first name of its caption. The tail decides whether short or long captions
+    cost more per token. "easy": two names, then filler in an order that can be learned, so short
+    captions cost more. "hard": one token of filler, then names to the end, so long captions cost
+    more. Lengths are random, 2 to 12, unless given.
 
-    Raises ValueError for any other tail, or unless `lengths` are `captions` numbers from 1 to 12.
+    Raises ValueError for another tail, or for lengths that are not `captions` numbers of 1 to 12.
     """
     if tail not in get_args(Tail):
         raise ValueError(f"tail must be 'easy' or 'hard', got {tail!r}")
@@ -137,7 +137,9 @@ def draw_captions(
     else:
         said[:, 0] = NAMES
     # A picture for each name, the same whatever the seed; what is seen of it is blurred by noise.
-    looks = torch.randn(WORDS, CHANNELS, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))
+    looks = torch.randn(
+        VOCABULARY, CHANNELS, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0)
+    )
     noise = torch.randn(captions, CHANNELS, PIXELS, PIXELS, generator=generator)
     shown = said[:, 0] if tail == "easy" else said[:, 1]
     start = torch.full((captions, 1), START)
@@ -146,8 +148,25 @@ def draw_captions(
 
 
 def micro_batches(captions: Captions, size: int) -> list[Captions]:
-    """Split a batch into parts of `size` captions, in order; the last may be smaller."""
+    """Cut a batch into micro-batches of `size` captions, in order; the last may be smaller."""
     return [Captions(*parts) for parts in zip(*(t.split(size) for t in captions), strict=True)]
+
+
+def cut(captions: Captions, ranks: int, parts: int) -> list[list[Captions]]:
+    """Equal shares of a batch, `[rank][micro-batch]`; both numbers have to divide the batch."""
+    shares = micro_batches(captions, len(captions.pixels) // ranks)
+    return [micro_batches(share, len(share.pixels) // parts) for share in shares]
+
+
+def to_device(captions: Captions, device: torch.device) -> Captions:
+    """The same captions on `device`."""
+    return Captions(*(tensor.to(device) for tensor in captions))
+
+
+def summed_loss(model: nn.Module, captions: Captions) -> Tensor:
+    """The cross-entropy of all tokens, summed, in float32; padding is not counted."""
+    logits = model(captions.pixels, captions.tokens).flatten(0, 1)
+    return F.cross_entropy(logits, captions.targets.flatten(), reduction="sum")
 
 
 def joined(parts: Sequence[Captions]) -> Captions:
@@ -155,22 +174,22 @@ def joined(parts: Sequence[Captions]) -> Captions:
     return Captions(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
-def count_words(captions: Captions) -> int:
-    """The number of tokens in all captions, without padding."""
+def count_tokens(captions: Captions) -> int:
+    """How many tokens the captions have in all, without padding."""
     return int((captions.targets != PADDING).sum())
 
 
 def seeded_captioner(seed: int = 0) -> Captioner:
-    """A captioner with the same random weights on every process."""
+    """The same random weights on every process."""
     torch.manual_seed(seed)
     return Captioner()
 
 
 def trained_captioner(tail: Tail = "easy", seed: int = 0, steps: int = 60) -> Captioner:
-    """A captioner after `steps` steps of Adam: it has learned a little, like the thread's model.
+    """A captioner that has learned a little, like the thread's: `steps` steps of Adam.
 
-    Takes about a second. Training runs in float64 and the result is rounded to float32, so the
-    weights do not depend on the processor.
+    About a second. Trained in float64 and then rounded to float32, so that its weights do not
+    depend on the processor.
     """
     model = seeded_captioner(seed).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -186,4 +205,4 @@ def trained_captioner(tail: Tail = "easy", seed: int = 0, steps: int = 60) -> Ca
 
 def loss_of_knowing_nothing() -> float:
     """ln 40: the loss per token of a model that finds all tokens equally likely."""
-    return math.log(WORDS)
+    return math.log(VOCABULARY)

@@ -7,7 +7,8 @@ __getattr__, __all__ = offer(
     {
         "ranks": ["run_ranks", "RanksError", "RanksTimeoutError"],
         "scripts": ["run_script", "project_root", "ScriptError"],
-        "lab": ["Place", "joined", "largest_on_any_rank", "parse_arguments", "print_in_rank_order"],
+        "arguments": ["parse_arguments"],
+        "lab": ["Place", "joined", "largest_on_any_rank", "print_in_rank_order"],
         "guard": ["run_guarded"],
         "checkpoint": ["save", "newest"],
         "attendance": ["attendance"],

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
@@ -14,26 +12,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from labkit.launch.arguments import parse_arguments as parse_arguments
+
 # Long enough for any lab's slowest rank. torch's own is half an hour.
 TIMEOUT = timedelta(minutes=5)
-
-
-def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """`parser.parse_args()` on every rank; help and errors are printed by the first one only."""
-    if os.environ.get("RANK", "0") == "0":
-        return parser.parse_args()
-    try:
-        with (
-            open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stdout(nowhere),
-            contextlib.redirect_stderr(nowhere),
-        ):
-            return parser.parse_args()
-    except SystemExit as leave:
-        if leave.code:
-            # torchrun ends all ranks when one has failed: let the first one say why, and be it.
-            time.sleep(5)
-        raise
 
 
 class Place(NamedTuple):

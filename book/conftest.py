@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.book.chapters import copy_pages, normalize, write
+from labkit.book.chapters import copy_pages, normalize, write_chapter
 
 BOOK = Path(__file__).parent
 EXECUTED = BOOK.parent / "_build" / "executed"
@@ -32,4 +32,4 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.cell.outputs = outputs
     item.cell.execution_count = item.cell_num + 1
     if nextitem is None or nextitem.parent is not item.parent:
-        write(normalize(item.parent.nb), EXECUTED / item.path.relative_to(BOOK))
+        write_chapter(normalize(item.parent.nb), EXECUTED / item.path.relative_to(BOOK))

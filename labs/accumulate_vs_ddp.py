@@ -31,17 +31,17 @@ from torch.utils.data import TensorDataset
 from labkit.book.tables import bound, table
 from labkit.launch.lab import (
     Place,
-    joined,
+    join_ranks,
     largest_on_any_rank,
     parse_arguments,
     print_in_rank_order,
 )
 from labkit.scenarios.toy_captioner import (
     SEED,
-    draw_data,
+    draw_toy_data,
     gradient_norms,
-    seeded_data,
-    seeded_model,
+    seeded_toy_captioner,
+    seeded_toy_data,
 )
 from labkit.testing.compare import gradients, largest_difference
 from miniddp.manual import average_gradients
@@ -62,7 +62,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
     return parse_arguments(parser)
 
 
-def accumulate(model: nn.Module, data: TensorDataset, device: torch.device) -> nn.Module:
+def accumulate_alone(model: nn.Module, data: TensorDataset, device: torch.device) -> nn.Module:
     """All samples on this rank alone: one backward each, the gradients add up."""
     for pixels, captions in data:
         loss = model(pixels[None].to(device), captions[None].to(device))
@@ -73,11 +73,11 @@ def accumulate(model: nn.Module, data: TensorDataset, device: torch.device) -> n
 def compare_on_this_rank(place: Place, seed: int, first_program: bool) -> tuple[str, list[float]]:
     """This rank's block, and how far the other two results are from the accumulated one."""
     rank, world_size, device = place
-    data = draw_data(world_size) if first_program else seeded_data(seed, world_size)
-    model = seeded_model(seed).to(device)
+    data = draw_toy_data(world_size) if first_program else seeded_toy_data(seed, world_size)
+    model = seeded_toy_captioner(seed).to(device)
     pixels, captions = (part[rank : rank + 1].to(device) for part in data.tensors)
 
-    accumulated = accumulate(copy.deepcopy(model), data, device)
+    accumulated = accumulate_alone(copy.deepcopy(model), data, device)
 
     by_hand = copy.deepcopy(model)
     by_hand(pixels, captions).backward()
@@ -95,7 +95,7 @@ def compare_on_this_rank(place: Place, seed: int, first_program: bool) -> tuple[
 
 def main() -> None:
     arguments = arguments_of_this_lab()
-    with joined() as place:
+    with join_ranks() as place:
         block, apart = compare_on_this_rank(place, arguments.seed, arguments.first_program)
         print_in_rank_order(block)
         worst = largest_on_any_rank(*apart)

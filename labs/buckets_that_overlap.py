@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import Cell, bound, table, to_the_bit
-from labkit.launch.lab import joined, parse_arguments
+from labkit.launch.lab import join_ranks, parse_arguments
 from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink
 from labkit.profiling.timeline import draw_together, save_trace
@@ -145,7 +145,7 @@ class Apart(NamedTuple):
         return self.full_batch < ROUNDING and self.ddp < ROUNDING and self.ranks == 0
 
 
-class Way:
+class TimedWay:
     """One way on this rank: a replica of its own, what averages it, and what was seen of it."""
 
     def __init__(self, make: Callable[..., Averager], model: nn.Module, link: Any) -> None:
@@ -167,7 +167,7 @@ class Way:
         return time.perf_counter() - begin
 
 
-def run_all(found: dict[str, Way], inputs: Tensor, steps: int) -> dict[str, list[float]]:
+def run_all(found: dict[str, TimedWay], inputs: Tensor, steps: int) -> dict[str, list[float]]:
     """Each way's seconds, turn by turn; then one more step of each is recorded."""
     for _ in range(WARM_UP_STEPS):
         for way in found.values():
@@ -181,7 +181,7 @@ def run_all(found: dict[str, Way], inputs: Tensor, steps: int) -> dict[str, list
     return seconds
 
 
-def compare(found: dict[str, Way], truth: Tensor) -> dict[str, Apart]:
+def compare_ways(found: dict[str, TimedWay], truth: Tensor) -> dict[str, Apart]:
     """The same on every rank; `truth` is the whole batch's gradient, flattened."""
     flat = {name: flatten(gradients(way.module)) for name, way in found.items()}
     largest = truth.abs().max()
@@ -197,7 +197,7 @@ def compare(found: dict[str, Way], truth: Tensor) -> dict[str, Apart]:
     return {name: Apart(*row) for name, row in zip(found, worst, strict=True)}
 
 
-def row_of(name: str, way: Way, apart: Apart, seconds: dict[str, list[float]]) -> list[Cell]:
+def row_of(name: str, way: TimedWay, apart: Apart, seconds: dict[str, list[float]]) -> list[Cell]:
     recorded = way.recorder.recorded
     buckets = recorded.buckets()
     ratios = [mine / ddp for mine, ddp in zip(seconds[name], seconds[DDP], strict=True)]
@@ -214,7 +214,7 @@ def row_of(name: str, way: Way, apart: Apart, seconds: dict[str, list[float]]) -
     ]
 
 
-def save(folder: Path, found: dict[str, Way]) -> None:
+def save_timeline(folder: Path, found: dict[str, TimedWay]) -> None:
     """One figure of all ways, and a trace of each, as this rank saw them."""
     folder.mkdir(parents=True, exist_ok=True)
     steps = {name: merge([way.recorder.recorded]) for name, way in found.items()}
@@ -226,7 +226,7 @@ def save(folder: Path, found: dict[str, Way]) -> None:
 
 def main() -> None:
     arguments = arguments_of_this_lab()
-    with joined() as place:
+    with join_ranks() as place:
         if arguments.gbit is not None and place.device.type != "cpu":
             raise SystemExit("--gbit slows down a link between CPUs; these ranks are on GPUs")
         model, batch = toy(arguments.model, arguments.seed, place.world_size)
@@ -237,9 +237,9 @@ def main() -> None:
 
         link = None if arguments.gbit is None else SlowLink(arguments.gbit)
         makers = ways(arguments.bucket_cap_mb, place.device)
-        found = {name: Way(make, model, link) for name, make in makers.items()}
+        found = {name: TimedWay(make, model, link) for name, make in makers.items()}
         seconds = run_all(found, batch.chunk(place.world_size)[place.rank], arguments.steps)
-        apart = compare(found, truth)
+        apart = compare_ways(found, truth)
 
         if place.rank == 0:
             headers = ["all-reduces", "first after", "full batch", "torch DDP", "ranks"]
@@ -247,7 +247,7 @@ def main() -> None:
             ranks = f"{place.world_size} ranks"
             print(table([ranks, *headers, "ms", "÷ DDP", "exposed"], rows, digits=2), flush=True)
             if arguments.save:
-                save(arguments.save, found)
+                save_timeline(arguments.save, found)
     wrong = [name for name in found if not apart[name].is_rounding()]
     if wrong and place.rank == 0:
         print(f"\nThese do not give the average of the full batch: {', '.join(wrong)}")

@@ -26,15 +26,15 @@ import argparse
 from typing import NoReturn
 
 from labkit.book.tables import Cell, table
-from labkit.launch.lab import Place, joined, parse_arguments
+from labkit.launch.lab import Place, join_ranks, parse_arguments
 from labkit.scenarios.unwrapped_loss import (
     FIXES,
     PRINTED_DRIFT,
     PRINTED_GRADIENTS,
-    RANKS,
     SEED,
+    WORLD_SIZE,
+    BypassedStep,
     Fix,
-    Step,
     trajectory,
 )
 
@@ -50,7 +50,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
     return parse_arguments(parser)
 
 
-def gradient_rows(name: str, fix: Fix, steps: list[Step], compare: bool) -> list[Row]:
+def gradient_rows(name: str, fix: Fix, steps: list[BypassedStep], compare: bool) -> list[Row]:
     rows: list[Row] = []
     for i, (step, printed) in enumerate(zip(steps, PRINTED_GRADIENTS[fix], strict=True)):
         for rank, (ours, theirs) in enumerate(zip(step.gradients, printed, strict=True)):
@@ -59,7 +59,7 @@ def gradient_rows(name: str, fix: Fix, steps: list[Step], compare: bool) -> list
     return rows
 
 
-def drift_rows(name: str, fix: Fix, steps: list[Step], compare: bool) -> list[Row]:
+def drift_rows(name: str, fix: Fix, steps: list[BypassedStep], compare: bool) -> list[Row]:
     rows: list[Row] = []
     for i, (step, theirs) in enumerate(zip(steps, PRINTED_DRIFT[fix], strict=True)):
         row: Row = [name, i + 1, f"{step.drift:.6f}"]
@@ -73,14 +73,14 @@ def against(theirs: str, ours: Cell) -> Row:
 
 def main() -> None:
     arguments = arguments_of_this_lab()
-    with joined() as place:
-        if place.world_size != RANKS:
-            refuse(place)
+    with join_ranks() as place:
+        if place.world_size != WORLD_SIZE:
+            refuse_other_world_sizes(place)
         bypassed = trajectory("none", seed=arguments.seed, device=place.device)
         fixed = trajectory(arguments.fix, seed=arguments.seed, device=place.device)
 
     compare = arguments.seed == SEED
-    halves: list[tuple[str, Fix, list[Step]]] = [
+    halves: list[tuple[str, Fix, list[BypassedStep]]] = [
         ("bypassed", "none", bypassed),
         # Every fix has to give the numbers that the pull request printed for its own.
         (f"fixed: {arguments.fix}", "all-reduce", fixed),
@@ -102,11 +102,12 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def refuse(place: Place) -> NoReturn:
+def refuse_other_world_sizes(place: Place) -> NoReturn:
     if place.rank == 0:
         print(
-            f"The pull request's toy has {RANKS} ranks, not {place.world_size}. Start it with\n"
-            f"    torchrun --standalone --nproc-per-node {RANKS} labs/bypassed_wrapper.py"
+            f"The pull request's toy has {WORLD_SIZE} ranks, not {place.world_size}. "
+            "Start it with\n"
+            f"    torchrun --standalone --nproc-per-node {WORLD_SIZE} labs/bypassed_wrapper.py"
         )
     raise SystemExit(1)
 

@@ -1,20 +1,21 @@
 """The mean of the means: gradient accumulation and DDP on captions of different lengths.
 
-Start it with torchrun, on as many ranks as you like:
+Start it with torchrun, on any number of ranks:
 
     torchrun --standalone --nproc-per-node 2 labs/mean_of_means.py
 
-Each rank has captions of its own, cut into micro-batches, and accumulates their gradients under
-DDP. Three recipes say what a micro-batch's summed loss is divided by:
+Each rank draws different captions, splits them into micro-batches, and accumulates their gradients
+under DDP. The three recipes differ in the divisor of a micro-batch's summed loss:
 
-  each-part    its own words, times the number of micro-batches: the mean of the means
-  own-window   the words of all micro-batches of this rank: the well-known fix for accumulation
-  whole-step   N / W: the words of all micro-batches of all ranks, over the number of ranks
+  each-part    its own token count, times the number of micro-batches: the mean of the means
+  own-window   the tokens of all micro-batches of this rank: the well-known fix for accumulation
+  whole-step   N / W: the tokens of all micro-batches of all ranks, divided by the number of ranks
 
-Rank 0 prints how the gradient of each stands to that of a single process which sees all captions,
-under torch's DDP and under MiniDDP: the ratio of the norms, the cosine, and the largest difference
-on any rank. The exit code is 1 if the recipe named by --recipe does not give that gradient on every
-rank, or if the loss that miniddp.training.losses.global_mean would log is not the mean over all words.
+Rank 0 compares the gradient of each recipe, under torch's DDP and under MiniDDP, with the gradient
+of a single process that sees all captions. It prints the ratio of the norms, the cosine, and the
+largest difference on any rank. The exit code is 1 if the recipe named by --recipe misses that
+gradient on any rank. It is also 1 if the loss that `miniddp.training.losses.global_mean` returns
+for logging is not the mean over all tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import bound, table
-from labkit.launch.lab import Place, largest_on_any_rank, parse_arguments
-from labkit.launch.lab import joined as joined_ranks
+from labkit.launch.lab import Place, join_ranks, largest_on_any_rank, parse_arguments
 from labkit.scenarios.padded_captioner import (
     Captioner,
     Captions,
@@ -51,7 +51,7 @@ TOLERANCE = 1e-5  # relative, in float32
 Wrapped = DistributedDataParallel | MiniDDP
 
 
-class Outcome(NamedTuple):
+class RecipeOutcome(NamedTuple):
     """What a recipe gave.
 
     `difference` is the largest from the full batch, on any rank, relative to its largest element.
@@ -63,7 +63,7 @@ class Outcome(NamedTuple):
     difference: float
 
 
-def read_arguments() -> argparse.Namespace:
+def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +87,7 @@ def to(captions: Captions, device: torch.device) -> Captions:
     return Captions(*(tensor.to(device) for tensor in captions))
 
 
-def full_batch(
+def full_batch_gradient(
     model: Captioner, captions: Captions, device: torch.device
 ) -> tuple[float, list[Tensor]]:
     """Loss and gradient of one process that sees all captions, from one backward."""
@@ -107,7 +107,9 @@ def scales(recipe: str, counts: list[int], device: torch.device) -> list[float]:
     return [loss_scale(sum(counts), device=device)] * len(counts)
 
 
-def accumulate(replica: Wrapped, parts: list[Captions], recipe: str, place: Place) -> float:
+def accumulate_with_recipe(
+    replica: Wrapped, parts: list[Captions], recipe: str, place: Place
+) -> float:
     """Leave the recipe's gradient in the replica; the mean loss over all words of all ranks."""
     counts = [count_words(part) for part in parts]
     logged = torch.zeros((), device=place.device)
@@ -120,31 +122,35 @@ def accumulate(replica: Wrapped, parts: list[Captions], recipe: str, place: Plac
     return global_mean(logged, sum(counts)).item()
 
 
-def run(arguments: argparse.Namespace, place: Place) -> tuple[float, float, list[Outcome]]:
+def run_recipes(
+    arguments: argparse.Namespace, place: Place
+) -> tuple[float, float, list[RecipeOutcome]]:
     """The true loss, how far a logged one is from it, relatively, and what each recipe gave."""
     share = arguments.accumulate * arguments.captions
     # Other captions on each rank; every rank can draw all of them, for the single process.
     shares = [draw_captions(share, 1000 * arguments.seed + r) for r in range(place.world_size)]
     parts = micro_batches(shares[place.rank], arguments.captions)
     model = trained_captioner().to(place.device)
-    loss, wanted = full_batch(model, joined(shares), place.device)
+    loss, wanted = full_batch_gradient(model, joined(shares), place.device)
     largest = max(gradient.abs().max().item() for gradient in wanted)
     outcomes, apart = [], []
     for recipe in RECIPES:
         for name, wrap in (("torch DDP", DistributedDataParallel), ("MiniDDP", MiniDDP)):
             replica = wrap(copy.deepcopy(model))
-            logged = accumulate(replica, parts, recipe, place)
+            logged = accumulate_with_recipe(replica, parts, recipe, place)
             apart.append(abs(logged / loss - 1))
             found = gradients(replica)
             difference = largest_on_any_rank(largest_difference(found, wanted) / largest)
-            outcomes.append(Outcome(recipe, name, ratio_and_cosine(found, wanted), difference))
+            outcomes.append(
+                RecipeOutcome(recipe, name, ratio_and_cosine(found, wanted), difference)
+            )
     return loss, largest_on_any_rank(*apart), outcomes
 
 
 def main() -> None:
-    arguments = read_arguments()
-    with joined_ranks() as place:
-        loss, apart, outcomes = run(arguments, place)
+    arguments = arguments_of_this_lab()
+    with join_ranks() as place:
+        loss, apart, outcomes = run_recipes(arguments, place)
     # Of what is right, not of what is wrong: a NaN is neither below a limit nor above it.
     right = all(o.difference <= TOLERANCE for o in outcomes if o.recipe == arguments.recipe)
     logged_right = apart <= TOLERANCE

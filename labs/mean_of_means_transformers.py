@@ -45,7 +45,7 @@ HIDDEN = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 Sequence = dict[str, Tensor]
 
 
-class Case(NamedTuple):
+class TrainerCase(NamedTuple):
     """A model, its data, and a loss function of one's own, if that is what repairs it."""
 
     name: str
@@ -54,13 +54,13 @@ class Case(NamedTuple):
     compute_loss: Callable[..., Tensor] | None = None
 
 
-def cases(seed: int) -> list[Case]:
+def trainer_cases(seed: int) -> list[TrainerCase]:
     return [
-        Case("Llama", llama, texts(seed)),
-        Case("GPT-2", gpt2, texts(seed)),
-        Case("VisionEncoderDecoder", captioner, pictures(seed)),
-        Case("GPT-2, first label ignored", gpt2, texts(seed, first_label=PADDING)),
-        Case(
+        TrainerCase("Llama", llama, texts(seed)),
+        TrainerCase("GPT-2", gpt2, texts(seed)),
+        TrainerCase("VisionEncoderDecoder", captioner, pictures(seed)),
+        TrainerCase("GPT-2, first label ignored", gpt2, texts(seed, first_label=PADDING)),
+        TrainerCase(
             "VisionEncoderDecoder, own loss",
             captioner,
             pictures(seed, read=True),
@@ -136,7 +136,7 @@ class Found(NamedTuple):
     gradient: list[Tensor]
 
 
-def full_batch(case: Case, seed: int) -> Found:
+def full_batch_of_case(case: TrainerCase, seed: int) -> Found:
     """The mean over all words, by torch's own cross-entropy, from one forward and backward."""
     torch.manual_seed(seed)
     model = case.make()
@@ -164,7 +164,7 @@ class Watch(transformers.TrainerCallback):
 
 
 def trainer_step(
-    case: Case, size: int, steps: int, average: bool, seed: int, windows: int = 1
+    case: TrainerCase, size: int, steps: int, average: bool, seed: int, windows: int = 1
 ) -> Found:
     """The Trainer's last of `windows` steps: `steps` backwards of `size` sequences a process."""
     torch.manual_seed(seed)
@@ -201,8 +201,8 @@ def trainer_step(
 def trainer_rows(seed: int, world_size: int) -> list[list[Cell]]:
     splits = [(16, 1), (4, 4), (1, 16)] if world_size == 1 else [(SEQUENCES // world_size // 2, 2)]
     rows: list[list[Cell]] = []
-    for case in cases(seed):
-        wanted = full_batch(case, seed)
+    for case in trainer_cases(seed):
+        wanted = full_batch_of_case(case, seed)
         for size, steps in splits:
             for average in (True, False) if world_size > 1 else (True,):
                 found = trainer_step(case, size, steps, average, seed)
@@ -211,8 +211,8 @@ def trainer_rows(seed: int, world_size: int) -> list[list[Cell]]:
                 rows.append([case.name, split, *flag, *compared(found, wanted)])
     if world_size == 1:
         # Windows of three micro-batches of two: two micro-batches are left for the last.
-        case = Case("Llama, last window", llama, texts(seed))
-        wanted = full_batch(case._replace(data=case.data[12:]), seed)
+        case = TrainerCase("Llama, last window", llama, texts(seed))
+        wanted = full_batch_of_case(case._replace(data=case.data[12:]), seed)
         found = trainer_step(case, 2, 3, True, seed, windows=3)
         rows.append([case.name, "2×2", *compared(found, wanted)])
     return rows
@@ -226,8 +226,8 @@ def compared(found: Found, wanted: Found) -> list[Cell]:
 
 def accelerate_rows(seed: int) -> list[list[Cell]]:
     """The sum of losses, scaled in three ways and given to `accelerator.backward`."""
-    case = Case("", llama, texts(seed))
-    wanted = full_batch(case, seed)
+    case = TrainerCase("", llama, texts(seed))
+    wanted = full_batch_of_case(case, seed)
     count = sum(int((row["labels"][1:] != PADDING).sum()) for row in case.data)
     steps = 4
     rows: list[list[Cell]] = []

@@ -18,8 +18,8 @@ samples for each. Rank 0 prints, for each way:
   from 16        the same from the one process with 16: rounding as long as all is 16, and
                  otherwise what the linear scaling rule is worth here
 
-The gradients are summed by the comm hook miniddp.extras.comm_hooks.total. The exit code is 1 if a ratio is
-not the expected one, or a distance that ought to be rounding is larger, on any rank.
+The comm hook `miniddp.extras.comm_hooks.total` sums the gradients. The exit code is 1 if, on any
+rank, a ratio is not the expected one or a distance that should be rounding is larger.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import Cell, bound, table
-from labkit.launch.lab import Place, joined, largest_on_any_rank, parse_arguments
+from labkit.launch.lab import Place, join_ranks, largest_on_any_rank, parse_arguments
 from labkit.scenarios.sum_and_average import (
     BATCH,
     COMBINATIONS,
@@ -65,7 +65,7 @@ class Way(NamedTuple):
     own_batch: int
 
 
-class Result(NamedTuple):
+class WayResult(NamedTuple):
     """What one way came to, on the rank where it came out worst."""
 
     ratio: float
@@ -100,7 +100,7 @@ def on_all_ranks(way: Way, wrap: type[nn.Module], seed: int, place: Place) -> Tr
     return one_epoch(wrapped, loader, way.loss, lr)
 
 
-def compare(way: Way, seed: int, place: Place) -> Result:
+def train_and_compare(way: Way, seed: int, place: Place) -> WayResult:
     """Train one way, on all ranks and on this process alone. The same result on every rank."""
     same = on_one_process(way.own_batch * place.world_size, way.loss, seed, place.device)
     sixteen = on_one_process(BATCH, way.loss, seed, place.device)
@@ -113,21 +113,21 @@ def compare(way: Way, seed: int, place: Place) -> Result:
     off = [largest_on_any_rank(abs(ratio / factor - 1), 1 - cosine) for ratio, cosine in ratios]
     # Each on its own: Python's max leaves out a NaN that does not come first.
     right = all(figure < ROUNDING for figure in (*off, *apart))
-    return Result(ratios[-1].ratio, apart, from_16, right)
+    return WayResult(ratios[-1].ratio, apart, from_16, right)
 
 
 def main() -> None:
     seed = arguments_of_this_lab().seed
-    with joined() as place:
+    with join_ranks() as place:
         if BATCH % place.world_size:
-            refuse(place)
+            refuse_world_size(place)
         shares = dict.fromkeys((BATCH // place.world_size, BATCH))
         ways = [Way(loss, c, share) for share in shares for loss in LOSSES for c in COMBINATIONS]
         rows: list[list[Cell]] = []
         wrong: list[Way] = []
         for way in ways:
             samples = way.own_batch * place.world_size
-            result = compare(way, seed, place)
+            result = train_and_compare(way, seed, place)
             lr = matching_lr(way.loss, way.combine, place.world_size, samples)
             distances = [bound(d, ROUNDING) for d in (*result.apart, result.from_16)]
             rows.append([*way, samples, result.ratio, f"{lr:g}", *distances])
@@ -142,7 +142,7 @@ def main() -> None:
         raise SystemExit(f"not what one process does: {ways_in_words}")
 
 
-def refuse(place: Place) -> NoReturn:
+def refuse_world_size(place: Place) -> NoReturn:
     if place.rank == 0:
         print(
             f"{BATCH} samples cannot be dealt evenly to {place.world_size} ranks. Start it on 1, "

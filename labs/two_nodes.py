@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.book.tables import table
-from labkit.launch.lab import Place, joined, parse_arguments
+from labkit.launch.lab import Place, join_ranks, parse_arguments
 from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
 
 MIB = 2**20
 
 
-class Result(NamedTuple):
+class AllReduceCost(NamedTuple):
     """Of one all-reduce: bytes that left a node, and seconds."""
 
     counted: float
@@ -86,12 +86,12 @@ def wait_for_the_gpu(place: Place) -> None:
         torch.cuda.synchronize(place.device)
 
 
-def measure(
+def measure_on_two_nodes(
     arguments: argparse.Namespace,
     place: Place,
     ranks_per_node: int,
     all_reduce: Callable[[Tensor], None],
-) -> Result:
+) -> AllReduceCost:
     generator = torch.Generator().manual_seed(arguments.seed + place.rank)
     gradient = torch.randn(int(arguments.mib * MIB / 4), generator=generator).to(place.device)
 
@@ -118,7 +118,7 @@ def measure(
         seconds.append(mine.item())
         wire.append(after - before if before is not None and after is not None else float("nan"))
     nodes = place.world_size // ranks_per_node
-    return Result(
+    return AllReduceCost(
         counted.item() / nodes,
         statistics.median(wire),
         statistics.median(seconds),
@@ -128,14 +128,17 @@ def measure(
 
 def main() -> None:
     arguments = arguments_of_this_lab()
-    with joined() as place:
+    with join_ranks() as place:
         ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = Nodes.groups(ranks_per_node)
         ways: dict[str, Callable[[Tensor], None]] = {
             "flat ring": ring_all_reduce,
             "hierarchical": lambda tensor: hierarchical_all_reduce(tensor, nodes=nodes),
         }
-        found = {name: measure(arguments, place, ranks_per_node, way) for name, way in ways.items()}
+        found = {
+            name: measure_on_two_nodes(arguments, place, ranks_per_node, way)
+            for name, way in ways.items()
+        }
     count, base = place.world_size // ranks_per_node, found["hierarchical"]
     if place.rank == 0:
         print(f"{count} nodes of {ranks_per_node} ranks, {arguments.mib:g} MiB of gradients")

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.launch.attendance import attendance
-from labkit.launch.checkpoint import newest, save
-from labkit.launch.lab import Place, joined, parse_arguments
+from labkit.launch.attendance import report_missing_ranks
+from labkit.launch.checkpoint import newest_checkpoint, save_checkpoint
+from labkit.launch.lab import Place, join_ranks, parse_arguments
 from miniddp import MiniDDP
 
 
@@ -77,14 +77,14 @@ def arguments_of_this_lab() -> argparse.Namespace:
     return parse_arguments(parser)
 
 
-def batch(seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
+def draw_batch(seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Of no generator's state, so that there is none to restore: (16, 32) inputs, (16,) classes."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + rank)
     inputs = torch.randn(16, 32, generator=generator)
     return inputs, inputs[:, :10].argmax(dim=1)
 
 
-def build(seed: int) -> nn.Module:
+def build_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)
@@ -114,13 +114,13 @@ def happen(arguments: argparse.Namespace, place: Place, step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(arguments: argparse.Namespace, place: Place) -> nn.Module:
+def train_with_faults(arguments: argparse.Namespace, place: Place) -> nn.Module:
     def say(text: str) -> None:
         if place.rank == 0:
             print(text, flush=True)
 
-    module = build(arguments.seed).to(place.device)
-    saved = newest(arguments.checkpoint) if arguments.checkpoint else None
+    module = build_model(arguments.seed).to(place.device)
+    saved = newest_checkpoint(arguments.checkpoint) if arguments.checkpoint else None
     first = 0
     if saved:
         module.load_state_dict(saved["model"])
@@ -138,11 +138,11 @@ def train(arguments: argparse.Namespace, place: Place) -> nn.Module:
     if saved:
         say(f"resumed at step {first}")
 
-    with attendance() as note:
+    with report_missing_ranks() as note:
         for step in range(first, arguments.steps):
             note(f"step {step}: its batch")
             inputs, classes = (
-                part.to(place.device) for part in batch(arguments.seed, step, place.rank)
+                part.to(place.device) for part in draw_batch(arguments.seed, step, place.rank)
             )
             loss = nn.functional.cross_entropy(wrapped(inputs), classes)
             if not saved:
@@ -157,14 +157,14 @@ def train(arguments: argparse.Namespace, place: Place) -> nn.Module:
                 state = {"step": done, "model": module.state_dict()}
                 if not arguments.forget_optimizer:
                     state["optimizer"] = optimizer.state_dict()
-                save(arguments.checkpoint, state)
+                save_checkpoint(arguments.checkpoint, state)
     return module
 
 
 def main() -> None:
     arguments = arguments_of_this_lab()
-    with joined() as place:
-        module = train(arguments, place)
+    with join_ranks() as place:
+        module = train_with_faults(arguments, place)
         hashes = [""] * place.world_size
         dist.all_gather_object(hashes, hash_of(module))
         if place.rank == 0:

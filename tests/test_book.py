@@ -106,7 +106,10 @@ def test_every_chapter_has_three_exercises_with_solutions_and_one_to_predict(cha
 
 def test_a_chapter_whose_number_changes_fails_and_the_unchanged_one_passes(tmp_path):
     notebook = nbformat.v4.new_notebook()
-    source = "from labkit.launch.ranks import run_ranks\nprint(run_ranks(lambda rank: 0.1327 * (rank + 1), 2))"
+    source = (
+        "from labkit.launch.ranks import run_ranks\n"
+        "print(run_ranks(lambda rank: 0.1327 * (rank + 1), 2))"
+    )
     cell = nbformat.v4.new_code_cell(source, execution_count=1)
     cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="[0.1327, 0.2654]\n")]
     notebook.cells = [cell]

@@ -16,7 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import Model, models, paired_ratio, parser, take_turns, write
+from labkit.profiling.benchmark import (
+    BenchmarkModel,
+    benchmark_models,
+    benchmark_parser,
+    paired_ratio,
+    take_turns,
+    write_json,
+)
 from miniddp.ddp import MiniDDP
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -25,7 +32,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def wrap_in_turns(model: Model, rounds: int) -> dict[str, list[float]]:
+def wrap_in_turns(model: BenchmarkModel, rounds: int) -> dict[str, list[float]]:
     """The seconds of each wrapping, on each rank."""
     new: list[nn.Module] = []
     wrapped: list[nn.Module] = []
@@ -43,14 +50,14 @@ def wrap_in_turns(model: Model, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = benchmark_parser(__doc__)
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=20, help="turns of each (default 20)")
     given = arguments.parse_args()
     rounds = 2 if given.quick else given.rounds
 
     cells = {}
-    for name, model in models(given.quick).items():
+    for name, model in benchmark_models(given.quick).items():
         ranks = run_ranks(wrap_in_turns, given.ranks, model, rounds, timeout=600, device="cpu")
         cells[name] = ranks[0]
     rows = [
@@ -63,7 +70,7 @@ def main() -> None:
     ]
     print(f"to wrap a module on {given.ranks} ranks, medians in ms")
     print(table(["", *WRAPPERS, "ratio"], rows, digits=2))
-    write(given.json, {"ranks": given.ranks, "cells": cells})
+    write_json(given.json, {"ranks": given.ranks, "cells": cells})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from grader.sandbox import rank_server
 from grader.source import Assignment, read_assignment, source_of
 from labkit.book.tables import table
 from labkit.launch.scripts import project_root
-from labkit.profiling.benchmark import parser, write
+from labkit.profiling.benchmark import benchmark_parser, write_json
 
 SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
 _WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -60,7 +60,7 @@ def processor_seconds() -> float:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = benchmark_parser(__doc__)
     arguments.add_argument("--submissions", type=int, default=100, help="(default 100)")
     arguments.add_argument("--jobs", type=int, default=2, help="at a time (default 2)")
     given = arguments.parse_args()
@@ -96,7 +96,7 @@ def main() -> None:
         f"{whole / len(results):.2f} s a submission, of processor time {used / len(results):.2f} s"
     )
     figures = {"jobs": given.jobs, "whole": whole, "processor": used, "seconds": seconds}
-    write(given.json, figures)
+    write_json(given.json, figures)
     wrong = [r.student for r in results if r.needs_human or r.score != wanted[r.student]]
     if wrong:
         sys.exit(f"graded wrongly: {', '.join(wrong)}")

@@ -24,7 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import Model, models, parser, write
+from labkit.profiling.benchmark import (
+    BenchmarkModel,
+    benchmark_models,
+    benchmark_parser,
+    write_json,
+)
 from miniddp.ddp import MiniDDP
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -50,7 +55,7 @@ def forget_peak() -> None:
     REFS.write_text("5")
 
 
-def count(model: Model, name: str, observed: bool) -> dict[str, float]:
+def count(model: BenchmarkModel, name: str, observed: bool) -> dict[str, float]:
     """On each rank. `observed`: by the hook that sees the buckets; if not, weigh the process."""
     module = model.module()
     inputs = torch.randn(1, *model.shape[1:])
@@ -84,13 +89,15 @@ def count(model: Model, name: str, observed: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--model", nargs="+", choices=list(models()), default=list(models()))
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument(
+        "--model", nargs="+", choices=list(benchmark_models()), default=list(benchmark_models())
+    )
     given = arguments.parse_args()
 
     cells: dict[str, dict[str, float]] = {}
     for name in given.model:
-        model = models(given.quick)[name]
+        model = benchmark_models(given.quick)[name]
         for wrapper in WRAPPERS:
             cell = cells[f"{name}, {wrapper}"] = {}
             for observed in (True, False):
@@ -106,7 +113,7 @@ def main() -> None:
             digits=2,
         )
     )
-    write(given.json, {"cells": cells})
+    write_json(given.json, {"cells": cells})
 
 
 if __name__ == "__main__":

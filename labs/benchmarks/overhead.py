@@ -17,7 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import Model, paired_ratio, parser, take_turns, write
+from labkit.profiling.benchmark import (
+    BenchmarkModel,
+    benchmark_parser,
+    paired_ratio,
+    take_turns,
+    write_json,
+)
 from miniddp.ddp import MiniDDP
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -31,7 +37,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 def steps(layers: int, rounds: int) -> dict[str, list[float]]:
     """The seconds of each wrapper's steps."""
-    model = Model(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), (2, 8))
+    model = BenchmarkModel(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), (2, 8))
     inputs = model.inputs(0)
     wrapped = {name: wrap(model.module()) for name, wrap in WRAPPERS.items()}
 
@@ -48,7 +54,7 @@ def steps(layers: int, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = benchmark_parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=200, help="turns of each (default 200)")
     given = arguments.parse_args()
     layers, rounds = (5, 3) if given.quick else (300, given.rounds)
@@ -68,7 +74,7 @@ def main() -> None:
     ]
     print(f"{2 * layers} tensors, one rank")
     print(table(["", "step, ms", "added, µs a tensor", "÷ torch DDP"], rows, digits=2))
-    write(given.json, {"parameters": 2 * layers, "seconds": seconds})
+    write_json(given.json, {"parameters": 2 * layers, "seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def calm(seconds: Sequence[float]) -> float:
     return statistics.median(sorted(seconds)[: max(1, len(seconds) // 4)])
 
 
-def limit(seconds: Seconds) -> float:
+def calm_limit(seconds: Seconds) -> float:
     """max(compute, t₁ + C), of calm times."""
     return max(calm(seconds["compute"]), calm(seconds["t1"]) + calm(seconds["C"]))
 
@@ -64,7 +64,10 @@ def ratios(cells: Cells, quiet: bool) -> str:
     best = [ratio(cells[name]["seconds"], one) for name, one in swept.items()]
     rows.append(["torch DDP, best cap", *best])
     rows.append(
-        ["the limit", *(limit(c["seconds"]) / calm(c["seconds"][TORCH]) for c in cells.values())]
+        [
+            "the limit",
+            *(calm_limit(c["seconds"]) / calm(c["seconds"][TORCH]) for c in cells.values()),
+        ]
     )
     rows.append(
         ["torch DDP, ms", *(f"{1e3 * calm(c['seconds'][TORCH]):.0f}" for c in cells.values())]
@@ -91,7 +94,7 @@ def reached(cells: Cells, memory: Cells) -> str:
     parity = over(OURS, TORCH)
     slow, loop = over(PLANNED, TORCH, "1gbit"), over(PLANNED, TORCH, "loopback")
     to_limit = {
-        cell: calm(of["seconds"][PLANNED]) / limit(of["seconds"])
+        cell: calm(of["seconds"][PLANNED]) / calm_limit(of["seconds"])
         for cell, of in cells.items()
         if "1gbit" in cell
     }
@@ -166,7 +169,7 @@ OTHERS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
-def draw(cells: Cells, path: Path) -> None:
+def draw_race(cells: Cells, path: Path) -> None:
     """A row of dots a cell: each contender's step ÷ the limit."""
     contenders = {
         FLAT: (WRONG, "s"),
@@ -178,7 +181,7 @@ def draw(cells: Cells, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.6, 1.2 + 0.36 * len(cells)), layout="constrained")
     for name, (color, marker) in contenders.items():
         found = [
-            calm(s[best_swept(s) if name.endswith("best cap") else name]) / limit(s)
+            calm(s[best_swept(s) if name.endswith("best cap") else name]) / calm_limit(s)
             for s in (cell["seconds"] for cell in cells.values())
         ]
         rows = range(len(cells))
@@ -217,7 +220,7 @@ def main() -> None:
         print(f"step ÷ torch DDP's, median of the paired ratios\n{ratios(cells, False)}\n")
         print(f"step ÷ torch DDP's, calm\n{ratios(cells, True)}\n")
         if given.figure:
-            draw(cells, given.figure)
+            draw_race(cells, given.figure)
     if cells or memory:
         print(f"{reached(cells, memory)}\n")
     for name, (title, shown) in OTHERS.items():

@@ -21,7 +21,13 @@ import torch.distributed as dist
 
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import Model, models, parser, take_turns, write
+from labkit.profiling.benchmark import (
+    BenchmarkModel,
+    benchmark_models,
+    benchmark_parser,
+    take_turns,
+    write_json,
+)
 from labkit.profiling.cost_model import (
     ALGORITHMS,
     Backward,
@@ -82,7 +88,7 @@ def in_order(backward: Backward, caps: float | None) -> Plan:
 
 
 def time_steps(
-    rank: int, model: Model, gbit_per_s: float | None, sizes: list[int], rounds: int
+    rank: int, model: BenchmarkModel, gbit_per_s: float | None, sizes: list[int], rounds: int
 ) -> dict[str, Any]:
     """On each rank: the link's times, a recorded backward, and measured steps."""
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
@@ -135,7 +141,7 @@ class Compared(NamedTuple):
     error: float
 
 
-def compare(cell: dict[str, Any]) -> tuple[Fit, list[Compared]]:
+def compare_with_simulation(cell: dict[str, Any]) -> tuple[Fit, list[Compared]]:
     """The link's fit, and what the simulator makes of each contender's step."""
     backward: Backward = cell["backward"]
     fitted = fit(cell["all-reduces"])
@@ -177,7 +183,7 @@ def _seconds(link: Link, algorithm: Callable[..., Cost], ranks: int, nbytes: flo
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = benchmark_parser(__doc__)
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
     given = arguments.parse_args()
@@ -193,12 +199,12 @@ def main() -> None:
     print(table(["", "α, µs a step", "1/β, Gbit/s", "worst residual, %"], rows, digits=1))
 
     cells: dict[str, dict[str, Any]] = {}
-    for name, model in models(given.quick).items():
+    for name, model in benchmark_models(given.quick).items():
         for link, gbit in LINKS.items():
             cell = run_ranks(
                 time_steps, given.ranks, model, gbit, sizes, rounds, timeout=600, device="cpu"
             )[0]
-            fitted, steps = compare(cell)
+            fitted, steps = compare_with_simulation(cell)
             cells[f"{name}, {given.ranks} ranks, {link}"] = {
                 "all-reduces": [measured._asdict() for measured in cell["all-reduces"]],
                 "backward": cell["backward"]._asdict(),
@@ -221,7 +227,7 @@ def main() -> None:
         "cells": cells,
         "simulated": [dict(zip(headers, row, strict=True)) for row in rows],
     }
-    write(given.json, figures)
+    write_json(given.json, figures)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ import torch.multiprocessing as mp
 
 from labkit.book.tables import table
 from labkit.launch.guard import run_guarded
-from labkit.launch.lab import joined
+from labkit.launch.lab import join_ranks
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import parser, write
+from labkit.profiling.benchmark import benchmark_parser, write_json
 
 
 def all_reduce_once(rank: int) -> float:
@@ -63,10 +63,10 @@ def seconds(call: Callable[[], object]) -> float:
 
 def main() -> None:
     if "LOCAL_RANK" in os.environ:
-        with joined() as place:
+        with join_ranks() as place:
             all_reduce_once(place.rank)
         return
-    arguments = parser(__doc__)
+    arguments = benchmark_parser(__doc__)
     arguments.add_argument("--ranks", type=int, default=4)
     arguments.add_argument("--repeat", type=int, default=20, help="calls of run_ranks (default 20)")
     given = arguments.parse_args()
@@ -90,7 +90,7 @@ def main() -> None:
     ]
     print(f"{ranks} fresh ranks, seconds a call (the first call took {first:.2f})")
     print(table(["", "calls", "median", "least", "most"], rows, digits=3))
-    write(given.json, {"ranks": ranks, "first": first, "seconds": taken})
+    write_json(given.json, {"ranks": ranks, "first": first, "seconds": taken})
 
 
 if __name__ == "__main__":

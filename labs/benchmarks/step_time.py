@@ -2,18 +2,18 @@
 
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
 
-A step is forward and backward until every gradient is averaged. All contenders are in the same
-processes and take turns (`labkit.profiling.benchmark`), with one thread a rank. The link of 1 Gbit/s is
-`labkit.profiling.slow_link`: what the machine does, and then waiting. Beside the contenders stand the figures
-of the limit that no plan beats, max(compute, t₁ + C):
+A step is forward and backward until every gradient is averaged. All contenders run in the same
+processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
+link is `labkit.profiling.slow_link`, which adds waiting time to the loopback link. The report also
+gives the lower limit for any plan, max(compute, t₁ + C):
 
 - compute: the step of the module alone;
 - t₁: when its first gradient is ready;
 - C: one all-reduce of all bytes on that link.
 
-torch's DDP takes part with its defaults, with views, with each of some bucket caps, and with the
-plan that MiniDDP found, through `bucket_cap_mb_list`. With --json FILE the raw seconds are put into
-FILE, cell by cell, beside those of cells that it has already; `report.py` shows them.
+torch's DDP runs with its defaults, with gradient views, with each of several bucket caps, and with
+the plan that MiniDDP found, through `bucket_cap_mb_list`. `--json FILE` adds the raw seconds of
+each cell to FILE and keeps the cells that are already there; `report.py` prints them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import (
-    Model,
-    machine,
-    models,
+    BenchmarkModel,
+    benchmark_models,
+    benchmark_parser,
+    describe_machine,
     paired_ratio,
-    parser,
     take_turns,
-    write,
+    write_json,
 )
 from labkit.profiling.slow_link import SlowLink
 from miniddp.buckets import MIB
@@ -50,13 +50,13 @@ LINKS = {"loopback": None, "1gbit": 1.0}
 CAPS = (1, 2, 4, 8, 16)
 REFERENCE = "torch DDP"
 PLANNED_AFTER = WARM_UP + STEPS + 1  # steps until MiniDDP has its measured plan
-Step = Callable[[], object]
+StepProgram = Callable[[], object]
 
 
 def race(
     rank: int,
     world_size: int,
-    model: Model,
+    model: BenchmarkModel,
     gbit_per_s: float | None,
     rounds: int,
     patience: float,
@@ -66,7 +66,7 @@ def race(
     inputs = model.inputs(rank)
     modules: list[nn.Module] = []
 
-    def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> tuple[Any, Step]:
+    def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> tuple[Any, StepProgram]:
         module = model.module()
         averager = wrap(module)
         modules.append(module)
@@ -85,13 +85,13 @@ def race(
         for module in modules:
             module.zero_grad()
 
-    def torchs(**options: Any) -> Step:
+    def torchs(**options: Any) -> StepProgram:
         return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
 
-    def ours(warm_up: int = 2, **options: Any) -> tuple[MiniDDP, Step]:
+    def ours(warm_up: int = 2, **options: Any) -> tuple[MiniDDP, StepProgram]:
         return contender(lambda m: MiniDDP(m, process_group=link, **options), warm_up)
 
-    steps: dict[str, Step] = {}
+    steps: dict[str, StepProgram] = {}
     for rung in RUNGS:
         steps[rung.__name__] = contender(lambda module, rung=rung: rung(module, link))[1]
     steps["MiniDDP"] = ours()[1]
@@ -132,7 +132,7 @@ def race(
     return {"parameters": len(list(alone.parameters())), "plan": plan, "seconds": seconds}
 
 
-def limit(seconds: dict[str, list[float]]) -> float:
+def median_limit(seconds: dict[str, list[float]]) -> float:
     """max(compute, t₁ + C), of medians."""
     compute, first, whole = (statistics.median(seconds[name]) for name in ("compute", "t1", "C"))
     return max(compute, first + whole)
@@ -141,7 +141,7 @@ def limit(seconds: dict[str, list[float]]) -> float:
 def show(name: str, cell: dict[str, Any]) -> str:
     """The cell as a table: milliseconds, and medians of paired ratios to torch's DDP."""
     seconds = cell["seconds"]
-    least = limit(seconds)
+    least = median_limit(seconds)
     rows = [
         [
             contender,
@@ -160,8 +160,10 @@ def show(name: str, cell: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--model", nargs="+", choices=list(models()), default=list(models()))
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument(
+        "--model", nargs="+", choices=list(benchmark_models()), default=list(benchmark_models())
+    )
     arguments.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     arguments.add_argument("--link", nargs="+", choices=list(LINKS), default=list(LINKS))
     arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
@@ -178,7 +180,7 @@ def main() -> None:
     cells = {}
     if given.json is not None and given.json.exists():
         stored = json.loads(given.json.read_text())
-        if (stored.get("quick"), stored["machine"]) != (given.quick, machine()):
+        if (stored.get("quick"), stored["machine"]) != (given.quick, describe_machine()):
             arguments.error(
                 f"{given.json} holds cells taken with --quick, without it, or on another machine; "
                 "these do not go into one file: choose another"
@@ -188,7 +190,7 @@ def main() -> None:
         for ranks in given.ranks:
             for link in given.link:
                 cell = f"{name}, {ranks} ranks, {link}"
-                model = models(given.quick)[name]
+                model = benchmark_models(given.quick)[name]
                 cells[cell] = run_ranks(
                     race,
                     ranks,
@@ -200,7 +202,7 @@ def main() -> None:
                     device="cpu",
                 )[0]
                 print(show(cell, cells[cell]), end="\n\n", flush=True)
-                write(given.json, {"quick": given.quick, "cells": cells})
+                write_json(given.json, {"quick": given.quick, "cells": cells})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from processes import all_gone
 
 from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import project_root
-from labkit.scenarios.toy_captioner import gradient_norms, seeded_data, seeded_model
+from labkit.scenarios.toy_captioner import gradient_norms, seeded_toy_captioner, seeded_toy_data
 
 ROOT = project_root()
 SLURM = str(ROOT / "labs" / "slurm" / "one_machine.sh")
@@ -25,7 +25,7 @@ def submit(*words: str, marker: str = "", timeout: float = 300.0):
 
 
 def test_the_batch_file_prints_the_threads_table_on_eight_ranks_of_two_nodes_and_leaves_nothing():
-    data, model = seeded_data(samples=8), seeded_model()
+    data, model = seeded_toy_data(samples=8), seeded_toy_captioner()
     model(*data.tensors).backward()  # one process, all eight samples at once
     wanted = {name: [f"{norm:.4f}"] * 3 for name, norm in gradient_norms(model).items()}
 

@@ -18,7 +18,7 @@ from processes import all_gone, processes_with
 
 from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import project_root
-from labkit.scenarios.toy_captioner import gradient_norms, seeded_data, seeded_model
+from labkit.scenarios.toy_captioner import gradient_norms, seeded_toy_captioner, seeded_toy_data
 
 ROOT = project_root()
 TWO_HOSTS = str(ROOT / "labs" / "two_hosts.sh")
@@ -40,7 +40,7 @@ def interfaces() -> set[str]:
 
 
 def test_without_a_command_the_threads_lab_agrees_on_all_eight_ranks():
-    data, model = seeded_data(samples=8), seeded_model()
+    data, model = seeded_toy_data(samples=8), seeded_toy_captioner()
     model(*data.tensors).backward()  # one process, all eight samples at once
     wanted = {name: [f"{norm:.4f}"] * 3 for name, norm in gradient_norms(model).items()}
 

@@ -1,10 +1,10 @@
-"""Execute the book's chapters: for a build of the book, or to store their outputs anew.
+"""Run the book's chapters, either into a copy for the build or in place to store their outputs.
 
-    python -m labkit.book.chapters execute book _build/executed   a copy of the book, every chapter run
-    python -m labkit.book.chapters update [CHAPTER…]              run in place, store the outputs
+    python -m labkit.book.chapters execute book _build/executed   write an executed copy of the book
+    python -m labkit.book.chapters update [CHAPTER…]              run in place and store the outputs
 
-The text that a chapter stores is compared with what it prints at every test run (nbval). Outputs
-are stored by `update` and never edited by hand.
+Every test run compares the stored text of a chapter with the text it prints (nbval). `update`
+stores outputs; nobody edits them by hand.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _merge_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
     return merged
 
 
-def write(notebook: NotebookNode, path: Path) -> None:
+def write_chapter(notebook: NotebookNode, path: Path) -> None:
     """Write a notebook whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
@@ -130,7 +130,7 @@ def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
         if target != chapter:
             target.unlink(missing_ok=True)  # what is stale must not be rendered after a failure
         try:
-            write(execute(chapter), target)
+            write_chapter(execute(chapter), target)
         except CellExecutionError as error:
             return f"{chapter}: a cell failed\n{error}"
         except (OSError, ValueError, RuntimeError, TimeoutError) as error:

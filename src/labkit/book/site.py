@@ -1,12 +1,12 @@
-"""The built book as a site: where its launch buttons lead, and whether it holds together offline.
+"""The built book as a website: add launch buttons, and check that every page works offline.
 
-    python -m labkit.book.site configure _config.yml OUT   the build's configuration, with launch buttons
-    python -m labkit.book.site check _build/html           every link, picture and script of every page
+    python -m labkit.book.site configure _config.yml OUT   write the configuration for the build
+    python -m labkit.book.site check _build/html           check every link, image, and script
 
-A launch button has to name the repository it starts from, and a checkout does not know under which
-address it is published. So the address is taken from the environment variable BOOK_REPOSITORY
-(`https://github.com/owner/name`, set by the publishing workflow) and BOOK_BRANCH (default `main`).
-Without it the pages carry a download button only.
+A launch button needs the public address of the repository, which a checkout does not know. The
+publishing workflow sets it in the environment variable BOOK_REPOSITORY
+(`https://github.com/owner/name`); BOOK_BRANCH defaults to `main`. Without BOOK_REPOSITORY the pages
+have a download button only.
 """
 
 from __future__ import annotations

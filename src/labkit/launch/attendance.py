@@ -50,7 +50,7 @@ class Sign(NamedTuple):
 
 
 @contextlib.contextmanager
-def attendance() -> Iterator[Callable[[str], None]]:
+def report_missing_ranks() -> Iterator[Callable[[str], None]]:
     """Gives the function that leaves a note. Turns an error of a collective into who is missing.
 
     Only under torchrun, within `joined`; every rank has to enter. Exits, with code 1, for any
@@ -71,8 +71,7 @@ def attendance() -> Iterator[Callable[[str], None]]:
         raise
     finally:
         register.ended.set()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        register.restore_handler()
         pulse.join(timeout=2 * _PATIENCE.total_seconds())
 
 
@@ -108,8 +107,9 @@ class _Register:
         self.asked_to_end = False
         # torchrun ends this rank, too, when another has failed, perhaps before the collective has
         # noticed: the explanation comes first, for which torchrun has the patience.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._asked)
+        self.handles_sigterm = threading.current_thread() is threading.main_thread()
+        if self.handles_sigterm:
+            self.previous_handler = signal.signal(signal.SIGTERM, self._asked)
         self.sign = Sign(0, 0, socket.gethostname(), "the beginning")
         self._write()
         dist.barrier()  # from here on every rank has a sign
@@ -144,6 +144,11 @@ class _Register:
     def leave(self) -> None:
         with self.lock, contextlib.suppress(RuntimeError):
             self.store.set(_LEFT, str(self.rank))
+
+    def restore_handler(self) -> None:
+        if self.handles_sigterm:
+            # None: installed by C code, which Python cannot put back.
+            signal.signal(signal.SIGTERM, self.previous_handler or signal.SIG_DFL)
 
     def missing(self) -> str:
         try:

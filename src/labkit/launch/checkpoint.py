@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-State = dict[str, Any]
+Checkpoint = dict[str, Any]
 
 
 class UnreadableCheckpointError(RuntimeError):
     """A file is there that is no checkpoint, or that a rank cannot read; the text names it."""
 
 
-def save(path: Path, state: State) -> None:
+def save_checkpoint(path: Path, state: Checkpoint) -> None:
     """Replace the file by `state`, whole or not at all. `state` must hold its "step".
 
     Only tensors, numbers, strings, lists and dictionaries can be read back.
@@ -40,7 +40,7 @@ def save(path: Path, state: State) -> None:
     unfinished.replace(path)
 
 
-def read(path: Path) -> State | None:
+def read_checkpoint(path: Path) -> Checkpoint | None:
     """What this rank finds at `path`; None if there is no file.
 
     Raises UnreadableCheckpointError for a file that no `save` has written. What says nothing about
@@ -67,7 +67,7 @@ def _none(path: Path) -> str:
     return f"{path} is no checkpoint, or not a whole one; move it away to start anew"
 
 
-def newest(path: Path, group: dist.ProcessGroup | None = None) -> State | None:
+def newest_checkpoint(path: Path, group: dist.ProcessGroup | None = None) -> Checkpoint | None:
     """The checkpoint to go on from, the same on every rank; None if no rank finds one.
 
     Every rank has to call it. One all-gather of the steps, and one broadcast of the state, on the
@@ -76,10 +76,10 @@ def newest(path: Path, group: dist.ProcessGroup | None = None) -> State | None:
     Raises UnreadableCheckpointError on every rank if one of them finds a file that is none, or
     cannot read the one that it finds; the text holds that rank's error.
     """
-    found: State | None = None
+    found: Checkpoint | None = None
     error: Exception | None = None
     try:
-        found = read(path)
+        found = read_checkpoint(path)
     except Exception as raised:  # whatever it is: the others wait to hear of it
         error = raised
     mine: int | str = found["step"] if found else -1

@@ -1,18 +1,21 @@
-"""torchrun, with ranks that are forked from it: started once, torch is loaded once.
+"""torchrun with forked ranks: one process imports torch, and every rank is a fork of it.
 
-    python -m labkit.launch.forked_torchrun --standalone --nproc-per-node 4 labs/accumulate_vs_ddp.py
+    python -m labkit.launch.forked_torchrun --standalone --nproc-per-node 4 labs/two_nodes.py
 
-It takes torchrun's options, is torchrun's agent, and gives each rank torchrun's environment. Only
-`--run-path --start-method fork` are added, two options of torchrun's own: a rank is then a fork of
-the agent, where it would be an interpreter that imports torch anew. Before that, torch._dynamo is
-imported, which torch's DDP and its optimizers do when they are first used. With `--agents 2` before
-all other options it is two agents, as `labkit.launch.nodes --forked` wants them.
+The command takes torchrun's options, runs torchrun's agent, and gives each rank torchrun's
+environment. It adds two of torchrun's own options, `--run-path --start-method fork`, so that a
+rank is a fork of the agent instead of a new interpreter that imports torch again. The agent first
+imports torch._dynamo, which torch's DDP and its optimizers would otherwise import on first use.
+`--agents 2`, before all other options, starts two agents; `labkit.launch.nodes --forked` uses it.
 
-Saves 4 s of processor time a rank, most of what a lab takes. What forked ranks share and torchrun's
-own do not: the seed of string hashes, and with it the order of sets. A rank leaves without its
-atexit handlers, and one that leaves by `os._exit(0)` is waited for without end. The first word that
-ends in .py is taken for the script. Where there is no fork (Windows) one agent is torchrun as it
-is, and several there cannot be.
+This saves 4 s of processor time per rank, which is most of a lab's run time. It has four limits:
+
+- forked ranks share one seed of string hashes, and therefore one order of sets;
+- a rank ends without running its atexit handlers;
+- the agent waits forever for a rank that ends with `os._exit(0)`;
+- the first argument that ends in .py is taken as the script.
+
+Without os.fork (Windows), one agent is plain torchrun, and several agents are refused.
 """
 
 from __future__ import annotations

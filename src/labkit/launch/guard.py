@@ -9,8 +9,8 @@ small process *between* the caller and the work:
 3. it holds one end of a pipe whose other end only the caller holds; when the pipe closes, however
    the caller ended, it kills everything below itself and leaves.
 
-`labkit.launch.ranks` builds its supervisor on the functions here. `run_guarded` puts the same guard around
-a command, and `python -m labkit.launch.guard COMMAND…` is that guard.
+`labkit.launch.ranks` builds its supervisor on these functions. `run_guarded` puts the same guard
+around a command; `python -m labkit.launch.guard COMMAND…` is the guard itself.
 
 On macOS step 2 is not available (a daemon that changed its session may survive) and none of this
 has been proved there; on Windows neither step 1 nor step 2 is.

@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 @contextlib.contextmanager
-def joined(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
+def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     """Join the ranks that torchrun started, on one node or on many; leave them together at the end.
 
     A collective that takes longer than `timeout` raises RuntimeError: another rank has not come.

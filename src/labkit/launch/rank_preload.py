@@ -15,7 +15,9 @@ if hasattr(signal, "pthread_sigmask"):
 
 import torch._dynamo  # noqa: E402, F401
 
-import labkit.launch.rank_supervisor  # noqa: E402, F401
+import labkit.launch.forked_torchrun  # noqa: E402
+import labkit.launch.rank_supervisor  # noqa: E402
+import labkit.launch.warm_torchrun  # noqa: E402, F401
 
 # What is frozen is not walked by a child's collector, so its memory stays shared with the server's.
 gc.collect()

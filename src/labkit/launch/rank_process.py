@@ -1,4 +1,4 @@
-"""What happens inside one rank that `labkit.launch.ranks` started: set up, call, report, wait to leave.
+"""One rank of `labkit.launch.ranks`: set up, call the function, report, wait for the others.
 
 1. stdout and stderr go to files of this rank's own: the caller shows them in rank order;
 2. the process group is made, over the loopback interface, met through a file (no listening store);

@@ -35,7 +35,7 @@ class Frame(NamedTuple):
     function: str
 
 
-class State(NamedTuple):
+class RankState(NamedTuple):
     """What one rank was doing when it was looked at."""
 
     text: str
@@ -68,23 +68,23 @@ def read_stack(dump: str, main_thread: int) -> list[Frame]:
     return frames
 
 
-def describe(frames: list[Frame], cells: Mapping[str, str], home: str) -> State:
+def describe(frames: list[Frame], cells: Mapping[str, str], home: str) -> RankState:
     """Say what a rank with this stack does, and at which line of the caller's code.
 
     `home` is the file that holds the function given to run_ranks: its innermost frame is the line
     that the reader knows. `cells` maps file names that exist only in the kernel to their text.
     """
     if not frames:
-        return State("had not started", waits=False)
+        return RankState("had not started", waits=False)
     action, waits = _action(frames, cells)
     where = next((f for f in frames if f.file == home or f.file in cells), None)
     # Files like <string> are the interpreter's own start.
     where = where or next((f for f in frames if is_under_work(f.file) and f.file[0] != "<"), None)
     if where is None:
-        return State(action, waits)
+        return RankState(action, waits)
     name = CELL if where.file in cells else where.file
     source = _source(where, cells)
-    return State(f"{action}, at {name} line {where.line}: {source}", waits)
+    return RankState(f"{action}, at {name} line {where.line}: {source}", waits)
 
 
 def _action(frames: list[Frame], cells: Mapping[str, str]) -> tuple[str, bool]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from labkit.launch.guard import adopt_orphans, kill_descendants, own_session
 from labkit.launch.rank_process import Job, Report, run_rank
-from labkit.launch.rank_states import State, describe, read_stack, show_cells_as
+from labkit.launch.rank_states import RankState, describe, read_stack, show_cells_as
 
 # After a failure the other ranks get this long to arrive at where they will be stuck, so that the
 # report says the same at every run; it ends early once none of them moves any more.
@@ -136,7 +136,7 @@ class _Ranks:
         if code is None:
             text = "closed its connection to the supervisor without a result"
         elif code < 0:
-            name = signal.Signals(-code).name
+            name = _signal_name(-code)
             hint = " (often: the system ran out of memory)" if name == "SIGKILL" else ""
             text = f"was killed by {name}{hint}"
         else:
@@ -145,7 +145,7 @@ class _Ranks:
 
     def _settle(self, caller: Connection, deadline: float) -> None:
         """Wait until nobody moves: every other rank has reported, or stands where it stood."""
-        before: list[State] | None = None
+        before: list[RankState] | None = None
         while self.unfinished and time.monotonic() < deadline:
             self._collect(caller, min(deadline, time.monotonic() + _LOOK_EVERY))
             now = self._look()
@@ -153,7 +153,7 @@ class _Ranks:
                 return
             before = now
 
-    def _look(self) -> list[State]:
+    def _look(self) -> list[RankState]:
         """Ask every unfinished rank for its stack, and read it."""
         for rank in self.unfinished:
             if hasattr(signal, "SIGUSR1") and self.processes[rank].is_alive():
@@ -161,15 +161,15 @@ class _Ranks:
         time.sleep(_LOOK_EVERY / 2)
         return [self._state(rank) for rank in self.unfinished]
 
-    def _state(self, rank: int) -> State:
+    def _state(self, rank: int) -> RankState:
         try:
             head, dump = (self.folder / f"stack-{rank}").read_text().split("\n", 1)
         except (FileNotFoundError, ValueError):
-            return State("had not started", waits=False)
+            return RankState("had not started", waits=False)
         if not hasattr(signal, "SIGUSR1"):
-            return State("had not finished (where it stands cannot be read here)", waits=False)
+            return RankState("had not finished (where it stands cannot be read here)", waits=False)
         if not dump:
-            return State("does not answer: it is stopped, or has taken SIGUSR1", waits=False)
+            return RankState("does not answer: it is stopped, or has taken SIGUSR1", waits=False)
         return describe(read_stack(dump, int(head)), self.job.cells, self.job.home)
 
     def look_at_the_unfinished(self) -> None:
@@ -191,6 +191,14 @@ class _Ranks:
         for process in self.processes.values():
             process.join()
         kill_descendants()
+
+
+def _signal_name(number: int) -> str:
+    """SIGKILL for 9; "signal 40" for a number without a name, as most real-time signals are."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _read_output(file: Path) -> str:

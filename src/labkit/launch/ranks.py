@@ -14,7 +14,8 @@ in order. A default process group is ready when it is called.
 How it works, and where to read on:
 
 1. here, the call is checked, and the function is pickled with cloudpickle;
-2. a supervisor is forked from a fork server that has torch loaded (`labkit.launch.rank_supervisor`);
+2. a supervisor is forked from a fork server that has loaded torch
+   (`labkit.launch.rank_supervisor`);
 3. it forks the ranks (`labkit.launch.rank_process`), and watches them and the caller;
 4. here again, the ranks' output is shown in rank order, and the results are returned, or the first
    failure is raised with the state of all the other ranks (`labkit.launch.rank_states`).
@@ -39,16 +40,9 @@ import contextlib
 import functools
 import inspect
 import linecache
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import re
-import signal
 import sys
-import threading
-import time
-import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -56,12 +50,11 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
+from labkit.launch.fork_server import NotStartedError, forked, has_fork_server
 from labkit.launch.rank_process import HANDED, VICTIM, Job, Report, bind, rebuild_exception
 from labkit.launch.rank_states import STARTING, is_under_work
 from labkit.launch.rank_supervisor import Outcome, supervise
 
-# Two threads that start ranks at once take turns: starting touches the interpreter's own state.
-_STARTING = threading.Lock()
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 # Of failures within this many seconds the lowest rank's counts as the first, so that an error which
 # every rank raises is reported from the same rank at every run.
@@ -136,7 +129,7 @@ def run_ranks(
         timeout=float(timeout),
         environment=_environment(env),
         cells=_cells(),
-        start_method="fork" if _has_fork_server() else "spawn",
+        start_method="fork" if has_fork_server() else "spawn",
     )
     outcome = _supervised(job)
     for rank, (stdout, stderr) in enumerate(outcome.outputs):
@@ -266,85 +259,14 @@ def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
 
 def _supervised(job: Job) -> Outcome:
     """Run `job` under a supervisor. However this is left, the supervisor and its ranks are gone."""
-    for pause in (0.1, 0.5):
-        try:
-            return _supervised_in(_context(), job)
-        except _NotStartedError:
-            time.sleep(pause)  # the fork server was ending; once it has ended, a new one is made
     try:
-        return _supervised_in(_context(), job)
-    except _NotStartedError as error:
-        reason = f"{type(error.__cause__).__name__}: {error.__cause__}"
+        with forked(supervise, job, name="labkit supervisor") as supervisor:
+            return _await(supervisor)
+    except NotStartedError as error:
         raise RanksError(
-            f"no process could be started for the ranks ({reason}). Restart the kernel or script; "
+            f"no process could be started for the ranks ({error}). Restart the kernel or script; "
             "if TMPDIR is a very long path, set it to a shorter one."
-        ) from error.__cause__
-
-
-class _NotStartedError(Exception):
-    pass
-
-
-def _supervised_in(context: multiprocessing.context.BaseContext, job: Job) -> Outcome:
-    ours, theirs = context.Pipe()
-    supervisor = context.Process(target=supervise, args=(theirs, job), name="labkit supervisor")
-    try:
-        try:
-            with _STARTING, _without_main():
-                supervisor.start()
-        except (EOFError, OSError) as error:
-            raise _NotStartedError from error
-        theirs.close()
-        return _await(ours)
-    finally:
-        ours.close()  # tells a supervisor that still works that nobody waits for it
-        if supervisor.pid is not None:
-            supervisor.join()
-
-
-def _has_fork_server() -> bool:
-    return "forkserver" in multiprocessing.get_all_start_methods()
-
-
-def _context() -> multiprocessing.context.BaseContext:
-    if not _has_fork_server():
-        warnings.warn(
-            "this system has no fork server, so ranks are started with spawn: each call takes "
-            "seconds, a hang is reported without the line at which it hangs, and processes that "
-            "a rank starts are not cleaned up after it. Linux and WSL have all three.",
-            stacklevel=4,
-        )
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    with _STARTING, _interrupt_held_back():
-        context.set_forkserver_preload(["labkit.launch.rank_preload"])
-        multiprocessing.forkserver.ensure_running()
-    return context
-
-
-@contextlib.contextmanager
-def _interrupt_held_back() -> Iterator[None]:
-    """A Ctrl-C in here arrives afterwards; a process started in here begins with it blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep multiprocessing from importing the caller's script again in the supervisor.
-
-    The function travels as code, so the script is not needed there. Importing it would cost its
-    whole start-up, and a script without an `if __name__ == "__main__"` guard would start itself.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+        ) from error
 
 
 def _await(supervisor: Connection) -> Outcome:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class Model(NamedTuple):
+class BenchmarkModel(NamedTuple):
     """A module, and the shape of what one rank feeds it in a step."""
 
     build: Callable[[], nn.Module]
@@ -54,18 +54,18 @@ def _transformer(layers: int, width: int) -> nn.Module:
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
-def models(quick: bool = False) -> dict[str, Model]:
+def benchmark_models(quick: bool = False) -> dict[str, BenchmarkModel]:
     """The three models of all benchmarks; with `quick` small ones that only show that it runs."""
     if quick:
         return {
-            "wide MLP": Model(lambda: _linears(3, 64), (4, 64)),
-            "600 small tensors": Model(lambda: _linears(10, 8), (4, 8)),
-            "transformer": Model(lambda: _transformer(1, 16), (2, 4, 16)),
+            "wide MLP": BenchmarkModel(lambda: _linears(3, 64), (4, 64)),
+            "600 small tensors": BenchmarkModel(lambda: _linears(10, 8), (4, 8)),
+            "transformer": BenchmarkModel(lambda: _transformer(1, 16), (2, 4, 16)),
         }
     return {
-        "wide MLP": Model(lambda: _linears(12, 1024), (256, 1024)),
-        "600 small tensors": Model(lambda: _linears(300, 64), (512, 64)),
-        "transformer": Model(lambda: _transformer(8, 256), (3, 128, 256)),
+        "wide MLP": BenchmarkModel(lambda: _linears(12, 1024), (256, 1024)),
+        "600 small tensors": BenchmarkModel(lambda: _linears(300, 64), (512, 64)),
+        "transformer": BenchmarkModel(lambda: _transformer(8, 256), (3, 128, 256)),
     }
 
 
@@ -129,12 +129,12 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """What of this machine a reader of the figures needs to know."""
     return {"cores": os.cpu_count(), "threads a rank": 1, "torch": torch.__version__}
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments that all benchmarks take."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -146,13 +146,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def write(path: Path | None, figures: Mapping[str, Any]) -> None:
+def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
     """Write `figures` and the machine's to `path` as JSON; nothing if it is None.
 
     A list of numbers takes one line, so that the file can be read.
     """
     if path is not None:
-        text = json.dumps({"machine": machine(), **figures}, indent=1)
+        text = json.dumps({"machine": describe_machine(), **figures}, indent=1)
         text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")

@@ -10,9 +10,10 @@ Three parts, each small arithmetic and no communication but in `measure_all_redu
    its bandwidth. `naive`, `ring`, `recursive_doubling` and `gloo` say how many messages of an
    all-reduce have to wait for one another, and how long these are together.
 2. *Fitting.* `fit` finds α and β of this machine from measured times, and how far off they are.
-3. *Simulating a step.* From a recorded backward (`labkit.profiling.recording`), a bucket plan and the cost of
-   an all-reduce: buckets are launched in order, the link carries one at a time. Whatever it returns
-   is simulated, not measured; `SimulatedStep.error` compares it with a measured step.
+3. *Simulating a step.* The inputs are a recorded backward (`labkit.profiling.recording`), a bucket
+   plan, and the cost of an all-reduce. Buckets are launched in order, and the link carries one at a
+   time. The result is simulated, not measured; `SimulatedStep.error` compares it with a measured
+   step.
 
 The models are for a network that is free and alike between any two ranks. In a cluster it is not:
 nodes share links, and a step waits for its slowest rank.

@@ -6,12 +6,13 @@
         averager(inputs).sum().backward()
     recording = recorder.gather()                            # or `merge` what the ranks returned
 
-The `averager` may be anything that takes a process group: torch's DistributedDataParallel, a rung
-of a ladder, a reader's own. Two public ways lead to the facts. A post-accumulate-grad hook on
-every parameter notes when its gradient is ready; hooks fire in the order in which they were
-registered, so the recorder has to be made before the averager. And the recorder *is* a process
-group around another (`labkit.profiling.wrapped_group`), so every collective passes it when it is launched,
-and the future of its handle says when it is done.
+The `averager` may be anything that takes a process group: torch's DistributedDataParallel, one of
+MiniDDP's strategies, or a reader's own class. The recorder uses two public interfaces:
+
+- A post-accumulate-grad hook on every parameter records when its gradient is ready. Hooks run in
+  the order of their registration, so create the recorder before the averager.
+- The recorder is itself a process group around another (`labkit.profiling.wrapped_group`). Every
+  collective passes through it at launch, and the future of its handle gives the time of completion.
 
 Times are those of `time.perf_counter`, in seconds. On Linux, macOS and Windows all processes of a
 machine read one and the same clock there, so ranks can be laid side by side; between machines they
@@ -63,7 +64,7 @@ class Collective(NamedTuple):
     done: float
 
 
-class Launch(NamedTuple):
+class OrderEntry(NamedTuple):
     """What is the same at every run about a collective; see `Collective`."""
 
     op: str
@@ -82,9 +83,9 @@ class RankRecording:
     gradients: tuple[Gradient, ...]
     collectives: tuple[Collective, ...]
 
-    def order(self) -> list[Launch]:
+    def order(self) -> list[OrderEntry]:
         """The collectives in launch order, without times."""
-        return [Launch(one.op, one.bytes, one.after) for one in self.collectives]
+        return [OrderEntry(one.op, one.bytes, one.after) for one in self.collectives]
 
     def buckets(self) -> list[Collective]:
         """The collectives launched since the first gradient was ready: those that carry gradients.
@@ -144,7 +145,7 @@ class Recording:
 
     ranks: tuple[RankRecording, ...]
 
-    def order(self) -> list[list[Launch]]:
+    def order(self) -> list[list[OrderEntry]]:
         """`[rank]`: the collectives in launch order, without times: the same at every run."""
         return [one.order() for one in self.ranks]
 
@@ -179,8 +180,8 @@ class Recorder(WrappedGroup):
 
     Args:
         module: the module itself, not what averages its gradients.
-        group: what the collectives go through, such as a `labkit.profiling.slow_link.SlowLink`; the default
-            group when None.
+        group: the process group for the collectives, for example a
+            `labkit.profiling.slow_link.SlowLink`; None means the default group.
 
     One forward and one backward are one recording; of an accumulation, record the last
     micro-batch. Each `with` replaces the recording before. It waits for the collectives that were

@@ -1,13 +1,14 @@
-"""A process group around another, which sees every collective on its way.
+"""A process group around another one, which sees every collective that passes through it.
 
-`WrappedGroup(inner)` is handed to whoever averages gradients, as its `process_group`. What it is
-asked for it lets `inner` do, through `carry`, where a subclass can note it (`labkit.profiling.recording`) or
-delay it (`labkit.profiling.slow_link`); wrappers may be put around wrappers.
+Pass `WrappedGroup(inner)` as the `process_group` of any class that averages gradients. It calls
+`inner` for every collective, through the method `carry`. A subclass overrides `carry` to record the
+collective (`labkit.profiling.recording`) or to delay it (`labkit.profiling.slow_link`). Wrappers
+can be nested.
 
-Why a process group: it is the one public place through which a collective passes *and* its handle
-comes back, from Python (`dist.all_reduce(…, group=…)`) as from the C++ reducer of torch's
-DistributedDataParallel. A dispatch mode (`labkit.testing.watch`) sees launches, of every group, and not
-when they are done; a communication hook sees buckets only, and only where there are hooks.
+Why a process group: it is the only public interface that sees both the launch of a collective and
+its handle, from Python (`dist.all_reduce(…, group=…)`) and from the C++ reducer of torch's
+DistributedDataParallel. A dispatch mode (`labkit.testing.watch`) sees the launches of every group
+but not their completion. A communication hook sees buckets only, and only in classes with hooks.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch import Tensor
 # elements than threads, element i is the first number that thread i draws. Beyond that a thread
 # draws several, and which elements they become depends on the GPU. One multiprocessor holds at
 # least this many threads, so up to here all GPUs agree.
-LARGEST = 1024
+MOST_ELEMENTS = 1024
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
@@ -48,11 +48,11 @@ def randn(shape: Sequence[int], seed: int) -> Tensor:
     if any(size < 0 for size in shape):
         raise ValueError(f"sizes must not be negative, got {tuple(shape)}")
     count = math.prod(shape)
-    if count > LARGEST:
+    if count > MOST_ELEMENTS:
         raise ValueError(
-            f"{tuple(shape)} has {count} elements, and only up to {LARGEST} do all GPUs draw the "
-            "same ones: beyond that it depends on how many threads the GPU holds. Draw smaller "
-            "pieces, each with a seed of its own."
+            f"{tuple(shape)} has {count} elements, and only up to {MOST_ELEMENTS} do all GPUs draw "
+            "the same numbers: beyond that it depends on how many threads the GPU holds. Draw "
+            "smaller pieces, each with its own seed."
         )
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed must be one of 0 … 2**64 - 1, got {seed}")

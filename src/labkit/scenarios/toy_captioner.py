@@ -46,20 +46,20 @@ class ToyCaptioner(nn.Module):
         return F.cross_entropy(logits.reshape(-1, VOCABULARY), captions.reshape(-1))
 
 
-def draw_data(samples: int = 4) -> TensorDataset:
+def draw_toy_data(samples: int = 4) -> TensorDataset:
     """`samples` pictures with their captions, from wherever torch's generator stands."""
     pixels = torch.randn(samples, PIXELS)
     captions = torch.randint(0, VOCABULARY, (samples, CAPTIONS, WORDS))
     return TensorDataset(pixels, captions)
 
 
-def seeded_data(seed: int = SEED, samples: int = 4) -> TensorDataset:
+def seeded_toy_data(seed: int = SEED, samples: int = 4) -> TensorDataset:
     """The same data on every process: the generator is seeded first."""
     torch.manual_seed(seed)
-    return draw_data(samples)
+    return draw_toy_data(samples)
 
 
-def seeded_model(seed: int = SEED) -> ToyCaptioner:
+def seeded_toy_captioner(seed: int = SEED) -> ToyCaptioner:
     """The same model on every process: the generator is seeded again, as the thread does."""
     torch.manual_seed(seed)
     return ToyCaptioner()

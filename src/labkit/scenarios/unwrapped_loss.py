@@ -1,9 +1,9 @@
 """The toy of the pull request "Multi-GPU training does not data-parallelize", and its two tables.
 
-Two ranks train a linear layer. The model is wrapped in DistributedDataParallel, but its loss is
-computed on the wrapped module itself, so that the wrapper learns nothing of it and the gradients
-are never averaged. The sizes, the seeds and the order of the draws are the pull request's, for its
-printed numbers depend on them. It drew its data on GPUs; `labkit.scenarios.cuda_random` draws the same ones.
+Two ranks train a linear layer. The model is wrapped in DistributedDataParallel, but the loss calls
+the inner module, so the wrapper's forward never runs and the gradients are never averaged. Sizes,
+seeds, and the order of the draws are the pull request's, because its numbers depend on them.
+It drew its data on GPUs; `labkit.scenarios.cuda_random` draws the same numbers on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from labkit.scenarios.cuda_random import randn
 Fix = Literal["none", "all-reduce", "wrapper", "armed"]
 FIXES: tuple[Fix, ...] = get_args(Fix)
 
-RANKS = 2
+WORLD_SIZE = 2
 SEED = 0
 LEARNING_RATE = 0.05
 
@@ -48,7 +48,7 @@ PRINTED_DRIFT: dict[Fix, list[float]] = {
 }
 
 
-class Step(NamedTuple):
+class BypassedStep(NamedTuple):
     """What one training step leaves: the gradient of weight[0] on each rank, and the drift."""
 
     gradients: tuple[float, ...]
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 def trajectory(
     fix: Fix, steps: int = 5, seed: int = SEED, device: torch.device | str = "cpu"
-) -> list[Step]:
+) -> list[BypassedStep]:
     """Train the toy on the two ranks of the default process group; the same result on both.
 
     Args:
@@ -74,31 +74,31 @@ def trajectory(
     if fix not in FIXES:
         raise ValueError(f"fix must be one of {', '.join(FIXES)}, got {fix!r}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if world_size != RANKS:
-        raise ValueError(f"the pull request's toy runs on {RANKS} ranks, got {world_size}")
+    if world_size != WORLD_SIZE:
+        raise ValueError(f"the pull request's toy runs on {WORLD_SIZE} ranks, got {world_size}")
     torch.manual_seed(seed)
     module = nn.Linear(4, 4).to(device)
     wrapper = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     taken = []
     for step in range(steps):
-        x, y = (t.to(device) for t in batch(rank, step))
+        x, y = (t.to(device) for t in draw_inputs_and_targets(rank, step))
         optimizer.zero_grad()
-        backward(wrapper, x, y, fix)
+        backward_with_fix(wrapper, x, y, fix)
         gradient = module.weight.grad.flatten()[0].clone()
         optimizer.step()
         weights = _gather(module.weight.detach())
         drift = (weights[0] - weights[1]).abs().max().item()
-        taken.append(Step(tuple(g.item() for g in _gather(gradient)), drift))
+        taken.append(BypassedStep(tuple(g.item() for g in _gather(gradient)), drift))
     return taken
 
 
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+def draw_inputs_and_targets(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, each float32 (4, 4): other inputs on each rank, the same targets."""
     return randn((4, 4), seed=1000 + step) * 0.5 + rank, randn((4, 4), seed=step)
 
 
-def backward(wrapper: DistributedDataParallel, x: Tensor, y: Tensor, fix: Fix) -> None:
+def backward_with_fix(wrapper: DistributedDataParallel, x: Tensor, y: Tensor, fix: Fix) -> None:
     """One forward and backward; leaves the gradients combined as `fix` says."""
     if fix == "armed":
         wrapper(x)

@@ -5,10 +5,10 @@ Two kinds. The `assert_…` functions look at a module in the middle of a traini
     loss.backward(); optimizer.step()
     assert_replicas_agree(model)
 
-The others put a whole implementation through a small problem whose answer is known. An
-implementation is a callable `wrap(module)`, such as torch's DistributedDataParallel or ten lines
-around your own trainer (`labkit.testing.trial` says what it may have). They too run on every rank of an
-initialized process group:
+The others run a whole implementation on a small problem with a known answer. An implementation is
+a callable `wrap(module)`, such as torch's DistributedDataParallel or ten lines around your own
+trainer; `labkit.testing.trial` lists its optional methods. These checks, too, run on every rank of
+an initialized process group:
 
     class MyTrainer:
         def __init__(self, module): self.module = module   # and broadcast it from rank 0
@@ -47,18 +47,18 @@ from labkit.testing.agreement import (
 from labkit.testing.checking import Device, Invariant, because, invariant
 from labkit.testing.overlap import communication_overlaps_backward
 from labkit.testing.trial import (
-    Batch,
     InterruptedPassError,
+    MicroBatch,
     SmallModule,
     TrialModule,
     TwoBuckets,
     Wrap,
+    backward_passes,
+    draw_batches,
     full_batch_step,
     named_gradients,
     step,
 )
-from labkit.testing.trial import backward as trial_backward
-from labkit.testing.trial import batches as trial_batches
 from labkit.testing.watch import SameCollectives
 
 __all__ = [
@@ -112,7 +112,7 @@ def initial_state_is_broadcast(wrap: Wrap, device: Device, watched: SameCollecti
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = SmallModule(seed=rank, device=device)
     first = SmallModule(seed=0, device=device)
-    of_all = trial_batches(world_size, device=device)
+    of_all = draw_batches(world_size, device=device)
     with watched:
         wrapped = wrap(module)
         step(wrapped, module, of_all, rank)
@@ -151,7 +151,7 @@ def accumulation_equals_full_batch(wrap: Wrap, device: Device, watched: SameColl
         wrap,
         device,
         watched,
-        [trial_batches(dist.get_world_size(), 4, seed=seed, device=device) for seed in (1, 2)],
+        [draw_batches(dist.get_world_size(), 4, seed=seed, device=device) for seed in (1, 2)],
     )
 
 
@@ -163,7 +163,7 @@ def uneven_items_equal_full_batch(wrap: Wrap, device: Device, watched: SameColle
         device,
         watched,
         [
-            trial_batches(dist.get_world_size(), micro, uneven=True, device=device)
+            draw_batches(dist.get_world_size(), micro, uneven=True, device=device)
             for micro in (1, 3)
         ],
     )
@@ -172,7 +172,7 @@ def uneven_items_equal_full_batch(wrap: Wrap, device: Device, watched: SameColle
 @invariant
 def clipping_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """A gradient clipped to half its norm is the full batch's gradient, clipped likewise."""
-    of_all = trial_batches(dist.get_world_size(), device=device)
+    of_all = draw_batches(dist.get_world_size(), device=device)
     oracle = SmallModule(device=device)
     full_batch_step(oracle, of_all)
     norm = torch.stack([p.grad.norm() for p in oracle.parameters()]).norm()
@@ -190,8 +190,8 @@ def missing_counts_as_zeros(wrap: Wrap, device: Device, watched: SameCollectives
     layer whose bucket would be the first to go. torch's DDP asks for find_unused_parameters=True.
     """
     world_size = dist.get_world_size()
-    data = trial_batches(world_size, device=device)
-    twice = trial_batches(world_size, 2, device=device)
+    data = draw_batches(world_size, device=device)
+    twice = draw_batches(world_size, 2, device=device)
     _one_step(
         wrap,
         device,
@@ -215,7 +215,7 @@ def none_stays_none(wrap: Wrap, device: Device, watched: SameCollectives) -> Non
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = SmallModule(device=device)
-    everything = trial_batches(world_size, device=device)
+    everything = draw_batches(world_size, device=device)
     without_c = _taking(everything, [("a", "b")] * world_size)
     error = None
     with watched:
@@ -256,7 +256,7 @@ def collectives_match(wrap: Wrap, device: Device, watched: SameCollectives) -> N
     layers large enough for buckets of their own.
     """
     world_size = dist.get_world_size()
-    data = trial_batches(world_size, device=device)
+    data = draw_batches(world_size, device=device)
     rounds = [("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")]
     of_all_shapes = _taking(data, [rounds[rank % 3] for rank in range(world_size)])
     swaps = [("a", "b", "c"), ("b", "a", "c")]
@@ -316,7 +316,7 @@ def _train(
     with watched:
         wrapped = wrap(module)
     for number in range(3):
-        of_all = trial_batches(world_size, seed=number, device=device)
+        of_all = draw_batches(world_size, seed=number, device=device)
         with watched:
             step(wrapped, module, of_all, rank)
         full_batch_step(oracle, of_all)
@@ -333,7 +333,7 @@ def _one_step(
     wrap: Wrap,
     device: Device,
     watched: SameCollectives,
-    steps: Sequence[list[list[Batch]]],
+    steps: Sequence[list[list[MicroBatch]]],
     max_norm: float | None = None,
     cause: str | None = None,
     module: TrialModule | None = None,
@@ -354,7 +354,9 @@ def _one_step(
             assert_gradients_equal(module, named_gradients(oracle), tolerance=tolerance)
 
 
-def _taking(of_all: list[list[Batch]], takes: Sequence[tuple[str, ...]]) -> list[list[Batch]]:
+def _taking(
+    of_all: list[list[MicroBatch]], takes: Sequence[tuple[str, ...]]
+) -> list[list[MicroBatch]]:
     """The same data, of which rank r's go through the branches `takes[r]`."""
     return [
         [batch._replace(take=take) for batch in one]
@@ -366,7 +368,7 @@ def _interrupted_run(wrap: Wrap, device: Device, watched: SameCollectives, fails
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = SmallModule(device=device)
     oracle = deepcopy(module)
-    data = [trial_batches(world_size, seed=seed, device=device) for seed in (1, 2, 3)]
+    data = [draw_batches(world_size, seed=seed, device=device) for seed in (1, 2, 3)]
     refused = False
     with watched:
         wrapped = wrap(module)
@@ -377,7 +379,7 @@ def _interrupted_run(wrap: Wrap, device: Device, watched: SameCollectives, fails
         else:
             module.fails_in = fails_in
             with suppress(InterruptedPassError):
-                trial_backward(wrapped, module, data[1], rank)
+                backward_passes(wrapped, module, data[1], rank)
             module.fails_in = None
         module.zero_grad()
         try:

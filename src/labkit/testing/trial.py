@@ -1,7 +1,7 @@
 """A training problem whose answer is known, and the one step that every implementation takes on it.
 
-`labkit.testing.invariants` puts data-parallel implementations through this. An implementation is a callable
-`wrap(module)`; what it returns is used as a training loop would use it:
+`labkit.testing.invariants` runs implementations on it. An implementation is a callable
+`wrap(module)`. Its result is used as a training loop would use it:
 
     wrapped(inputs)              the forward pass; the only thing that it must have
     wrapped.no_sync()            a context, entered around every micro-batch but the last of a step
@@ -30,7 +30,7 @@ WIDTH = 8
 WIDE = 384  # a square of float64 of this width has a little more than 1 MiB
 
 
-class Batch(NamedTuple):
+class MicroBatch(NamedTuple):
     """One micro-batch of one rank: inputs (items, FEATURES) and targets (items,), both float64.
 
     `take` names the parts of the module that this micro-batch goes through, in order.
@@ -128,21 +128,21 @@ class _RaiseInBackward(torch.autograd.Function):
         raise InterruptedPassError("in the backward pass, as told")
 
 
-def batches(
+def draw_batches(
     world_size: int,
     micro_batches: int = 1,
     uneven: bool = False,
     seed: int = 0,
     device: torch.device | str = "cpu",
-) -> list[list[Batch]]:
+) -> list[list[MicroBatch]]:
     """`[rank][micro_batch]`, different on every rank: 4 items each, or 1 to 7 with `uneven`."""
     generator = torch.Generator().manual_seed(1000 + seed)
 
-    def draw(rank: int, micro: int) -> Batch:
+    def draw(rank: int, micro: int) -> MicroBatch:
         items = 1 + (3 * rank + 5 * micro) % 7 if uneven else 4
         inputs = torch.randn(items, FEATURES, generator=generator, dtype=torch.float64)
         targets = torch.randn(items, generator=generator, dtype=torch.float64) + rank
-        return Batch(inputs.to(device), targets.to(device))
+        return MicroBatch(inputs.to(device), targets.to(device))
 
     return [[draw(rank, micro) for micro in range(micro_batches)] for rank in range(world_size)]
 
@@ -152,8 +152,8 @@ def item_losses(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square()
 
 
-def backward(
-    wrapped: Any, module: TrialModule, of_all: Sequence[Sequence[Batch]], rank: int
+def backward_passes(
+    wrapped: Any, module: TrialModule, of_all: Sequence[Sequence[MicroBatch]], rank: int
 ) -> None:
     """The forward and backward passes of one step of rank `rank`, without `finish`."""
     mine = of_all[rank]
@@ -174,7 +174,7 @@ def backward(
 def step(
     wrapped: Any,
     module: TrialModule,
-    of_all: Sequence[Sequence[Batch]],
+    of_all: Sequence[Sequence[MicroBatch]],
     rank: int,
     max_norm: float | None = None,
 ) -> None:
@@ -184,7 +184,7 @@ def step(
     `of_all[rank][micro_batch]` are the data of all ranks. With `max_norm` the gradients are
     clipped to that norm.
     """
-    backward(wrapped, module, of_all, rank)
+    backward_passes(wrapped, module, of_all, rank)
     if max_norm is not None and hasattr(wrapped, "finish_and_clip"):
         wrapped.finish_and_clip(max_norm)
         return
@@ -196,7 +196,7 @@ def step(
 
 def full_batch_step(
     module: TrialModule,
-    of_all: Sequence[Sequence[Batch]],
+    of_all: Sequence[Sequence[MicroBatch]],
     max_norm: float | None = None,
 ) -> None:
     """The oracle: the same step on one process that has the data of all ranks."""

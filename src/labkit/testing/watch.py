@@ -46,7 +46,7 @@ class CollectiveMismatchError(AssertionError):
         )
 
 
-class Launch(NamedTuple):
+class LaunchedCollective(NamedTuple):
     """One collective, as this rank launched it."""
 
     op: str
@@ -59,11 +59,11 @@ class Launch(NamedTuple):
 
 
 class RecordedCollectives(TorchDispatchMode):
-    """`with RecordedCollectives() as watch: …` → `watch.launched`, a list of `Launch` in order."""
+    """`with RecordedCollectives() as watch: …` fills `watch.launched`, in launch order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.launched: list[Launch] = []
+        self.launched: list[LaunchedCollective] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -71,7 +71,7 @@ class RecordedCollectives(TorchDispatchMode):
         op = func.overloadpacket.__name__
         if func.namespace in _NAMESPACES and op not in _NOT_COLLECTIVE:
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            launch = Launch(
+            launch = LaunchedCollective(
                 op,
                 tuple(tuple(tensor.shape) for tensor in tensors),
                 str(tensors[0].dtype).removeprefix("torch.") if tensors else "nothing",
@@ -81,7 +81,7 @@ class RecordedCollectives(TorchDispatchMode):
             self.launched.append(launch)
         return func(*args, **(kwargs or {}))
 
-    def before(self, launch: Launch) -> None:
+    def before(self, launch: LaunchedCollective) -> None:
         """Called just before the launch."""
 
 
@@ -106,7 +106,7 @@ class SameCollectives(RecordedCollectives):
         self.mismatch: CollectiveMismatchError | None = None
         self.stuck = self.closed = False
 
-    def before(self, launch: Launch) -> None:
+    def before(self, launch: LaunchedCollective) -> None:
         comparable = launch.op in _SAME_SHAPE_ON_ALL_RANKS
         self._tell(f"is about to launch {launch if comparable else launch.op}")
 

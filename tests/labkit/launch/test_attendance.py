@@ -1,10 +1,13 @@
 """Who is missing: told from two looks at what every rank has left in the store."""
 
-from __future__ import annotations
+import os
+import signal
 
 import pytest
+import torch.distributed as dist
 
-from labkit.launch.attendance import Sign, report
+from labkit.launch.attendance import Sign, report, report_missing_ranks
+from labkit.launch.ranks import run_ranks
 
 
 def signs(**changes: Sign) -> dict[int, Sign]:
@@ -45,3 +48,35 @@ def test_a_rank_that_is_slow_and_has_caught_up_meanwhile_is_not_blamed():
 
 def test_when_all_have_come_nobody_is_blamed():
     assert report(0, signs(), a_moment_later(signs())) == ""
+
+
+class NotOfACollectiveError(RuntimeError):
+    pass
+
+
+def enter_and_leave(rank: int, how: str) -> tuple[bool, bool]:
+    """Whether SIGTERM has another handler inside, and the caller's own handler again outside."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=rank == 0) if rank == 0 else None
+    address = [store.port if store else 0]
+    dist.broadcast_object_list(address)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(address[0]))
+
+    def own_handler(*_: object) -> None: ...
+
+    signal.signal(signal.SIGTERM, own_handler)
+    try:
+        with report_missing_ranks() as note:
+            inside = signal.getsignal(signal.SIGTERM)
+            note("the only step")
+            if how == "by an exception":
+                raise NotOfACollectiveError
+    except NotOfACollectiveError:
+        pass
+    outside = signal.getsignal(signal.SIGTERM)
+    dist.barrier()  # rank 0's store must outlive the other ranks' last notes
+    return inside is not own_handler, outside is own_handler
+
+
+@pytest.mark.parametrize("how", ["normally", "by an exception"])
+def test_the_callers_own_handler_of_sigterm_is_back_once_the_block_has_ended(how):
+    assert run_ranks(enter_and_leave, 2, how) == [(True, True)] * 2

@@ -14,7 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.launch.checkpoint import UnreadableCheckpointError, newest, read, save
+from labkit.launch.checkpoint import (
+    UnreadableCheckpointError,
+    newest_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+)
 from labkit.launch.ranks import run_ranks
 
 KILLED_WHILE_WRITING = """
@@ -43,13 +48,15 @@ checkpoint.save(Path(sys.argv[1]), {"step": 8, "model": torch.ones(1000)})
 
 def test_what_is_saved_comes_back(tmp_path):
     path = tmp_path / "runs" / "a.pt"
-    save(path, {"step": 4, "model": {"w": torch.arange(3.0)}, "optimizer": {"lr": [0.1]}})
-    state = read(path)
+    save_checkpoint(
+        path, {"step": 4, "model": {"w": torch.arange(3.0)}, "optimizer": {"lr": [0.1]}}
+    )
+    state = read_checkpoint(path)
     assert state["step"] == 4
     assert state["model"]["w"].tolist() == [0, 1, 2]
     assert state["optimizer"] == {"lr": [0.1]}
     assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
-    assert read(tmp_path / "none.pt") is None
+    assert read_checkpoint(tmp_path / "none.pt") is None
 
 
 @pytest.mark.parametrize(
@@ -57,14 +64,14 @@ def test_what_is_saved_comes_back(tmp_path):
 )
 def test_a_kill_while_saving_leaves_the_checkpoint_of_before(moment, tmp_path):
     path = tmp_path / "a.pt"
-    save(path, {"step": 4, "model": torch.zeros(1000)})
+    save_checkpoint(path, {"step": 4, "model": torch.zeros(1000)})
     done = subprocess.run(
         [sys.executable, "-c", KILLED_WHILE_WRITING, str(path), moment],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=120,
     )
     assert done.returncode == -signal.SIGKILL
-    state = read(path)
+    state = read_checkpoint(path)
     assert state["step"] == 4
     assert not state["model"].any()
 
@@ -74,8 +81,10 @@ def find(rank: int, folder: Path, steps: list[int | None]) -> tuple[int, list[fl
     path = folder / f"{rank}.pt"
     path.unlink(missing_ok=True)
     if steps[rank] is not None:
-        save(path, {"step": steps[rank], "model": torch.full((2,), 10.0 * steps[rank] + rank)})
-    state = newest(path)
+        save_checkpoint(
+            path, {"step": steps[rank], "model": torch.full((2,), 10.0 * steps[rank] + rank)}
+        )
+    state = newest_checkpoint(path)
     return None if state is None else (state["step"], state["model"].tolist())
 
 
@@ -96,9 +105,9 @@ def find_a_broken_one(rank: int, folder: Path) -> str:
     if rank == 1:
         path.write_bytes(b"not a checkpoint")
     else:
-        save(path, {"step": 2, "model": torch.zeros(1)})
+        save_checkpoint(path, {"step": 2, "model": torch.zeros(1)})
     with pytest.raises(UnreadableCheckpointError) as caught:
-        newest(path)
+        newest_checkpoint(path)
     return str(caught.value)
 
 
@@ -119,14 +128,14 @@ def python_out_of_memory(*_: object, **__: object) -> None:
 def find_one_that_cannot_be_read(rank: int, folder: Path, load: Callable | None) -> str:
     path = folder / f"{rank}.pt"
     if rank != 1:
-        save(path, {"step": 2, "model": torch.zeros(1)})
+        save_checkpoint(path, {"step": 2, "model": torch.zeros(1)})
     elif load is None:
         path.mkdir()
     else:
-        save(path, {"step": 8, "model": torch.zeros(1)})
+        save_checkpoint(path, {"step": 8, "model": torch.zeros(1)})
         torch.load = load
     with pytest.raises(UnreadableCheckpointError) as caught:
-        newest(path)
+        newest_checkpoint(path)
     return str(caught.value)
 
 
@@ -149,10 +158,10 @@ def test_a_file_that_a_rank_cannot_read_is_told_to_every_rank_and_not_called_bro
 
 def test_an_error_of_the_system_is_not_an_error_of_the_file(tmp_path):
     with pytest.raises(IsADirectoryError):
-        read(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 def test_a_checkpoint_without_a_step_is_refused(tmp_path):
     torch.save({"model": torch.zeros(1)}, tmp_path / "a.pt")
     with pytest.raises(UnreadableCheckpointError, match="no checkpoint"):
-        read(tmp_path / "a.pt")
+        read_checkpoint(tmp_path / "a.pt")

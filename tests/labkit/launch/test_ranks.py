@@ -270,6 +270,19 @@ def test_a_killed_rank_is_named_with_its_signal():
         run_ranks(work, 2)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="has no real-time signals")
+def test_a_rank_killed_by_a_signal_without_a_name_is_named_with_its_number():
+    number = signal.SIGRTMIN + 6
+
+    def work(rank):
+        if rank == 1:
+            signal.raise_signal(number)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RanksError, match=rf"rank 1 of 2 was killed by signal {number}\."):
+        run_ranks(work, 2)
+
+
 def test_a_dead_rank_is_noticed_although_a_child_of_it_holds_its_pipes_open():
     def work(rank):
         if rank == 1:
@@ -582,7 +595,10 @@ def test_of_a_progress_bar_the_last_state_is_shown_and_noise_of_the_libraries_is
 
 
 def test_a_temporary_folder_with_a_space_and_an_umlaut_will_do():
-    script = "from labkit.launch.ranks import run_ranks; print(run_ranks(lambda rank: rank, 2, timeout=20))"
+    script = (
+        "from labkit.launch.ranks import run_ranks\n"
+        "print(run_ranks(lambda rank: rank, 2, timeout=20))"
+    )
     # Not pytest's own temporary folder: the path of a Unix socket has to be short.
     with tempfile.TemporaryDirectory(prefix="a ümlaut ") as folder:
         done = subprocess.run(

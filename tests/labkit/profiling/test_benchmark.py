@@ -10,7 +10,7 @@ import pytest
 
 from labkit.launch.ranks import run_ranks
 from labkit.profiling import benchmark
-from labkit.profiling.benchmark import models, paired_ratio, take_turns, write
+from labkit.profiling.benchmark import benchmark_models, paired_ratio, take_turns, write_json
 
 
 def turns(rank: int) -> tuple[dict[str, list[float]], list[str]]:
@@ -61,7 +61,7 @@ def test_a_paired_ratio_is_not_moved_by_rounds_that_were_slow_for_both():
 
 
 def test_the_models_are_what_the_race_is_about():
-    built = {name: model.module() for name, model in models().items()}
+    built = {name: model.module() for name, model in benchmark_models().items()}
     tensors = {name: [p.nbytes for p in module.parameters()] for name, module in built.items()}
     assert len(tensors["wide MLP"]) == 24
     assert len(tensors["600 small tensors"]) == 600
@@ -71,12 +71,12 @@ def test_the_models_are_what_the_race_is_about():
 
 def test_written_figures_hold_the_machine_and_a_list_a_line(tmp_path):
     path = tmp_path / "new folder" / "figures.json"
-    write(path, {"seconds": {"ours": [0.5, 1.5]}})
+    write_json(path, {"seconds": {"ours": [0.5, 1.5]}})
     read = json.loads(path.read_text())
     assert read["seconds"]["ours"] == [0.5, 1.5]
     assert read["machine"]["cores"] > 0
     assert '"ours": [ 0.5, 1.5 ]' in path.read_text()
-    write(None, {"seconds": {}})
+    write_json(None, {"seconds": {}})
 
 
 def turns_that_tell(rank: int) -> dict[str, list[float]]:

@@ -15,7 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import labkit.profiling.recording
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.recording import Collective, Gradient, Launch, RankRecording, Recorder, merge
+from labkit.profiling.recording import (
+    Collective,
+    Gradient,
+    OrderEntry,
+    RankRecording,
+    Recorder,
+    merge,
+)
 from labkit.testing.watch import RecordedCollectives
 from miniddp.ddp import MiniDDP
 from miniddp.ladder import (
@@ -154,7 +161,7 @@ def test_torch_and_mini_ddp_go_the_same_way_and_neither_overlaps_in_its_first_st
         ours, torchs = (merged(recorded, name, number).order() for name in ("MiniDDP", "torch"))
         buckets = [[x for x in order if x.op == "all_reduce"] for order in ours + torchs]
         assert all(bucket == buckets[0] for bucket in buckets)
-    assert merged(recorded, "torch", 0).order()[0] == [Launch("all_reduce", BYTES, PARAMETERS)]
+    assert merged(recorded, "torch", 0).order()[0] == [OrderEntry("all_reduce", BYTES, PARAMETERS)]
     assert not merged(recorded, "torch", 0).overlaps()
     assert not merged(recorded, "MiniDDP", 0).overlaps()
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from labkit.scenarios.cuda_random import LARGEST, philox4x32_10, randn
+from labkit.scenarios.cuda_random import MOST_ELEMENTS, philox4x32_10, randn
 
 # The known-answer vectors that come with the authors' own implementation, Random123.
 ANSWERS = {
@@ -43,8 +43,8 @@ def test_many_counters_at_once_give_what_each_gives_alone():
 
 @pytest.mark.parametrize("seed", [0, 1004, 2**32, 2**64 - 1])
 def test_a_shorter_draw_is_the_beginning_of_a_longer_one(seed):
-    longest = randn((LARGEST,), seed)
-    for shape in ((), (0,), (1,), (4, 4), (3, 5, 7), (LARGEST - 1,)):
+    longest = randn((MOST_ELEMENTS,), seed)
+    for shape in ((), (0,), (1,), (4, 4), (3, 5, 7), (MOST_ELEMENTS - 1,)):
         drawn = randn(shape, seed)
         assert drawn.shape == shape
         assert drawn.dtype == torch.float32
@@ -57,7 +57,7 @@ def test_both_halves_of_the_seed_count():
 
 
 def test_the_draws_are_standard_normal_and_independent_of_the_next_seeds():
-    draws = torch.stack([randn((LARGEST,), seed) for seed in range(200)]).double()
+    draws = torch.stack([randn((MOST_ELEMENTS,), seed) for seed in range(200)]).double()
     values, count = draws.flatten(), draws.numel()
     assert torch.isfinite(values).all()
     # Five standard errors of each moment: mean 1, variance 2, third 15, fourth 96, over the count.
@@ -74,7 +74,7 @@ def test_the_draws_are_standard_normal_and_independent_of_the_next_seeds():
 @pytest.mark.parametrize(
     ("shape", "seed", "said"),
     [
-        ((LARGEST + 1,), 0, "1025 elements, and only up to 1024"),
+        ((MOST_ELEMENTS + 1,), 0, "1025 elements, and only up to 1024"),
         ((33, 32), 0, r"\(33, 32\) has 1056 elements"),
         ((2, -1), 0, "must not be negative"),
         ((4,), -1, "seed must be one of"),

@@ -249,7 +249,7 @@ def test_every_exhibit_looks_innocent_for_the_loss_averaged_over_ranks_falls():
         losses = {}
         for exhibit in exhibits():
             module = trial.SmallModule()
-            data = trial.batches(world_size)
+            data = trial.draw_batches(world_size)
             wrapped = exhibit.wrap(module)
             optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
             losses[exhibit.name] = []

@@ -22,8 +22,8 @@ class Exhibit:
     - phantom update: parameters move that a single process would leave alone;
     - no overlap: every gradient is right, and late.
 
-    `caught_by` names the function of `labkit.testing.invariants` that rejects it, from `ranks_needed`
-    ranks on.
+    `caught_by` names the function of `labkit.testing.invariants` that rejects it, on at least
+    `ranks_needed` ranks.
     """
 
     wrap: Wrap

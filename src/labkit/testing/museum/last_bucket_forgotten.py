@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import broadcast_from_rank_0, copy_back, flatten, used_somewhere
+from labkit.testing.museum.parts import broadcast_from_rank_0, copy_back, one_vector, used_somewhere
 
 
 class LastBucketForgotten:
@@ -38,7 +38,7 @@ class LastBucketForgotten:
                 bucket = []
 
     def average(self, bucket: list[Tensor]) -> None:
-        flat = flatten(bucket) / dist.get_world_size()
+        flat = one_vector(bucket) / dist.get_world_size()
         dist.all_reduce(flat)
         copy_back(flat, bucket)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import broadcast_from_rank_0, copy_back, flatten, used_somewhere
+from labkit.testing.museum.parts import broadcast_from_rank_0, copy_back, one_vector, used_somewhere
 
 
 class LaunchWhenLocallyReady:
@@ -63,7 +63,7 @@ class LaunchWhenLocallyReady:
     def launch(self, number: int) -> None:
         bucket = self.buckets[number]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        flat = flatten(gradients) / dist.get_world_size()
+        flat = one_vector(gradients) / dist.get_world_size()
         self.launched[number] = flat, dist.all_reduce(flat, async_op=True)
 
     def finish(self) -> None:

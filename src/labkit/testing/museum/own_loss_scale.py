@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from labkit.testing.museum.exhibit import Exhibit
 from labkit.testing.museum.parts import average_gradients, broadcast_from_rank_0
 
-LARGEST = 2.0**15  # half of what float16 can hold
+LARGEST_SCALE = 2.0**15  # half of what float16 can hold
 
 
 class OwnLossScale:
@@ -48,7 +48,7 @@ class OwnLossScale:
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad /= self.scale
-        self.scale *= 2.0 ** math.floor(math.log2(LARGEST / largest.item()))
+        self.scale *= 2.0 ** math.floor(math.log2(LARGEST_SCALE / largest.item()))
 
 
 EXHIBIT = Exhibit(OwnLossScale, bug="direction", caught_by="gradients_are_identical")

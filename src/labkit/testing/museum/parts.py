@@ -8,7 +8,7 @@ from torch import Tensor, nn
 def broadcast_from_rank_0(module: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0, in one float64 vector."""
     tensors = [*module.parameters(), *module.buffers()]
-    flat = flatten(tensors).double()
+    flat = one_vector(tensors).double()
     dist.broadcast(flat, src=0)
     copy_back(flat, tensors)
 
@@ -32,12 +32,12 @@ def used_somewhere(module: nn.Module) -> list[nn.Parameter]:
 def average_gradients(module: nn.Module) -> None:
     """The right average, after backward, in one all-reduce and one of flags."""
     gradients = [parameter.grad for parameter in used_somewhere(module)]
-    flat = flatten(gradients) / dist.get_world_size()
+    flat = one_vector(gradients) / dist.get_world_size()
     dist.all_reduce(flat)
     copy_back(flat, gradients)
 
 
-def flatten(tensors: list[Tensor]) -> Tensor:
+def one_vector(tensors: list[Tensor]) -> Tensor:
     """All elements in one vector, a copy."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 

@@ -34,10 +34,10 @@ class WholeVectorRing:
 
     def finish(self) -> None:
         for parameter in used_somewhere(self.module):
-            parameter.grad = ring_all_reduce(parameter.grad) / dist.get_world_size()
+            parameter.grad = add_around_a_ring(parameter.grad) / dist.get_world_size()
 
 
-def ring_all_reduce(mine: Tensor) -> Tensor:
+def add_around_a_ring(mine: Tensor) -> Tensor:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total, travelling = mine.clone(), mine
     for _ in range(world_size - 1):

@@ -1,0 +1,70 @@
+"""torchrun in a fork of the fork server: what it leaves behind, and what it costs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+from processes import all_gone, processes_with
+
+from labkit.launch.scripts import ScriptError, project_root, run_script
+
+# A process that is found by the variable MARKER, and that no signal to its rank reaches.
+DAEMON = "import subprocess; subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+
+
+@pytest.fixture
+def marker(script, monkeypatch):
+    """The value of MARKER in every process that a script starts, and in no other."""
+    run_script(script("pass"), ranks=1)  # starts the fork server, which outlives a run
+    marker = uuid.uuid4().hex
+    monkeypatch.setenv("MARKER", marker)
+    return marker
+
+
+def test_a_run_that_is_late_leaves_no_rank_and_no_process_of_a_rank(script, marker):
+    name = script(DAEMON + "import time; print('waiting', flush=True); time.sleep(300)")
+    with pytest.raises(ScriptError, match=r"(?s)had not ended after 3 s.*waiting"):
+        run_script(name, ranks=2, timeout=3)
+    assert processes_with(marker) == []
+
+
+def test_a_run_that_ends_well_leaves_no_process_of_a_rank(script, marker):
+    assert run_script(script(DAEMON), ranks=2) == ""
+    assert processes_with(marker) == []
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
+def test_a_caller_that_is_killed_leaves_no_rank_behind(script, by):
+    marker = uuid.uuid4().hex
+    name = script("import time; time.sleep(300)")
+    call = f"from labkit.launch.scripts import run_script; run_script({name!r}, ranks=2)"
+    environment = {**os.environ, "MARKER": marker}
+    caller = subprocess.Popen([sys.executable, "-c", call], cwd=project_root(), env=environment)
+    deadline = time.monotonic() + 60
+    # The caller, the fork server and its tracker, the supervisor, the agent and two ranks.
+    while len(processes_with(marker)) < 7 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(processes_with(marker)) >= 7
+    caller.send_signal(by)
+    caller.wait()
+    assert all_gone(marker)
+
+
+def test_a_rank_gets_the_environment_and_the_folder_of_the_call(script, monkeypatch):
+    text = "import os; print(os.environ['LATE'], os.path.isdir('labs'), 'GONE' in os.environ)"
+    name = script(text)
+    monkeypatch.setenv("GONE", "yes")
+    monkeypatch.setenv("LATE", "first")
+    run_script(name, ranks=1)  # the fork server has started, with these variables
+    monkeypatch.delenv("GONE")
+    monkeypatch.setenv("LATE", "second")
+    assert run_script(name, ranks=1) == "second True False"
+
+
+def test_the_callers_process_need_not_load_torch():
+    check = "import sys, labkit.launch.scripts; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0

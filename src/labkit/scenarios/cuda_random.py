@@ -8,8 +8,7 @@ number, with the seed as the key, and what comes out is random. For `torch.randn
 
 1. Philox4x32-10 of the counter (0, 0, i, 0), i the index of the element, under the 64-bit seed;
 2. the first two of the four 32-bit words, as fractions of 1 that are never 0;
-3. Box and Muller's transformation of the two to a pair of normal numbers, of which the first is
-   taken.
+3. Box and Muller's transformation of the two to a pair of normal numbers. The first is taken.
 
 Sources: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), for
 Philox; aten/src/ATen/native/cuda/DistributionTemplates.h in PyTorch, for who draws what.

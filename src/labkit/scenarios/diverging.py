@@ -28,9 +28,13 @@ def replicas(
     """This rank's weights after each step, flattened, as a function for `run_ranks`.
 
     Args:
-        cause: "converted": `.double()` after wrapping. "unfrozen": a parameter that is frozen
-            when the model is wrapped. "loaded on rank 1": other weights, loaded on rank 1 after
-            wrapping. "step skipped": rank 1 leaves out its second optimizer step.
+        cause: one of
+
+            - "nothing"
+            - "converted": `.double()` after wrapping
+            - "unfrozen": a parameter is frozen while the model is wrapped
+            - "loaded on rank 1": rank 1 loads other weights after wrapping
+            - "step skipped": rank 1 leaves out its second optimizer step
         optimizer_of: makes the optimizer from the parameters.
     """
     torch.manual_seed(0)
@@ -56,5 +60,6 @@ def replicas(
 
 
 def drift(of_ranks: list[list[Tensor]]) -> list[float]:
-    """For each step the largest difference of a weight between two ranks."""
-    return [(one - other).abs().max().item() for one, other in zip(*of_ranks, strict=True)]
+    """For each step the largest difference of a weight between any two ranks."""
+    steps = (torch.stack(copies) for copies in zip(*of_ranks, strict=True))
+    return [(copies.amax(0) - copies.amin(0)).max().item() for copies in steps]

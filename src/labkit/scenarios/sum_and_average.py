@@ -1,11 +1,11 @@
-"""One training, in as many ways as a thread on sums and averages asks for, and its learning rates.
+"""The thread on sums and averages: one training on any number of ranks, and its learning rate.
 
 The thread is "Is average the correct way for the gradient in DistributedDataParallel with multi
-nodes?". Its questions are of one kind: one process trains with a batch of 16 and a learning rate of
-0.01; several processes shall do the same; with which learning rate? `train` is one epoch of that
-training, for any wrapper and any number of ranks, and `matching_lr` is the answer.
+nodes?". One process trains with a batch of 16 and a learning rate of 0.01. Several processes are to
+train the same, and the question is with what learning rate. `train` is one epoch of that training,
+for any wrapper and any number of ranks. `matching_lr` is the answer.
 
-The thread names no model and no data. Both are ours: small, and drawn from a seed.
+The thread names no model and no data. Both are made up here: small, and drawn from a seed.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def seeded_model(seed: int = SEED) -> nn.Module:
 def batches(
     data: TensorDataset, own_batch: int, rank: int = 0, world_size: int = 1, epoch: int = 0
 ) -> DataLoader:
-    """What one rank is given in an epoch: batches of `own_batch` samples, shuffled by epoch.
+    """One rank's batches of an epoch: `own_batch` samples each, shuffled by epoch.
 
-    In each step the ranks together hold the samples which one process with a batch of
-    `own_batch * world_size` has in that step: `DistributedSampler` makes the same order for any
-    number of ranks, and deals it out like cards. What does not fill a step is left out.
+    In each step all ranks together hold the samples of one process with a batch of
+    `own_batch * world_size`. `DistributedSampler` makes the same order for any number of ranks,
+    and gives every world_size-th sample to a rank. Samples that do not fill a step are left out.
     """
     sampler = DistributedSampler(data, world_size, rank, drop_last=True)
     sampler.set_epoch(epoch)

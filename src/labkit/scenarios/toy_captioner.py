@@ -1,9 +1,9 @@
 """The model and the data of the thread on accumulated and distributed gradients.
 
-The thread is "Unexplained behaviour in accumulate gradients vs in a ddp setting". A picture of 4
-numbers is encoded to 4, and decoded to a distribution over 6 words; 3 captions of 4 words each are
-scored against it. Sizes, seeds and the order of the random draws are the thread's, for its printed
-norms depend on them.
+The thread is "Unexplained behaviour in accumulate gradients vs in a ddp setting". An image
+of 4 numbers is encoded to 4, and decoded to scores for 6 tokens. Three captions of 4 tokens each
+are compared with them. Sizes, seeds, and the order of the random draws are the thread's, because
+its printed norms depend on them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRINTED = {
 
 
 class ToyCaptioner(nn.Module):
-    """Two linear layers; `forward` returns the mean cross-entropy over all words of all captions.
+    """Two linear layers; `forward` returns the mean cross-entropy over all tokens of all captions.
 
     pixels: float (batch, 4). captions: int64 (batch, 3, 4), each below 6. The loss is a scalar.
     """
@@ -41,13 +41,13 @@ class ToyCaptioner(nn.Module):
 
     def forward(self, pixels: Tensor, captions: Tensor) -> Tensor:
         logits = self.decoder(self.encoder(pixels))
-        # Each of a picture's captions is scored, word by word, against the same logits.
+        # Each token of each caption is compared with the same logits.
         logits = logits[:, None, None, :].expand(-1, CAPTIONS, WORDS, -1)
         return F.cross_entropy(logits.reshape(-1, VOCABULARY), captions.reshape(-1))
 
 
 def draw_toy_data(samples: int = 4) -> TensorDataset:
-    """`samples` pictures with their captions, from wherever torch's generator stands."""
+    """`samples` images with their captions, from the current state of torch's generator."""
     pixels = torch.randn(samples, PIXELS)
     captions = torch.randint(0, VOCABULARY, (samples, CAPTIONS, WORDS))
     return TensorDataset(pixels, captions)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from labkit.scenarios.toy_captioner import ToyCaptioner, draw_data, gradient_norms
+from labkit.scenarios.toy_captioner import ToyCaptioner, draw_toy_data, gradient_norms
 
 
 class Program(NamedTuple):
@@ -128,7 +128,7 @@ def _draw(program: Program) -> TensorDataset:
         pl.seed_everything(program.seed, workers=True, verbose=False)
     elif program.unseeded is not None:
         torch.manual_seed(program.unseeded + int(os.environ.get("LOCAL_RANK", "0")))
-    return draw_data(program.devices * program.accumulate)
+    return draw_toy_data(program.devices * program.accumulate)
 
 
 def _trainer(**options: object) -> pl.Trainer:

@@ -14,7 +14,7 @@ from labkit.scenarios.unwrapped_loss import (
     LEARNING_RATE,
     PRINTED_DRIFT,
     PRINTED_GRADIENTS,
-    batch,
+    draw_inputs_and_targets,
     trajectory,
 )
 
@@ -32,7 +32,12 @@ def on_one_process(seed: int) -> list[float]:
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     found = []
     for step in range(5):
-        x, y = (torch.cat(parts) for parts in zip(batch(0, step), batch(1, step), strict=True))
+        x, y = (
+            torch.cat(parts)
+            for parts in zip(
+                draw_inputs_and_targets(0, step), draw_inputs_and_targets(1, step), strict=True
+            )
+        )
         optimizer.zero_grad()
         ((module(x) - y) ** 2).mean().backward()
         found.append(module.weight.grad.flatten()[0].item())

@@ -1,4 +1,4 @@
-# Every target does its own set-up: Python 3.11 or newer and make are all that is needed.
+# Every target sets up what it needs: Python 3.11 or newer and make are all that you have to have.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,26 +9,39 @@ LAB ?= accumulate_vs_ddp
 LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
+# The core's tests: what a change of src/miniddp breaks first.
+CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/miniddp/test_ladder.py \
+	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_ddp_behavior.py \
+	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help book test test-cluster html update lab serve clean
+.PHONY: help book html serve update lab check test test-cluster versions clean
 
 help:
-	@echo "make book                run every chapter and build the book"
-	@echo "make test                run every test, chapter and lab"
-	@echo "make test-cluster        two hosts and a Slurm on this machine (Linux, as root)"
-	@echo "make lab LAB=NAME        run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
-	@echo "make serve               show the built book on this machine's loopback address"
-	@echo "make update              run the chapters in place and store their outputs [CHAPTER=…]"
-	@echo "make clean               remove what was built, and the virtual environment"
+	@echo "Read the book"
+	@echo "  make book               run every chapter and build the book; prints where it is"
+	@echo "  make serve              serve the built book on this machine's loopback address"
+	@echo "Run a lab"
+	@echo "  make lab LAB=NAME       run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
+	@echo "Change the code"
+	@echo "  make check              lint, format, types, and the core's tests: a minute and a half"
+	@echo "  make test               every test, every chapter, every lab: about a quarter of an hour"
+	@echo "  make test-cluster       two hosts and a Slurm on this machine (Linux, as root)"
+	@echo "  make versions TORCH=V   the tests of miniddp on torch V, in a scratch environment"
+	@echo "Change a chapter"
+	@echo "  make update             run the chapters in place and store their outputs [CHAPTER=…]"
+	@echo "  make html               render what the last make book or make test executed"
+	@echo "Start over"
+	@echo "  make clean              remove what was built, and the virtual environment"
 
+# --editable puts all of src/ on the path, so labkit and grader can be imported, too.
 $(READY): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("This project needs Python 3.11 or newer; %s is %s. Choose another with: make … PYTHON=python3.12" % (sys.executable, sys.version.split()[0]))'
 	@echo "Setting up $(VENV) (once; a few minutes) …"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt -e .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt --editable '.[book,doctor,grader,test]'
 	@touch $@
 
-# Text outputs are compared by `make test`; here the chapters only have to run.
+# `make test` compares text outputs; here the chapters only have to run.
 book: $(READY)
 	@echo "Running the chapters …"
 	@$(BIN)/python -m labkit.book.chapters execute book $(EXECUTED)
@@ -43,14 +56,25 @@ html: $(READY)
 	@$(BIN)/python -m labkit.book.site check _build/html
 	@echo "The book: file://$(abspath _build/html/index.html)"
 
+check: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest --quiet --numprocesses=2 $(CORE_TESTS)
+
 test: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
 	@$(BIN)/python -m pytest --numprocesses=2 --durations=25 --durations-min=5
 
 test-cluster: $(READY)
 	@tests/cluster/needs.sh
 	@$(BIN)/python -m pytest tests/cluster
+
+# Prints one row of the table in CONTRIBUTING.md. Downloads torch, with its CUDA packages 5.6 GB.
+versions:
+	@$(PYTHON) tests/torch_versions.py $(TORCH)
 
 update: $(READY)
 	@$(BIN)/python -m labkit.book.chapters update $(CHAPTER)

@@ -1,7 +1,5 @@
 """Every benchmark runs, in miniature, and its JSON has every cell. No time is judged here."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -11,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import run_in_process
 
-from labkit.launch.scripts import ScriptError, project_root, run_script
+from labkit.launch.scripts import project_root, run_script
 
 BENCHMARKS = "labs/benchmarks"
 MODELS = ("wide MLP", "600 small tensors", "transformer")
@@ -37,11 +36,12 @@ CONTENDERS = {
 def figures_of(name: str, folder: Path, *arguments: object) -> tuple[dict[str, Any], str]:
     """The JSON and the output of a benchmark in miniature."""
     path = folder / f"{name}.json"
-    printed = run_script(f"{BENCHMARKS}/{name}.py", "--quick", "--json", path, *arguments)
+    ended = run_in_process(f"{BENCHMARKS}/{name}.py", "--quick", "--json", path, *arguments)
+    assert ended.code == 0, ended.stderr
     figures = json.loads(path.read_text())
     assert set(figures["machine"]) == {"cores", "threads a rank", "torch"}
     assert all(math.isfinite(number) for number in numbers(figures))
-    return figures, printed
+    return figures, ended.stdout
 
 
 def numbers(tree: Any) -> Iterator[float]:
@@ -57,8 +57,9 @@ SCRIPTS = sorted(path.name for path in (project_root() / BENCHMARKS).glob("*.py"
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_explains_the_benchmark_and_how_to_start_it(script):
-    said = run_script(f"{BENCHMARKS}/{script}", "--help")
-    assert f"python {BENCHMARKS}/{script}" in said
+    ended = run_in_process(f"{BENCHMARKS}/{script}", "--help")
+    assert ended.code == 0
+    assert f"python {BENCHMARKS}/{script}" in ended.stdout
 
 
 CELLS = {f"{m}, {w} ranks, {k}" for m in MODELS for w in (2, 4) for k in ("loopback", "1gbit")}
@@ -76,7 +77,7 @@ def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(tm
         assert sum(cell["plan"]) > 0
         assert name in printed
     drawn = tmp_path / "race.png"
-    report = run_script(f"{BENCHMARKS}/report.py", tmp_path, "--figure", drawn)
+    report = report_on(tmp_path, "--figure", drawn)
     assert "600 4 1gbit" in report
     assert "planned ÷ limit, 1 Gbit/s, worst" in report
     assert drawn.stat().st_size > 10_000
@@ -99,17 +100,21 @@ def test_the_stored_race_is_whole_and_the_page_shows_its_report():
 
 def test_quick_cells_do_not_go_into_a_file_of_others(tmp_path):
     figures_of("step_time", tmp_path, "--model", "wide MLP", "--ranks", 2, "--link", "1gbit")
-    with pytest.raises(ScriptError, match="do not go into one file"):
-        run_script(f"{BENCHMARKS}/step_time.py", "--json", tmp_path / "step_time.json")
+    ended = run_in_process(f"{BENCHMARKS}/step_time.py", "--json", tmp_path / "step_time.json")
+    assert ended.code == 2
+    assert "do not go into one file" in ended.stderr
 
 
-def report_on(folder: Path) -> str:
-    return run_script(f"{BENCHMARKS}/report.py", folder)
+def report_on(folder: Path, *arguments: object) -> str:
+    ended = run_in_process(f"{BENCHMARKS}/report.py", folder, *arguments)
+    assert ended.code == 0, ended.stderr
+    return ended.stdout
 
 
 def test_a_report_on_nothing_says_what_to_run_first(tmp_path):
-    with pytest.raises(ScriptError, match="run some of their scripts first"):
-        report_on(tmp_path)
+    ended = run_in_process(f"{BENCHMARKS}/report.py", tmp_path)
+    assert ended.code == 2
+    assert "run some of their scripts first" in ended.stderr
 
 
 def test_every_script_is_in_the_table_of_the_page():

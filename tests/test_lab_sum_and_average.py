@@ -33,13 +33,13 @@ from labkit.scenarios.sum_and_average import (
 )
 from labkit.testing.compare import gradients, largest_difference, ratio_and_cosine
 from labkit.testing.museum.sum_instead_of_average import SumInsteadOfAverage
-from miniddp import MiniDDP
 from miniddp.extras.comm_hooks import total
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.training import MiniDataParallel
 
 LAB = "labs/sum_or_average.py"
 WAYS = list(product(LOSSES, COMBINATIONS))
-WRAPPERS = (MiniDDP, DistributedDataParallel)
+WRAPPERS = (DropIn, DistributedDataParallel)
 
 
 def weights(model: nn.Module) -> list[Tensor]:

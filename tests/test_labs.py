@@ -1,13 +1,13 @@
-"""Every lab, under torchrun as a reader starts it."""
-
-from __future__ import annotations
+"""Every lab explains itself; the first two threads' labs print what they promise."""
 
 import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
+from in_process import run_in_process
 
 from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import ScriptError, project_root, run_script
@@ -32,11 +32,37 @@ def blocks(output: str) -> dict[str, dict[str, list[str]]]:
 LABS = sorted(p.name for p in (ROOT / "labs").glob("*.py"))
 
 
+LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
+# Started by torchrun, or able to be: all but Lightning's, which starts its ranks itself.
+UNDER_TORCHRUN = [name for name in LABS if f"labs/{name}" != LIGHTNING]
+
+
 @pytest.mark.parametrize("script", LABS)
 def test_help_explains_the_script_and_how_to_start_it(script):
-    help_text = run_script(f"labs/{script}", "--help")
-    assert f"labs/{script}" in help_text
-    assert "--seed" in help_text
+    ended = run_in_process(f"labs/{script}", "--help")
+    assert ended.code == 0
+    assert f"labs/{script}" in ended.stdout
+    assert "--seed" in ended.stdout
+
+
+@pytest.mark.parametrize("script", UNDER_TORCHRUN)
+def test_help_and_errors_are_printed_by_the_first_rank_only(script, monkeypatch):
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    for arguments, code in ((("--help",), 0), (("--seed", "no number"), 2)):
+        first, second = (run_in_process(f"labs/{script}", *arguments, RANK=r) for r in "01")
+        assert (first.code, second.code) == (code, code)
+        assert (first.stdout + first.stderr).count("usage:") == 1
+        assert second.stdout + second.stderr == ""
+    assert "error: argument --seed: invalid int value: 'no number'" in first.stderr
+    assert naps == [5], "the second rank lets the first one fail before it"
+
+
+def test_help_and_errors_under_torchrun_are_printed_once():
+    assert run_script(LAB, "--help", ranks=2).count("usage:") == 1
+    with pytest.raises(ScriptError) as caught:
+        run_script(LAB, "--seed", "no number", ranks=2, timeout=60)
+    assert caught.value.said.count("error: argument --seed: invalid int value: 'no number'") == 1
 
 
 def test_the_lab_prints_the_threads_table_on_four_ranks_in_rank_order():
@@ -58,7 +84,7 @@ def test_with_another_seed_every_column_changes_and_all_still_agree():
 
 
 def test_unseeded_data_differ_between_ranks_and_runs_and_the_columns_do_not_agree():
-    first, second = (blocks(run_script(LAB, "--unseeded", ranks=2, fresh=True)) for _ in range(2))
+    first, second = (blocks(run_script(LAB, "--unseeded", ranks=2)) for _ in range(2))
     assert first != second, "other data at every run"
     weights = [norms["encoder.weight"] for norms in first.values()]
     assert len({accumulated for accumulated, _, _ in weights}) == 2, "other data on every rank"
@@ -95,16 +121,6 @@ def test_the_lab_fails_if_the_three_do_not_agree_or_are_no_numbers(
         run_script(LAB, ranks=2)
 
 
-@pytest.mark.parametrize(
-    "script", [name for name in LABS if name != "accumulate_vs_ddp_lightning.py"]
-)
-def test_help_and_errors_under_torchrun_are_printed_once(script):
-    assert run_script(f"labs/{script}", "--help", ranks=2, fresh=True).count("usage:") == 1
-    with pytest.raises(ScriptError) as caught:
-        run_script(f"labs/{script}", "--seed", "no number", ranks=2, timeout=60)
-    assert caught.value.said.count("error: argument --seed: invalid int value: 'no number'") == 1
-
-
 FIRST_RANK_IS_SLOW = """
 import argparse, os, time
 from labkit.launch.lab import parse_arguments
@@ -127,8 +143,9 @@ def test_what_is_wrong_with_the_arguments_is_said_even_if_the_first_rank_is_the_
 
 
 def test_lightnings_script_says_that_torchrun_is_not_for_it():
-    with pytest.raises(ScriptError, match="without torchrun"):
-        run_script("labs/accumulate_vs_ddp_lightning.py", ranks=2)
+    ended = run_in_process(LIGHTNING, TORCHELASTIC_RUN_ID="of torchrun")
+    assert ended.code == 1
+    assert "without torchrun" in ended.stderr
 
 
 def test_without_torchrun_the_lab_says_how_to_start_it():
@@ -143,7 +160,6 @@ def test_a_lab_that_fails_on_one_rank_fails_as_a_whole_in_bounded_time():
         run_script(LAB, "--seed", "not a number", ranks=2, timeout=60)
 
 
-LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
 AS_ONE_PROCESS = ["0.3743", "0.1610", "0.3711", "0.2502"]  # the gradient of sample 2
 
 

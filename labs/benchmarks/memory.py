@@ -4,7 +4,7 @@
 
 Counted after a backward: the distinct storages of all gradients and all buckets, in bytes, divided
 by those of the parameters. 2.00 is a gradient and its copy in a bucket; 1.00 a gradient that is a
-view of its bucket. The buckets are seen through a communication hook, in torch's DDP as in MiniDDP.
+view of its bucket. The buckets are seen through a comm hook, in torch's DDP as in our drop-in.
 
 Beside it, on Linux, what the process grew by: the peak of its resident memory within the step that
 rebuilds the buckets and within a later one, beyond what it was before the wrapper, again divided
@@ -30,13 +30,13 @@ from labkit.profiling.benchmark import (
     benchmark_parser,
     write_json,
 )
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch DDP": DistributedDataParallel,
     "torch DDP, views": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
-    "MiniDDP": MiniDDP,
-    "MiniDDP, views": lambda m: MiniDDP(m, gradient_as_bucket_view=True),
+    "MiniDDP": DropIn,
+    "MiniDDP, views": lambda m: DropIn(m, gradient_as_bucket_view=True),
 }
 STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

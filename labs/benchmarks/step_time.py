@@ -12,8 +12,10 @@ gives the lower limit for any plan, max(compute, t₁ + C):
 - C: one all-reduce of all bytes on that link.
 
 torch's DDP runs with its defaults, with gradient views, with each of several bucket caps, and with
-the plan that MiniDDP found, through `bucket_cap_mb_list`. `--json FILE` adds the raw seconds of
-each cell to FILE and keeps the cells that are already there; `report.py` prints them.
+the plan that MiniDDP found, through `bucket_cap_mb_list`. With `--device cuda` each rank has a GPU
+of its own where there are enough, over NCCL, and a turn ends when the GPU is done; there are no
+measured plans there, and no slow link. `--json FILE` adds the raw seconds of each cell to FILE and
+keeps the cells that are already there; `report.py` prints them.
 """
 
 from __future__ import annotations
@@ -41,21 +43,23 @@ from labkit.profiling.benchmark import (
     write_json,
 )
 from labkit.profiling.slow_link import SlowLink
+from miniddp import MiniDDP
 from miniddp.buckets import MIB
-from miniddp.ddp import MiniDDP
-from miniddp.extras.first_steps import STEPS, WARM_UP
+from miniddp.extras.first_steps import STEPS, TRIAL, WARM_UP
 from miniddp.ladder import RUNGS
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 LINKS = {"loopback": None, "1gbit": 1.0}
 CAPS = (1, 2, 4, 8, 16)
 REFERENCE = "torch DDP"
-PLANNED_AFTER = WARM_UP + STEPS + 1  # steps until MiniDDP has its measured plan
+PLANNED_AFTER = WARM_UP + STEPS + 4 * (1 + TRIAL) + 1  # steps until the plan is settled
 StepProgram = Callable[[], object]
 
 
 def race(
     rank: int,
     world_size: int,
+    device: torch.device,
     model: BenchmarkModel,
     gbit_per_s: float | None,
     rounds: int,
@@ -63,11 +67,15 @@ def race(
 ) -> dict[str, Any]:
     """On each rank: all contenders on one model and one link; returns the cell's raw figures."""
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
-    inputs = model.inputs(rank)
+    inputs = model.inputs(rank).to(device)
     modules: list[nn.Module] = []
 
+    def until_done() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> tuple[Any, StepProgram]:
-        module = model.module()
+        module = model.module().to(device)
         averager = wrap(module)
         modules.append(module)
 
@@ -75,6 +83,7 @@ def race(
             averager(inputs).square().mean().backward()
             if hasattr(averager, "finish"):
                 averager.finish()
+            until_done()
 
         for _ in range(warm_up):
             step()
@@ -88,15 +97,18 @@ def race(
     def torchs(**options: Any) -> StepProgram:
         return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
 
-    def ours(warm_up: int = 2, **options: Any) -> tuple[MiniDDP, StepProgram]:
-        return contender(lambda m: MiniDDP(m, process_group=link, **options), warm_up)
+    def ours(**options: Any) -> tuple[Any, StepProgram]:
+        return contender(lambda m: MiniDDP(m, process_group=link, **options))
 
     steps: dict[str, StepProgram] = {}
     for rung in RUNGS:
         steps[rung.__name__] = contender(lambda module, rung=rung: rung(module, link))[1]
-    steps["MiniDDP"] = ours()[1]
+    planned, steps["MiniDDP"] = ours()
     steps["MiniDDP, views"] = ours(gradient_as_bucket_view=True)[1]
-    planned, steps["MiniDDP, planned"] = ours(PLANNED_AFTER, bucket_plan="measured")
+    if device.type == "cpu":
+        planned, steps["MiniDDP, planned"] = contender(
+            lambda m: DropIn(m, process_group=link, bucket_plan="measured"), PLANNED_AFTER
+        )
     plan = [
         sum(parameter.nbytes for parameter in bucket.parameters)
         for bucket in planned.reducer.buckets
@@ -105,27 +117,40 @@ def race(
     steps["torch DDP, views"] = torchs(gradient_as_bucket_view=True)
     for cap in CAPS:
         steps[f"torch DDP, {cap} MiB"] = torchs(bucket_cap_mb=cap)
-    steps["torch DDP, our plan"] = torchs(bucket_cap_mb_list=[size / MIB for size in plan])
+    if device.type == "cpu":
+        steps["torch DDP, our plan"] = torchs(bucket_cap_mb_list=[size / MIB for size in plan])
 
-    alone = model.module()
+    alone = model.module().to(device)
     modules.append(alone)
     arrivals: list[float] = []
+
+    def arrived(_: torch.Tensor) -> None:
+        if not arrivals:
+            until_done()
+        arrivals.append(time.perf_counter())
+
     for parameter in alone.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: arrivals.append(time.perf_counter()))
+        parameter.register_post_accumulate_grad_hook(arrived)
 
     def compute() -> None:
+        arrivals[:] = [0.0]  # the whole step is timed, not its first gradient
         alone(inputs).square().mean().backward()
+        until_done()
 
     def until_the_first_gradient() -> float:
         arrivals.clear()
         begin = time.perf_counter()
-        compute()
+        alone(inputs).square().mean().backward()
         return arrivals[0] - begin
 
-    everything = torch.zeros(sum(plan) // 4)
+    def everything_at_once() -> None:
+        dist.all_reduce(everything, group=link)
+        until_done()
+
+    everything = torch.zeros(sum(plan) // 4, device=device)
     steps["compute"] = compute
     steps["t1"] = until_the_first_gradient
-    steps["C"] = lambda: dist.all_reduce(everything, group=link)
+    steps["C"] = everything_at_once
     compute()
     clear()
     seconds = take_turns(steps, rounds, clear, patience)
@@ -166,6 +191,7 @@ def main() -> None:
     )
     arguments.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     arguments.add_argument("--link", nargs="+", choices=list(LINKS), default=list(LINKS))
+    arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
     arguments.add_argument(
         "--patience",
@@ -176,6 +202,8 @@ def main() -> None:
     )
     given = arguments.parse_args()
     rounds = 2 if given.quick else given.rounds
+    if given.device == "cuda" and given.link != ["loopback"]:
+        arguments.error("--device cuda goes with --link loopback: the slow link is for the CPU")
 
     cells = {}
     if given.json is not None and given.json.exists():
@@ -199,7 +227,7 @@ def main() -> None:
                     rounds,
                     given.patience,
                     timeout=3600,
-                    device="cpu",
+                    device=given.device,
                 )[0]
                 print(show(cell, cells[cell]), end="\n\n", flush=True)
                 write_json(given.json, {"quick": given.quick, "cells": cells})

@@ -29,7 +29,10 @@ _START = (
 _LISTENER = 3
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "USER": "student", "OMP_NUM_THREADS": "1"}
 
-_OTHERWISE = "grade in a container (book/teach/teach.md has the command), or, for your own work only, say --trust."
+_OTHERWISE = (
+    "grade in a container (book/teach/teach.md has the command), or, for your own work only, "
+    "say --trust."
+)
 ADVICE = f"Install bubblewrap (Debian: apt-get install bubblewrap), {_OTHERWISE}"
 
 

@@ -1,21 +1,19 @@
-"""What data parallelism has to ask of autograd: four questions, each in one place.
+"""What data parallelism asks of autograd: four questions, each answered in one place.
 
-1. *Which tensors did a forward return?* `find_tensors` looks into nested tuples, lists, dicts and
-   dataclasses; `replace_tensors` puts others in their places.
-2. *Where does a parameter's gradient arrive?* At its gradient accumulator, the leaf node of the
-   graph: `gradient_accumulator`. A hook on that node fires once the gradient is in `.grad`, and it
-   fires too when the gradient turns out to be undefined, which hooks on the tensor do not.
-3. *Which parameters can still get a gradient?* `reachable_from` walks the graph. Cost: one step for
-   each node, a few microseconds, in every iteration in which it is asked.
-4. *When is a backward pass over?* `at_end_of_backward` calls back once all gradients are there.
+1. *When does a gradient arrive?* A hook on the parameter's gradient accumulator, the leaf node of
+   the graph, runs once the gradient is in `.grad`, and also if it turns out to be undefined.
+2. *When is a backward pass over?* `at_end_of_backward` calls back once all gradients are there.
+3. *Which parameters can a backward reach?* `reachable_from` visits each node of the graph once,
+   a few microseconds per node. `OutputGate` keeps the answer true for outputs the loss ignores.
+4. *Which tensors did a forward return?* `find_tensors` and `replace_tensors` look into containers.
 
-`OutputGate` makes the second question answerable for outputs that the loss does not use.
-Source: prepare_for_backward and search_unused_parameters in
-torch/csrc/distributed/c10d/reducer.cpp, _DDPSink in torch/nn/parallel/distributed.py.
+`not_compiled` keeps torch.compile out of code whose side effects a traced graph would not repeat.
+Source: reducer.cpp in torch/csrc/distributed/c10d; _DDPSink in torch/nn/parallel/distributed.py.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -24,11 +22,92 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 
-def find_tensors(output: Any) -> list[Tensor]:
-    """All tensors in `output`, in a fixed order, however tuples, lists, dicts and dataclasses nest.
+def hook_accumulators(
+    owner: Any, parameters: Sequence[Tensor]
+) -> tuple[list[Node], weakref.finalize]:
+    """Call `owner.autograd_hook(index)` whenever the gradient of `parameters[index]` arrives.
 
-    Also looks into a dataclass that is a dict as well (the model outputs of some libraries), once.
+    Returns the accumulators, which the owner must keep (autograd drops a node that nothing refers
+    to, and its hooks with it), and a function that removes the hooks, which also runs when the
+    owner is deleted. An earlier owner on the same parameters gets a call of its `reset_state`.
     """
+    nodes, this = (
+        [get_gradient_edge(parameter).node for parameter in parameters],
+        weakref.ref(owner),
+    )
+
+    def hook_for(index: int) -> Callable[..., None]:
+        def hook(gradients: Any, nothing: Any) -> None:
+            if (owner := this()) is not None:
+                owner.autograd_hook(index)
+
+        return hook
+
+    handles = []
+    for index, node in enumerate(nodes):
+        previous = node.metadata.get("miniddp.owner", lambda: None)()
+        if previous is not None and previous is not owner:
+            previous.reset_state()
+        node.metadata["miniddp.owner"] = this
+        handles.append(node.register_hook(hook_for(index)))
+    remove = weakref.finalize(owner, lambda: [handle.remove() for handle in handles])
+    remove.atexit = False
+    return nodes, remove
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` once, when the running backward pass has produced all its gradients.
+
+    It runs on the CUDA streams of the caller of `backward()`, after autograd has made these wait
+    for the streams on which gradients were accumulated. Its thread is the one that finished the
+    last node: the caller's for a graph on the CPU, autograd's own thread of a GPU for one on it.
+    """
+    # A private interface of autograd; there is no public one. This is its only use.
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def reachable_from(tensors: Iterable[Tensor]) -> set[Node]:
+    """Every node of the graph that a backward pass from `tensors` can visit."""
+    roots = {get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad}
+    seen, to_visit = set(roots), list(roots)
+    while to_visit:
+        for node, _ in to_visit.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                to_visit.append(node)
+    return seen
+
+
+class OutputGate(torch.autograd.Function):
+    """The identity on all outputs together: backward visits all of them or none.
+
+    Suppose the loss ignores some outputs. Without the gate, backward would not visit the parameters
+    behind them, and their buckets would wait forever. Through it their hooks run with an undefined
+    gradient, and `.grad` stays as it was.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, clone: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # Without a copy the outputs are views of one another's graph and refuse in-place changes.
+        return tuple(tensor.clone() for tensor in tensors) if clone else tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *gradients)
+
+    @classmethod
+    def pass_through(cls, output: Any, clone: bool = True) -> Any:
+        """`output`, every tensor of it that has a graph led through one gate."""
+        tensors = find_tensors(output)
+        gated = iter(cls.apply(clone, *(t for t in tensors if t.grad_fn is not None)) or ())
+        return replace_tensors(
+            output, iter([next(gated) if t.grad_fn is not None else t for t in tensors])
+        )
+
+
+def find_tensors(output: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists, dicts, and dataclasses, in a fixed order."""
     if isinstance(output, Tensor):
         return [output]
     return [tensor for part in _parts(output).values() for tensor in find_tensors(part)]
@@ -54,7 +133,7 @@ def replace_tensors(output: Any, replacements: Iterator[Tensor]) -> Any:
 
 
 def _parts(output: Any) -> dict[Any, Any]:
-    if isinstance(output, dict):
+    if isinstance(output, dict):  # first: a model output may be a dict and a dataclass
         return dict(output)
     if isinstance(output, list | tuple):
         return dict(enumerate(output))
@@ -63,68 +142,8 @@ def _parts(output: Any) -> dict[Any, Any]:
     return {}
 
 
-def gradient_accumulator(parameter: Tensor) -> Node:
-    """The graph's node that adds the gradient to `parameter.grad`; hold it, or it is made anew."""
-    return get_gradient_edge(parameter).node
-
-
-def reachable_from(tensors: Iterable[Tensor]) -> set[Node]:
-    """Every node of the graph that a backward pass from `tensors` can come by."""
-    roots = {get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad}
-    seen, to_visit = set(roots), list(roots)
-    while to_visit:
-        for node, _ in to_visit.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                to_visit.append(node)
-    return seen
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the backward pass that is running has produced all its gradients.
-
-    It runs in the thread and on the CUDA streams of the caller of `backward()`, after autograd has
-    made these wait for the streams on which gradients were computed.
-    """
-    # A private interface of autograd; there is no public one. This is its only use.
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def at_start_of_backward(output: Any, callback: Callable[[], None]) -> None:
-    """Call `callback` whenever a backward pass enters the graph of a tensor in `output`."""
-
-    def entered(gradient: Tensor) -> None:
-        callback()
-
-    for tensor in find_tensors(output):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(entered)
-
-
-class OutputGate(torch.autograd.Function):
-    """The identity on all outputs together, so that backward passes all of them or none.
-
-    If the loss uses only some outputs, backward would never come to the parameters behind the
-    others, and whoever waits for their gradients would wait for ever. Through the gate, backward
-    visits them with an undefined gradient: their accumulators' hooks fire and `.grad` stays as it
-    was.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, clone: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        # Without a copy the outputs are views of one another's graph and refuse in-place changes.
-        return tuple(tensor.clone() for tensor in tensors) if clone else tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *gradients)
-
-    @classmethod
-    def pass_through(cls, output: Any, clone: bool = True) -> Any:
-        """`output` with every tensor that has a graph led through one gate; all else untouched."""
-        tensors = find_tensors(output)
-        gated = iter(cls.apply(clone, *(t for t in tensors if t.grad_fn is not None)) or ())
-        return replace_tensors(
-            output, iter([next(gated) if t.grad_fn is not None else t for t in tensors])
-        )
+def not_compiled(function: Callable, recursive: bool = True) -> Callable:
+    """`function` runs as written in a compiled model; so does what it calls, if `recursive`."""
+    # Private, as in torch's optimizers: the public torch.compiler.disable loads Dynamo at once,
+    # which would add a second to each `import miniddp`.
+    return torch._disable_dynamo(function, recursive=recursive)

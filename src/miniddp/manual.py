@@ -1,30 +1,21 @@
 """Average the gradients by hand, after backward: data-parallel training in its plainest form.
 
-A training step on W ranks has four parts:
+A training step on W ranks has four parts: each rank computes the loss of its own share of the
+batch (forward), then the gradient of that loss (backward); the gradients of all ranks are summed
+and divided by W (all-reduce); every rank applies the same average to the same parameters (step).
+`average_gradients` is the third part. Nothing overlaps: communication starts when backward has
+ended. Two mistakes are easily made here:
 
-1. forward: each rank computes the loss of its own share of the batch;
-2. backward: each rank computes the gradient of that loss;
-3. all-reduce: the gradients of all ranks are summed, and divided by W;
-4. optimizer step: every rank applies the same average to the same parameters.
-
-`average_gradients` is part 3, called between `loss.backward()` and `optimizer.step()`. Nothing is
-overlapped: communication starts when backward has ended. The rest of this package makes the same
-average, earlier.
-
-Two things are easily got wrong, and are what most of this file is about:
-
-- *Every rank must call the same collectives in the same order.* Skipping parameters whose gradient
-  is None breaks that as soon as a gradient is missing on one rank only: two different parameters
-  are then added together, silently, and at last some rank waits for ever. Here every trainable
-  parameter takes part, always, in the module's order; a missing gradient counts as zeros.
+- *Every rank must call the same collectives in the same order.* Skipping a parameter whose gradient
+  is None breaks this as soon as a gradient is missing on one rank only. Two different parameters
+  are then added together without an error, and eventually some rank waits forever. Here every
+  trainable parameter takes part, in the module's order; a missing gradient counts as zeros.
 - *A parameter that no rank used keeps `grad = None`.* Zeros would let Adam's momentum and weight
   decay move it, which a single process would not do.
 
 Source: the function of this name in PyTorch's tutorial "Writing Distributed Applications with
-PyTorch", which does neither; torch's DDP, which with find_unused_parameters=True does both.
+PyTorch", which does neither; torch's DDP, which does both with find_unused_parameters=True.
 """
-
-from __future__ import annotations
 
 from typing import Literal
 
@@ -49,22 +40,21 @@ def average_gradients(
 
     Call it on every rank, after backward and before the optimizer step. It works on
     `parameter.grad`, of any shape and any floating or complex dtype; a sparse gradient becomes
-    dense. A gradient missing on some ranks counts as zeros there, and is created; one missing on
+    dense. A gradient missing on some ranks counts as zeros there and is created; one missing on
     every rank stays None.
 
     Args:
         module: the same parameters, in the same order, on every rank.
-        flat: False sends one all-reduce a parameter. True copies all gradients into one buffer
-            (one for each dtype and device) and sends that: fewer, larger messages, at the price
-            of a copy in, a copy out, and a buffer as large as the gradients.
+        flat: send one buffer per dtype and device, as large as its gradients, instead of one
+            message per parameter.
         combine: "average" divides the sum by W, as DDP does; "sum" does not, as DataParallel.
         group: the process group; the default one when None.
 
     Raises ValueError for another `combine`, and on a rank that is not in `group`.
 
-    Costs, for P parameters on W ranks: P all-reduces and one of P bytes, which tells the ranks
-    what exists; with `flat` one for each dtype and device, in which that travels along. A ring
-    all-reduce of b bytes sends 2(W−1)/W · b bytes a rank, in 2(W−1) steps.
+    Cost, for P parameters on W ranks: P all-reduces, and one of P bytes that tells the ranks which
+    gradients exist; with `flat`, one per dtype and device, which carries those flags too. A ring
+    all-reduce of b bytes sends 2(W−1)/W · b bytes from each rank, in 2(W−1) steps.
     """
     if combine not in ("average", "sum"):
         raise ValueError(f'combine must be "average" or "sum", got {combine!r}')
@@ -73,8 +63,7 @@ def average_gradients(
         return
     gradients = [own_gradient(p) for p in parameters]
     has_gradient = [p.grad is not None for p in parameters]
-    world_size = size_of_group(group)
-    divisor = world_size if combine == "average" else 1
+    divisor = size_of_group(group) if combine == "average" else 1
     combine_all = _all_reduce_flat if flat else _all_reduce_each
     exists_somewhere = combine_all(gradients, has_gradient, divisor, group)
     for parameter, gradient, exists in zip(parameters, gradients, exists_somewhere, strict=True):
@@ -83,12 +72,9 @@ def average_gradients(
 
 
 def _all_reduce_each(
-    gradients: list[Tensor],
-    has_gradient: list[bool],
-    divisor: int,
-    group: dist.ProcessGroup | None,
+    gradients: list[Tensor], has_gradient: list[bool], divisor: int, group: dist.ProcessGroup | None
 ) -> list[bool]:
-    """Combine in place, one message a gradient. Returns which of them any rank has."""
+    """Combine in place, one message per gradient. Returns which of them any rank has."""
     flags = torch.tensor(has_gradient, dtype=torch.uint8, device=gradients[0].device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     exists_somewhere = flags.bool().tolist()
@@ -101,10 +87,7 @@ def _all_reduce_each(
 
 
 def _all_reduce_flat(
-    gradients: list[Tensor],
-    has_gradient: list[bool],
-    divisor: int,
-    group: dist.ProcessGroup | None,
+    gradients: list[Tensor], has_gradient: list[bool], divisor: int, group: dist.ProcessGroup | None
 ) -> list[bool]:
     """Combine in place, one message in all. Returns which of the gradients any rank has."""
     of_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -127,9 +110,8 @@ def _all_reduce_flat(
 
 
 def own_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's gradient, dense and contiguous: zeros where it is None."""
+    """This rank's gradient, dense and contiguous, as collectives need it; zeros if it is None."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    # A collective wants dense memory without gaps; a sparse or expanded gradient has neither.
     return gradient.to_dense() if gradient.is_sparse else gradient.contiguous()

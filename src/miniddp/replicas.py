@@ -1,17 +1,16 @@
-"""Making the replicas equal: verify that all ranks hold the same model, then broadcast one rank's.
+"""Equal replicas: verify that all ranks hold the same model, then broadcast one rank's values.
 
-Data parallelism averages gradients; that the averages mean the same on every rank rests on equal
-parameters at the start. Copying tensors between models that differ would end in a crash on one
-rank, a hang on another, or garbage without a word, so the models' descriptions are compared first.
+Averaged gradients mean the same on every rank only if the parameters were equal at the start.
+Copying tensors between models that differ would crash, hang, or write garbage without an error, so
+the models' descriptions are compared first.
 
-Cost: one all-gather of 32 bytes a rank if all agree (the descriptions themselves, if not), and one
+Cost: one all-gather of 32 bytes per rank if all agree (of the descriptions, if not), and one
 broadcast of all parameters and buffers, in chunks of 250 MiB.
 Source: _verify_param_shape_across_processes and _sync_module_states in torch/distributed/utils.py.
 """
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -20,26 +19,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from miniddp import errors
 from miniddp.buckets import MIB, Plan, initial_plan, sizes_of
 
 _CHUNK = (250 * MIB,)
 _NO_TIMEOUT = timedelta(0)
-_MOST_LINES = 20  # of an error's text
 
 
 def wait_for(work: dist.Work) -> None:
-    """Wait for an asynchronous collective, also of a process group that is written in Python.
-
-    The `wait` of such a group's works takes a timeout and has no default, unlike the built-in ones.
-    """
+    """Wait for a collective, also of a group written in Python, whose `wait` requires a timeout."""
     work.wait(_NO_TIMEOUT)
 
 
-def size_of_group(group: dist.ProcessGroup | None) -> int:
-    """W, the number of ranks in `group` (the default one when None).
+def wait_for_default_stream(device: torch.device) -> None:
+    """Let the current CUDA stream wait for the default one; call it after waiting for a future.
 
-    Raises ValueError on a rank outside of it, where torch gives -1 for the size, and a collective
-    only warns.
+    A future of NCCL makes the current stream wait for the collective. One of gloo knows of no
+    stream: gloo's thread has made its own current stream wait, which is the default one. Without
+    effect for a caller on the default stream, and while a CUDA graph is captured (of NCCL; gloo
+    cannot be captured).
+    """
+    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    if current != default and not torch.cuda.is_current_stream_capturing():
+        current.wait_stream(default)
+
+
+def size_of_group(group: dist.ProcessGroup | None) -> int:
+    """W, the number of ranks in `group` (None: the default group).
+
+    Raises ValueError on a rank outside the group, where torch returns -1 and collectives only warn.
     """
     size = dist.get_world_size(group)
     if size < 0:
@@ -53,16 +61,11 @@ def verify_same_model(
     settings: Mapping[str, Any] | None = None,
     problem: Exception | None = None,
 ) -> None:
-    """Compare models over the ranks before data moves; every rank raises what any one found.
+    """Compare the ranks' models before data moves; every rank raises what any of them finds.
 
-    Args:
-        named: the tensors, of which names, shapes, strides, dtypes and requires_grad are compared.
-        group: the ranks.
-        settings: what else has to be the same on every rank, by name.
-        problem: what keeps this rank from taking part. It is raised here, and told to the others.
-
-    Raises:
-        RuntimeError: on every rank, if any two differ, or one has a problem; it names the ranks.
+    `named` are tensors whose names, order, shapes, strides, dtypes, and requires_grad must agree;
+    `settings` is what else must agree. `problem` keeps this rank from taking part: it is raised
+    here, and the other ranks raise RuntimeError. So do all ranks if anything differs.
     """
     ours = (
         {name: _describe(tensor) for name, tensor in named.items()},
@@ -70,7 +73,9 @@ def verify_same_model(
         "" if problem is None else f"{type(problem).__name__}: {problem}",
     )
     digest = hashlib.sha256(repr([list(ours[0].items()), *ours[1:]]).encode()).digest()
-    message = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device_of(named, group))
+    fallback = torch.empty(0, device="cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    device = next(iter(named.values()), fallback).device
+    message = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(message) for _ in range(group.size())]
     wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
     every = [ours] * group.size()
@@ -78,44 +83,27 @@ def verify_same_model(
         dist.all_gather_object(every, ours, group=group)
     elif problem is None:
         return
-    tensors, of_settings, problems = zip(*every, strict=True)
+    models, of_settings, problems = zip(*every, strict=True)
     if problem is not None:
         raise problem
     if any(problems):
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-        raise RuntimeError(
-            f"Rank {group.rank()} could take part, but others could not, so every rank raises. "
-            f"{told}"
-        )
-    if tensors.count(tensors[0]) == len(tensors) and _in_one_order(tensors):
-        raise RuntimeError(
-            "MiniDDP expects the same settings on all ranks, since they decide which collectives a "
-            f"rank takes part in:\n{''.join(_differing(of_settings))}(Reported on rank "
-            f"{group.rank()}; every rank raises this.) Pass the same values on every rank."
-        )
-    raise RuntimeError(_difference(tensors, group.rank()))
-
-
-def _device_of(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> torch.device:
-    """A device that `group` can send from."""
-    if named:
-        return next(iter(named.values())).device
-    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        raise RuntimeError(errors.another_rank_failed(group.rank(), problems))
+    if all(list(model.items()) == list(models[0].items()) for model in models):
+        advice = "Pass the same values on every rank: they decide which collectives it calls."
+        raise RuntimeError(errors.different("settings", group.rank(), of_settings, advice))
+    advice = "Build the module by the same code and configuration on every rank, then wrap it."
+    raise RuntimeError(errors.different("model", group.rank(), models, advice))
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
-    """Overwrite `tensors` by those of rank `src` of `group`; of the same shapes on every rank.
+    """Overwrite `tensors` with those of rank `src`; shapes must agree on every rank.
 
-    Autograd's version counters stay as they are: a graph built before may still be used.
-
-    Raises:
-        ValueError: elements of a tensor share memory (it was expanded), so it cannot be written.
+    Autograd's version counters stay as they are, so a graph built before may still be used.
+    Raises ValueError if a tensor is expanded: its elements share memory and cannot be written.
     """
     for tensor in tensors:
-        # Checked on the source too, which writes nothing: it would wait alone for the others.
-        if any(
-            n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        ):
+        # Checked on the source too, which would otherwise wait alone for the others.
+        if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(
                 f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: several of its "
                 "elements are one in memory, so it cannot be overwritten. Register its clone()"
@@ -133,7 +121,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
 
 
 def plan_of_rank_0(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> Plan:
-    """The plan that rank 0 of `group` gives, on every rank; all for the same parameters."""
+    """Rank 0's plan, on every rank of `group`; the plans must hold the same parameters."""
     indices = [index for bucket in plan for index in bucket]
     sizes = [len(bucket) for bucket in plan] + [0] * (len(indices) - len(plan))
     message = torch.tensor([indices, sizes], device=device)
@@ -146,39 +134,3 @@ def plan_of_rank_0(plan: Plan, group: dist.ProcessGroup, device: torch.device) -
 def _describe(tensor: Tensor) -> str:
     trainable = "trainable" if tensor.requires_grad else "not trainable"
     return f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}, {trainable}"
-
-
-def _difference(every: Sequence[Mapping[str, str]], rank: int) -> str:
-    counts = ", ".join(
-        f"rank {r} has {len(described)} of them" for r, described in enumerate(every)
-    )
-    lines = _differing(every) or ["  the order in which they are defined\n"]
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more\n"]
-    return (
-        "MiniDDP expects same model across all ranks, but the parameters (and synchronized "
-        f"buffers) differ: {counts}. What appears not to match:\n{''.join(lines)}(Reported on rank "
-        f"{rank}; every rank raises this.) Build the module by the same code and configuration on "
-        "every rank, then wrap it."
-    )
-
-
-def _differing(every: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line for each name whose value is not the same on every rank."""
-    lines = []
-    for name in dict.fromkeys(name for described in every for name in described):
-        ranks_of = defaultdict(list)
-        for rank, described in enumerate(every):
-            ranks_of[described.get(name, "absent")].append(rank)
-        if len(ranks_of) > 1:
-            found = "; ".join(f"{what} on {_ranks(ranks)}" for what, ranks in ranks_of.items())
-            lines.append(f"  {name}: {found}\n")
-    return lines
-
-
-def _in_one_order(every: Sequence[Mapping[str, str]]) -> bool:
-    return all(list(described) == list(every[0]) for described in every)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    return "rank " + ", ".join(map(str, ranks))

@@ -12,17 +12,14 @@ from miniddp.buckets import (
     FIRST_CAP_BYTES,
     MIB,
     NO_CAP,
-    LinkCost,
     ParameterSize,
     Plan,
     arrival_plan,
     bucket_caps,
-    fastest_plan,
-    finish_time,
     initial_plan,
-    measured_plan,
     sizes_of,
 )
+from miniddp.extras.planner import LinkCost, fastest_plan, finish_time, measured_plan
 
 SIZES = st.lists(
     st.builds(

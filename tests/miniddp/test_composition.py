@@ -1,4 +1,4 @@
-"""MiniDDP together with its neighbors: replicas within a process, SyncBatchNorm, a global mean.
+"""the drop-in together with its neighbors: replicas within a process, SyncBatchNorm, a global mean.
 
 Ranks have different samples and different numbers of them, and each combination is held against the
 full batch in one process and against torch's DDP around the same module.
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
-from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.training.data_parallel import MiniDataParallel
 from miniddp.training.losses import global_mean
 from miniddp.training.sync_batch_norm import SyncBatchNorm
@@ -25,10 +25,10 @@ CLASSES = 3
 STEPS = 3
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "plain": MiniDDP,
-    "views": lambda module: MiniDDP(module, gradient_as_bucket_view=True),
-    "strict": lambda module: MiniDDP(module, strict=True),
-    "unused": lambda module: MiniDDP(module, find_unused_parameters=True),
+    "plain": DropIn,
+    "views": lambda module: DropIn(module, gradient_as_bucket_view=True),
+    "strict": lambda module: DropIn(module, strict=True),
+    "unused": lambda module: DropIn(module, find_unused_parameters=True),
     "torch": DistributedDataParallel,
 }
 
@@ -96,7 +96,7 @@ CASES = {
 def in_a_rank(rank: int, name: str) -> dict[str, list[list[Tensor]]]:
     build, _ = CASES[name]
     found = {how: train(wrap(build()), rank) for how, wrap in WRAPPERS.items()}
-    return found | {"local means": train(MiniDDP(build()), rank, local_mean=True)}
+    return found | {"local means": train(DropIn(build()), rank, local_mean=True)}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

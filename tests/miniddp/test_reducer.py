@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
-from miniddp.ddp import MiniDDP
 from miniddp.extras import comm_hooks
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 
 class AnyOrder(nn.Module):
@@ -29,7 +29,7 @@ class AnyOrder(nn.Module):
 
 def events_of(rank: int, orders: list[list[int]], steps: int) -> list[list[tuple[str, int]]]:
     """For each step: ("gradient", parameter) and ("launch", bucket) as they happened."""
-    wrapped = MiniDDP(AnyOrder(), bucket_cap_mb=280 / 2**20)  # a layer, 288 bytes, a bucket
+    wrapped = DropIn(AnyOrder(), bucket_cap_mb=280 / 2**20)  # a layer, 288 bytes, a bucket
     events: list[tuple[str, int]] = []
 
     def note_launch(state, bucket):
@@ -73,7 +73,7 @@ def test_the_first_backward_sends_one_bucket_and_later_ones_overlap():
 
 
 def collectives_of_a_window(rank, world_size):
-    wrapped = MiniDDP(AnyOrder(), gradient_as_bucket_view=True)
+    wrapped = DropIn(AnyOrder(), gradient_as_bucket_view=True)
     launches = []
 
     def count(state, bucket):
@@ -101,7 +101,7 @@ def test_accumulation_communicates_in_the_last_micro_batch_only_and_views_stay_v
 
 
 def several_forwards(rank, world_size):
-    wrapped = MiniDDP(AnyOrder())
+    wrapped = DropIn(AnyOrder())
     alone = AnyOrder()
     torch.manual_seed(rank)
     a, b = torch.randn(4, 8), torch.randn(4, 8)
@@ -118,7 +118,7 @@ def test_several_forwards_before_one_backward_are_averaged_once():
 
 
 def after_an_exception(rank, world_size):
-    wrapped = MiniDDP(AnyOrder())
+    wrapped = DropIn(AnyOrder())
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
 
     class InterruptedStepError(Exception):
@@ -150,7 +150,7 @@ def test_a_backward_that_was_interrupted_before_its_first_gradient_leaves_no_sta
 
 def lifetimes(rank, world_size):
     module = AnyOrder()
-    wrapped = MiniDDP(module, find_unused_parameters=True)
+    wrapped = DropIn(module, find_unused_parameters=True)
     wrapped(torch.randn(4, 8), [0, 1]).sum().backward()
     reducer = weakref.ref(wrapped.reducer)
     buffers = [weakref.ref(bucket.buffer) for bucket in wrapped.reducer.buckets]
@@ -164,7 +164,7 @@ def test_a_wrapper_frees_its_buckets_at_once_without_waiting_for_the_garbage_col
 
 
 def old_buckets(rank, world_size, views):
-    wrapped = MiniDDP(AnyOrder(), gradient_as_bucket_view=views)
+    wrapped = DropIn(AnyOrder(), gradient_as_bucket_view=views)
     first = [weakref.ref(bucket.buffer) for bucket in wrapped.reducer.buckets]
     gc.disable()
     for _ in range(2):
@@ -185,7 +185,7 @@ def large_and_small(rank, world_size):
     found = []
     for views in (False, True):
         torch.manual_seed(2)
-        wrapped = MiniDDP(
+        wrapped = DropIn(
             nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 2)), gradient_as_bucket_view=views
         )
         torch.manual_seed(rank)
@@ -202,7 +202,7 @@ def test_views_change_no_bit_at_two_ranks_for_large_and_small_gradients():
 
 
 def autograd_grad(rank, world_size):
-    wrapped = MiniDDP(AnyOrder())
+    wrapped = DropIn(AnyOrder())
     torch.manual_seed(rank)
     x = torch.randn(4, 8)
     taken = torch.autograd.grad(wrapped(x, [0, 1, 2, 3]).sum(), list(wrapped.parameters()))

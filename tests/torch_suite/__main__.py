@@ -1,6 +1,7 @@
 """``python -m tests.torch_suite``: PyTorch's tests of its DDP, on a class that you choose."""
 
 import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import json
@@ -11,10 +12,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 DESCRIPTION = """\
-Run PyTorch's own tests of DistributedDataParallel on the CPU, over gloo, on a class of your choice.
+Run PyTorch's own tests of DistributedDataParallel on a class of your choice: on the CPU over gloo,
+on one GPU that the ranks share (--device gpu), or on a GPU for each rank (--device gpus).
 The tests are those that ship inside the installed torch, or those of PyTorch's repository that do
 not: all of them (--checkout ~/pytorch), or a file of it
 (--file ~/pytorch/test/distributed/test_c10d_gloo.py)."""
+
+
+TARGETS = {"cpu": "cpu", "gpu": "cuda:0", "gpus": ""}
 
 
 def arguments() -> argparse.Namespace:
@@ -31,6 +36,13 @@ def arguments() -> argparse.Namespace:
     add("-k", dest="names", action="append", default=[], help="part of a name, or a pattern with *")
     add("--runnable", action="store_true", help="only those that table.json calls runnable")
     add("--every", action="store_true", help="also the tests that do not name the class")
+    add(
+        "--device",
+        choices=list(TARGETS),
+        default="cpu",
+        help="cpu (the default); gpu: all ranks on the first GPU, over gloo; gpus: nothing is "
+        "replaced but the class, each rank has a GPU of its own, over NCCL",
+    )
     add("--world-size", type=int, default=4, help="ranks of distributed_test (default 4)")
     add("--jobs", type=int, default=2, help="tests at a time (default 2)")
     add("--timeout", type=float, default=60, help="seconds for one test (default 60)")
@@ -50,6 +62,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--write-table takes the tests as they are: leave out what chooses among them")
     if options.write_table and options.cls not in ("torch", *["miniddp"] * bool(options.checkout)):
         parser.error("--write-table needs --class torch or, with --checkout, also miniddp")
+    if options.write_table and options.device != "cpu":
+        parser.error("--write-table is for the CPU: its tables are those of --device cpu")
     if options.checkout and options.file:
         parser.error("either --checkout or --file")
     if options.checkout and not os.path.isdir(os.path.join(options.checkout, "test/distributed")):
@@ -70,24 +84,30 @@ def main() -> int:
     options = arguments()
     # PyTorch's files read these when they are imported.
     os.environ.update(
-        BACKEND="gloo",
+        BACKEND="nccl" if options.device == "gpus" else "gloo",
         WORLD_SIZE=str(options.world_size),
         TEMP_DIR=tempfile.gettempdir(),
         OMP_NUM_THREADS="1",
         OPENBLAS_NUM_THREADS="1",
         MASTER_ADDR="127.0.0.1",
+        PYTORCH_NVML_BASED_CUDA_CHECK="1",  # tests are forked, which CUDA would not survive
     )
+    import torch
+
     from . import discover, placement, runner, swap, table
 
     cls = swap.load(options.cls)
-    placement.open_gates()
-    placement.pretend_devices()
-    placement.without_device_ids(cls)
+    target = None
+    if options.device != "gpus":
+        target = torch.device(TARGETS[options.device])
+        placement.open_gates()
+        placement.pretend_devices(target)
+        placement.replace_device_ids(cls, target)
     swap.Constructions.watch(cls)
     swap.swap(cls)
     runner.fork_ranks()
     chosen = []
-    with placement.nccl_announced():
+    with contextlib.nullcontext() if target is None else placement.nccl_announced():
         for source in sources(options):
             module = discover.load(source)
             swap.swap(cls)
@@ -112,7 +132,7 @@ def main() -> int:
         if options.verbose and result.detail:
             print(result.detail, flush=True)
 
-    results = runner.run(chosen, options.jobs, options.timeout, report)
+    results = runner.run(chosen, options.jobs, options.timeout, report, target)
     totals = Counter(result.outcome for result in results)
     print(", ".join(f"{n} {outcome}" for outcome, n in totals.most_common()), f"({options.cls})")
     if options.json:

@@ -1,10 +1,11 @@
-"""Device placement replaced: what a test puts on a GPU is put on the CPU; NCCL becomes gloo.
+"""Device placement replaced: what a test puts on any GPU is put on a target; NCCL becomes gloo.
 
-A test says where its tensors go in four ways, and each is rewritten while it runs: a device
-argument of a torch function (`OnCpu`), the current device of `torch.cuda` (`pretend_devices`), the
-``device_ids`` of the wrapper (`without_device_ids`), and the backend of the process group. The
-gates that would skip the test on a machine with no GPU are opened (`open_gates`), and their reasons
-kept for the table. `torch.cuda.is_available()` stays False, and the library goes its CPU ways.
+The target is the CPU, or one GPU that all ranks share. A test says where its tensors go in four
+ways, and each is rewritten while it runs: a device argument of a torch function (`OnTarget`), the
+current device of `torch.cuda` (`pretend_devices`), the ``device_ids`` of the wrapper
+(`replace_device_ids`), and the backend of the process group. The gates that would skip the test on
+a machine with too few GPUs are opened (`open_gates`), and their reasons kept for the table. On the
+CPU `torch.cuda.is_available()` stays False, and the library goes its CPU ways.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
 
 from miniddp.training.sync_batch_norm import SyncBatchNorm
+
+CPU = torch.device("cpu")
 
 PRETENDED_GPUS = 8
 """What `torch.cuda.device_count()` says to the tests: none of them asks for more."""
@@ -53,13 +56,17 @@ def is_gpu(device: Any) -> bool:
     return isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda"))
 
 
-def on_cpu(device: Any) -> Any:
-    """The CPU for a GPU; anything else unchanged."""
-    return torch.device("cpu") if is_gpu(device) else device
+def placed(device: Any, target: torch.device) -> Any:
+    """The target for a GPU; anything else unchanged."""
+    return target if is_gpu(device) else device
 
 
-class OnCpu(TorchFunctionMode):
-    """While active, every torch function that is given a GPU as its device gets the CPU."""
+class OnTarget(TorchFunctionMode):
+    """While active, every torch function that is given a GPU as its device gets the target."""
+
+    def __init__(self, target: torch.device) -> None:
+        super().__init__()
+        self.target = target
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -68,30 +75,31 @@ class OnCpu(TorchFunctionMode):
         if func is torch.device and args and isinstance(args[0], int):
             return torch.device("cuda", args[0])  # an index alone needs an accelerator to be there
         if func is torch.Tensor.cuda:
-            return args[0]
+            return args[0].to(self.target)
         if func is torch.Tensor.to and len(args) > 1:
-            args = (args[0], on_cpu(args[1]), *args[2:])
+            args = (args[0], placed(args[1], self.target), *args[2:])
         if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
+            kwargs["device"] = placed(kwargs["device"], self.target)
         return func(*args, **kwargs)
 
 
-def in_every_thread() -> None:
-    """Activate `OnCpu`, which holds for one thread, in each thread started from now on."""
+def in_every_thread(target: torch.device) -> None:
+    """Activate `OnTarget`, which holds for one thread, in each thread started from now on."""
     run = threading.Thread.run
 
-    def run_on_cpu(self: threading.Thread) -> None:
-        with OnCpu():
+    def run_on_target(self: threading.Thread) -> None:
+        with OnTarget(target):
             run(self)
 
-    threading.Thread.run = run_on_cpu
+    threading.Thread.run = run_on_target
 
 
-def without_device_ids(cls: type) -> None:
-    """Make the constructor of `cls` take ``device_ids`` and ``output_device`` of GPUs as None.
+def replace_device_ids(cls: type, target: torch.device) -> None:
+    """Let ``device_ids`` and ``output_device`` of GPUs be the target for the constructor of `cls`.
 
-    Torch's DDP refuses them for a module that lies on the CPU, as it must.
+    As None if that is the CPU: torch's DDP refuses them for a module there, as it must.
     """
+    index = target.index
     construct = cls.__init__
     signature = inspect.signature(construct)
 
@@ -100,9 +108,9 @@ def without_device_ids(cls: type) -> None:
         bound = signature.bind(self, *args, **kwargs)
         ids = bound.arguments.get("device_ids")
         if ids and all(map(is_gpu, ids)):
-            bound.arguments["device_ids"] = None
+            bound.arguments["device_ids"] = None if index is None else [index]
         if is_gpu(bound.arguments.get("output_device")):
-            bound.arguments["output_device"] = None
+            bound.arguments["output_device"] = index
         construct(*bound.args, **bound.kwargs)
 
     cls.__init__ = __init__
@@ -187,7 +195,7 @@ def smaller_convolutions() -> None:
     torch.nn.Conv2d.forward = lambda self, x: forward(self, x[..., :32, :32])
 
 
-def pretend_devices() -> None:
+def pretend_devices(target: torch.device) -> None:
     """Give the tests devices that can be counted and chosen, and a gloo group for an NCCL one."""
 
     @contextlib.contextmanager
@@ -199,29 +207,17 @@ def pretend_devices() -> None:
     @functools.wraps(move)
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        return move(self, *map(on_cpu, args), **kwargs)
+            kwargs["device"] = placed(kwargs["device"], target)
+        return move(self, *(placed(argument, target) for argument in args), **kwargs)
 
     torch.nn.Module.to = to
-    torch.cuda.device_count = lambda: PRETENDED_GPUS
-    torch.cuda.set_device = lambda device: None
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.nccl.version = lambda: (2, 27, 3)
-    torch.cuda.empty_cache = lambda: None
+    torch.cuda.device_count = torch.accelerator.device_count = lambda: PRETENDED_GPUS
+    torch.cuda.set_device = torch.accelerator.set_device_index = lambda device: None
     torch.cuda.device = device
-    torch.cuda.is_bf16_supported = lambda *_, **__: False  # torch's DDP refuses its hook on a CPU
-    torch.accelerator.device_count = torch.cpu.device_count = lambda: PRETENDED_GPUS
-    torch.accelerator.set_device_index = torch.accelerator.synchronize = lambda device=None: None
-    torch.accelerator.current_device_index = lambda: 0
-    torch.cpu.manual_seed = torch.manual_seed
-    # Torch's SyncBatchNorm has no kernels for the CPU. Ours stands in, whatever class is tested.
-    torch.nn.SyncBatchNorm = _SyncBatchNorm
-    # What waits for a stream on a GPU need not on a CPU, which runs in the program's order.
-    torch.Event = _Event
-    torch.accelerator.current_stream = lambda device=None: _Stream()
-    torch.cuda.amp.autocast = functools.partial(torch.autocast, "cpu")
-    torch.cuda.amp.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")
+    if target.type == "cpu":
+        _pretend_cuda()
+    else:
+        _share_the_gpu()
 
     def gloo_for_nccl(create: Callable) -> Callable:
         signature = inspect.signature(create)
@@ -239,12 +235,10 @@ def pretend_devices() -> None:
         return wrapper
 
     common_distributed.DistributedTestBase.backend = lambda self, device: "gloo"
-    # FSDP, in the tests that hold DDP's state beside its own, refuses the CPU unless it is told.
+    # FSDP, in the tests that hold DDP's state beside its own, has to be told.
     shard = FullyShardedDataParallel.__init__
     FullyShardedDataParallel.__init__ = functools.wraps(shard)(
-        lambda self, *args, **kwargs: shard(
-            self, *args, **{"device_id": torch.device("cpu"), **kwargs}
-        )
+        lambda self, *args, **kwargs: shard(self, *args, **{"device_id": target, **kwargs})
     )
 
     for name in ("init_process_group", "new_group", "new_subgroups"):
@@ -258,6 +252,39 @@ def pretend_devices() -> None:
     dist.barrier = functools.wraps(barrier)(
         lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
     )
+
+
+def _pretend_cuda() -> None:
+    """On the CPU: what torch.cuda does has been done, as the CPU runs in the program's order."""
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.nccl.version = lambda: (2, 27, 3)
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.is_bf16_supported = lambda *_, **__: False  # torch's DDP refuses its hook on a CPU
+    torch.cpu.device_count = lambda: PRETENDED_GPUS
+    torch.accelerator.synchronize = lambda device=None: None
+    torch.accelerator.current_device_index = lambda: 0
+    torch.cpu.manual_seed = torch.manual_seed
+    # Torch's SyncBatchNorm has no kernels for the CPU. Ours stands in, whatever class is tested.
+    torch.nn.SyncBatchNorm = _SyncBatchNorm
+    # What waits for a stream on a GPU need not on a CPU.
+    torch.Event = _Event
+    torch.accelerator.current_stream = lambda device=None: _Stream()
+    torch.cuda.amp.autocast = functools.partial(torch.autocast, "cpu")
+    torch.cuda.amp.GradScaler = functools.partial(torch.amp.GradScaler, "cpu")
+
+
+def _share_the_gpu() -> None:
+    """On one GPU: a function that is asked about any of the pretended ones asks about that one."""
+    for module, name in (
+        (torch.cuda, "synchronize"),
+        (torch.cuda, "current_stream"),
+        (torch.cuda, "default_stream"),
+        (torch.accelerator, "synchronize"),
+        (torch.accelerator, "current_stream"),
+    ):
+        function = getattr(module, name)
+        setattr(module, name, lambda device=None, function=function: function())
 
 
 @contextlib.contextmanager

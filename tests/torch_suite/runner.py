@@ -97,15 +97,19 @@ def run(
     jobs: int,
     timeout: float,
     report: Callable[[Result], None],
+    target: torch.device | None = placement.CPU,
 ) -> list[Result]:
-    """Run the tests, `jobs` at a time; `report` is called as each one ends."""
+    """Run the tests, `jobs` at a time; `report` is called as each one ends.
+
+    On `target` (`placement`), or where they put themselves if it is None.
+    """
     waiting = list(chosen)[::-1]
     running: list[_Running] = []
     results: list[Result] = []
     lost_races: Counter[str] = Counter()
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(_start(*waiting.pop(), timeout))
+            running.append(_start(*waiting.pop(), timeout, target))
         time.sleep(0.02)
         for test in list(running):
             ended, _ = os.waitpid(test.pid, os.WNOHANG)
@@ -125,7 +129,9 @@ def name_of(case: type[unittest.TestCase], method: str) -> str:
     return f"{case.__module__}.{case.__name__}.{method}"
 
 
-def _start(case: type[unittest.TestCase], method: str, timeout: float) -> _Running:
+def _start(
+    case: type[unittest.TestCase], method: str, timeout: float, target: torch.device | None
+) -> _Running:
     folder = tempfile.mkdtemp(prefix="torch_suite_")
     sys.stdout.flush()
     sys.stderr.flush()
@@ -133,7 +139,7 @@ def _start(case: type[unittest.TestCase], method: str, timeout: float) -> _Runni
     if pid == 0:
         try:
             os.setsid()
-            _run_here(case, method, folder)
+            _run_here(case, method, folder, target)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -143,7 +149,9 @@ def _start(case: type[unittest.TestCase], method: str, timeout: float) -> _Runni
     return _Running(case, method, pid, now, now + timeout, folder)
 
 
-def _run_here(case: type[unittest.TestCase], method: str, folder: str) -> None:
+def _run_here(
+    case: type[unittest.TestCase], method: str, folder: str, target: torch.device | None
+) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output = os.open(os.path.join(folder, "output"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
@@ -152,11 +160,12 @@ def _run_here(case: type[unittest.TestCase], method: str, folder: str) -> None:
     os.environ["INIT_METHOD"] = f"file://{folder}/init"
     os.makedirs(os.path.join(folder, "barrier"))
     Constructions.path = os.path.join(folder, "constructed")
-    if method == "test_ddp_uneven_inputs":
+    if method == "test_ddp_uneven_inputs" and target == placement.CPU:
         placement.smaller_convolutions()
     outcome = unittest.TestResult()
-    placement.in_every_thread()
-    with placement.OnCpu():
+    if target is not None:
+        placement.in_every_thread(target)
+    with placement.OnTarget(target) if target is not None else contextlib.nullcontext():
         unittest.TestSuite([case(method)]).run(outcome)
     bad = [text for _, text in (*outcome.errors, *outcome.failures)]
     skipped = [reason for _, reason in outcome.skipped]

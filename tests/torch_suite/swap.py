@@ -11,7 +11,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 CLASSES = {
     "torch": "torch.nn.parallel.distributed:DistributedDataParallel",
-    "miniddp": "miniddp.ddp:MiniDDP",
+    "miniddp": "miniddp.torch_drop_in:DistributedDataParallel",
 }
 
 _NEIGHBOURS = (

@@ -10,7 +10,7 @@ __getattr__, __all__ = offer(
         "arguments": ["parse_arguments"],
         "lab": ["Place", "join_ranks", "largest_on_any_rank", "print_in_rank_order"],
         "guard": ["run_guarded"],
-        "checkpoint": ["save", "newest"],
-        "attendance": ["attendance"],
+        "checkpoint": ["newest_checkpoint", "save_checkpoint"],
+        "attendance": ["report_missing_ranks"],
     },
 )

@@ -32,7 +32,10 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
 
     A collective that takes longer than `timeout` raises RuntimeError: another rank has not come.
     NCCL and `cuda:LOCAL_RANK` where this machine has a GPU for each of its ranks, gloo and the CPU
-    otherwise. Exits with an explanation if the script was not started by torchrun.
+    otherwise. The environment variable LABKIT_DEVICE insists: "cpu"; or "cuda", and then ranks
+    share what GPUs there are, over gloo, if they are too few.
+
+    Exits with an explanation if the script was not started by torchrun, or cannot have that device.
     """
     if "LOCAL_RANK" not in os.environ:
         script = os.path.relpath(sys.argv[0])
@@ -41,18 +44,36 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
             f"    torchrun --standalone --nproc-per-node 4 {script}"
         )
     _refuse_restarts_that_cannot_work()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
-        device = torch.device("cuda", local_rank)
+    device, backend = place_of_rank(
+        int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    )
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout)
+    own_gpu = device if "nccl" in backend else None
+    dist.init_process_group(backend, timeout=timeout, device_id=own_gpu)
     yield Place(dist.get_rank(), dist.get_world_size(), device)
     # Reached only without an exception: a rank that failed must not wait for the others here.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def place_of_rank(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
+    """The device of a rank of this machine, and the backend that all of them can talk over.
+
+    Exits with an explanation if LABKIT_DEVICE asks for what there is not.
+    """
+    asked = os.environ.get("LABKIT_DEVICE", "auto")
+    if asked not in ("auto", "cpu", "cuda"):
+        sys.exit(f'LABKIT_DEVICE must be "auto", "cpu" or "cuda", and is {asked!r}')
+    gpus = 0 if asked == "cpu" else torch.cuda.device_count()
+    if asked == "cuda" and gpus == 0:
+        sys.exit('LABKIT_DEVICE is "cuda", and torch sees no GPU. Leave it out, or say "cpu".')
+    if gpus >= local_world_size:
+        # Both backends, so that small things may also be exchanged as CPU tensors.
+        return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+    if asked == "cuda":  # NCCL refuses two ranks on one GPU
+        return torch.device("cuda", local_rank % gpus), "gloo"
+    return torch.device("cpu"), "gloo"
 
 
 def _refuse_restarts_that_cannot_work() -> None:

@@ -9,13 +9,17 @@ __getattr__, __all__ = offer(
         "timeline": ["draw", "draw_together", "save_trace"],
         "slow_link": ["SlowLink"],
         "cost_model": [
+            "Backward",
             "Link",
             "Measurement",
             "backward_of",
             "fit",
+            "hierarchical_seconds",
             "lower_limit",
             "measure_all_reduce",
+            "ring",
             "simulate",
+            "tree",
         ],
     },
 )

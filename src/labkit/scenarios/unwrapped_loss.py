@@ -8,6 +8,7 @@ It drew its data on GPUs; `labkit.scenarios.cuda_random` draws the same numbers 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.scenarios.cuda_random import randn
 
 Fix = Literal["none", "all-reduce", "wrapper", "armed"]
+Draw = Callable[[Sequence[int], int], Tensor]
 FIXES: tuple[Fix, ...] = get_args(Fix)
 
 WORLD_SIZE = 2
@@ -56,7 +58,11 @@ class BypassedStep(NamedTuple):
 
 
 def trajectory(
-    fix: Fix, steps: int = 5, seed: int = SEED, device: torch.device | str = "cpu"
+    fix: Fix,
+    steps: int = 5,
+    seed: int = SEED,
+    device: torch.device | str = "cpu",
+    draw: Draw = randn,
 ) -> list[BypassedStep]:
     """Train the toy on the two ranks of the default process group; the same result on both.
 
@@ -68,6 +74,7 @@ def trajectory(
         steps: how many.
         seed: the model's, drawn from the CPU's generator.
         device: where this rank trains.
+        draw: `draw(shape, seed)` gives the data's random numbers, as a GPU draws them.
 
     Raises ValueError for another fix, and if there are not two ranks.
     """
@@ -82,7 +89,7 @@ def trajectory(
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     taken = []
     for step in range(steps):
-        x, y = (t.to(device) for t in draw_inputs_and_targets(rank, step))
+        x, y = (t.to(device) for t in draw_inputs_and_targets(rank, step, draw))
         optimizer.zero_grad()
         backward_with_fix(wrapper, x, y, fix)
         gradient = module.weight.grad.flatten()[0].clone()
@@ -93,9 +100,9 @@ def trajectory(
     return taken
 
 
-def draw_inputs_and_targets(rank: int, step: int) -> tuple[Tensor, Tensor]:
+def draw_inputs_and_targets(rank: int, step: int, draw: Draw = randn) -> tuple[Tensor, Tensor]:
     """Inputs and targets, each float32 (4, 4): other inputs on each rank, the same targets."""
-    return randn((4, 4), seed=1000 + step) * 0.5 + rank, randn((4, 4), seed=step)
+    return draw((4, 4), 1000 + step) * 0.5 + rank, draw((4, 4), step)
 
 
 def backward_with_fix(wrapper: DistributedDataParallel, x: Tensor, y: Tensor, fix: Fix) -> None:

@@ -12,8 +12,21 @@ __getattr__, __all__ = offer(
             "assert_gradients_equal",
             "assert_replicas_agree",
         ],
-        "invariants": ["INVARIANTS", "violations"],
+        "invariants": [
+            "INVARIANTS",
+            "clipping_equals_full_batch",
+            "gradients_are_identical",
+            "violations",
+        ],
+        "overlap": ["communication_overlaps_backward"],
         "watch": ["RecordedCollectives", "SameCollectives"],
-        "verdict": ["gradient_of", "verdict_figure", "verdict_table", "verdicts"],
+        "verdict": [
+            "gradient_of",
+            "moved",
+            "verdict_figure",
+            "verdict_table",
+            "verdicts",
+            "weights",
+        ],
     },
 )

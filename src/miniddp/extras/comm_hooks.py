@@ -1,20 +1,22 @@
-"""Comm hooks: what a bucket goes through instead of the plain all-reduce.
+"""Comm hooks: what communicates a bucket instead of the plain all-reduce.
 
-A hook is called as `hook(state, bucket)` when a bucket's turn has come, in launch order, and
-returns a Future of the gradients to use: one flat tensor as long as `bucket.buffer()`. The
-bucket's gradients are the local ones, *not* divided: averaging is the hook's own affair. Register
-it by `wrapper.register_comm_hook(state, hook)`; these hooks work on `MiniDDP` and on torch's
-wrapper alike. `state` is the process group (None for the default one), for PowerSGD a
-`PowerSGDState`, and for the hierarchical average a `HierarchicalState`.
+A hook is called as `hook(state, bucket)` when a bucket's turn has come, in launch order. It returns
+a Future of the gradients to use: one flat tensor as long as `bucket.buffer()`. The bucket's
+gradients are local and *not* divided; the hook has to average them. Register it with
+`register_comm_hook(state, hook)` on `miniddp.torch_drop_in.DistributedDataParallel` or on torch's
+wrapper. `state` is the process group (None for the default one), for PowerSGD a `PowerSGDState`,
+and for the hierarchical average a `HierarchicalState`.
 
-| hook | bytes sent per element of fp32, relative | the result |
-|---|---|---|
-| `average` | 1 | exact |
-| `total` | 1 | W times the average: what DataParallel computes |
-| `hierarchical_average` | 1, and the least that can be between nodes | exact |
-| `fp16_compress`, `bf16_compress` | 1/2 | rounded to 11, to 8 significant bits |
-| `power_sgd` | r (n + m) / (n m) for a matrix of n × m | the best part of rank r; the rest is kept
-|
+================================  =======================================  =======================
+hook                              bytes sent per byte of float32           the result
+================================  =======================================  =======================
+`average`                         1                                        exact
+`total`                           1                                        W times the average
+`hierarchical_average`            1, and the least possible between nodes  exact
+`fp16_compress`, `bf16_compress`  1/2                                      11, 8 significant bits
+`power_sgd`                       r (n + m) / (n m) for an n × m matrix    the best part of rank r;
+                                                                           the rest is kept
+================================  =======================================  =======================
 
 Sources: torch/distributed/algorithms/ddp_comm_hooks; Vogels, Karimireddy and Jaggi, "PowerSGD:
 Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019.
@@ -108,18 +110,19 @@ def bf16_compress(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> F
 
 
 class PowerSGDState:
-    """What PowerSGD keeps from one iteration to the next, on each rank.
+    """What PowerSGD keeps from one iteration to the next, on each rank, per parameter.
+
+    It is kept per parameter and not per bucket, so it stays with its gradient when the buckets are
+    rebuilt.
 
     Args:
         process_group: the ranks that average; the default group when None.
         rank: r, the rank of the approximation (not that of a process).
-        start_after: so many iterations are averaged exactly first. At least 2, since the buckets
-            are packed anew before the second, and what is kept belongs to a bucket.
+        start_after: so many iterations are averaged exactly first, at least 2 as in torch.
         error_feedback: add what an iteration's approximation has lost to the next one's gradient.
             Costs one more buffer as large as the gradients. Without it training may not converge.
 
-    Raises:
-        ValueError: `rank` or `start_after` is too small.
+    Raises ValueError if `rank` or `start_after` is too small.
     """
 
     def __init__(
@@ -133,49 +136,59 @@ class PowerSGDState:
             raise ValueError(f"the rank of the approximation must be at least 1, but is {rank}")
         if start_after < 2:
             raise ValueError(
-                f"start_after must be at least 2, but is {start_after}: the buckets are packed "
-                "anew before the second iteration"
+                f"start_after must be at least 2, but is {start_after}: early gradients change too "
+                "fast for an approximation that starts from the last one"
             )
         self.process_group = process_group
         self.rank, self.start_after, self.error_feedback = rank, start_after, error_feedback
         self.iteration = 0
-        # By the bucket's index, one tensor for each of its matrices.
-        self.errors: dict[int, list[Tensor]] = {}
-        self.factors_q: dict[int, list[Tensor]] = {}
+        self.errors: dict[Tensor, Tensor] = {}
+        self.factors_q: dict[Tensor, Tensor] = {}
+
+    def factor_of(self, parameter: Tensor, matrix: Tensor) -> Tensor:
+        """The last Q of a parameter's gradient; at first orthonormal random columns.
+
+        Every rank draws the same ones, whatever else it has drawn: the seed is the number of
+        factors so far, and buckets come in the same order on every rank.
+        """
+        if parameter not in self.factors_q:
+            generator = torch.Generator().manual_seed(len(self.factors_q))
+            drawn = torch.randn(matrix.shape[1], self.rank, generator=generator)
+            self.factors_q[parameter] = torch.linalg.qr(drawn).Q.to(matrix)
+        return self.factors_q[parameter]
 
 
 def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The mean, sent as two thin factors for each matrix: M ≈ P Qᵀ with r columns each.
+    """The mean, sent as two thin factors per matrix: M ≈ P Qᵀ with r columns each.
 
     One step of subspace iteration, started from the last iteration's Q: P = M Q, averaged and made
     orthonormal; Q = Mᵀ P, averaged. Vectors, and matrices too small to gain, are averaged exactly.
 
-    Three collectives a bucket: the exact part, P, Q. Backward waits for P: started from a callback,
-    the collectives of two buckets could be issued in different orders on different ranks.
+    Three collectives per bucket: the exact part, P, Q. Backward waits for P: started from a
+    callback, the collectives of two buckets could run in different orders on different ranks.
     """
     exactly = state.iteration < state.start_after
     state.iteration += bucket.is_last()
     if exactly:
         return average(state.process_group, bucket)
-    group, index, r = state.process_group, bucket.index(), state.rank
+    group = state.process_group
 
-    # 1. The parts: matrices with what was lost of them last time, and all else.
-    matrices, exact = _worth_compressing(bucket.gradients(), r)
-    for matrix, error in zip(matrices, state.errors.get(index, ()), strict=False):
-        matrix.add_(error)
-    wanted = [matrix.clone() for matrix in matrices] if state.error_feedback else []
-    if index not in state.factors_q:
-        state.factors_q[index] = _random_factors(matrices, r, seed=index)
+    # 1. The parts: matrices, with what was lost of them last time, and everything else.
+    matrices, exact = _worth_compressing(bucket, state.rank)
+    for parameter, matrix in matrices.items():
+        if parameter in state.errors:
+            matrix.add_(state.errors[parameter])
+    wanted = {p: m.clone() for p, m in matrices.items()} if state.error_feedback else {}
 
-    # 2. The exact part travels while P is computed, averaged and made orthonormal.
+    # 2. The exact part travels while P is computed, averaged, and made orthonormal.
     exact_flat, exact_done = _start_average(exact, group)
-    factors_p = [m @ q for m, q in zip(matrices, state.factors_q[index], strict=True)]
+    factors_p = [matrix @ state.factor_of(p, matrix) for p, matrix in matrices.items()]
     flat_p, p_done = _start_average(factors_p, group)
     p_done.wait()
     factors_p = [torch.linalg.qr(p).Q for p in _parts_like(factors_p, flat_p)]
 
     # 3. Q travels while backward goes on.
-    factors_q = [m.t() @ p for m, p in zip(matrices, factors_p, strict=True)]
+    factors_q = [m.t() @ p for m, p in zip(matrices.values(), factors_p, strict=True)]
     flat_q, q_done = _start_average(factors_q, group)
 
     def decompress(done: Future) -> Tensor:
@@ -183,10 +196,12 @@ def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
         exact_done.wait()
         for gradient, mean in zip(exact, _parts_like(exact, exact_flat), strict=True):
             gradient.copy_(mean)
-        state.factors_q[index] = _parts_like(factors_q, flat_q)
-        for m, p, q in zip(matrices, factors_p, state.factors_q[index], strict=True):
+        new_q = _parts_like(factors_q, flat_q)
+        for (parameter, m), p, q in zip(matrices.items(), factors_p, new_q, strict=True):
+            state.factors_q[parameter] = q
             torch.matmul(p, q.t(), out=m)
-        state.errors[index] = [w.sub_(m) for w, m in zip(wanted, matrices, strict=False)]
+            if state.error_feedback:
+                state.errors[parameter] = wanted[parameter].sub_(m)
         return bucket.buffer()
 
     return q_done.get_future().then(decompress)
@@ -205,24 +220,20 @@ def _compressed_average(
     return _sum(compressed, group).then(lambda done: buffer.copy_(done.value()))
 
 
-def _worth_compressing(gradients: Sequence[Tensor], rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients as matrices (all but the first dimension flattened), and those that stay exact."""
-    matrices, exact = [], []
-    for gradient in gradients:
-        n, m = gradient.shape[0] if gradient.ndim else 1, 0
+def _worth_compressing(
+    bucket: dist.GradBucket, rank: int
+) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+    """Gradients as matrices (all dimensions but the first flattened), by parameter; the others."""
+    matrices: dict[Tensor, Tensor] = {}
+    exact = []
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        n = gradient.shape[0] if gradient.ndim else 1
         m = gradient.numel() // n if n else 0
         if gradient.ndim > 1 and rank * (n + m) < n * m and rank <= min(n, m):
-            matrices.append(gradient.view(n, m))
+            matrices[parameter] = gradient.view(n, m)
         else:
             exact.append(gradient)
     return matrices, exact
-
-
-def _random_factors(matrices: Sequence[Tensor], rank: int, seed: int) -> list[Tensor]:
-    """Orthonormal starting values for Q, the same on every rank, whatever else it has drawn."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(m.shape[1], rank, generator=generator) for m in matrices]
-    return [torch.linalg.qr(q).Q.to(m) for q, m in zip(drawn, matrices, strict=True)]
 
 
 def _start_average(

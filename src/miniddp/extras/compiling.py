@@ -1,36 +1,23 @@
-"""Where `torch.compile` has to stop: the wrapper's own work runs as it is written.
+"""Which wrapper is active: torch.compile splits a module's graph at its wrapper's bucket caps.
 
-Compiling a wrapped module means compiling the module. What the wrapper does around it, broadcasts,
-the arming of the reducer, clocks, has effects that a traced graph would not repeat, so Dynamo is
-told to leave it alone. Inside the module it may ask which wrapper is active: it then splits the
-module's graph at the buckets' caps, as without the split all gradients would arrive at once, at the
-very end of backward, and nothing could overlap.
-
-Cost: none until the first forward, which loads Dynamo if no optimizer has done so.
+Without the split, all gradients of a compiled module would arrive at the very end of backward, and
+nothing could overlap. Dynamo asks torch's wrapper class for the active instance, so this file sets
+that attribute; there is no public way.
 
 Source: torch/nn/parallel/distributed.py (_inside_ddp_forward), torch/_dynamo/convert_frame.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
-# The public torch.compiler.disable loads Dynamo when the decorated function is defined: a second
-# for each `import miniddp`. This one, which torch's optimizers use, waits for the first call.
-_disable = torch._disable_dynamo
+from miniddp.autograd_graph import not_compiled
 
 
-def not_compiled(function: Callable) -> Callable:
-    """`function`, and all that it calls, run as written also in a compiled model."""
-    return _disable(function)
-
-
-def not_compiled_itself(function: Callable) -> Callable:
-    """`function` runs as written; what it calls may be compiled."""
-    return _disable(function, recursive=False)
+def _as_written(function: Any) -> Any:
+    return not_compiled(function, recursive=False)
 
 
 def active_wrapper() -> Any:
@@ -39,9 +26,9 @@ def active_wrapper() -> Any:
 
 
 @contextmanager
-@not_compiled_itself
+@_as_written
 def active(wrapper: Any) -> Iterator[None]:
-    """Let Dynamo know in whose forward a module runs, and whose caps its graph is split by."""
+    """Tell Dynamo in whose forward a module runs."""
     outer = DistributedDataParallel._active_ddp_module
     DistributedDataParallel._active_ddp_module = wrapper
     try:

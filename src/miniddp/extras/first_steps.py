@@ -1,25 +1,29 @@
-"""Taking the time of the first steps, to plan the buckets by it.
+"""The bucket planner's measurements: time the first steps, plan the buckets, try the plan.
 
-`MiniDDP(module, bucket_plan="measured")` begins like any other: one bucket, then those of the caps.
-Over the next steps each rank notes when its gradients are ready. Then, once, before a forward:
+`DistributedDataParallel(module, bucket_plan="measured")` begins like any other: one bucket, then
+those of the caps. Over the next steps each rank notes when its gradients are ready. Then, between
+two steps:
 
-1. the link is measured: a few all-reduces of 1 KiB and of 4 MiB, their time and the processor's,
-   and a copy;
-2. the ranks agree on the figures, taking the slowest rank's of each, since a bucket leaves when the
-   last rank has filled it;
-3. `miniddp.buckets.measured_plan` makes the plan, and rank 0's is broadcast and adopted.
+1. *Measure* the link: all-reduces of 1 KiB and of 4 MiB, by the clock and in processor time, and a
+   copy. The ranks take the slowest rank's value of each, because a bucket leaves when the last rank
+   has filled it.
+2. *Plan* (`miniddp.extras.planner.measured_plan`).
+3. *Try* that plan and a few fixed caps for a few steps each, and keep the fastest. The model behind
+   the plan knows neither the caches nor the machine's other processes; the clock does. Rank 0's
+   medians decide, and its plan is broadcast, so every rank decides alike.
 
-The processor's time counts, because on one machine an all-reduce is work of the same cores that
-compute backward: there is then little to hide, and the plan stays what the caps make it. (Cores to
-spare are not looked for, so with many of them this is too careful.)
+Processor time counts because on one machine an all-reduce uses the cores that compute backward.
+(Idle cores are not looked for, so with many of them the plan is too careful.)
 
-Cost: a hook a gradient for a few steps, which then goes; 16 MiB of all-reduces; three messages.
-From three ranks on, the last bits of a sum depend on the buckets, and these now on times: runs
-differ in them.
+Cost: one hook per gradient for seven steps; once, 16 MiB of all-reduces, 64 MiB of memory for the
+copy, and three small messages; then up to 16 steps in other buckets, with one small broadcast per
+candidate. From three ranks on, the last bits of a sum depend on the buckets, which now depend on
+times: two runs may differ in them.
 """
 
 import weakref
 from collections.abc import Callable
+from statistics import median
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING
 
@@ -27,23 +31,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from miniddp.buckets import MIB, LinkCost
+from miniddp.buckets import MIB, Plan, arrival_plan
+from miniddp.extras.planner import LinkCost, measured_plan
 from miniddp.replicas import wait_for
 
 if TYPE_CHECKING:
-    from miniddp.reducer import Reducer
+    from miniddp.torch_drop_in.reducer import TorchReducer
 
 WARM_UP = 2  # in one bucket, then in those of the caps: both touch new memory
 STEPS = 5
+TRIED_CAPS = (2 * MIB, 4 * MIB)
+TRIAL = 3  # steps on the clock per candidate, after one to warm up
 _SHORT, _LONG = 1024, 4 * MIB
 
 
 class FirstSteps:
     """The clock of one reducer's first steps; to be dropped once `before_forward` returns True."""
 
-    def __init__(self, reducer: "Reducer"):
+    def __init__(self, reducer: "TorchReducer"):
         self.reducer = reducer
         self.steps: list[list[float]] = []
+        self.candidates: list[Plan] = []
+        self.seconds: list[list[float]] = []  # per candidate
+        self.reductions = 0
         self._begin_step()
         handles = [
             parameter.register_post_accumulate_grad_hook(_hook_for(weakref.ref(self), index))
@@ -58,26 +68,40 @@ class FirstSteps:
 
     def note(self, index: int) -> None:
         """The gradient of parameter `index` is ready."""
-        if self.reducer.armed:
+        if self.reducer.expects_gradients():
             self.ready[index] = perf_counter() - self.began
 
     def before_forward(self) -> bool:
-        """Called before each forward with gradients: after enough steps, plan; True if it was now.
+        """Called before each forward with gradients; True once the buckets are settled.
 
         Every rank has to have taken part in the same reductions, as in any collective.
         """
-        if self.ready:
-            unused_until = min(self.ready.values())  # when the reducer counts them as ready
-            parameters = range(len(self.reducer.parameters))
-            self.steps.append([self.ready.get(index, unused_until) for index in parameters])
-        enough = len(self.steps) == WARM_UP + STEPS
-        if enough:
-            self.remove_hooks()
-            self._plan()
+        reduced, self.reductions = (
+            self.reductions < self.reducer.reductions,
+            self.reducer.reductions,
+        )
+        settled = False
+        if self.candidates and reduced:
+            settled = self._try(perf_counter() - self.began)
+        elif self.ready:
+            settled = self._measure()
         self._begin_step()
-        return enough
+        return settled
 
-    def _plan(self) -> None:
+    def _measure(self) -> bool:
+        unused_until = min(self.ready.values())  # when the reducer counts them as ready
+        parameters = range(len(self.reducer.parameters))
+        self.steps.append([self.ready.get(index, unused_until) for index in parameters])
+        if len(self.steps) < WARM_UP + STEPS:
+            return False
+        self.remove_hooks()
+        self.candidates = self._plans()
+        self.seconds = [[]]
+        self.reducer.adopt(self.candidates[0])
+        return len(self.candidates) == 1
+
+    def _plans(self) -> list[Plan]:
+        """The measured plan, then those of fixed caps; each once."""
         reducer, group = self.reducer, self.reducer.process_group
         steps = torch.tensor(self.steps[WARM_UP:], dtype=torch.float64)
         costs = torch.tensor(measure_link(group), dtype=torch.float64)
@@ -85,7 +109,29 @@ class FirstSteps:
             wait_for(dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group, async_op=True))
         latency, per_byte, cpu, cpu_per_byte, copy = costs.tolist()
         link = LinkCost(latency, per_byte, min(cpu, latency), min(cpu_per_byte, per_byte), copy)
-        reducer.pack_by(steps.tolist(), link)
+        sizes = reducer.sizes()
+        ready = steps.median(dim=0).values.tolist()
+        order = sorted(range(len(sizes)), key=ready.__getitem__)
+        plans = [measured_plan(sizes, steps.tolist(), link, reducer.caps)]
+        for caps in (reducer.caps, *((cap,) for cap in TRIED_CAPS)):
+            if (plan := arrival_plan(sizes, order, caps)) not in plans:
+                plans.append(plan)
+        return plans
+
+    def _try(self, seconds: float) -> bool:
+        """Count a step of the candidate in use; after the last candidate's, keep the fastest."""
+        self.seconds[-1].append(seconds)
+        if len(self.seconds[-1]) <= TRIAL:
+            return False
+        tried = len(self.seconds)
+        settled = tried == len(self.candidates)
+        if settled:
+            medians = [median(of_one[1:]) for of_one in self.seconds]
+            tried = medians.index(min(medians))
+        else:
+            self.seconds.append([])
+        self.reducer.adopt(self.candidates[tried])
+        return settled
 
 
 def _hook_for(this: weakref.ref[FirstSteps], index: int) -> Callable[[Tensor], None]:

@@ -24,37 +24,35 @@ from miniddp.extras.strict import gather_faults
 from miniddp.replicas import wait_for
 
 if TYPE_CHECKING:
-    from miniddp.ddp import MiniDDP
-    from miniddp.reducer import Reducer
+    from miniddp.torch_drop_in.reducer import TorchReducer
+    from miniddp.torch_drop_in.wrapper import DistributedDataParallel
 
 
-def learn_and_tell(reducer: "Reducer") -> None:
-    """`Reducer.learn_graph`, for ranks of which some may have joined: these are told what it is."""
-    learns = reducer.learns_graph
-    reducer.learn_graph()
-    if learns and not reducer.learns_graph:
+def learn_and_share(reducer: "TorchReducer") -> None:
+    """Learn the static graph, then send it to the ranks that have joined."""
+    if reducer.learn_graph():
         exchange_firings(reducer)
 
 
-def exchange_firings(reducer: "Reducer") -> None:
-    """Let every rank know a static graph that those with inputs have learned, and be alike."""
+def exchange_firings(reducer: "TorchReducer") -> None:
+    """Give every rank the static graph that the ranks with inputs have learned."""
     firings = torch.tensor(reducer.firings, device=reducer.device)
     largest = dist.ReduceOp.MAX
     wait_for(dist.all_reduce(firings, op=largest, group=reducer.process_group, async_op=True))
     reducer.firings = firings.tolist()
-    reducer.unused = [index for index, count in enumerate(reducer.firings) if count == 0]
+    reducer.forget_unused()
 
 
-class MiniDDPJoinHook(JoinHook):
-    """Answers the collectives of a `MiniDDP`, in their order; `Join` calls it on joined ranks."""
+class DDPJoinHook(JoinHook):
+    """On a rank that has joined: answers the collectives of the others, in their order."""
 
-    def __init__(self, ddp: "MiniDDP"):
+    def __init__(self, ddp: "DistributedDataParallel"):
         self.ddp = ddp
 
     def main_hook(self) -> None:
         """Answer one iteration of the ranks that still have inputs."""
         ddp, reducer = self.ddp, self.ddp.reducer
-        reducer.rebuild()
+        reducer.rebuild_buckets()
         ddp._check_and_sync_module_buffers()
         synced = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
         ddp.require_forward_param_sync = synced
@@ -62,12 +60,12 @@ class MiniDDPJoinHook(JoinHook):
             return
         learns, reducer.learns_graph = reducer.learns_graph, False
         if learns:  # a static graph's first backward tells first what was used
-            reducer._reduce_used()
+            reducer.usage.all_reduce()
         ddp._match_all_reduce_for_bwd_pass()
         if learns:  # which teaches no order of arrival, and is not yet strict
             exchange_firings(reducer)
             return
-        if reducer.looks_for_unused:
+        if reducer.find_unused_parameters:
             ddp._match_unused_params_allreduce()
         if ddp.strict:
             gather_faults(reducer, [])

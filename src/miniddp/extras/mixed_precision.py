@@ -33,13 +33,13 @@ class MixedPrecision:
 
     def __init__(self, ddp: Any, settings: Any):
         self.settings = settings
-        self.parameters = list(ddp._own(ddp.module.named_parameters()).values())
+        self.parameters = list(ddp.named_tensors().values())
         self.ddp = weakref.ref(ddp)
         self.widens_at_end = False
         for parameter in self.parameters:
             parameter._fp_param = parameter.data
             parameter._mp_param = torch.empty(0, dtype=settings.param_dtype or parameter.dtype)
-        for buffer in ddp._own(ddp.module.named_buffers()).values():
+        for buffer in ddp.named_tensors(buffers=True).values():
             if buffer.is_floating_point() and settings.buffer_dtype is not None:
                 buffer.data = buffer.data.to(settings.buffer_dtype)
             buffer._fp_param = buffer._mp_param = buffer.data
@@ -56,7 +56,9 @@ class MixedPrecision:
                 parameter.grad.data = parameter.grad.to(dtype)
         self.widens_at_end = False
         # Data of another type have another gradient accumulator.
-        self.ddp().reducer.hook_again()
+        reducer = self.ddp().reducer
+        reducer.remove_hooks()
+        reducer.hook_accumulators()
 
     def cast(self, inputs: Any) -> Any:
         """`inputs`, however nested, with every floating-point tensor narrow."""
@@ -78,7 +80,7 @@ class MixedPrecision:
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:
         """A comm hook: the average, sent in `reduce_dtype`; widens the bucket's parameters."""
         ddp, buffer = self.ddp(), bucket.buffer()
-        if ddp.reducer.armed:  # else this rank has joined, and answers the others' backward
+        if ddp.reducer.expects_gradients():  # otherwise this rank has joined and answers the others
             if not self.widens_at_end:
                 self.widens_at_end = True
                 at_end_of_backward(self.widen)

@@ -1,4 +1,4 @@
-"""The recorder, on the rungs, MiniDDP and torch's DDP: how many, in which order, when first."""
+"""The recorder, on the rungs, the drop-in and torch's DDP: how many, in which order, when first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from labkit.profiling.recording import (
     merge,
 )
 from labkit.testing.watch import RecordedCollectives
-from miniddp.ddp import MiniDDP
 from miniddp.ladder import (
     Bucketed,
     BucketedOverlapped,
@@ -32,6 +31,7 @@ from miniddp.ladder import (
     OverlappedPerParameter,
     PerParameter,
 )
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 LAYERS = 5  # of 353 KiB, so that the first bucket of torch's, of 1 MiB, holds three of them
 PARAMETERS = 2 * LAYERS
@@ -42,7 +42,7 @@ AVERAGERS = {
     "overlapped per parameter": OverlappedPerParameter,
     "bucketed": Bucketed,
     "bucketed, overlapped": BucketedOverlapped,
-    "MiniDDP": lambda module, group: MiniDDP(module, process_group=group),
+    "DropIn": lambda module, group: DropIn(module, process_group=group),
     "torch": lambda module, group: DistributedDataParallel(module, process_group=group),
 }
 COLLECTIVES = {
@@ -51,10 +51,10 @@ COLLECTIVES = {
     "overlapped per parameter": PARAMETERS + 1,
     "bucketed": 2,
     "bucketed, overlapped": 2,
-    "MiniDDP": 2,
+    "DropIn": 2,
     "torch": 2,
 }
-OVERLAP = {"overlapped per parameter", "bucketed, overlapped", "MiniDDP", "torch"}
+OVERLAP = {"overlapped per parameter", "bucketed, overlapped", "DropIn", "torch"}
 
 
 def model() -> nn.Module:
@@ -158,12 +158,12 @@ def test_no_rank_is_done_with_an_all_reduce_before_every_rank_has_launched_it(re
 
 def test_torch_and_mini_ddp_go_the_same_way_and_neither_overlaps_in_its_first_step(recorded):
     for number in range(4):
-        ours, torchs = (merged(recorded, name, number).order() for name in ("MiniDDP", "torch"))
+        ours, torchs = (merged(recorded, name, number).order() for name in ("DropIn", "torch"))
         buckets = [[x for x in order if x.op == "all_reduce"] for order in ours + torchs]
         assert all(bucket == buckets[0] for bucket in buckets)
     assert merged(recorded, "torch", 0).order()[0] == [OrderEntry("all_reduce", BYTES, PARAMETERS)]
     assert not merged(recorded, "torch", 0).overlaps()
-    assert not merged(recorded, "MiniDDP", 0).overlaps()
+    assert not merged(recorded, "DropIn", 0).overlaps()
 
 
 def test_what_a_forward_broadcasts_is_no_bucket_and_frozen_parameters_have_no_gradient():

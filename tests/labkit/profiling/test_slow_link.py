@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink, link_seconds
-from miniddp.ddp import MiniDDP
 from miniddp.ladder import RUNGS, BucketedOverlapped
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 AVERAGERS = [
     *RUNGS,
-    lambda module, group: MiniDDP(module, process_group=group),
+    lambda module, group: DropIn(module, process_group=group),
     lambda module, group: DistributedDataParallel(module, process_group=group),
 ]
 MB = 1_000_000
@@ -225,7 +225,7 @@ def test_an_error_of_the_collective_comes_out_of_the_handle_and_of_backward():
         links = [SlowLink(1, group=group) for group in dead]
         module, ours = model(), model()
         torchs = DistributedDataParallel(module, process_group=links[1])
-        ours = MiniDDP(ours, process_group=links[2])
+        ours = DropIn(ours, process_group=links[2])
         if rank == 0:  # the other does not come
             handle = dist.all_reduce(torch.ones(3), group=links[0], async_op=True)
             for attempt in (

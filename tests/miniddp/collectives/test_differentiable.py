@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference, ratio_and_cosine
-from miniddp import MiniDDP
 from miniddp.collectives.differentiable import all_gather, all_reduce
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 ITEMS = 3
 
@@ -58,7 +58,7 @@ def gathered_loss(rank: int, wrapper: type[nn.Module], gather: str) -> list[Tens
     return gradients(model.module)
 
 
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, MiniDDP])
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, DropIn])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_loss_of_gathered_items_averages_to_the_full_batchs_gradient(wrapper, world_size):
     for found in run_ranks(gathered_loss, world_size, wrapper, "ours"):

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients
-from miniddp import MiniDDP
 from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
 from miniddp.extras import comm_hooks
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 # Nodes and ranks on each.
 SHAPES = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (2, 4)]
@@ -159,7 +159,7 @@ def hooked(rank: int, ranks_per_node: int) -> list[list[Tensor]]:
     """The third step's gradients by the hook under both wrappers, and by torch without a hook."""
     state = comm_hooks.HierarchicalState(ranks_per_node)
     found = []
-    for wrap, hook in ((MiniDDP, True), (DistributedDataParallel, True), (MiniDDP, False)):
+    for wrap, hook in ((DropIn, True), (DistributedDataParallel, True), (DropIn, False)):
         wrapped = wrap(model(), bucket_cap_mb=0.005)
         if hook:
             wrapped.register_comm_hook(state, comm_hooks.hierarchical_average)
@@ -187,7 +187,7 @@ def test_the_hook_averages_under_both_wrappers_as_one_process_with_the_full_batc
 
 def failing(rank: int) -> list[str]:
     said = []
-    for wrap in (MiniDDP, DistributedDataParallel):
+    for wrap in (DropIn, DistributedDataParallel):
         state = comm_hooks.HierarchicalState(1)
         wrapped = wrap(model())
         wrapped.register_comm_hook(state, comm_hooks.hierarchical_average)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 LAYERS = 4  # of 1 MiB each: with caps of 1 MiB, one bucket a layer
 STEPS = 4
@@ -70,10 +70,10 @@ def compiled(wrapper, rank, **settings):
 )
 def test_a_compiled_wrapper_splits_its_graph_by_the_buckets_and_reduces_as_torchs(settings):
     def work(rank, world_size):
-        ours = compiled(MiniDDP, rank, **settings)
+        ours = compiled(DropIn, rank, **settings)
         theirs = compiled(DistributedDataParallel, rank, **settings)
         torch.manual_seed(0)
-        eager = train(MiniDDP(Stack(), bucket_cap_mb=1.0, **settings), rank)
+        eager = train(DropIn(Stack(), bucket_cap_mb=1.0, **settings), rank)
         torch.manual_seed(0)
         alone = Stack()
         full = []
@@ -103,11 +103,11 @@ def test_a_wrapper_inside_a_wrapper_gives_the_outer_one_back_to_dynamo():
 
         class Spy(nn.Linear):
             def forward(self, x):
-                seen.append(MiniDDP._get_active_ddp_module())
+                seen.append(DropIn._get_active_ddp_module())
                 return super().forward(x)
 
-        inner = MiniDDP(Spy(4, 4))
-        outer = MiniDDP(nn.Sequential(inner, Spy(4, 4)))
+        inner = DropIn(Spy(4, 4))
+        outer = DropIn(nn.Sequential(inner, Spy(4, 4)))
         copy.deepcopy(outer)  # a copy is made outside of a forward
         outer(torch.ones(2, 4)).sum().backward()
         return [wrapper is expected for wrapper, expected in zip(seen, (inner, outer), strict=True)]

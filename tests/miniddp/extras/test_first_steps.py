@@ -17,14 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.slow_link import SlowLink
 from labkit.testing.compare import gradients
-from miniddp.buckets import MIB, LinkCost, bucket_caps, measured_plan, sizes_of
-from miniddp.ddp import MiniDDP
+from miniddp.buckets import MIB, bucket_caps, sizes_of
 from miniddp.extras import comm_hooks, first_steps
-from miniddp.extras.first_steps import STEPS, measure_link
+from miniddp.extras.first_steps import STEPS, TRIAL, measure_link
+from miniddp.extras.planner import LinkCost, measured_plan
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
-SETTLED = (
-    STEPS + 3
-)  # forwards until the plan: one bucket, a step to warm up, the steps on the clock
+# Forwards until the plan: one bucket, a step to warm up, the steps on the clock.
+SETTLED = STEPS + 3
+# Forwards until the fastest of two candidates (the plan, and one bucket) is chosen.
+CHOSEN = SETTLED + 2 * (1 + TRIAL)
 
 
 def model() -> nn.Module:
@@ -42,7 +44,7 @@ def clock(tick: float):
     return lambda: tick * next(moments)
 
 
-def plan_of(wrapped: MiniDDP) -> list[list[int]]:
+def plan_of(wrapped: DropIn) -> list[list[int]]:
     return [bucket.indices for bucket in wrapped.reducer.buckets]
 
 
@@ -51,7 +53,7 @@ ONE_GBIT = LinkCost(1e-5, 8e-9, 2e-6, 1e-9)
 
 def planned_by_a_clock(rank: int):
     """The plans before each forward, with clocks that differ from rank to rank."""
-    wrapped = MiniDDP(model(), bucket_plan="measured")
+    wrapped = DropIn(model(), bucket_plan="measured")
     plans = []
     with (
         mock.patch.object(first_steps, "perf_counter", clock(1e-5 * (rank + 1))),
@@ -79,9 +81,43 @@ def test_after_the_first_steps_all_ranks_take_the_plan_of_the_slowest_ranks_time
     assert first[SETTLED - 1 :] == [wanted] * 3
 
 
+def tried_on_a_link(rank: int, fastest: str):
+    """The number of buckets before each forward, on a clock on which one candidate is faster."""
+    wrapped = DropIn(model(), bucket_plan="measured")
+    buckets, now = [], 0.0
+
+    def clock_of_the_candidate() -> float:
+        nonlocal now
+        several = len(wrapped.reducer.buckets) > 1
+        quick = several == (fastest == "planned")
+        # Rank 1 sees the opposite: rank 0 decides.
+        now += 1e-5 if quick == (rank == 0) else 3e-5
+        return now
+
+    with (
+        mock.patch.object(first_steps, "perf_counter", clock_of_the_candidate),
+        mock.patch.object(first_steps, "measure_link", return_value=ONE_GBIT),
+    ):
+        for step in range(CHOSEN + 2):
+            wrapped(inputs(rank, step)).square().sum().backward()
+            buckets.append(len(wrapped.reducer.buckets))
+    return buckets
+
+
+@pytest.mark.parametrize("fastest", ["planned", "fixed caps"])
+def test_the_candidate_that_rank_0_found_fastest_is_kept_on_every_rank(fastest):
+    first, second = run_ranks(tried_on_a_link, 2, fastest)
+    assert first == second
+    tried = first[SETTLED - 1 : CHOSEN - 1]
+    assert len(set(tried)) == 2  # both candidates were tried
+    assert tried[0] > 1
+    assert tried[-1] == 1
+    assert (first[-1] > 1) == (fastest == "planned")
+
+
 def gradients_beside_torchs(rank: int, views: bool):
     """For each step: our gradients, torch's, and the full batch's."""
-    wrapped = MiniDDP(model(), bucket_plan="measured", gradient_as_bucket_view=views)
+    wrapped = DropIn(model(), bucket_plan="measured", gradient_as_bucket_view=views)
     theirs = DistributedDataParallel(model(), gradient_as_bucket_view=views)
     alone = model()
     compared = []
@@ -118,13 +154,13 @@ def test_gradients_stay_those_of_torch_and_of_the_full_batch(world_size, views):
 
 def hooks_and_life(rank: int):
     module = model()
-    wrapped = MiniDDP(module, bucket_plan="measured")
+    wrapped = DropIn(module, bucket_plan="measured")
     counts = []
-    for step in range(SETTLED + 1):
+    for step in range(CHOSEN + 1):
         wrapped(inputs(rank, step)).sum().backward()
         counts.append(len(module[0].weight._post_accumulate_grad_hooks))
     copied = copy.deepcopy(wrapped)  # starts to measure anew
-    early = MiniDDP(model(), bucket_plan="measured")
+    early = DropIn(model(), bucket_plan="measured")
     early(inputs(rank, 0)).sum().backward()
     seen = weakref.ref(early.reducer)
     kept = early.module
@@ -137,7 +173,7 @@ def hooks_and_life(rank: int):
 
 def test_the_hooks_go_when_the_plan_is_made_or_the_wrapper_is_gone():
     for counts, clock_of_wrapped, copy_measures, freed, left in run_ranks(hooks_and_life, 2):
-        assert counts == [1] * (SETTLED - 1) + [0] * 2
+        assert counts == [1] * (SETTLED - 1) + [0] * (CHOSEN - SETTLED + 2)
         assert clock_of_wrapped is None
         assert copy_measures
         assert freed
@@ -145,7 +181,7 @@ def test_the_hooks_go_when_the_plan_is_made_or_the_wrapper_is_gone():
 
 
 def accumulated(rank: int):
-    wrapped = MiniDDP(model(), bucket_plan="measured")
+    wrapped = DropIn(model(), bucket_plan="measured")
     settled = []
     for step in range(SETTLED + 1):
         with wrapped.no_sync():
@@ -171,7 +207,7 @@ class OneUnused(nn.Module):
 
 
 def static_graph_with_unused_parameters(rank: int):
-    wrapped = MiniDDP(OneUnused(), bucket_plan="measured", static_graph=True)
+    wrapped = DropIn(OneUnused(), bucket_plan="measured", static_graph=True)
     for step in range(SETTLED + 3):
         wrapped.zero_grad()
         wrapped(inputs(rank, step)).sum().backward()
@@ -199,14 +235,14 @@ def test_a_link_is_measured_no_faster_than_it_is():
 
 def refusals(rank: int) -> list[str]:
     def hooked():
-        wrapped = MiniDDP(model(), bucket_plan="measured")
+        wrapped = DropIn(model(), bucket_plan="measured")
         wrapped.register_comm_hook(None, comm_hooks.average)
 
     said = []
     for refused in (
-        lambda: MiniDDP(model(), bucket_plan="best"),
-        lambda: MiniDDP(model(), bucket_plan="measured", find_unused_parameters=True),
-        lambda: MiniDDP(model(), bucket_plan="measured").join(),
+        lambda: DropIn(model(), bucket_plan="best"),
+        lambda: DropIn(model(), bucket_plan="measured", find_unused_parameters=True),
+        lambda: DropIn(model(), bucket_plan="measured").join(),
         hooked,
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011, the texts are compared below
@@ -217,7 +253,7 @@ def refusals(rank: int) -> list[str]:
 
 def test_what_it_does_not_go_with_is_refused_by_name():
     for unknown, unused, join, hook in run_ranks(refusals, 2):
-        assert unknown == 'bucket_plan is \'best\': take "caps" or "measured"'
+        assert unknown == 'bucket_plan is \'best\': use "caps" or "measured"'
         assert "does not go with find_unused_parameters" in unused
         assert "does not go with join()" in join
         assert "does not go with a communication hook" in hook

@@ -10,7 +10,7 @@ from torch import nn
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
-from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 NO_HANG = 30  # seconds, of which ranks that agree need one
 
@@ -34,33 +34,33 @@ def two_kinds_of_devices() -> nn.Module:
     return nn.Sequential(linear(), nn.Linear(2, 2, device="meta"))
 
 
-LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
+LOCAL_FAULTS: dict[str, tuple[Callable[[], DropIn], str]] = {
     "nothing trainable": (
-        lambda: MiniDDP(linear().requires_grad_(False)),
+        lambda: DropIn(linear().requires_grad_(False)),
         "RuntimeError: DistributedDataParallel is not needed",
     ),
     "no parameters": (
-        lambda: MiniDDP(nn.ReLU()),
+        lambda: DropIn(nn.ReLU()),
         "RuntimeError: DistributedDataParallel is not needed",
     ),
     "uninitialized": (
-        lambda: MiniDDP(nn.Sequential(linear(), nn.LazyLinear(2))),
+        lambda: DropIn(nn.Sequential(linear(), nn.LazyLinear(2))),
         "RuntimeError: Modules with uninitialized parameters can't be used",
     ),
     "two kinds of devices": (
-        lambda: MiniDDP(two_kinds_of_devices()),
+        lambda: DropIn(two_kinds_of_devices()),
         "ValueError: MiniDDP's input module must be on the same type of devices",
     ),
     "a cap that is negative": (
-        lambda: MiniDDP(linear(), bucket_cap_mb=-1),
+        lambda: DropIn(linear(), bucket_cap_mb=-1),
         "ValueError: bucket caps are sizes in MiB and cannot be negative",
     ),
     "torch's SyncBatchNorm on a CPU": (
-        lambda: MiniDDP(nn.Sequential(linear(), nn.SyncBatchNorm(2))),
+        lambda: DropIn(nn.Sequential(linear(), nn.SyncBatchNorm(2))),
         "ValueError: SyncBatchNorm layers only work with GPU modules, but 1 is on the CPU",
     ),
     "half of a pair of keywords": (
-        lambda: MiniDDP(linear(), delay_all_reduce_named_params=[("bias", None)]),
+        lambda: DropIn(linear(), delay_all_reduce_named_params=[("bias", None)]),
         "ValueError: delay_all_reduce_named_params and param_to_hook_all_reduce need to be set",
     ),
 }
@@ -68,7 +68,7 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
 
 def faults_of_one_rank(rank: int, world_size: int) -> dict[str, str]:
     return {
-        name: error_of(make if rank == 1 else lambda: MiniDDP(linear()))
+        name: error_of(make if rank == 1 else lambda: DropIn(linear()))
         for name, (make, _) in LOCAL_FAULTS.items()
     }
 
@@ -108,7 +108,7 @@ SETTINGS = {
 
 def unequal_settings(rank: int, world_size: int) -> dict[str, str]:
     return {
-        name: error_of(lambda n=name, v=values: MiniDDP(linear(), **{n: v[min(rank, 1)]}))
+        name: error_of(lambda n=name, v=values: DropIn(linear(), **{n: v[min(rank, 1)]}))
         for name, values in SETTINGS.items()
     }
 
@@ -119,7 +119,7 @@ def test_a_setting_that_differs_is_named_with_its_values_and_ranks_on_every_rank
     for rank, errors in enumerate(run_ranks(unequal_settings, world_size, timeout=NO_HANG)):
         assert errors.keys() == SETTINGS.keys()
         for name, (_, _, said) in SETTINGS.items():
-            assert "expects the same settings on all ranks" in errors[name]
+            assert "expects same settings across all ranks" in errors[name]
             assert said in errors[name]
             assert others in errors[name]
             assert f"Reported on rank {rank}" in errors[name]
@@ -128,7 +128,7 @@ def test_a_setting_that_differs_is_named_with_its_values_and_ranks_on_every_rank
 def one_sparse_embedding(rank: int) -> str:
     torch.manual_seed(3)
     module = nn.ModuleDict({"words": nn.Embedding(5, 3, sparse=rank == 1)})
-    return error_of(lambda: MiniDDP(module))
+    return error_of(lambda: DropIn(module))
 
 
 def test_an_embedding_that_is_sparse_on_one_rank_only_is_named():
@@ -137,8 +137,8 @@ def test_an_embedding_that_is_sparse_on_one_rank_only_is_named():
 
 
 def settings_that_may_differ(rank: int) -> float:
-    views = MiniDDP(linear(), gradient_as_bucket_view=rank == 1, batched_grad_copy=rank == 0)
-    plain = MiniDDP(linear())
+    views = DropIn(linear(), gradient_as_bucket_view=rank == 1, batched_grad_copy=rank == 0)
+    plain = DropIn(linear())
     for step in range(3):
         for each in (views, plain):
             each.zero_grad()
@@ -151,7 +151,7 @@ def test_where_a_rank_keeps_its_gradients_is_its_own_affair():
 
 
 def one_rank_strays(rank: int) -> tuple[str, float]:
-    ddp = MiniDDP(linear(), strict=True)
+    ddp = DropIn(linear(), strict=True)
     ddp(inputs(rank)).sum().backward()
     if rank == 1:
         ddp.module(inputs(rank)).sum().backward()
@@ -159,7 +159,7 @@ def one_rank_strays(rank: int) -> tuple[str, float]:
     error = error_of(lambda: ddp(inputs(rank, 1)).square().mean().backward())
     ddp.zero_grad()
     ddp(inputs(rank, 2)).square().mean().backward()
-    plain = MiniDDP(linear())
+    plain = DropIn(linear())
     plain(inputs(rank, 2)).square().mean().backward()
     return error, largest_difference(gradients(ddp), gradients(plain))
 
@@ -181,7 +181,7 @@ class TwoHeads(nn.Module):
 
 
 def a_static_graph_meets_a_new_part(rank: int) -> str:
-    ddp = MiniDDP(TwoHeads(), static_graph=True)
+    ddp = DropIn(TwoHeads(), static_graph=True)
     for step in range(2):
         ddp.zero_grad()
         left, right = ddp(inputs(rank, step))
@@ -196,7 +196,7 @@ def test_a_static_graph_refuses_a_part_that_its_first_iteration_did_not_have():
 
 
 def a_static_graph_is_interrupted(rank: int) -> float:
-    ddp, plain = MiniDDP(TwoHeads(), static_graph=True), MiniDDP(TwoHeads())
+    ddp, plain = DropIn(TwoHeads(), static_graph=True), DropIn(TwoHeads())
 
     def loss_of(wrapped, step):
         return sum(output.square().sum() for output in wrapped(inputs(rank, step)))
@@ -223,7 +223,7 @@ def test_an_interrupted_first_backward_teaches_a_static_graph_nothing():
 
 def gradient_penalty(rank: int, settings: dict) -> list[float]:
     differences = []
-    ddp, plain = MiniDDP(linear(), **settings), MiniDDP(linear())
+    ddp, plain = DropIn(linear(), **settings), DropIn(linear())
     for step in range(3):
         found = []
         for each in (ddp, plain):

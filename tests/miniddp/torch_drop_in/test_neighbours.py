@@ -1,4 +1,4 @@
-"""Torch's neighbors of DDP, on MiniDDP: what they do on torch's DDP, to the bit, on every rank.
+"""Torch's neighbors of DDP, on the drop-in: what they do on torch's DDP, to the bit, on every rank.
 
 Each work function is run once with each wrapper in the same ranks, on the same data, which differ
 between ranks. Where training is compared, the single process on the full batch is the third party.
@@ -24,9 +24,9 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
-WRAPPERS = (DistributedDataParallel, MiniDDP)
+WRAPPERS = (DistributedDataParallel, DropIn)
 STEPS = 4
 SAMPLES = 4
 Tensors = list[torch.Tensor]
@@ -73,7 +73,7 @@ def full_batch(optimizer: type, settings: dict[str, float], world_size: int) -> 
 
 
 def assert_the_same(results: list[tuple[Tensors, Tensors]]) -> None:
-    """Torch's DDP and MiniDDP agree to the bit on every rank, and the ranks with one another."""
+    """Torch's DDP and the drop-in are bitwise equal on every rank, and the ranks are equal."""
     for torchs, ours in results:
         for t, o, first in zip(torchs, ours, results[0][0], strict=True):
             assert torch.equal(t, o)

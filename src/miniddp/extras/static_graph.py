@@ -1,0 +1,101 @@
+"""Static graph: every iteration uses the same parameters, each as often as in the first.
+
+The first backward is *learned*: nothing is launched while it runs. At its end the reducer knows how
+often each gradient arrived, and reduces everything at once. From then on a gradient counts as
+ready at its last arrival, which makes reentrant checkpointing and shared parameters work, and a
+parameter that was unused in the first iteration is not waited for.
+
+Cost: the first backward overlaps nothing and sends 4 bytes more per parameter.
+Source: static_graph_first_iteration and delay_all_reduce in
+torch/csrc/distributed/c10d/reducer.cpp.
+"""
+
+from typing import Any
+
+from miniddp import errors
+from miniddp.bucket import Bucket
+from miniddp.reducer import IDLE, READY, REDUCING, Reducer
+
+_STATIC = "this is not compatible with static_graph set to True."
+
+
+class StaticGraphReducer(Reducer):
+    """A reducer that can be told, before the first iteration, that the graph never changes."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.static_graph = False
+        self.learns_graph = False
+        self.firings: list[int] = []  # arrivals of each gradient per backward
+        self.pending_firings: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def expect_static_graph(self) -> None:
+        """From now on the graph is the same in each iteration; the next backward shows it."""
+        self.static_graph = self.learns_graph = True
+        self.find_unused_parameters = False
+        self.firings = [0] * len(self.parameters)
+
+    def reset_bucket_counting(self) -> None:
+        super().reset_bucket_counting()
+        if self.learns_graph:  # an interrupted backward taught nothing
+            self.firings = [0] * len(self.parameters)
+        self.pending_firings = list(self.firings)
+
+    def expect_autograd_hook(self, index: int) -> bool:
+        if not self.static_graph:
+            return super().expect_autograd_hook(index)
+        if self.learns_graph:
+            self.usage.mark(index)
+            if self.state is READY:
+                self.firings[index] += 1
+                return False
+        if not super().expect_autograd_hook(index):
+            if self.state is IDLE and not self.learns_graph and self.firings[index] == 0:
+                raise self.error(_graph_changed(self.names[index], index, self.rank))
+            return False
+        self.pending_firings[index] -= 1
+        if self.pending_firings[index] < 0:
+            raise self.error(_graph_changed(self.names[index], index, self.rank))
+        return self.pending_firings[index] == 0
+
+    def learn_graph(self) -> bool:
+        """At the end of the first backward: note what arrived, reduce everything. True if so."""
+        # No arrival: this was a pass of autograd.grad, or a second forward of the same backward.
+        if not self.learns_graph or not any(self.firings):
+            return False
+        self.learns_graph = False
+        self.usage.all_reduce()
+        self.forget_unused()
+        self.enter(REDUCING)
+        self.current_divisor = self.divisor()
+        for index in range(len(self.parameters)):
+            self.mark_variable_ready(index)
+        return True
+
+    def forget_unused(self) -> None:
+        """The parameters that never fired are the ones that no later backward waits for."""
+        self.usage.unreachable = [index for index, count in enumerate(self.firings) if count == 0]
+
+    def slots_to_write(self, bucket: Bucket) -> list[int] | None:
+        if self.static_graph:
+            return self.usage.slots_to_write(bucket.indices)
+        return super().slots_to_write(bucket)
+
+    def ensure_prior_reduction_finished(self) -> None:
+        if self.static_graph and self.state is REDUCING:
+            reason = (
+                "This error indicates that your training graph has changed in this iteration, "
+                "e.g., one parameter is used in first iteration, but then got unused in the "
+                f"second iteration. {_STATIC}"
+            )
+            absent = {index: self.names[index] for index in self.absent()}
+            raise self.error(errors.unfinished(self.rank, absent, False, reason))
+        super().ensure_prior_reduction_finished()
+
+
+def _graph_changed(name: str, index: int, rank: int) -> str:
+    return (
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+        f"iteration, but then got used in the second iteration. {_STATIC}\nThe parameter is "
+        f"{name} (index {index}), on rank {rank}."
+    )

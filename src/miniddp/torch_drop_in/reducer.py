@@ -1,0 +1,263 @@
+"""The reducer behind `DistributedDataParallel`: every feature, and every name of torch's reducer.
+
+`TorchReducer` extends the core's reducer by what the rare keywords need: sparse gradients, buckets
+that are skipped, gradients kept by distributed autograd (RPC), a divisor that shrinks with the
+number of ranks that still have inputs, and the times that `_get_ddp_logging_data` reports.
+
+The methods with a leading underscore are the ones that torch's tests, its Join, and its optimizers
+call on `torch.distributed.Reducer`. Source: torch/csrc/distributed/c10d/{reducer,logger}.cpp.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from miniddp.bucket import Bucket
+from miniddp.buckets import ParameterSize, sizes_of
+from miniddp.extras.grad_bucket import GradBucket, zeros_of
+from miniddp.extras.sparse import SparseBucket
+from miniddp.extras.static_graph import StaticGraphReducer
+from miniddp.reducer import READY, REDUCING
+from miniddp.replicas import wait_for, wait_for_default_stream
+
+CommHook = Callable[[Any, GradBucket], Future]
+
+
+class TorchReducer(StaticGraphReducer):
+    """The core's reducer with torch's rare features.
+
+    Args (beyond those of `miniddp.reducer.Reducer`):
+        sparse: whether each parameter's gradient is a sparse tensor.
+        skip_unused: send no bucket that holds unused parameters only. They must then be the same
+            parameters on every rank.
+    """
+
+    def __init__(
+        self, *args: Any, sparse: Sequence[bool], skip_unused: bool = False, **keywords: Any
+    ):
+        self.sparse, self.skip_unused = list(sparse), skip_unused
+        self.comm_hook: tuple[CommHook, Any] | None = None
+        self.optimizer_in_backward = False
+        self.last_error: str | None = None
+        self.times: dict[str, int] = {}
+        self.reduced_buckets = 0
+        self.reductions = 0  # finished since construction
+        self.participants: dist.Work | None = None
+        self.extra_futures: list[Future] = []
+        self.rpc_context: int | None = None
+        self.checked = False  # by extras.strict, in this backward
+        self.same_unused_so_far = True
+        self.searched: list[int] | None = None
+        super().__init__(*args, **keywords)
+
+    def sizes(self) -> list[ParameterSize]:
+        return sizes_of(self.parameters, self.sparse)
+
+    def make_bucket(self, indices: list[int]) -> Bucket:
+        if self.sparse[indices[0]]:
+            return SparseBucket(indices, [self.parameters[index] for index in indices])
+        return super().make_bucket(indices)
+
+    def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
+        self.last_error = message
+        return kind(message)
+
+    def expects_gradients(self) -> bool:
+        """Whether a backward has been announced, or is being reduced."""
+        return self.state in (READY, REDUCING)
+
+    # The phases, with what each adds -------------------------------------------------------------
+
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Lightning and Accelerate call this too, for a forward that ran under `no_sync()`."""
+        super().prepare_for_backward(outputs)
+        self.checked = False
+        self.rpc_context = self._find_rpc_context()
+        self.times["backward_start"] = perf_counter_ns()
+        if self.find_unused_parameters:
+            unreachable = self.usage.unreachable
+            self.same_unused_so_far &= self.searched in (None, unreachable)
+            self.searched = unreachable
+
+    def expect_autograd_hook(self, index: int) -> bool:
+        if self.rpc_context is not None:
+            self._borrow_gradient(index)
+        return super().expect_autograd_hook(index)
+
+    def divisor(self) -> int | None:
+        return None if self.comm_hook else self.contributors()
+
+    def contributors(self) -> int:
+        """W; with Join's `divide_by_initial_world_size=False`, the ranks that still have inputs."""
+        if self.participants is None:
+            return self.process_group.size()
+        wait_for(self.participants)
+        [count] = self.participants.get_future().value()
+        return int(count.item())
+
+    def all_reduce_bucket(self, bucket: Bucket) -> None:
+        if self.next_bucket == 0:
+            self.times["comm_start"] = perf_counter_ns()
+            self.reduced_buckets = 0
+        if not self._skips(bucket):
+            count = len(self.buckets)
+            while self._skips(self.buckets[count - 1]):
+                count -= 1
+            bucket.future = self.run_comm_hook(GradBucket(bucket, self.next_bucket, count))
+            self.reduced_buckets += 1
+
+    def run_comm_hook(self, bucket: GradBucket) -> Future:
+        """Start the registered comm hook, or else the all-reduce, of one bucket."""
+        if self.comm_hook is None:
+            return self.run_allreduce_hook(bucket)
+        hook, state = self.comm_hook
+        future = hook(state, bucket)
+        if not hasattr(future, "wait"):
+            raise self.error(
+                f"callback must return a torch.futures.Future object, but got {type(future)}; wrap "
+                "a finished result with Future.set_result"
+            )
+        return future
+
+    def run_allreduce_hook(self, bucket: GradBucket) -> Future:
+        """The sum over all ranks, in place; the future's value is a list of the bucket's buffer."""
+        work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
+        return work.get_future()
+
+    def _skips(self, bucket: Bucket) -> bool:
+        return self.skip_unused and set(bucket.indices) <= set(self.usage.unreachable)
+
+    def finalize_bucket(self, bucket: Bucket) -> None:
+        result = bucket.future.wait()  # of a collective: a list; of a comm hook: a list or a tensor
+        result = result[0] if isinstance(result, list | tuple) else result
+        if bucket.device.type == "cuda":
+            wait_for_default_stream(bucket.device)
+        if bucket.buffer.is_complex() and not result.is_complex():
+            result = torch.view_as_complex(result)  # collectives may work on pairs of reals
+        if bucket.holds == "sparse" or result.data_ptr() != bucket.buffer.data_ptr():
+            bucket.buffer.copy_(result)
+        super().finalize_bucket(bucket)
+
+    def slots_to_write(self, bucket: Bucket) -> list[int] | None:
+        slots = super().slots_to_write(bucket)
+        if not self.optimizer_in_backward:
+            return slots
+        # The optimizer has used up the gradients that are None by now: do not create them again.
+        slots = range(len(bucket.indices)) if slots is None else slots
+        return [slot for slot in slots if bucket.parameters[slot].grad is not None]
+
+    def finalize_backward(self) -> None:
+        with self.lock:
+            self.times["compute_end"] = perf_counter_ns()
+            extra_futures, self.extra_futures = self.extra_futures, []
+            super().finalize_backward()
+            for future in extra_futures:
+                future.wait()
+            if extra_futures and self.device.type == "cuda":
+                wait_for_default_stream(self.device)
+            if self.rpc_context is not None:
+                self._return_gradients()
+            self.reductions += 1
+            self.times["comm_end"] = perf_counter_ns()
+
+    # Distributed autograd (RPC) keeps gradients in a context of its own, not in `.grad`. They are
+    # put into `.grad` for the time of the reduction.
+
+    def _find_rpc_context(self) -> int | None:
+        if not dist.rpc.is_available() or not dist.rpc.api._is_current_rpc_agent_set():
+            return None
+        self.borrowed: dict[int, tuple[Tensor, Tensor | None]] = {}
+        try:  # there is no public way to ask
+            return torch._C._distributed_autograd._current_context()._context_id()
+        except RuntimeError:
+            return None
+
+    def _borrow_gradient(self, index: int) -> None:
+        parameter = self.parameters[index]
+        gradient = dist.autograd.get_gradients(self.rpc_context).get(parameter)
+        if gradient is not None and index not in self.borrowed:
+            self.borrowed[index] = (gradient, parameter.grad)
+            parameter.grad = gradient
+
+    def _return_gradients(self) -> None:
+        for index, (gradient, before) in self.borrowed.items():
+            parameter = self.parameters[index]
+            if parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = before
+        self.rpc_context = None
+
+    # Torch's names -------------------------------------------------------------------------------
+
+    def _reset_state(self) -> None:
+        self.rebuilt = False
+        self.reset_state()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        self.process_group = self.usage.process_group = new_process_group
+        self.rank = new_process_group.rank()
+        self._reset_state()
+
+    def _autograd_hook(self, index: int) -> None:
+        self.autograd_hook(index)
+
+    def _delay_all_reduce(self) -> None:
+        self.learn_graph()
+
+    def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
+        self.participants = None if use_static_world_size else work
+
+    def set_logger(self, logger: Any) -> None:
+        """torch's reducer writes its times to the logger; here the logger reads them."""
+
+    def prepare_for_forward(self) -> None:
+        """torch starts its timer here; there is nothing to prepare."""
+
+    def _run_allreduce_hook(self, bucket: Any) -> Future:
+        return self.run_allreduce_hook(bucket)
+
+    def _run_comm_hook(self, bucket: Any) -> Future:
+        return self.run_comm_hook(bucket)
+
+    def _rebuild_buckets(self) -> bool:
+        return self.rebuild_buckets()
+
+    def _push_all_rebuilt_params(self) -> None:
+        """On a rank that saw no gradients: be ready to take rank 0's plan at the next rebuild."""
+        if not self.order:
+            self.order = list(range(len(self.parameters)))
+
+    def _get_zeros_like_grad_buckets(self) -> list[Any]:
+        """The buckets in launch order, full of zeros: what a rank without inputs contributes."""
+        return [
+            GradBucket(bucket, number, len(self.buckets), zeros_of(bucket))
+            for number, bucket in enumerate(self.buckets)
+        ]
+
+    def _get_local_used_map(self) -> Tensor:
+        return self.usage.counts
+
+    def _install_post_backward_futures(self, futures: Iterable[Future]) -> None:
+        self.extra_futures.extend(futures)
+
+    def _set_static_graph(self) -> None:
+        self.expect_static_graph()
+
+    def _set_optimizer_in_backward(self) -> None:
+        self.optimizer_in_backward = True
+
+    def _ddp_graph_static(self) -> bool:
+        return self.same_unused_so_far
+
+    def _check_reducer_finalized(self) -> None:
+        if self.state is READY:
+            self.enter(REDUCING)
+        self.ensure_prior_reduction_finished()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.remove_hooks()

@@ -1,0 +1,834 @@
+"""`DistributedDataParallel(MiniDDP)`: torch's class name, every keyword, every name in use.
+
+What this file adds to the wrapper of `miniddp.ddp`, in the order of the code: the rare keywords,
+forwards for torch.compile and for mixed precision, buffer hooks, comm hooks by torch's rules,
+optimizers in backward, uneven inputs (Join), copies and pickles, and the methods with a leading
+underscore that torch's tests, Lightning, Accelerate, and Transformers call. The behavior is that of
+torch/nn/parallel/distributed.py.
+"""
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum, auto
+from functools import partial
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.modules.batchnorm import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+
+from miniddp import errors
+from miniddp.autograd_graph import not_compiled
+from miniddp.buckets import MIB, bucket_caps
+from miniddp.ddp import MiniDDP
+from miniddp.extras.compiling import active, active_wrapper
+from miniddp.extras.first_steps import FirstSteps
+from miniddp.extras.join import DDPJoinHook, learn_and_share
+from miniddp.extras.mixed_precision import MixedPrecision
+from miniddp.extras.strict import at_end_of_each_backward, complete_or_raise
+from miniddp.replicas import broadcast_tensors, wait_for
+from miniddp.torch_drop_in.keywords import (
+    check_comm_hook,
+    devices_of,
+    group_of,
+    moved_to,
+    synced_buffers_at,
+)
+from miniddp.torch_drop_in.log import Log
+from miniddp.torch_drop_in.reducer import TorchReducer
+
+
+class _BufferCommHookLocation(Enum):
+    PRE_FORWARD = auto()
+    POST_FORWARD = auto()
+
+
+class _BufferCommHook(NamedTuple):
+    buffer_comm_hook: Callable
+    buffer_comm_hook_state: Any
+    buffer_comm_hook_location: _BufferCommHookLocation
+
+
+# `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, by which libraries recognize a
+# wrapper, holds for this one too, though it shares no code with it.
+@TorchDistributedDataParallel.register
+class DistributedDataParallel(MiniDDP, Joinable):
+    """Averages the gradients of `module` over the ranks of a process group, during backward.
+
+    Args:
+        module: the same on every rank; its trainable parameters are reduced.
+        device_ids, output_device: for a module on one GPU, that GPU; inputs are moved to it.
+        dim: only kept, as in torch.
+        broadcast_buffers: deprecated by torch for `forward_sync_buffers`; False leaves the buffers
+            out at construction too.
+        init_sync: verify and broadcast the model at construction.
+        process_group: the ranks that take part; the default group when None.
+        bucket_cap_mb: the buckets' size in MiB; a first one of 1 and then 25 when None.
+        find_unused_parameters: for models in which a forward may leave parameters unused.
+        check_reduction: without effect, as in torch.
+        gradient_as_bucket_view: gradients are views of the buckets: one copy of them less.
+        static_graph: every iteration uses the same parameters, each as often as in the first.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: (name, parameter) pairs that are
+            reduced together, when the gradient of the other one arrives.
+        mixed_precision: an object with dtypes or None as its `param_dtype`, `reduce_dtype`, and
+            `buffer_dtype`; see `miniddp.extras.mixed_precision`.
+        device_mesh: a one-dimensional mesh instead of `process_group`.
+        skip_all_reduce_unused_params: do not send buckets of unused parameters only, which must be
+            the same on every rank.
+        bucket_cap_mb_list: one size per bucket; the last holds for the rest.
+        batched_grad_copy: without effect: small gradients are copied together in any case.
+        forward_sync_buffers: whether each forward takes rank 0's buffers; True when None.
+        lazy_bucket_allocation: without effect: buckets are allocated at construction, and again
+            when they are rebuilt. (A keyword of torch 2.15.)
+        strict: report a missing gradient at the end of the backward in which it is missing, on
+            every rank, and a backward that bypassed the wrapper by an error instead of a warning.
+            Costs one all-gather of one byte per parameter and backward.
+        bucket_plan: "caps", or "measured": the first steps and the link are timed, and the buckets
+            then packed so that communication ends early; see `miniddp.extras.first_steps`. On the
+            CPU, without comm hooks, `join`, and parameters that may be unused.
+
+    Raises (on every rank, even if the cause is on one alone, unless `init_sync` is False):
+        ValueError: an unknown `bucket_plan`, or "measured" with what it does not go with.
+        RuntimeError: the ranks' models or settings differ, or nothing is trainable.
+        NotImplementedError: `delay_all_reduce_named_params` holds every trainable parameter, or
+            `device_mesh` is combined with parameters that are DTensors.
+    """
+
+    _divide_by_initial_world_size = True
+    _joins_uneven_inputs = False
+    _static_graph_delay_allreduce_enqueued = False
+    _has_rebuilt_buckets = False
+    _lazy_init_ran = False
+    _use_python_reducer = False
+    broadcast_bucket_size = 250 * MIB
+    reducer: TorchReducer
+
+    # Construction ---------------------------------------------------------------------------------
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        strict: bool = False,
+        bucket_plan: str = "caps",
+    ):
+        Joinable.__init__(self)
+        group = group_of(module, process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        # What `construct`, which MiniDDP's constructor calls, needs to know.
+        self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.static_graph, self._starts_static = False, static_graph
+        self.mixed_precision = mixed_precision
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.bucket_cap_mb_list = bucket_cap_mb_list
+        self.strict, self.bucket_plan = strict, bucket_plan
+        self.check_reduction = check_reduction
+        self._delayed_pairs = delay_all_reduce_named_params, param_to_hook_all_reduce
+        synced, self._syncs_buffers_now = synced_buffers_at(broadcast_buffers, forward_sync_buffers)
+        super().__init__(
+            module,
+            group,
+            broadcast_buffers=synced,
+            init_sync=init_sync,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        if static_graph:
+            self._set_static_graph()
+
+    def check_module(self) -> None:
+        delayed, trigger = self._delayed_pairs
+        if (delayed is None) != (trigger is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
+                "same time."
+            )
+        if self.check_reduction:
+            warnings.warn(
+                "The `check_reduction` argument is deprecated. Please avoid using it.",
+                FutureWarning,
+                stacklevel=errors.stacklevel_of_caller(),
+            )
+        super().check_module()
+        self._refuse_to_delay_everything()
+        self.parameters_to_ignore |= {name for name, _ in delayed or ()}
+        parameters = self.named_tensors()
+        for name, parameter in parameters.items():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise RuntimeError(
+                    "Modules with uninitialized parameters can't be used with "
+                    f"`DistributedDataParallel`: {name}. Run a dummy forward pass to correctly "
+                    "initialize the modules"
+                )
+        self.device_type, self.device_ids, self.output_device = devices_of(
+            parameters, self.device_ids, self.output_device
+        )
+        self.device = next(iter(parameters.values())).device
+        self._passing_sync_batchnorm_handle(self.module)
+        self.caps = bucket_caps(self.bucket_cap_mb, self.bucket_cap_mb_list)
+        self.bucket_bytes_cap = max(self.caps)
+        self.bucket_bytes_cap_list = list(self.caps) if self.bucket_cap_mb_list else []
+        self.bucket_bytes_cap_default = self.bucket_cap_mb is None and not self.bucket_cap_mb_list
+        self._check_bucket_plan()
+
+    def _refuse_to_delay_everything(self) -> None:
+        delayed = {name for name, _ in self._delayed_pairs[0] or ()}
+        trainable = (name for name, p in self.named_tensors().items() if p.requires_grad)
+        if all(name in delayed for name in trainable):
+            raise NotImplementedError(
+                "MiniDDP does not support delay_all_reduce_named_params of every trainable "
+                "parameter: leave at least one to be reduced in its turn"
+            )
+
+    def _check_bucket_plan(self) -> None:
+        if self.bucket_plan not in ("caps", "measured"):
+            raise ValueError(f'bucket_plan is {self.bucket_plan!r}: use "caps" or "measured"')
+        if self.find_unused_parameters:
+            self._refuse_measured_plan("find_unused_parameters, which never repacks")
+        if self.mixed_precision is not None:
+            self._refuse_measured_plan("mixed_precision")
+        if self.device.type != "cpu":
+            self._refuse_measured_plan(f"a module on {self.device}: its clock is the CPU's")
+
+    def _refuse_measured_plan(self, what: str) -> None:
+        if self.bucket_plan == "measured":
+            raise ValueError(
+                f'bucket_plan="measured" does not go with {what}. Leave one of the two out.'
+            )
+
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        """Raise ValueError for a SyncBatchNorm of torch on the CPU."""
+        for name, layer in module.named_modules():
+            # A subclass may know how.
+            if self.device_type == "cpu" and type(layer) is SyncBatchNorm:
+                raise ValueError(
+                    f"SyncBatchNorm layers only work with GPU modules, but {name} is on the CPU; "
+                    "miniddp.training.SyncBatchNorm works there"
+                )
+
+    def state_to_broadcast(self) -> dict[str, Tensor]:
+        buffers = self.named_tensors(buffers=True) if self._syncs_buffers_now else {}
+        return self.named_tensors() | buffers
+
+    def common_settings(self) -> dict[str, Any]:
+        names, sparse = list(self._parameter_names().values()), self._reduced()[1]
+        return super().common_settings() | {
+            "static_graph": self._starts_static,
+            "strict": self.strict,
+            "bucket_plan": self.bucket_plan,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "buffers broadcast at construction": self._syncs_buffers_now,
+            "parameters with sparse gradients": list(compress(names, sparse)),
+            "mixed_precision.reduce_dtype": getattr(self.mixed_precision, "reduce_dtype", None),
+            "mixed_precision.param_dtype": getattr(self.mixed_precision, "param_dtype", None),
+        }
+
+    def named_tensors(self, buffers: bool = False) -> dict[str, Tensor]:
+        named = super().named_tensors(buffers)
+        return {name: t for name, t in named.items() if name not in self.parameters_to_ignore}
+
+    def _reduced(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The parameters to reduce, each once, and whether each one's gradient is sparse."""
+        found: dict[nn.Parameter, bool] = {}
+        for prefix, module in self.module.named_modules():
+            sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if parameter.requires_grad and name not in self.parameters_to_ignore:
+                    found.setdefault(parameter, sparse)
+        return list(found), list(found.values())
+
+    def _parameter_names(self) -> dict[int, str]:
+        return self._build_debug_param_to_name_mapping(self._reduced()[0])
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        self._assign_modules_buffers()
+        return self._reduced()
+
+    def _build_debug_param_to_name_mapping(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> dict[int, str]:
+        """The name of each parameter that is reduced, by its index; of a shared one, the last."""
+        index_of = {parameter: index for index, parameter in enumerate(parameters)}
+        names: dict[int, str] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad and name not in self.parameters_to_ignore:
+                if parameter not in index_of:
+                    raise ValueError(
+                        f"Param with name {name} found in module parameters, but not among those "
+                        "that are reduced: was it added or unfrozen after the wrapper was made? "
+                        "Wrap the module again."
+                    )
+                names[index_of[parameter]] = name
+        if len(names) != len(index_of):
+            raise ValueError(
+                "Expected param to name mapping to cover all parameters, but got conflicting "
+                f"lengths: {len(index_of)} vs {len(names)}."
+            )
+        return names
+
+    def make_reducer(self) -> TorchReducer:
+        """Also made again from a pickle or for a copy, with what belongs to it."""
+        parameters, sparse = self._build_params_for_reducer()
+        self.reducer = TorchReducer(
+            parameters,
+            list(self._build_debug_param_to_name_mapping(parameters).values()),
+            self.process_group,
+            caps=self.caps,
+            sparse=sparse,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view and not self.mixed_precision,
+            plan_at_once=bool(self.bucket_bytes_cap_list)
+            or (self.find_unused_parameters and not self._starts_static),
+            skip_unused=self.skip_all_reduce_unused_params,
+        )
+        self._delay_all_reduce()
+        self._first_steps = FirstSteps(self.reducer) if self.bucket_plan == "measured" else None
+        self._lazy_init_ran = False
+        self._has_rebuilt_buckets = False
+        self._comm_hooks: list[tuple[Callable, Any]] = []
+        self.logger = Log(self)
+        if self.mixed_precision is not None:
+            self._precision = MixedPrecision(self, self.mixed_precision)
+            self._set_comm_hook(self._precision.reduce, None, "mixed_precision")
+        return self.reducer
+
+    def _delay_all_reduce(self) -> None:
+        """Reduce some parameters by one all-reduce, when another one gets its gradient.
+
+        Their gradients are views of one flat buffer from the end of each forward on. The all-reduce
+        is awaited at the end of the backward.
+        """
+        named, trigger = self._delayed_pairs
+        self._delayed: list[tuple[nn.Parameter, Tensor]] = []
+        if not named:
+            return
+        parameters = [parameter for _, parameter in named]
+        broadcast_tensors(parameters, self.process_group, 0)
+        sizes = [parameter.numel() for parameter in parameters]
+        flat = parameters[0].new_zeros(sum(sizes))
+        self._delayed = [
+            (parameter, part.view(parameter.shape))
+            for parameter, part in zip(parameters, flat.split(sizes), strict=True)
+        ]
+        this = weakref.ref(self.reducer)
+
+        def reduce_delayed(gradient: Tensor) -> None:
+            reducer = this()
+            if reducer is not None and reducer.expects_gradients():
+                flat.div_(reducer.process_group.size())
+                work = dist.all_reduce(flat, group=reducer.process_group, async_op=True)
+                reducer.extra_futures.append(work.get_future())
+
+        handle = trigger.register_hook(reduce_delayed)
+        weakref.finalize(self, handle.remove).atexit = False
+
+    # Forward --------------------------------------------------------------------------------------
+
+    @partial(not_compiled, recursive=False)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output, as `MiniDDP.forward`, in the profiler range that torch's has."""
+        with torch.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+    @partial(not_compiled, recursive=False)
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.mixed_precision is not None:
+            self._precision.narrow()
+            inputs, kwargs = self._precision.cast((inputs, kwargs))
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
+
+    @not_compiled
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._before_forward()
+        participants = Join.notify_join_context(self)
+        self.reducer.participants = None if self._divide_by_initial_world_size else participants
+        rebuilt = self.reducer.rebuilt
+        inputs, kwargs = super()._pre_forward(*inputs, **kwargs)
+        self._has_rebuilt_buckets |= self.reducer.rebuilt and not rebuilt
+        if (
+            torch.is_grad_enabled()
+            and self._first_steps is not None
+            and self._first_steps.before_forward()
+        ):
+            self._first_steps = None
+        if self._join_config.enable:
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        if self.device_ids:
+            return moved_to((inputs, kwargs), torch.device(self.device_type, self.device_ids[0]))
+        return inputs, kwargs
+
+    def _before_forward(self) -> None:
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        if self.mixed_precision is not None:
+            self._precision.widen()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.logger.forward_begins()
+
+    def _lazy_init(self) -> None:
+        self._setup_in_backward_optimizers()
+        self._lazy_init_ran = True
+
+    @not_compiled
+    def _post_forward(self, output: Any) -> Any:
+        if self._check_sync_bufs_post_fwd():
+            self.sync_buffers()
+        output = super()._post_forward(output)
+        if self.require_forward_param_sync:
+            if self.reducer.learns_graph:
+                learn = learn_and_share if self._join_config.enable else TorchReducer.learn_graph
+                at_end_of_each_backward(output, self.reducer, learn)
+            elif self.strict:
+                at_end_of_each_backward(output, self.reducer, complete_or_raise)
+        self._clear_grad_buffer()
+        if self.mixed_precision is not None and not torch.is_grad_enabled():
+            self._precision.widen()
+        return output
+
+    def report_unsynchronized(self) -> None:
+        # With strict=True the next backward tells the other ranks, and all of them raise.
+        if not self.strict:
+            super().report_unsynchronized()
+
+    def _inside_ddp_forward(self) -> AbstractContextManager[None]:
+        return active(self)
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return active_wrapper()
+
+    def _clear_grad_buffer(self) -> None:
+        """Let the gradients that are reduced late be views of their buffer."""
+        for parameter, view in self._delayed:
+            if parameter.grad is None:
+                view.zero_()
+                parameter.grad = view
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int]) -> Any:
+        """Inputs for each device, split along `dim`."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Inputs moved to one device, in a list of one."""
+        device = torch.device(self.device_type, device_id)
+        return (moved_to(inputs, device),), (moved_to(kwargs, device),)
+
+    def gather(self, outputs: Any, output_device: int) -> Any:
+        """Outputs of several devices, joined along `dim`."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    # Buffers --------------------------------------------------------------------------------------
+
+    def _assign_modules_buffers(self) -> None:
+        """Note the module's buffers anew: a module may replace them between two forwards."""
+        self.named_module_buffers = self.named_tensors(buffers=True)
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Torch's new name of `broadcast_buffers`."""
+        return self.broadcast_buffers
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self.broadcast_buffers = value
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        # With Join rank 0 may have run out of data long ago.
+        joins = self._join_config.enable
+        source = self._find_common_rank(self._distributed_rank, True) if joins else 0
+        self._assign_modules_buffers()
+        self._sync_module_buffers(source)
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        return self.will_sync_module_buffers() and not self._syncs_buffers_late()
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        """Whether it does so after it has run the module."""
+        return self.will_sync_module_buffers() and self._syncs_buffers_late()
+
+    def _syncs_buffers_late(self) -> bool:
+        hook = getattr(self, "buffer_hook", None)
+        return (
+            hook is not None
+            and hook.buffer_comm_hook_location == _BufferCommHookLocation.POST_FORWARD
+        )
+
+    def _check_and_sync_module_buffers(self) -> None:
+        """On a joined rank: answer the others' synchronization of their buffers."""
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
+
+    def _sync_module_buffers(self, src: int) -> None:
+        if not hasattr(self, "buffer_hook"):
+            self._default_broadcast_coalesced(authoritative_rank=src)
+            return
+        hook = self.buffer_hook.buffer_comm_hook
+        futures = hook(self.buffer_hook.buffer_comm_hook_state, self.named_module_buffers)
+        if futures is not None:
+            self.reducer.extra_futures.extend(futures)
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        buffers = self.modules_buffers if bufs is None else bufs
+        self._distributed_broadcast_coalesced(buffers, bucket_size, authoritative_rank)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[Tensor], buffer_size: int | None, authoritative_rank: int = 0
+    ) -> None:
+        broadcast_tensors(tensors, self.process_group, authoritative_rank)
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let `hook(state, named_buffers)` synchronize the buffers, before or after forward.
+
+        It may return futures; they are awaited at the end of the backward.
+        """
+        if not callable(hook):
+            raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
+        location = _BufferCommHookLocation[comm_hook_location.name]
+        self.buffer_hook = _BufferCommHook(hook, state, location)
+
+    # Comm hooks and optimizers --------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, hook: Callable) -> None:
+        """Let `hook(state, bucket)` communicate each bucket instead of the all-reduce.
+
+        Args:
+            state: passed to every call on this rank.
+            hook: receives a `GradBucket`, whose gradients are *not* divided, and returns a Future
+                of one tensor of the bucket's size: the gradients to use. Its second argument is
+                named `bucket`.
+
+        Raises TypeError or ValueError if `hook` is not callable, or its annotations say something
+        else; RuntimeError if a hook is registered already.
+        """
+        self._check_comm_hook(hook)
+        self._set_comm_hook(hook, state, getattr(hook, "__qualname__", repr(hook)))
+        self._comm_hooks.append((hook, state))
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        check_comm_hook(hook, self.reducer.error)
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
+        raise self.reducer.error(err_msg, err_type)
+
+    def _fire_reducer_autograd_hook(self, idx: int, *unused: Any) -> None:
+        self.reducer.autograd_hook(idx)
+
+    def _set_comm_hook(self, hook: Callable, state: Any, name: str) -> None:
+        self._refuse_measured_plan("a communication hook, whose time it does not take")
+        if self.reducer.comm_hook is not None:
+            raise self.reducer.error(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        self.reducer.comm_hook = (hook, state)
+        self.logger.figures["comm_hook"] = name
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Register the hook that `dist.BuiltinCommHookType` names."""
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        hook, state = hooks[comm_hook_type], None
+        if self.process_group != dist.group.WORLD:
+            state = self.process_group
+        self._set_comm_hook(hook, state, str(comm_hook_type))
+        self._comm_hooks.append((hook, state))
+
+    def _register_fused_optim(
+        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        """Step each parameter by an optimizer of class `optim` as soon as its bucket is reduced."""
+        # The module imports torch's own wrapper, so it is imported when it is needed.
+        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(f"{optim} does not support overlapped DDP.") from error
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """Take over from `apply_optimizer_in_backward`: step after the reduction, not before."""
+        parameters = list(self.named_tensors().values())
+        if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+            _apply_optim_in_backward_hook,
+        )
+
+        handles = dist.optim.apply_optimizer_in_backward.param_to_optim_hook_handle_map
+        for parameter in parameters:
+            for handle in handles.get(parameter, ()):
+                handle.remove()
+        hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
+        # Not noted among the hooks that a copy takes over: it sets up its own.
+        self._set_comm_hook(hook, weakref.ref(self), hook.__qualname__)
+        self.reducer._set_optimizer_in_backward()
+
+    # Uneven inputs (Join) -------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may have different numbers of inputs.
+
+        Args:
+            divide_by_initial_world_size: always divide gradients by W, so that each input counts
+                the same. False: by the number of ranks that still have inputs.
+            enable: False makes this a context without effect.
+            throw_on_early_termination: raise on all ranks as soon as one runs out of inputs.
+
+        Raises:
+            ValueError: with `bucket_plan="measured"`, as joined ranks take no times; with
+                `skip_all_reduce_unused_params` or `delay_all_reduce_named_params`, as joined ranks
+                cannot know what the others send.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What this wrapper does on a rank that has joined; called by `Join`."""
+        self._refuse_measured_plan("join()")
+        self._refuse_to_join()
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._joins_uneven_inputs = True
+        return DDPJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
+        """Tell the joined ranks whether this iteration's backward is reduced; they need to know."""
+        wants = not is_joined_rank and self.require_backward_grad_sync
+        flag = torch.tensor([float(wants)], device=self.device)
+        work = dist.all_reduce(flag, group=self.process_group, async_op=True)
+        if not is_joined_rank:
+            return None
+        wait_for(work)
+        return flag.item() != 0
+
+    def _find_common_rank(self, rank: int, is_candidate: bool) -> int:
+        """The highest rank among the candidates."""
+        flag = torch.tensor([rank if is_candidate else -1], device=self.device)
+        largest = dist.ReduceOp.MAX
+        wait_for(dist.all_reduce(flag, op=largest, group=self.process_group, async_op=True))
+        if flag.item() == -1:
+            raise ValueError("no rank offers its model to the others: join and forward disagree")
+        return int(flag.item())
+
+    def _refuse_to_join(self) -> None:
+        """Raise ValueError for settings that let the inputs decide what is sent."""
+        for setting, is_set in (
+            ("skip_all_reduce_unused_params", self.skip_all_reduce_unused_params),
+            ("delay_all_reduce_named_params", bool(self._delayed)),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"{setting} does not go with join(): a rank without inputs cannot know what "
+                    "the others send. Leave one of the two out."
+                )
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """On a joined rank: answer the reduction of each bucket, by zeros."""
+        for future in [
+            self.reducer.run_comm_hook(bucket)
+            for bucket in self.reducer._get_zeros_like_grad_buckets()
+        ]:
+            future.wait()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """On a joined rank: answer the search for unused parameters; none is used here."""
+        nothing = [0] * len(self.reducer.parameters)
+        used = torch.tensor(nothing, dtype=torch.int32, device=self.device)
+        wait_for(dist.all_reduce(used, group=self.process_group, async_op=True))
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Take the model of the rank that joined last, who alone has taken every step."""
+        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
+        state = self.named_tensors()
+        if self.forward_sync_buffers:
+            state |= self.named_tensors(buffers=True)
+        broadcast_tensors(list(state.values()), self.process_group, self._authoritative_rank)
+
+    # Settings -------------------------------------------------------------------------------------
+
+    def _set_static_graph(self) -> None:
+        """Declare that every iteration uses the same parameters in the same way."""
+        if self.static_graph:
+            warnings.warn(
+                "You've set static_graph to be True, no need to set it again.", stacklevel=2
+            )
+            return
+        if self.logger.iteration > 0:
+            raise self.reducer.error(
+                "_set_static_graph() should be called before training loop starts after "
+                "DistributedDataParallel is constructed."
+            )
+        self.static_graph = True
+        self._static_graph_delay_allreduce_enqueued = False
+        self.reducer.expect_static_graph()
+        if self.find_unused_parameters:
+            warnings.warn(
+                "You passed find_unused_parameters=true to DistributedDataParallel, "
+                "`_set_static_graph` will detect unused parameters automatically, so you do not "
+                "need to set find_unused_parameters=true, just be sure these unused parameters "
+                "will not change during training loop while calling `_set_static_graph`.",
+                stacklevel=2,
+            )
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        self._ddp_sink_clone = val
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on with other ranks, from the next forward on; the buckets are packed anew."""
+        self._has_rebuilt_buckets = False
+        self.reducer._reset_state()
+        if new_process_group is not dist.GroupMember.NON_GROUP_MEMBER:
+            self.process_group = new_process_group
+            self.reducer._update_process_group(new_process_group)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Leave these names, seen from `module`, to the user: not broadcast, not reduced."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """The parameters (or pairs of name and parameter) that are not ignored."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    def _get_parameters(self, m: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for module in m.modules() if recurse else [m]:
+            yield from module.parameters(recurse=False)
+
+    @property
+    def _module_parameters(self) -> list[nn.Parameter]:
+        return list(self.named_tensors().values())
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        return len({parameter.device for parameter in self._module_parameters}) > 1
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self.process_group.rank()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer._check_reducer_finalized()
+
+    def _check_default_group(self) -> None:
+        if not dist.is_initialized() or self.process_group != dist.group.WORLD:
+            raise RuntimeError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group. That is, when you have called init_process_group and have not "
+                "passed process_group argument to DDP constructor"
+            )
+
+    # Copies and pickles: the module, the settings, and a comm hook, with a new reducer ------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        if self._delayed:
+            raise RuntimeError(
+                "a MiniDDP with delay_all_reduce_named_params cannot be copied: its delayed "
+                "gradients hang on this module's parameters. Copy its .module and wrap the copy."
+            )
+        state = copy.copy(self.__dict__)
+        for name in ("process_group", "reducer", "logger", "_precision", "_first_steps"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = dist.group.WORLD
+        super().__setstate__(state)
+        hooks = self._comm_hooks
+        self._starts_static = self.static_graph
+        self.make_reducer()
+        for hook, hook_state in hooks:
+            self.register_comm_hook(hook_state, hook)
+        if self.static_graph:
+            self.reducer.expect_static_graph()
+
+    # Figures --------------------------------------------------------------------------------------
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Settings, environment, buckets and times (ns) of this wrapper, by torch's keys."""
+        return self.logger.snapshot(self)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Take times in every `sample_rate`-th iteration, after the first ten."""
+        if sample_rate < 1:
+            raise ValueError(
+                "DDP runtime logging sample rate should be equal or greater than 1, but is "
+                f"{sample_rate}"
+            )
+        self.logger.sample_rate = sample_rate

@@ -1,0 +1,205 @@
+"""Streams and threads on a GPU: no gradient is sent, or handed out, before it is computed.
+
+*Order.* Two layers, and each has its gradient accumulated on a stream of its own; one stream first
+sleeps for about a tenth of a second. The other gradient fills the bucket at once. Whatever is sent
+without a wait for the sleeping stream is not the gradient. The test is then run again with
+`torch.cuda.Stream.wait_stream` without effect during backward: it has to find wrong gradients, or
+it shows nothing.
+
+*Side stream.* Forward, backward and what reads the gradients run on a stream other than the
+default one, while that one is kept busy.
+
+*Thread.* Autograd calls hooks in a thread of its own for each GPU. The gradients have to be right
+when `backward()` returns, also to a thread that is not the main one.
+
+On a CPU the same two layers run on simulated streams (`simulated_streams`), which find a missing
+wait by the order of events and not by its consequences.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from miniddp import MiniDDP
+
+from .machine import Group, Machine
+from .proofs import Evidence
+
+WIDTH, WIDE, STEPS = 64, 1024, 4
+CYCLES = 200_000_000
+
+
+class Slow(torch.autograd.Function):
+    """The identity, whose backward first keeps its stream busy for CYCLES."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        torch.cuda._sleep(CYCLES)  # there is no public kernel that only takes time
+        return gradient.clone()
+
+
+class TwoStreams(nn.Module):
+    """Two layers without bias; the second one runs, and has its gradient, on another stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False, device=device)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False, device=device)
+        self.side = torch.cuda.Stream(device)
+        with torch.cuda.stream(self.side):
+            # A gradient is accumulated on the stream on which its accumulator was made. Kept here,
+            # it is the one that a wrapper finds; otherwise the wrapper makes all on one stream.
+            self.accumulator = get_gradient_edge(self.second.weight).node
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        main = torch.cuda.current_stream(x.device)
+        first = self.first(x)
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            second = Slow.apply(self.second(x))
+        main.wait_stream(self.side)
+        return first, second
+
+
+def average_of(x: Tensor) -> Tensor:
+    """What both weights' gradients have to be, on every rank, for the sum of all outputs."""
+    total = x.sum(0)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).expand(WIDTH, WIDTH)
+
+
+def wrong_gradients(rank: int, device: torch.device, views: bool, waits: bool) -> int:
+    """On each rank: how many of 2 * STEPS gradients are wrong; without `waits`, if none is made."""
+    torch.manual_seed(0)
+    wrapped = MiniDDP(TwoStreams(device), gradient_as_bucket_view=views)
+    wrong = 0
+    for step in range(STEPS):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        x = x.to(device)
+        wanted = average_of(x)
+        wrapped.zero_grad()
+        torch.cuda.synchronize(device)
+        first, second = wrapped(x)
+        with ExitStack() as stack:
+            if not waits:
+                stack.enter_context(mock.patch.object(torch.cuda.Stream, "wait_stream"))
+            (first.sum() + second.sum()).backward()
+        torch.cuda.synchronize(device)
+        for parameter in wrapped.parameters():
+            wrong += not torch.allclose(parameter.grad, wanted, rtol=1e-4, atol=1e-4)
+    return wrong
+
+
+def on_a_side_stream(rank: int, device: torch.device, hooked: bool) -> int:
+    """On each rank: how often gradients, read on the stream of the step, were not the average."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)]).to(device)
+    wrapped = MiniDDP(layers, bucket_cap_mb=WIDE * WIDE * 4 / 2**20)
+    if hooked:
+        from miniddp.extras.comm_hooks import average
+
+        wrapped.register_comm_hook(None, average)
+    x = torch.randn(32, WIDE, generator=torch.Generator().manual_seed(rank)).to(device)
+
+    def step() -> list[Tensor]:
+        wrapped.zero_grad()
+        wrapped(x).sum().backward()
+        return [parameter.grad.clone() for parameter in wrapped.parameters()]
+
+    step()  # the buckets are packed anew before the second
+    wanted = step()
+    torch.cuda.synchronize(device)
+    side, wrong = torch.cuda.Stream(device), 0
+    for _ in range(STEPS):
+        side.wait_stream(torch.cuda.current_stream(device))
+        torch.cuda._sleep(CYCLES)
+        with torch.cuda.stream(side):
+            found = step()
+        torch.cuda.synchronize(device)
+        wrong += not all(map(torch.equal, found, wanted))
+    return wrong
+
+
+def in_a_thread(rank: int, device: torch.device) -> tuple[bool, bool]:
+    """On each rank: whether hooks ran in another thread than backward, and the gradients' truth."""
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDTH, WIDTH, bias=False).to(device)
+    wrapped = MiniDDP(layer)
+    threads: set[int] = set()
+    layer.weight.register_post_accumulate_grad_hook(
+        lambda parameter: threads.add(threading.get_native_id())
+    )
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(rank)).to(device)
+    wanted, right, callers = average_of(x), [], set()
+
+    def steps() -> None:
+        callers.add(threading.get_native_id())
+        for _ in range(STEPS):
+            wrapped.zero_grad()
+            wrapped(x).sum().backward()
+            right.append(torch.allclose(layer.weight.grad, wanted, rtol=1e-4, atol=1e-4))
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+    steps()
+    return not (threads & callers), all(right) and len(right) == 2 * STEPS
+
+
+def find(machine: Machine) -> Iterator[Evidence]:
+    if machine.kind == "cuda":
+        for group in machine.groups():
+            yield from find_order(group)
+    else:
+        yield from find_simulated(machine.pair())
+    for group in machine.groups():
+        of_ranks = group.run(in_a_thread)
+        elsewhere = all(found[0] for found in of_ranks)
+        right = all(found[1] for found in of_ranks)
+        # Only a GPU has a thread of its own; a graph on the CPU runs in the caller's.
+        holds = right and elsewhere == (machine.kind == "cuda")
+        where = "in autograd's thread of the GPU" if elsewhere else "in the caller's thread"
+        yield Evidence("backward in two threads", group.label, holds, f"hooks ran {where}")
+
+
+def find_order(group: Group) -> Iterator[Evidence]:
+    """The order of streams, with the wait and without it, and a step on a side stream."""
+    for views in (False, True):
+        name = "stream order" + (", views" if views else "")
+        wrong = sum(group.run(wrong_gradients, views, True))
+        yield Evidence(name, group.label, wrong == 0, f"{wrong} wrong gradients")
+        if group.ranks > 1:
+            wrong = sum(group.run(wrong_gradients, views, False))
+            said = f"{wrong} wrong gradients, as there should be some"
+            yield Evidence(f"{name}: without the wait", group.label, wrong > 0, said)
+    for hooked in (False, True):
+        wrong = sum(group.run(on_a_side_stream, hooked))
+        name = "a step on a side stream" + (", comm hook" if hooked else "")
+        yield Evidence(name, group.label, wrong == 0, f"{wrong} steps with wrong gradients")
+
+
+def find_simulated(group: Group) -> Iterator[Evidence]:
+    """The same order on simulated streams."""
+    from .simulated_streams import WAITS, race_of_a_step
+
+    for removed in (None, *WAITS):
+        races = group.run(race_of_a_step, removed)
+        caught = [race for race in races if race is not None]
+        holds = not caught if removed is None else len(caught) == group.ranks
+        name = "simulated streams" + (f" without {removed.split('.')[-1]}" if removed else "")
+        said = f"{len(caught)} of {group.ranks} ranks race" + (
+            "" if removed is None else ", as they should"
+        )
+        yield Evidence(name, group.label, holds, said)

@@ -1,0 +1,176 @@
+"""The reducer's states: the documented table is the one in force, and it is followed."""
+
+import gc
+import itertools
+import re
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from labkit.launch import run_ranks
+from miniddp import MiniDDP, reducer
+from miniddp.reducer import FINALIZING, IDLE, LOCAL, READY, REDUCING, ReducerState
+from miniddp.torch_drop_in import DistributedDataParallel
+
+TABLE = re.compile(r"^`([A-Z]+)` .*?  ([A-Z]+(?:, [A-Z]+)*)$", re.MULTILINE)
+
+
+def test_the_table_in_the_docstring_is_the_one_that_the_code_follows():
+    documented = {
+        name: set(following.split(", ")) for name, following in TABLE.findall(reducer.__doc__)
+    }
+    in_force = {
+        state.name: {n.name for n in following} for state, following in reducer._NEXT.items()
+    }
+    assert documented == in_force
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def every_transition(rank: int) -> list[tuple[str, str, bool]]:
+    """Which transitions a reducer accepts."""
+    averager = MiniDDP(model()).reducer
+    accepted = []
+    for before, after in itertools.product(ReducerState, repeat=2):
+        averager.state = before
+        legal = after in reducer._NEXT[before]
+        expected = (
+            nullcontext()
+            if legal
+            else pytest.raises(RuntimeError, match=f"{before.name}.*{after.name}")
+        )
+        with expected:
+            averager.enter(after)
+        accepted.append((before.name, after.name, averager.state is after and before is not after))
+    return accepted
+
+
+def test_any_other_transition_raises_and_names_both_states():
+    for accepted in run_ranks(every_transition, 2):
+        for before, after, changed in accepted:
+            legal = ReducerState[after] in reducer._NEXT[ReducerState[before]]
+            assert changed == (legal and before != after)
+
+
+def states_of_a_window(rank: int) -> list[str]:
+    wrapped = MiniDDP(model())
+    seen = [wrapped.reducer.state]
+    wrapped.module[0].weight.register_post_accumulate_grad_hook(
+        lambda _: seen.append(wrapped.reducer.state)
+    )
+    torch.manual_seed(rank)
+    with wrapped.no_sync():
+        loss = wrapped(torch.randn(3, 6)).sum()
+        seen.append(wrapped.reducer.state)
+        loss.backward()
+    loss = wrapped(torch.randn(3, 6)).sum()
+    seen.append(wrapped.reducer.state)
+    loss.backward()
+    seen.append(wrapped.reducer.state)
+    with torch.no_grad():
+        wrapped(torch.randn(3, 6))
+    seen.append(wrapped.reducer.state)
+    wrapped.module(torch.randn(3, 6)).sum().backward()
+    return [state.name for state in seen], wrapped.reducer.unsynchronized
+
+
+def test_an_accumulation_window_walks_through_the_states():
+    for seen, unsynchronized in run_ranks(states_of_a_window, 2):
+        assert [ReducerState[name] for name in seen] == [
+            IDLE,
+            LOCAL,
+            LOCAL,  # while the local backward runs
+            READY,
+            REDUCING,  # the last layer's gradients have come before the first layer's
+            IDLE,
+            IDLE,  # a forward without gradients announces nothing
+            IDLE,  # nor does one through .module, whose gradients stay local
+        ]
+        assert unsynchronized
+    assert FINALIZING in reducer._NEXT[REDUCING]
+
+
+class CountingLock:
+    """A lock that counts how often it was taken, and knows whether it is held."""
+
+    def __init__(self) -> None:
+        self.taken, self.held = 0, False
+
+    def __enter__(self) -> None:
+        assert not self.held
+        self.taken, self.held = self.taken + 1, True
+
+    def __exit__(self, *error: object) -> None:
+        self.held = False
+
+
+def gradients_under_the_lock(rank: int) -> tuple[int, bool]:
+    wrapped = MiniDDP(model(), bucket_cap_mb=0)
+    averager = wrapped.reducer
+    averager.lock = lock = CountingLock()
+    always = []
+    all_reduce = averager.all_reduce_bucket
+
+    def launch(bucket: object) -> None:
+        always.append(lock.held)
+        all_reduce(bucket)
+
+    averager.all_reduce_bucket = launch
+    for step in range(2):
+        torch.manual_seed(10 * rank + step)
+        wrapped(torch.randn(3, 6)).sum().backward()
+    return lock.taken, all(always)
+
+
+def test_every_gradient_is_counted_and_every_bucket_launched_under_the_lock():
+    # Four gradients and one finalization per backward.
+    assert run_ranks(gradients_under_the_lock, 2) == [(10, True)] * 2
+
+
+def hooks_after_the_wrapper_is_gone(rank: int) -> tuple[int, bool]:
+    module = model()
+    wrapped = DistributedDataParallel(
+        module,
+        delay_all_reduce_named_params=[("2.bias", module[2].bias)],
+        param_to_hook_all_reduce=module[0].weight,
+    )
+    torch.manual_seed(rank)
+    wrapped(torch.randn(3, 6)).sum().backward()
+    seen = weakref.ref(wrapped)
+    del wrapped
+    gc.collect()
+    return len(module[0].weight._backward_hooks or ()), seen() is None
+
+
+def test_the_hook_of_delayed_parameters_goes_with_its_wrapper():
+    assert run_ranks(hooks_after_the_wrapper_is_gone, 2) == [(0, True)] * 2
+
+
+@pytest.mark.parametrize("wrapper", [MiniDDP, DistributedDataParallel])
+def test_a_second_wrapper_takes_over_and_the_first_reduces_nothing_more(wrapper):
+    def work(rank: int) -> tuple[str, torch.Tensor, torch.Tensor]:
+        module = model()
+        first = wrapper(module)
+        torch.manual_seed(rank)
+        x = torch.randn(3, 6)
+        loss = first(x).sum()
+        second = wrapper(module)
+        loss.backward()  # announced to the first wrapper only
+        state = first.reducer.state.name
+        local = module[0].weight.grad.clone()
+        module.zero_grad()
+        second(x).sum().backward()
+        return state, local, module[0].weight.grad
+
+    results = run_ranks(work, 2)
+    average = sum(local for _, local, _ in results) / 2
+    for state, local, averaged in results:
+        assert state == "IDLE"
+        assert not torch.equal(local, average)
+        torch.testing.assert_close(averaged, average)

@@ -1,0 +1,68 @@
+"""Which CUDA stream waits for which, by a simulation of streams on the CPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from labkit.launch.ranks import run_ranks
+from miniddp.extras.sparse import SparseBucket
+from tests.gpu.simulated_streams import STEPS, WAITS, Stream, race_of_a_step, train_two_branches
+
+
+@pytest.mark.parametrize("on_default", [True, False])
+@pytest.mark.parametrize("views", [False, True])
+def test_no_gradient_is_sent_or_handed_out_before_the_stream_that_computes_it_is_done(
+    views, on_default
+):
+    of_ranks = run_ranks(train_two_branches, 2, views, on_default)
+    mean = sum(local for _, local in of_ranks) / 2
+    for seen, _ in of_ranks:
+        assert len(seen) == STEPS
+        for gradient in (gradient for gradients in seen for gradient in gradients):
+            wanted = mean if gradient.ndim == 2 else torch.tensor(4.0)
+            torch.testing.assert_close(gradient, wanted.expand_as(gradient))
+
+
+@pytest.mark.parametrize(
+    ("removed", "said"),
+    [
+        (WAITS[0], "on stream first does not wait for aten.* on stream second"),
+        (WAITS[1], "on stream caller does not wait for c10d.allreduce_"),
+    ],
+)
+@pytest.mark.parametrize("views", [False, True])
+def test_without_either_wait_every_rank_has_a_race(views, removed, said):
+    for race in run_ranks(race_of_a_step, 2, removed, views):
+        assert race is not None
+        assert re.search(said, race)
+
+
+def refusing_the_cpu(device: torch.device | None = None) -> Stream:
+    """As torch.cuda.current_stream does."""
+    if device is not None and device.type == "cpu":
+        raise ValueError(f"Expected a cuda device, but got: {device}")
+    return Stream("current")
+
+
+def test_a_sparse_bucket_without_a_gradient_yet_knows_its_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", refusing_the_cpu)
+    bucket = SparseBucket([0], [nn.Parameter(torch.empty(5, 3, device="meta"))])
+    bucket.note_stream()
+    bucket.wait_for_streams()
+
+
+def test_a_sparse_gradient_from_another_stream_is_recorded_by_its_parts(monkeypatch):
+    recorded = []
+    record = lambda tensor, stream: recorded.append(tensor.layout)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    parameter = nn.Parameter(torch.zeros(5, 3))
+    parameter.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (5, 3))
+    bucket = SparseBucket([0], [parameter])
+    bucket.streams.add(Stream("side"))
+    bucket.wait_for_streams()
+    assert recorded == [torch.strided, torch.strided]

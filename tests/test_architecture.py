@@ -1,0 +1,183 @@
+"""Who imports whom in src/: no circles, arrows in one direction, one home for each public name."""
+
+import ast
+import importlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from labkit.launch.scripts import project_root
+
+SRC = project_root() / "src"
+LABS = project_root() / "labs"
+PACKAGES = {path.name for path in SRC.iterdir() if (path / "__init__.py").exists()}
+
+
+def modules_below(folder: Path) -> dict[str, Path]:
+    """Dotted name → file of every module below `folder`, which lies in src/."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules_below(SRC)
+
+
+def imports_of(
+    module: str, path: Path, only_at_import: bool, modules: dict[str, Path]
+) -> Iterator[str]:
+    """The names in `modules` that a module imports; `only_at_import` leaves functions out."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if only_at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if only_at_import and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            pending += node.orelse
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base]).rstrip(".")
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield name if name in modules else base
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle of imports, in order; empty if there is none."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for imported in sorted(graph.get(module, ())):
+            if circle := visit(imported, [*path, module]):
+                return circle
+        done.add(module)
+        return []
+
+    return next(filter(None, (visit(module, []) for module in sorted(graph))), [])
+
+
+def import_graph(modules: dict[str, Path]) -> dict[str, set[str]]:
+    """Module → the modules of `modules` that have to be loaded before it."""
+    return {
+        name: {one for one in imports_of(name, path, True, modules) if one in modules} - {name}
+        for name, path in modules.items()
+    }
+
+
+def test_no_module_of_src_imports_itself_by_a_detour():
+    assert cycle_in(import_graph(MODULES)) == []
+
+
+def test_a_circle_of_imports_is_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"d", "b"}, "d": set()}
+    assert cycle_in(graph) == ["b", "c", "b"]
+    assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+# What a package may import besides the standard library. `grader.inside` runs in the sandbox.
+MAY_IMPORT = {
+    "miniddp": {"torch"},
+    "ddp_doctor": {"torch", "jinja2"},
+    "labkit": {
+        *("torch", "numpy", "cloudpickle", "psutil", "matplotlib", "matplotlib_inline"),
+        *("IPython", "nbclient", "nbformat", "yaml", "bs4"),
+    },
+    "grader": {"numpy", "jinja2", "tqdm", "nbval", "nbclient", "nbformat", "pytest", "psutil"}
+    | {"labkit", "labkit.launch.guard"},  # of labkit itself, only where it lies
+    "grader.inside": {"torch", "numpy"},
+}
+
+
+def owner_of(module: str) -> str:
+    """The longest prefix of `module` that has a rule."""
+    parts = module.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next(prefix for prefix in prefixes if prefix in MAY_IMPORT)
+
+
+def foreign_imports(module: str) -> set[str]:
+    """What `module` imports from outside of its own package and of the standard library."""
+    return {
+        one
+        for one in imports_of(module, MODULES[module], False, MODULES)
+        if one.partition(".")[0] not in {*sys.stdlib_module_names, module.partition(".")[0]}
+    }
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_each_package_imports_only_what_it_may(package):
+    for module in modules_below(SRC / package):
+        allowed = MAY_IMPORT[owner_of(module)]
+        for one in foreign_imports(module):
+            root = one.partition(".")[0]
+            known = one in allowed or (root in allowed and root not in PACKAGES)
+            assert known, f"{module} imports {one}; it may import {sorted(allowed)}"
+
+
+CORE = sorted((SRC / "miniddp").glob("*.py"))
+ROOMS = sorted(path.parent.name for path in (SRC / "miniddp").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
+def test_the_core_of_miniddp_imports_and_names_no_room(path):
+    module = "miniddp" if path.stem == "__init__" else f"miniddp.{path.stem}"
+    rooms = {f"miniddp.{room}" for room in ROOMS}
+    imported = {".".join(one.split(".")[:2]) for one in imports_of(module, path, False, MODULES)}
+    assert imported & rooms == set()
+    text = path.read_text()
+    assert [room for room in rooms if room in text or room.replace(".", "/") in text] == []
+
+
+def lazy_packages() -> list[str]:
+    """The packages of labkit that offer names at their top."""
+    return [f"labkit.{path.parent.name}" for path in (SRC / "labkit").glob("*/__init__.py")]
+
+
+@pytest.mark.parametrize("package", lazy_packages())
+def test_every_name_that_a_package_of_labkit_offers_can_be_imported_and_hides_no_module(package):
+    loaded = importlib.import_module(package)
+    for name in getattr(loaded, "__all__", []):
+        assert f"{package}.{name}" not in MODULES, f"{package}.{name} is a module, too"
+        assert getattr(loaded, name) is not None
+
+
+# Names that mean the same thing wherever they occur, each in a module of its own.
+CONVENTIONAL = {"main", "arguments_of_this_lab", "average_gradients"}
+
+
+def test_no_two_public_functions_or_classes_share_a_name():
+    homes: dict[str, list[str]] = defaultdict(list)
+    files = [*(SRC / "labkit").rglob("*.py"), *(SRC / "miniddp").rglob("*.py"), *LABS.rglob("*.py")]
+    for path in files:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(path.relative_to(project_root()).as_posix())
+    shared = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert {name: paths for name, paths in shared.items() if name not in CONVENTIONAL} == {}
+
+
+def test_the_everyday_names_of_the_chapters_are_offered_at_the_top_of_a_package():
+    expected = {
+        "labkit.launch": {"run_ranks", "RanksTimeoutError", "run_script", "join_ranks"},
+        "labkit.profiling": {"Recorder", "SlowLink", "draw_together", "simulate", "ring", "tree"},
+        "labkit.testing": {"gradients", "ratio_and_cosine", "verdict_table", "INVARIANTS"},
+        "labkit.book": {"table", "bound", "to_the_bit", "source"},
+    }
+    for package, names in expected.items():
+        assert names <= set(importlib.import_module(package).__all__)

@@ -1,0 +1,165 @@
+"""What `pip install .` gives a stranger: miniddp, on torch alone."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from labkit.launch.scripts import project_root
+
+ROOT = project_root()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+TRAIN = """
+import sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from miniddp import MiniDDP
+
+
+def rank(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = MiniDDP(torch.nn.Linear(3, 1))
+    torch.manual_seed(1 + rank)
+    inputs = torch.randn(4, 3)
+    model(inputs).square().mean().backward()
+    found = model.module.weight.grad
+    whole = [torch.empty_like(inputs) for _ in range(2)]
+    dist.all_gather(whole, inputs)
+    alone = torch.nn.Linear(3, 1)
+    alone.load_state_dict(model.module.state_dict())
+    alone(torch.cat(whole)).square().mean().backward()
+    assert torch.allclose(found, alone.weight.grad, atol=1e-6), (found, alone.weight.grad)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.start_processes(rank, args=(sys.argv[1],), nprocs=2, start_method="fork")
+    print("averaged")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the sources: the build would leave its folders in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tracked = ["pyproject.toml", "README.md", "LICENSE", *map(str, sorted(ROOT.glob("src/**/*")))]
+    for name in tracked:
+        source = ROOT / name
+        if source.is_file() and source.suffix != ".pyc":
+            target = folder / "copy" / source.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(source.read_bytes())
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*pip, "--wheel-dir", folder, folder / "copy"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_only_the_packages_that_strangers_need_reach_their_site_packages(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    packages = {top for top in tops if not top.endswith(".dist-info")}
+    published = {path.name for path in ROOT.glob("src/*") if path.name in ("miniddp", "ddp_doctor")}
+    assert packages == published
+    assert not any(name.endswith("entry_points.txt") for name in names)
+    assert "miniddp/py.typed" in names
+
+
+def test_it_depends_on_torch_alone_with_a_lower_bound(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    required = re.findall(r"^Requires-Dist: (.*)$", archive.read(metadata).decode(), re.MULTILINE)
+    assert [one for one in required if "extra ==" not in one] == ["torch>=2.11"]
+
+
+def test_two_ranks_train_with_the_installed_wheel_and_nothing_else_of_this_project(
+    wheel: Path, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site)  # what pip does with a wheel of Python files
+    # torch and what it needs, from the environment of this test, without a download.
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        own = "editable" in package.name or "miniddp" in package.name
+        if not own and not (site / package.name).exists():
+            (site / package.name).symlink_to(package)
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, script, tmp_path],
+        cwd=tmp_path,
+        env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == "averaged\n", done.stderr
+    for name in ("labkit", "grader"):
+        absent = [python, "-c", f"import {name}"]
+        failed = subprocess.run(absent, cwd=tmp_path, env=environment, capture_output=True)
+        assert b"ModuleNotFoundError" in failed.stderr
+
+
+# The distribution that brings a module, where the two have different names.
+DISTRIBUTION = {
+    "IPython": "ipython",
+    "bs4": "beautifulsoup4",
+    "matplotlib_inline": "matplotlib-inline",
+    "pytorch_lightning": "pytorch-lightning",
+    "yaml": "PyYAML",
+}
+EXTRAS_OF = {
+    "src/miniddp": (),
+    "src/ddp_doctor": ("doctor",),
+    "src/labkit": ("book",),
+    "src/grader": ("grader",),
+    "labs": ("book", "grader"),
+    "tests": ("book", "grader", "test", "doctor"),
+    "book": ("book", "test"),
+}
+
+
+def imported_by(folder: str) -> set[str]:
+    """The top-level modules that the Python files below `folder` import."""
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add((node.module or "").partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("folder", EXTRAS_OF)
+def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
+    own = {path.name for path in ROOT.glob("src/*")} | {path.stem for path in ROOT.glob("tests/*")}
+    foreign = imported_by(folder) - own - set(sys.stdlib_module_names) - {"torch"}
+    declared = {package for extra in EXTRAS_OF[folder] for package in EXTRAS[extra]}
+    needed = {DISTRIBUTION.get(name, name) for name in foreign}
+    assert needed <= declared, f"{folder} imports what pyproject.toml does not declare"
+
+
+def test_every_extra_is_installed_by_make_at_a_pinned_version() -> None:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0].lower() for line in lines if "==" in line}
+    constrained = (ROOT / "constraints.txt").read_text().lower()
+    for package in {package for extra in EXTRAS.values() for package in extra}:
+        known = package.lower() in pinned or f"{package.lower()}==" in constrained
+        assert known, f"{package} has no version in requirements.txt or constraints.txt"

@@ -20,8 +20,6 @@ bugs, is labs/accumulate_vs_ddp_lightning.py.
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 import copy
 

@@ -20,8 +20,6 @@ per additional device. A process that sets no seed before it draws uses --unseed
 that the numbers can be repeated; "--unseeded none" draws truly unseeded data.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os
@@ -62,7 +60,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def program(version: str, arguments: argparse.Namespace) -> Program:
+def program(version: str, arguments: argparse.Namespace) -> "Program":
     from labkit.scenarios.two_trainers import Program
 
     first_ddp, seed_first = VERSIONS[version]
@@ -76,7 +74,7 @@ def program(version: str, arguments: argparse.Namespace) -> Program:
     )
 
 
-def run_version(version: str, arguments: argparse.Namespace) -> list[Seen]:
+def run_version(version: str, arguments: argparse.Namespace) -> "list[Seen]":
     from labkit.scenarios.two_trainers import run
 
     # What Lightning's further processes are started with.
@@ -85,7 +83,7 @@ def run_version(version: str, arguments: argparse.Namespace) -> list[Seen]:
     return run(program(version, arguments))
 
 
-def run_all(arguments: argparse.Namespace) -> dict[str, list[Seen]]:
+def run_all(arguments: argparse.Namespace) -> "dict[str, list[Seen]]":
     """Each version in a process of its own, two at a time."""
     import labkit.scenarios.two_trainers  # noqa: F401  imported once, for the forks to share
 
@@ -96,7 +94,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, list[Seen]]:
     return dict(zip(VERSIONS, found, strict=True))
 
 
-def summary(found: dict[str, list[Seen]]) -> str:
+def summary(found: "dict[str, list[Seen]]") -> str:
     """Which processes the second Trainer had, both columns of norms, and when to read them."""
     rows: list[list[Cell]] = []
     for version, seen in found.items():
@@ -115,7 +113,7 @@ def summary(found: dict[str, list[Seen]]) -> str:
     return "\n\n".join([processes, norms, "In the version both-fixed:\n" + moments(seen)])
 
 
-def moments(seen: list[Seen]) -> str:
+def moments(seen: "list[Seen]") -> str:
     """Where the second Trainer's samples went, and what encoder.weight's gradient was when."""
     samples = "; ".join(" ".join(map(str, s.samples)) for s in seen)
     after = " ".join(f"{norm:.4f}" for norm in seen[0].after_each_backward)
@@ -126,7 +124,7 @@ def moments(seen: list[Seen]) -> str:
     )
 
 
-def detail(seen: list[Seen]) -> str:
+def detail(seen: "list[Seen]") -> str:
     """What each process of one version did."""
     zero = seen[0]
     lines = [line for s in seen for line in s.printed]
@@ -144,7 +142,7 @@ def detail(seen: list[Seen]) -> str:
     return "\n".join(lines) + "\n\n" + table(["norm on rank", *headers], rows)
 
 
-def disagreement(seen: list[Seen], arguments: argparse.Namespace) -> str | None:
+def disagreement(seen: "list[Seen]", arguments: argparse.Namespace) -> str | None:
     """Why the corrected program is not right; None if it is."""
     from labkit.scenarios.toy_captioner import PRINTED
 

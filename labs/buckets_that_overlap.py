@@ -1,36 +1,35 @@
-"""Buckets that overlap: every way to average the same gradients, checked and timed side by side.
+"""Buckets that overlap: every way to average the same gradients, checked and timed.
 
 Start it with torchrun, on one machine:
 
     torchrun --standalone --nproc-per-node 4 labs/buckets_that_overlap.py
 
-or on several, here two with four processes (and GPUs) each, the same line on both:
+or on several machines, here two with four processes (and GPUs) each; run the same line on both:
 
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \\
         labs/buckets_that_overlap.py
 
 Each rank has its share of one batch. The gradients are averaged as in both examples of the forum
-thread, by one all-reduce a parameter after backward and by torch's DDP, and in every way that lies
-between them. A row of the table that rank 0 prints holds, for its way:
+thread, with one all-reduce per parameter after backward and with torch's DDP, and in every way
+between them. Rank 0 prints a table with one row per way:
 
-  all-reduces  how many a step
-  first after  how many gradients were ready when the first was launched; all of them means that
-               communication began when backward had ended
-  full batch   the largest difference to the gradient of one process with the whole batch
-  torch DDP    the same, to the gradient of torch's DDP; both in units of the largest entry
+  all-reduces  the number of all-reduces per step
+  first after  the number of gradients that were ready at the first launch; if all were ready,
+               communication began after backward
+  full batch   the largest difference from the gradient of one process with the whole batch
+  torch DDP    the largest difference from the gradient of torch's DDP; both differences are
+               relative to the largest entry
   ranks        the largest difference between the ranks
-  ms           the median time of a step (forward, backward, average) on rank 0; the ways take turns
-  ÷ DDP        the median of its times divided by those of torch's DDP in the same turn
-  exposed      ms of the last step in which rank 0 communicated after backward
+  ms           the median time of a step (forward, backward, average) on rank 0; ways take turns
+  ÷ DDP        the median ratio of its time to torch's DDP's in the same turn
+  exposed      the ms of the last step in which rank 0 communicated after backward
 
-"MiniDDP, planned" measures the link and its own gradients in the steps before, and sizes its
-buckets by that (on the CPU); --bucket-cap-mb is for all other buckets.
+"MiniDDP, planned" measures the link and its own gradients in the first steps, and sizes its
+buckets accordingly (on the CPU); --bucket-cap-mb sets the size of all other buckets.
 
 The exit code is 1 if a way differs from the full batch or from torch's DDP by more than rounding,
-or if the ranks differ by a single bit.
+or if the ranks differ in any bit.
 """
-
-from __future__ import annotations
 
 import argparse
 import copy
@@ -79,21 +78,26 @@ def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=0, help="of model and data (default 0)")
-    parser.add_argument("--model", choices=PER_RANK, default="stack", help="(default stack)")
-    parser.add_argument("--steps", type=positive, default=5, help="timed steps each (default 5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
+    parser.add_argument(
+        "--model", choices=PER_RANK, default="stack", help="the model to train (default stack)"
+    )
+    parser.add_argument("--steps", type=positive, default=5, help="timed steps per way (default 5)")
     parser.add_argument(
         "--bucket-cap-mb",
         type=float,
-        help="size of the buckets in MiB (default: torch's, a first of 1 and then 25)",
+        help="bucket size in MiB (default: torch's, 1 for the first bucket and 25 for others)",
     )
     parser.add_argument(
         "--gbit",
         type=float,
-        help="slow the link down to that many Gbit/s (CPU, all ranks on one machine)",
+        help="slow the link down to this many Gbit/s (CPU, all ranks on one machine)",
     )
     parser.add_argument(
-        "--save", type=Path, metavar="FOLDER", help="timeline and traces of rank 0's last steps"
+        "--save",
+        type=Path,
+        metavar="FOLDER",
+        help="save a timeline and traces of rank 0's last steps there",
     )
     return parse_arguments(parser)
 
@@ -107,7 +111,7 @@ def positive(text: str) -> int:
 def ways(
     cap: float | None, device: torch.device
 ) -> dict[str, Callable[[nn.Module, dist.ProcessGroup], Averager]]:
-    """What averages, given a module and a process group, by the name of its row."""
+    """The averager of each row, by name: a function of a module and a process group."""
     planned = {PLANNED: partial(mini_ddp, bucket_plan="measured")} if device.type == "cpu" else {}
     return {
         "one all-reduce a parameter": PerParameter,
@@ -135,7 +139,7 @@ def toy(name: str, seed: int, world_size: int) -> ToyStep:
 
 
 class Apart(NamedTuple):
-    """The largest differences of one way's gradient, on whichever rank they are largest."""
+    """The largest differences of one way's gradient, on any rank."""
 
     full_batch: float
     ddp: float
@@ -146,7 +150,7 @@ class Apart(NamedTuple):
 
 
 class TimedWay:
-    """One way on this rank: a replica of its own, what averages it, and what was seen of it."""
+    """One way on this rank: a replica, its averager, and its recorder."""
 
     def __init__(self, make: Callable[..., Averager], model: nn.Module, link: Any) -> None:
         self.module = copy.deepcopy(model)
@@ -154,7 +158,7 @@ class TimedWay:
         self.averager = make(self.module, self.recorder)
 
     def step(self, inputs: Tensor, record: bool = False) -> float:
-        """One forward and backward, begun by all ranks together; its seconds."""
+        """One forward and backward pass, started by all ranks together; returns its seconds."""
         self.module.zero_grad()
         dist.barrier()
         begin = time.perf_counter()
@@ -168,7 +172,7 @@ class TimedWay:
 
 
 def run_all(found: dict[str, TimedWay], inputs: Tensor, steps: int) -> dict[str, list[float]]:
-    """Each way's seconds, turn by turn; then one more step of each is recorded."""
+    """Each way's seconds, turn by turn; then one more step of each way is recorded."""
     for _ in range(WARM_UP_STEPS):
         for way in found.values():
             way.step(inputs)
@@ -215,7 +219,7 @@ def row_of(name: str, way: TimedWay, apart: Apart, seconds: dict[str, list[float
 
 
 def save_timeline(folder: Path, found: dict[str, TimedWay]) -> None:
-    """One figure of all ways, and a trace of each, as this rank saw them."""
+    """One figure of all ways and one trace per way, as this rank saw them."""
     folder.mkdir(parents=True, exist_ok=True)
     steps = {name: merge([way.recorder.recorded]) for name, way in found.items()}
     draw_together(steps).savefig(folder / "timeline.png", dpi=160)

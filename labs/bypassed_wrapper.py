@@ -22,8 +22,6 @@ exit code is 1 if a number differs from the printed one, or if the fixed replica
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 from typing import NoReturn
 

@@ -18,8 +18,6 @@ gradient on any rank. It is also 1 if the loss that `miniddp.training.losses.glo
 for logging is not the mean over all tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 from contextlib import nullcontext
@@ -52,9 +50,10 @@ Wrapped = DistributedDataParallel | MiniDDP
 
 
 class RecipeOutcome(NamedTuple):
-    """What a recipe gave.
+    """The result of one recipe.
 
-    `difference` is the largest from the full batch, on any rank, relative to its largest element.
+    `difference` is the largest difference from the full batch on any rank, relative to the full
+    batch's largest element.
     """
 
     recipe: str
@@ -67,15 +66,20 @@ def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=SEED, help=f"of the captions (default {SEED})")
     parser.add_argument(
-        "--accumulate", type=int, default=4, help="micro-batches a rank and step (default 4)"
+        "--seed", type=int, default=SEED, help=f"seed of the captions (default {SEED})"
     )
     parser.add_argument(
-        "--captions", type=int, default=2, help="captions a micro-batch (default 2)"
+        "--accumulate", type=int, default=4, help="micro-batches per rank and step (default 4)"
     )
     parser.add_argument(
-        "--recipe", choices=RECIPES, default="whole-step", help="(default whole-step)"
+        "--captions", type=int, default=2, help="captions per micro-batch (default 2)"
+    )
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        default="whole-step",
+        help="must give the full batch (default whole-step)",
     )
     arguments = parse_arguments(parser)
     if arguments.accumulate < 1 or arguments.captions < 1:
@@ -90,7 +94,7 @@ def to(captions: Captions, device: torch.device) -> Captions:
 def full_batch_gradient(
     model: Captioner, captions: Captions, device: torch.device
 ) -> tuple[float, list[Tensor]]:
-    """Loss and gradient of one process that sees all captions, from one backward."""
+    """Loss and gradient of one process that sees all captions, from one backward pass."""
     model, captions = copy.deepcopy(model), to(captions, device)
     loss_sum, count = token_cross_entropy(model(captions.pixels, captions.tokens), captions.targets)
     loss = loss_sum / count
@@ -99,7 +103,7 @@ def full_batch_gradient(
 
 
 def scales(recipe: str, counts: list[int], device: torch.device) -> list[float]:
-    """What this rank multiplies the summed loss of each of its micro-batches by."""
+    """The factors for the summed loss of each of this rank's micro-batches."""
     if recipe == "each-part":
         return [1 / (count * len(counts)) for count in counts]
     if recipe == "own-window":
@@ -110,7 +114,9 @@ def scales(recipe: str, counts: list[int], device: torch.device) -> list[float]:
 def accumulate_with_recipe(
     replica: Wrapped, parts: list[Captions], recipe: str, place: Place
 ) -> float:
-    """Leave the recipe's gradient in the replica; the mean loss over all words of all ranks."""
+    """Leave the recipe's gradient in the replica; return the mean loss over all tokens of all
+    ranks.
+    """
     counts = [count_words(part) for part in parts]
     logged = torch.zeros((), device=place.device)
     for i, scale in enumerate(scales(recipe, counts, place.device)):
@@ -125,7 +131,7 @@ def accumulate_with_recipe(
 def run_recipes(
     arguments: argparse.Namespace, place: Place
 ) -> tuple[float, float, list[RecipeOutcome]]:
-    """The true loss, how far a logged one is from it, relatively, and what each recipe gave."""
+    """The true loss, the relative error of the logged one, and the outcome of each recipe."""
     share = arguments.accumulate * arguments.captions
     # Other captions on each rank; every rank can draw all of them, for the single process.
     shares = [draw_captions(share, 1000 * arguments.seed + r) for r in range(place.world_size)]

@@ -1,19 +1,17 @@
-"""What Hugging Face's Trainer divides by: its gradient against that of the full batch.
+"""The divisor in Hugging Face's Trainer: its gradient compared with the full batch's.
 
     python labs/mean_of_means_transformers.py                                     one process
-    torchrun --standalone --nproc-per-node 2 labs/mean_of_means_transformers.py   several, 1, 2 or 4
+    torchrun --standalone --nproc-per-node 2 labs/mean_of_means_transformers.py   1, 2, or 4
 
-Tiny models with random weights, made on the spot, take one Trainer step on 16 sequences of
-different lengths, cut into micro-batches in several ways. The gradient is read just before the
-optimizer's step and compared with that of the mean loss over all words, from one backward of the
-same model. Ratio 1 and cosine 1 are right; a cosine below 1 is a direction bug, another ratio a
-scale bug. Beside it stand the loss that the Trainer logs, and the right one.
+Tiny models with random weights take one Trainer step on 16 sequences of different lengths, split
+into micro-batches in several ways. The gradient is read just before the optimizer's step. It is
+compared with the gradient of the mean loss over all tokens, from one backward pass of the same
+model. Ratio 1 and cosine 1 are right; a cosine below 1 is a direction bug, any other ratio a scale
+bug. The table also shows the loss that the Trainer logs and the true loss.
 
-With several processes each case runs twice: with average_tokens_across_devices as it is by default,
-and without. A last table does the same with Accelerate alone, and no Trainer.
+With several processes, each case runs twice: with average_tokens_across_devices at its default,
+and without it. A last table does the same with Accelerate and without the Trainer.
 """
-
-from __future__ import annotations
 
 import argparse
 import logging
@@ -46,7 +44,7 @@ Sequence = dict[str, Tensor]
 
 
 class TrainerCase(NamedTuple):
-    """A model, its data, and a loss function of one's own, if that is what repairs it."""
+    """A model, its data, and its own loss function if that is what repairs it."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -93,7 +91,7 @@ def gpt2(**looks_at_picture: bool) -> nn.Module:
 
 
 def captioner() -> nn.Module:
-    """The class of the thread's model: a vision transformer, and a GPT-2 that looks at it."""
+    """The thread's model class: a vision transformer, and a GPT-2 that attends to it."""
     vision = transformers.ViTConfig(image_size=PIXELS, patch_size=4, num_hidden_layers=1, **HIDDEN)
     decoder = gpt2(add_cross_attention=True, is_decoder=True)
     model = transformers.VisionEncoderDecoderModel(
@@ -104,7 +102,7 @@ def captioner() -> nn.Module:
 
 
 def texts(seed: int, first_label: int | None = None) -> list[Sequence]:
-    """Sequences of 2 to 12 words: a causal model's labels are its inputs, which it shifts."""
+    """Sequences of 2 to 12 tokens. A causal model's labels are its inputs, which it shifts."""
     words = draw_captions(SEQUENCES, seed).targets
     labels = words.clone()
     if first_label is not None:
@@ -114,7 +112,9 @@ def texts(seed: int, first_label: int | None = None) -> list[Sequence]:
 
 
 def pictures(seed: int, read: bool = False) -> list[Sequence]:
-    """Captioned pictures; with `read`, also what the decoder reads, otherwise left to the model."""
+    """Images with captions; with `read`, also the decoder's input, which the model otherwise
+    derives.
+    """
     captions = draw_captions(SEQUENCES, seed)
     rows: Iterator[tuple[Tensor, ...]] = zip(*captions, strict=True)
     sequences = []
@@ -137,7 +137,7 @@ class Found(NamedTuple):
 
 
 def full_batch_of_case(case: TrainerCase, seed: int) -> Found:
-    """The mean over all words, by torch's own cross-entropy, from one forward and backward."""
+    """The mean over all tokens, by torch's cross-entropy, from one forward and backward pass."""
     torch.manual_seed(seed)
     model = case.make()
     batch = {name: torch.stack([row[name] for row in case.data]) for name in case.data[0]}
@@ -150,7 +150,7 @@ def full_batch_of_case(case: TrainerCase, seed: int) -> Found:
 
 
 class Watch(transformers.TrainerCallback):
-    """Notes the last step's gradient, where it is complete, and the last logged loss."""
+    """Records the last step's complete gradient and the last logged loss."""
 
     gradient: list[Tensor]
     loss: float
@@ -166,7 +166,9 @@ class Watch(transformers.TrainerCallback):
 def trainer_step(
     case: TrainerCase, size: int, steps: int, average: bool, seed: int, windows: int = 1
 ) -> Found:
-    """The Trainer's last of `windows` steps: `steps` backwards of `size` sequences a process."""
+    """The Trainer's last of `windows` steps: `steps` backward passes of `size` sequences per
+    process.
+    """
     torch.manual_seed(seed)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
@@ -225,7 +227,7 @@ def compared(found: Found, wanted: Found) -> list[Cell]:
 
 
 def accelerate_rows(seed: int) -> list[list[Cell]]:
-    """The sum of losses, scaled in three ways and given to `accelerator.backward`."""
+    """The sum of losses, scaled in three ways and passed to `accelerator.backward`."""
     case = TrainerCase("", llama, texts(seed))
     wanted = full_batch_of_case(case, seed)
     count = sum(int((row["labels"][1:] != PADDING).sum()) for row in case.data)
@@ -255,14 +257,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help=f"seed of data and models (default {SEED})"
+    )
     seed = parse_arguments(parser).seed
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size not in (1, 2, 4):
         raise SystemExit(
             f"{SEQUENCES} sequences are shared among 1, 2 or 4 processes, not {world_size}"
         )
-    # Both libraries tell on stderr of GPUs and tips; here only a failure matters.
+    # Both libraries print advice to stderr; only a failure matters here.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 

@@ -22,8 +22,6 @@ rank a ratio is not the expected one, or a distance exceeds rounding where it sh
 """
 
 # ruff: noqa: E402
-from __future__ import annotations
-
 import argparse
 from typing import NamedTuple, NoReturn
 

@@ -1,7 +1,5 @@
 """The lab of buckets that overlap, under torchrun: on one node, on two, and when it has to fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The bypassed wrapper: the toy, its lab under torchrun, and what its fixes have to agree on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,9 +32,7 @@ def on_one_process(seed: int) -> list[float]:
     for step in range(5):
         x, y = (
             torch.cat(parts)
-            for parts in zip(
-                draw_inputs_and_targets(0, step), draw_inputs_and_targets(1, step), strict=True
-            )
+            for parts in zip(*(draw_inputs_and_targets(rank, step) for rank in (0, 1)), strict=True)
         )
         optimizer.zero_grad()
         ((module(x) - y) ** 2).mean().backward()

@@ -1,7 +1,5 @@
 """The mean of the means: the lab under torchrun, and what transformers and accelerate really do."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

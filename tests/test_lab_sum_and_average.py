@@ -1,7 +1,5 @@
 """Sum and average: the factor by which a combined gradient is off, and its lab under torchrun."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple

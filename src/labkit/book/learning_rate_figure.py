@@ -1,7 +1,5 @@
 """Which learning rate a data-parallel run needs: one picture instead of a table of eight rows."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -1,7 +1,5 @@
 """How all-reduces pair up when one rank makes fewer calls: by position, not by name."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt

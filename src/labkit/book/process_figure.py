@@ -1,7 +1,5 @@
 """Which processes run the two Trainers of the accumulation thread, and on whose data."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

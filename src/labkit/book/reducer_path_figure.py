@@ -1,7 +1,5 @@
 """What happens to a gradient with and without a call of the wrapper."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

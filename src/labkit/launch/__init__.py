@@ -1,4 +1,4 @@
-"""Start ranks: in a notebook cell, under torchrun, on several nodes; and leave none behind."""
+"""Start ranks in a notebook cell, under torchrun, or on several nodes, and leave none behind."""
 
 from labkit.lazy import offer
 

@@ -4,8 +4,6 @@ It has a model wrapped in DDP, `_get_model()` that unwraps it, a loss computed i
 `DistributedSampler`, and a checkpoint of rank 0. Model and data are made up.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """How many all-reduces a step makes, and how many of them start before backward has ended."""
 
-# No annotations from __future__: torch inspects the comm hook's, and they must not be strings.
-
 from typing import Literal, NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Each cause is a change that torch's DDP accepts without a message. `drift` train
 the ranks and measures how far the replicas are apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Literal
 

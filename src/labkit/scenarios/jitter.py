@@ -1,7 +1,5 @@
 """How far weights jitter around their optimum, when the gradient is nearly all noise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 

@@ -3,8 +3,6 @@
 Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

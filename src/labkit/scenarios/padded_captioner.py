@@ -1,16 +1,14 @@
-"""A small image captioner, and captions of different lengths, padded: who counts which token?
+"""A small image captioner and captions of different lengths, padded.
 
 It has the shape of the captioner in the thread "Gradient accumulation gives different results
-compared to full batch", a vision transformer whose patches a GPT-2 looks at by cross-attention,
-at a size that a laptop trains in a second. The thread's own weights (a CLIP encoder and gpt2) would
-have to be downloaded; here they are random, from a seed.
+compared to full batch": a vision transformer, and a GPT-2 that attends to its patches. It is small
+enough to train in a second on a laptop. The thread's own weights (a CLIP encoder and gpt2) would
+need a download; these are random, from a seed.
 
-The decoder has what GPT-2 has: learned positions, layer norm before each part, four-fold GELU
-layers, an output layer that is the embedding, and weights of standard deviation 0.02. There is no
-dropout and no batch norm, so that a caption's loss does not depend on what else is in its batch.
+The decoder has GPT-2's parts: learned positions, layer norm before each part, four-fold GELU
+layers, an output layer tied to the embedding, and weights of standard deviation 0.02. It has no
+dropout and no batch norm, so a caption's loss does not depend on the rest of its batch.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -32,11 +30,10 @@ Tail = Literal["easy", "hard"]
 
 
 class Captions(NamedTuple):
-    """B pictures, each with a caption of up to 12 words, padded to 12.
+    """B images, each with a caption of up to 12 tokens, padded to 12.
 
-    pixels: float32 (B, 3, 8, 8).
-    tokens: int64 (B, 12), what the decoder reads: START, then all words but the last.
-    targets: int64 (B, 12), what it is to say: the words, and PADDING after them.
+    pixels: float32 (B, 3, 8, 8). tokens: int64 (B, 12), the decoder's input: START, then all
+    tokens but the last. targets: int64 (B, 12), the tokens to predict, then PADDING.
     """
 
     pixels: Tensor
@@ -45,7 +42,7 @@ class Captions(NamedTuple):
 
 
 class Captioner(nn.Module):
-    """Scores of the next word, (B, T, 40), from pixels (B, 3, 8, 8) and tokens (B, T).
+    """Scores of the next token, (B, T, 40), from pixels (B, 3, 8, 8) and tokens (B, T).
 
     About 50 000 parameters, float32.
     """
@@ -77,7 +74,7 @@ class Captioner(nn.Module):
 
 
 class Block(nn.Module):
-    """Layer norm, part, residual: for self-attention, for the picture if wanted, for the MLP."""
+    """Layer norm, part, residual: self-attention, cross-attention to the image if wanted, MLP."""
 
     def __init__(self, causal: bool, looks_at_picture: bool) -> None:
         super().__init__()
@@ -98,7 +95,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each position of `x` (B, T, 32) looks at those of `seen` (B, S, 32)."""
+    """Each position of `x` (B, T, 32) attends to the positions of `seen` (B, S, 32)."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -117,14 +114,15 @@ class Attention(nn.Module):
 def draw_captions(
     captions: int, seed: int, tail: Tail = "easy", lengths: Sequence[int] | None = None
 ) -> Captions:
-    """`captions` pictures with their captions, the same for the same arguments on any machine.
+    """`captions` images with captions; the same arguments give the same data on any machine.
 
-    A caption begins with names, of which the picture shows the first. What follows decides whether
-    short captions or long ones cost more a word: with an "easy" tail, filler in an order that can
-    be learned after two names, so that short ones do; with a "hard" tail, names to the end after
-    one word of filler, so that long ones do. Lengths are 2 to 12, at random, unless given.
+    A caption begins with names; the image shows the first one. The tail decides whether short or
+    long captions have the higher loss per token. With an "easy" tail, two names are followed by
+    filler in a fixed order, which can be learned, so short captions have the higher loss. With a
+    "hard" tail, one filler token is followed by names, so long captions do. Lengths are 2 to 12,
+    at random, unless given.
 
-    Raises ValueError for another tail, or for lengths that are not `captions` numbers of 1 to 12.
+    Raises ValueError for any other tail, or unless `lengths` are `captions` numbers from 1 to 12.
     """
     if tail not in get_args(Tail):
         raise ValueError(f"tail must be 'easy' or 'hard', got {tail!r}")
@@ -148,7 +146,7 @@ def draw_captions(
 
 
 def micro_batches(captions: Captions, size: int) -> list[Captions]:
-    """Cut a batch into parts of `size` captions, in order; the last may be smaller."""
+    """Split a batch into parts of `size` captions, in order; the last may be smaller."""
     return [Captions(*parts) for parts in zip(*(t.split(size) for t in captions), strict=True)]
 
 
@@ -158,21 +156,21 @@ def joined(parts: Sequence[Captions]) -> Captions:
 
 
 def count_words(captions: Captions) -> int:
-    """How many words the captions have in all, padding not counted."""
+    """The number of tokens in all captions, without padding."""
     return int((captions.targets != PADDING).sum())
 
 
 def seeded_captioner(seed: int = 0) -> Captioner:
-    """The same random weights on every process."""
+    """A captioner with the same random weights on every process."""
     torch.manual_seed(seed)
     return Captioner()
 
 
 def trained_captioner(tail: Tail = "easy", seed: int = 0, steps: int = 60) -> Captioner:
-    """A captioner that has learned a little, as the thread's had: `steps` steps of Adam.
+    """A captioner after `steps` steps of Adam: it has learned a little, like the thread's model.
 
-    About a second. Trained in float64 and then rounded to float32, so that its weights do not
-    depend on the processor.
+    Takes about a second. Training runs in float64 and the result is rounded to float32, so the
+    weights do not depend on the processor.
     """
     model = seeded_captioner(seed).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -187,5 +185,5 @@ def trained_captioner(tail: Tail = "easy", seed: int = 0, steps: int = 60) -> Ca
 
 
 def loss_of_knowing_nothing() -> float:
-    """ln 40: what every word costs a model that finds all words equally likely."""
+    """ln 40: the loss per token of a model that finds all tokens equally likely."""
     return math.log(WORDS)

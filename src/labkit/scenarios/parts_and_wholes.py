@@ -1,7 +1,5 @@
 """One weight's gradient on each of four devices: parts under DataParallel, wholes under DDP."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,12 +1,10 @@
 """The model and the data of the thread on accumulated and distributed gradients.
 
-The thread is "Unexplained behaviour in accumulate gradients vs in a ddp setting". An image
-of 4 numbers is encoded to 4, and decoded to scores for 6 tokens. Three captions of 4 tokens each
-are compared with them. Sizes, seeds, and the order of the random draws are the thread's, because
-its printed norms depend on them.
+The thread is "Unexplained behaviour in accumulate gradients vs in a ddp setting". An image of 4
+numbers is encoded to 4 numbers and decoded to a distribution over 6 tokens; 3 captions of 4 tokens
+each are scored against it. Sizes, seeds, and the order of the random draws are the thread's,
+because its printed norms depend on them.
 """
-
-from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +39,13 @@ class ToyCaptioner(nn.Module):
 
     def forward(self, pixels: Tensor, captions: Tensor) -> Tensor:
         logits = self.decoder(self.encoder(pixels))
-        # Each token of each caption is compared with the same logits.
+        # Each of a picture's captions is scored, word by word, against the same logits.
         logits = logits[:, None, None, :].expand(-1, CAPTIONS, WORDS, -1)
         return F.cross_entropy(logits.reshape(-1, VOCABULARY), captions.reshape(-1))
 
 
 def draw_toy_data(samples: int = 4) -> TensorDataset:
-    """`samples` images with their captions, from the current state of torch's generator."""
+    """`samples` images with captions, from the current state of torch's generator."""
     pixels = torch.randn(samples, PIXELS)
     captions = torch.randint(0, VOCABULARY, (samples, CAPTIONS, WORDS))
     return TensorDataset(pixels, captions)
@@ -60,13 +58,13 @@ def seeded_toy_data(seed: int = SEED, samples: int = 4) -> TensorDataset:
 
 
 def seeded_toy_captioner(seed: int = SEED) -> ToyCaptioner:
-    """The same model on every process: the generator is seeded again, as the thread does."""
+    """The same model on every process: the generator is seeded again, as in the thread."""
     torch.manual_seed(seed)
     return ToyCaptioner()
 
 
 def gradient_norms(module: nn.Module) -> dict[str, float]:
-    """The norm of each parameter's gradient, by name, whether or not the module is wrapped."""
+    """The norm of each parameter's gradient, by name, with or without a wrapper."""
     return {
         name.removeprefix("module."): parameter.grad.norm().item()
         for name, parameter in module.named_parameters()

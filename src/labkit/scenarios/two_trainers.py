@@ -11,8 +11,6 @@ alone or together, keep them apart:
 Needs pytorch_lightning, whose import takes seconds. Runs on CPUs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

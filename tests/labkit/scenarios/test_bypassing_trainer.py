@@ -1,7 +1,5 @@
 """The trainer whose loss goes around its wrapper, and what a step of each fix sends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Ways in which replicas diverge: by how much, and under which optimizer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

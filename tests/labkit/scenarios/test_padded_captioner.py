@@ -1,7 +1,5 @@
 """The captioner of the chapter on the mean of means, and the digits beside it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Parts under DataParallel, wholes under DDP, and the noise that both average away."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -85,7 +85,7 @@ def test_the_debug_level_given_to_run_ranks_reaches_torch():
     assert run_ranks(level, 2, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"}) == ["OFF"] * 2
 
 
-def test_the_lab_prints_both_tables_with_every_figure_equal():
+def test_the_lab_prints_both_tables_with_every_number_equal():
     lines = run_script(LAB, "--fix", "wrapper", ranks=2).splitlines()
     rows = [line.split() for line in lines if line.startswith(("bypassed", "fixed: wrapper"))]
     assert len(rows) == 30
@@ -96,7 +96,9 @@ def test_the_lab_prints_both_tables_with_every_figure_equal():
 
 
 def test_the_lab_fails_where_nothing_is_fixed():
-    said = "Not every figure is the one that the pull request printed.\n\nThe fixed replicas drift"
+    said = (
+        "Not every number is the one that the pull request printed.\n\nThe fixed replicas diverge"
+    )
     with pytest.raises(ScriptError, match=said):
         run_script(LAB, "--fix", "none", ranks=2)
 

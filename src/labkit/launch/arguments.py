@@ -1,7 +1,5 @@
 """Parse a lab's arguments once per job, before anything heavy is imported."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -6,6 +6,7 @@ seeds, and the order of the draws are the pull request's, because its numbers de
 It drew its data on GPUs; `labkit.scenarios.cuda_random` draws the same numbers on a CPU.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -17,6 +18,7 @@ from labkit.scenarios.cuda_random import randn
 
 Fix = Literal["none", "all-reduce", "wrapper", "armed"]
 FIXES: tuple[Fix, ...] = get_args(Fix)
+Draw = Callable[[Sequence[int], int], Tensor]
 
 WORLD_SIZE = 2
 SEED = 0
@@ -54,7 +56,11 @@ class BypassedStep(NamedTuple):
 
 
 def trajectory(
-    fix: Fix, steps: int = 5, seed: int = SEED, device: torch.device | str = "cpu"
+    fix: Fix,
+    steps: int = 5,
+    seed: int = SEED,
+    device: torch.device | str = "cpu",
+    draw: Draw = randn,
 ) -> list[BypassedStep]:
     """Train the toy on the two ranks of the default process group; the same result on both.
 
@@ -67,6 +73,7 @@ def trajectory(
         steps: the number of steps.
         seed: the model's, for the CPU's generator.
         device: where this rank trains.
+        draw: `draw(shape, seed)` gives the data's random numbers, as a GPU draws them.
 
     Raises ValueError for any other fix, and unless there are two ranks.
     """
@@ -81,7 +88,7 @@ def trajectory(
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     taken = []
     for step in range(steps):
-        x, y = (t.to(device) for t in draw_inputs_and_targets(rank, step))
+        x, y = (t.to(device) for t in draw_inputs_and_targets(rank, step, draw))
         optimizer.zero_grad()
         backward_with_fix(wrapper, x, y, fix)
         gradient = module.weight.grad.flatten()[0].clone()

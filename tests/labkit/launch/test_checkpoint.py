@@ -40,7 +40,7 @@ elif sys.argv[2] == "before it is on the disk":
     os.fsync = killed
 else:
     Path.replace = killed
-checkpoint.save(Path(sys.argv[1]), {"step": 8, "model": torch.ones(1000)})
+checkpoint.save_checkpoint(Path(sys.argv[1]), {"step": 8, "model": torch.ones(1000)})
 """
 
 
@@ -161,5 +161,5 @@ def test_an_error_of_the_system_is_not_an_error_of_the_file(tmp_path):
 
 def test_a_checkpoint_without_a_step_is_refused(tmp_path):
     torch.save({"model": torch.zeros(1)}, tmp_path / "a.pt")
-    with pytest.raises(UnreadableCheckpointError, match="no checkpoint"):
+    with pytest.raises(UnreadableCheckpointError, match="not a complete checkpoint"):
         read_checkpoint(tmp_path / "a.pt")

@@ -1,5 +1,6 @@
 """Two versions of a package, imported side by side."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -28,8 +29,7 @@ def test_two_versions_run_side_by_side_each_with_its_own_modules(tmp_path, monke
     now, before = checkout(tmp_path / "now", 21), checkout(tmp_path / "before", 4)
     monkeypatch.syspath_prepend(str(now))
     first = import_from(before, "twin", "twin_before")
-    import twin
-
+    twin = importlib.import_module("twin")
     assert (twin.find(), first.find()) == (42, 8)
     assert sys.modules["twin.number"].ANSWER == 21
     assert sys.modules["twin_before.number"].ANSWER == 4

@@ -1,0 +1,11 @@
+"""The first eight dialogues in one batch: the mean over all of their answer tokens."""
+
+import torch
+
+
+def gradient(script, load):
+    model = load(script.tiny_llama())
+    items = [script.Dialogues()[i] for i in range(8)]
+    batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+    model(**batch).loss.backward()
+    return model

@@ -1,0 +1,287 @@
+"""Measures what a script of the held-out corpus computes, without the doctor.
+
+    python -m tests.doctor.measure NAME...             prints the numbers of these scripts
+    python -m tests.doctor.measure --write [NAME...]   also stores them, in held_out/measured.json
+                                                       and in each script's line `# measured:`
+
+A script runs unchanged, launched the way its header says, while `probe/sitecustomize.py` records
+every optimizer step. `references/NAME.py` then computes, in one process, what should have come out:
+
+- `gradient(script, load)` returns a model that holds the gradients of one process with the full
+  batch. `script` is the script's own namespace; `load(model)` fills in the weights rank 0 had.
+  `STEP` and `OPTIMIZER` (both 0 by default) select the step and the optimizer to compare.
+- `value(script, run)` returns (quantity, the run's number, the right number) where a gradient
+  cannot show the problem.
+
+Without a reference only the replicas' last weights are compared and the exit code is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HERE = Path(__file__).resolve().parent
+HELD_OUT = HERE / "corpus" / "held_out"
+STORED = HELD_OUT / "measured.json"
+TIME_LIMIT = 240.0
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first lines of a script: which codes the doctor owes it, and how it starts."""
+
+    expected: tuple[str, ...]
+    accepted: tuple[str, ...]
+    ranks: int
+    launch: str
+    measured: str
+
+    @classmethod
+    def of(cls, path: Path) -> Header:
+        lines = path.read_text().splitlines()
+        if not lines[0].startswith("# doctor: ") or not lines[1].startswith("# measured: "):
+            raise ValueError(f"{path}: the first two lines must be '# doctor:' and '# measured:'")
+        fields = dict(item.split("=") for item in lines[0].removeprefix("# doctor: ").split())
+        also = lines[2].removeprefix("# also: ") if lines[2].startswith("# also: ") else ""
+        return cls(
+            expected=() if fields["expect"] == "none" else tuple(fields["expect"].split(",")),
+            accepted=tuple(code for code in also.split(",") if code),
+            ranks=int(fields["ranks"]),
+            launch=fields["launch"],
+            measured=lines[1].removeprefix("# measured: "),
+        )
+
+
+@dataclass
+class Run:
+    """What the probe saw: `ranks[r]` has the steps, the last weights and the bytes of rank r."""
+
+    exit_code: int
+    seconds: float
+    output: str
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+
+    def step(self, rank: int, optimizer: int = 0, step: int = 0) -> dict[str, Any]:
+        try:
+            return self.ranks[rank]["steps"][optimizer][step]
+        except IndexError:
+            raise ValueError(
+                f"rank {rank} took no step {step} with optimizer {optimizer}:\n{self.output}"
+            ) from None
+
+    def printed(self, label: str) -> float:
+        """The number after the last `label` in the script's output."""
+        if label not in self.output:
+            raise ValueError(f"the script printed no {label!r}:\n{self.output}")
+        return float(self.output.rsplit(label, 1)[1].split()[0].rstrip(",%"))
+
+
+def scripts() -> list[Path]:
+    return sorted(HELD_OUT.glob("broken/*.py")) + sorted(HELD_OUT.glob("correct/*.py"))
+
+
+def script_path(name: str) -> Path:
+    found = [path for path in scripts() if path.stem == name]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} scripts of the held-out corpus are named {name!r}, not one")
+    return found[0]
+
+
+def run(path: Path) -> Run:
+    """Runs the script with the probe; ends its process group after TIME_LIMIT seconds."""
+    header = Header.of(path)
+    command = [sys.executable]
+    if header.launch == "torchrun":
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(header.ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "MEASURE_FOLDER": folder,
+            "PYTHONPATH": str(HERE / "probe"),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        start = time.monotonic()
+        process = subprocess.Popen(
+            [*command, str(path)],
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        seconds = time.monotonic() - start
+        files = sorted(Path(folder).glob("*-*.pt"), key=lambda file: int(file.stem.split("-")[0]))
+        ranks = [torch.load(file, weights_only=False) for file in files]
+    return Run(process.returncode, seconds, output, ranks)
+
+
+def namespace(path: Path) -> ModuleType:
+    """The script as a module: its classes and functions, without its run."""
+    spec = importlib.util.spec_from_file_location(f"held_out_{path.parent.name}_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def loader(weights: list[Tensor]) -> Callable[[nn.Module], nn.Module]:
+    def load(model: nn.Module) -> nn.Module:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        with torch.no_grad():
+            for parameter, value in zip(trained, weights, strict=True):
+                parameter.copy_(value)
+        return model
+
+    return load
+
+
+def flat(gradients: list[Tensor | None], weights: list[Tensor]) -> Tensor:
+    return torch.cat(
+        [
+            (torch.zeros_like(w) if g is None else g).double().flatten()
+            for g, w in zip(gradients, weights, strict=True)
+        ]
+    )
+
+
+def compare(ours: Tensor, right: Tensor) -> tuple[float, float]:
+    """Ratio of norms and cosine; a gradient of zeros has the cosine 0."""
+    norm, reference = float(ours.norm()), float(right.norm())
+    cosine = float(ours @ right) / (norm * reference) if norm and reference else 0.0
+    return norm / reference, cosine
+
+
+def replica_difference(run: Run) -> float | None:
+    """Largest |difference| of a last weight between rank 0 and another; None if unknown."""
+    largest = 0.0
+    for rank in run.ranks[1:]:
+        for mine, other in zip(run.ranks[0]["final"], rank["final"], strict=True):
+            for a, b in zip(mine, other, strict=True):
+                if a is None or b is None:
+                    return None
+                largest = max(largest, float((a.double() - b.double()).abs().max()))
+    return largest if len(run.ranks) > 1 else None
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Runs the script and its reference; every number is rounded to four digits."""
+    path = script_path(name)
+    seen = run(path)
+    result: dict[str, Any] = {"exit_code": seen.exit_code, "ranks_that_stepped": len(seen.ranks)}
+    difference = replica_difference(seen)
+    if difference is not None:
+        result["replicas_equal"] = difference == 0.0
+        result["replica_difference"] = rounded(difference)
+    reference_path = HELD_OUT / "references" / f"{name}.py"
+    if not reference_path.exists():
+        return result
+    reference = namespace(reference_path)
+    torch.set_num_threads(1)
+    script = namespace(path)
+    if hasattr(reference, "gradient"):
+        optimizer, step = getattr(reference, "OPTIMIZER", 0), getattr(reference, "STEP", 0)
+        weights = seen.step(0, optimizer, step)["weights"]
+        model = reference.gradient(script, loader(weights))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        right = flat([p.grad for p in trained], weights)
+        pairs = [
+            compare(flat(seen.step(rank, optimizer, step)["gradients"], weights), right)
+            for rank in range(len(seen.ranks))
+        ]
+        result |= {
+            "step": step,
+            "ratio": [rounded(ratio) for ratio, _ in pairs],
+            "cosine": [rounded(cosine) for _, cosine in pairs],
+        }
+    if hasattr(reference, "value"):
+        quantity, number, right_number = reference.value(script, seen)
+        result |= {"quantity": quantity, "run": rounded(number), "right": rounded(right_number)}
+    return result
+
+
+def rounded(number: float) -> float:
+    """Four significant digits, and -0.0 as 0.0."""
+    return float(f"{number:.4g}") + 0.0 if math.isfinite(number) else number
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The line `# measured:` of these numbers."""
+    parts = []
+    if "ratio" in result:
+        pairs = list(zip(result["ratio"], result["cosine"], strict=True))
+        same = len(set(pairs)) == 1
+        shown = [
+            ("every rank" if same else f"rank {rank}") + f" ratio {ratio:g} cosine {cosine:g}"
+            for rank, (ratio, cosine) in enumerate(pairs[:1] if same else pairs)
+        ]
+        parts.append(
+            f"gradient of step {result['step']} against one process with the full batch: "
+            + ", ".join(shown)
+        )
+    if "quantity" in result:
+        parts.append(f"{result['quantity']} {result['run']:g}, right is {result['right']:g}")
+    if "replicas_equal" in result:
+        parts.append(
+            "replicas equal at the end"
+            if result["replicas_equal"]
+            else f"replicas differ at the end by up to {result['replica_difference']:g}"
+        )
+    if result["exit_code"]:
+        parts.append("the run fails, exit code not 0")
+    return "; ".join(parts)
+
+
+def store(name: str, result: dict[str, Any]) -> None:
+    stored = json.loads(STORED.read_text()) if STORED.exists() else {}
+    stored[name] = result
+    STORED.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
+    path = script_path(name)
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1] = f"# measured: {describe(result)}\n"
+    path.write_text("".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure scripts of the held-out corpus.")
+    parser.add_argument("names", nargs="*", help="script names without .py; all if none is given")
+    parser.add_argument("--write", action="store_true", help="store the numbers")
+    parser.add_argument("--show", action="store_true", help="print the script's own output as well")
+    arguments = parser.parse_args()
+    for name in arguments.names or [path.stem for path in scripts()]:
+        if arguments.show:
+            seen = run(script_path(name))
+            print(f"{seen.output}\nexit code {seen.exit_code} after {seen.seconds:.1f} s")
+            continue
+        result = measure(name)
+        print(f"{name}: {describe(result)}", flush=True)
+        if arguments.write:
+            store(name, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,5 @@
 # doctor: expect=unequal_denominators ranks=2 launch=torchrun
-# measured: -
+# measured: gradient of step 0 against one process with the full batch: every rank ratio 1.157 cosine 0.9254; replicas equal at the end
 """Anchors with two losses: every anchor is classified, only positive ones regress a box."""
 
 import torch

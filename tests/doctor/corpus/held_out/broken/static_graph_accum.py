@@ -1,5 +1,5 @@
 # doctor: expect=static_graph_with_no_sync ranks=2 launch=torchrun
-# measured: -
+# measured: the run fails, exit code not 0
 """Accumulates two micro-batches; the graph never changes, so DDP may rely on that."""
 
 import contextlib

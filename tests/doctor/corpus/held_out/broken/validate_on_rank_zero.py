@@ -1,6 +1,6 @@
-# doctor: expect=hang_missing_rank ranks=2 launch=torchrun
+# doctor: expect=mismatched_collectives ranks=2 launch=torchrun
 # measured: replicas equal at the end; the run fails, exit code not 0
-# also: mismatched_collectives,local_batch_norm
+# also: hang_missing_rank,local_batch_norm
 """CNN with BatchNorm; rank 0 validates after each epoch."""
 
 import datetime

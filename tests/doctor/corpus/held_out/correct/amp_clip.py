@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=2 launch=torchrun
-# measured: -
+# measured: gradient of step 0 against one process with the full batch: every rank ratio 1 cosine 1; replicas equal at the end
 """Mixed precision with a scaler, unscaled before clipping; one scheduler step per update."""
 
 import torch

@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=2 launch=torchrun
-# measured: -
+# measured: gradient of step 0 against one process with the full batch: every rank ratio 1 cosine 1
 """A transformer under FSDP2, clipped with torch's own function."""
 
 import torch

@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=2 launch=torchrun
-# measured: -
+# measured: gradient of step 0 against one process with the full batch: every rank ratio 1 cosine 1; replicas equal at the end
 """Workers with different amounts of data, under Join."""
 
 import torch
@@ -22,9 +22,8 @@ def shard(rank):
         yield x, x.sin().sum(1, keepdim=True)
 
 
-def main():
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def train(rank):
+    """Returns the number of batches of this worker."""
     model = DDP(model_fn())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = 0
@@ -34,7 +33,13 @@ def main():
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             batches += 1
-    total = torch.tensor(batches)
+    return batches
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    total = torch.tensor(train(rank))
     dist.all_reduce(total)
     if rank == 0:
         print(f"{total.item()} batches in all")

@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=1 launch=python
-# measured: -
+# measured: gradient of step 0 against one process with the full batch: every rank ratio 1 cosine 1
 """Plain training in one process with gradient accumulation, loss per token."""
 
 import torch

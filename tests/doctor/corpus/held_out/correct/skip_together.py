@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=2 launch=torchrun
-# measured: -
+# measured: gradient of step 2 against one process with the full batch: every rank ratio 1 cosine 1; replicas equal at the end
 """Forecasts a noisy series; if one worker's loss is an outlier, all workers skip the update."""
 
 import torch

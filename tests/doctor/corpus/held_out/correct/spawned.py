@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=2 launch=python
-# measured: -
+# measured: gradient of step 0 against one process with the full batch: every rank ratio 1 cosine 1; replicas equal at the end
 """Starts its own two processes: python spawned.py"""
 
 import os

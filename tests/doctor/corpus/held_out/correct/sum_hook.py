@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=4 launch=torchrun
-# measured: -
+# measured: gradient of step 0 against one process with the full batch: every rank ratio 1 cosine 1; replicas equal at the end
 """The communication hook adds gradients up; the loss is divided by the global count."""
 
 import torch

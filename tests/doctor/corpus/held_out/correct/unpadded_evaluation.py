@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=4 launch=torchrun
-# measured: -
+# measured: images counted in the accuracy 42, right is 42; replicas equal at the end
 """Evaluates on 42 images with 4 workers and counts each image once."""
 
 import torch

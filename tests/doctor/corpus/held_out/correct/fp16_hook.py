@@ -1,11 +1,11 @@
 # doctor: expect=none ranks=2 launch=torchrun
-# measured: -
-"""Sends gradients as bfloat16."""
+# measured: gradient of step 0 against one process with the full batch: every rank ratio 1 cosine 1; replicas equal at the end
+"""Sends gradients as float16."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
@@ -25,7 +25,7 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = DDP(make_net())
-    model.register_comm_hook(None, bf16_compress_hook)
+    model.register_comm_hook(None, fp16_compress_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         x, y = digits(step, rank)

@@ -9,7 +9,8 @@ every optimizer step. `references/NAME.py` then computes in one process what is 
 
 - `gradient(script, load)` returns a model that holds the gradients of one process with the full
   batch. `script` is the script's own namespace; `load(model)` fills in the weights rank 0 had.
-  `STEP` and `OPTIMIZER` (both 0 by default) select the step and the optimizer to compare.
+  `STEP` and `OPTIMIZER` (both 0 by default) select the step and the optimizer to compare;
+  `parameters(model)` is needed only if the optimizer has them in another order than the model.
 - `value(script, run)` returns (quantity, the run's number, the right number) where a gradient
   cannot show the problem.
 
@@ -250,11 +251,16 @@ def namespace(path: Path) -> ModuleType:
     return module
 
 
-def loader(weights: list[Tensor]) -> Callable[[nn.Module], nn.Module]:
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def loader(
+    weights: list[Tensor], ordered: Callable[[nn.Module], list[nn.Parameter]]
+) -> Callable[[nn.Module], nn.Module]:
     def load(model: nn.Module) -> nn.Module:
-        trained = [p for p in model.parameters() if p.requires_grad]
         with torch.no_grad():
-            for parameter, value in zip(trained, weights, strict=True):
+            for parameter, value in zip(ordered(model), weights, strict=True):
                 parameter.copy_(value)
         return model
 
@@ -331,9 +337,9 @@ def measure_here(path: Path) -> dict[str, Any]:
     if hasattr(reference, "gradient"):
         optimizer, step = getattr(reference, "OPTIMIZER", 0), getattr(reference, "STEP", 0)
         weights = seen.step(0, optimizer, step)["weights"]
-        model = reference.gradient(script, loader(weights))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        right = flat([p.grad for p in trained], weights)
+        ordered = getattr(reference, "parameters", trained_parameters)
+        model = reference.gradient(script, loader(weights, ordered))
+        right = flat([parameter.grad for parameter in ordered(model)], weights)
         pairs = [
             compare(flat(seen.step(rank, optimizer, step)["gradients"], weights), right)
             for rank in range(len(seen.ranks))

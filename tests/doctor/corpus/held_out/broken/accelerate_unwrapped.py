@@ -1,5 +1,5 @@
 # doctor: expect=wrapper_bypassed ranks=2 launch=torchrun
-# measured: -
+# measured: gradient of step 0 against one process with the full batch: rank 0 ratio 1.132 cosine 0.8698, rank 1 ratio 1.159 cosine 0.8763; replicas differ at the end by up to 0.07698
 # also: replicas_drift
 """Accelerate: preference optimization with a frozen reference policy."""
 

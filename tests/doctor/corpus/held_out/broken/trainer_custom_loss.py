@@ -44,6 +44,8 @@ def tiny_gpt2():
         n_embd=16,
         n_layer=1,
         n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

@@ -1,6 +1,14 @@
 """All sixteen sequences, which make up one step, in one batch."""
 
 import torch
+from transformers import Trainer
+
+
+def parameters(model):
+    """Trainer's optimizer has two groups: with weight decay and without."""
+    decay = Trainer.get_decay_parameter_names(None, model)
+    named = list(model.named_parameters())
+    return [p for n, p in named if n in decay] + [p for n, p in named if n not in decay]
 
 
 def gradient(script, load):

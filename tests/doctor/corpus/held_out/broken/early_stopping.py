@@ -1,5 +1,5 @@
 # doctor: expect=hang_missing_rank ranks=2 launch=torchrun
-# measured: the run fails, exit code not 0
+# measured: replicas equal at the end; the run fails, exit code not 0
 # also: mismatched_collectives,uneven_batches,rank_skipped_step
 """Stops when the validation loss no longer improves; each worker looks at its own part."""
 

@@ -1,5 +1,5 @@
 # doctor: expect=world_size_one ranks=2 launch=python
-# measured: processes of the second Trainer 2, right is 2
+# measured: processes of the second Trainer 1, right is 2
 """Compares gradient accumulation with two processes, in one script."""
 
 import logging

@@ -1,5 +1,5 @@
 # doctor: expect=unequal_denominators ranks=2 launch=torchrun
-# measured: -
+# measured: gradient of step 0 against one process with the full batch: every rank ratio 1.488 cosine 0.6736; replicas equal at the end
 # also: unequal_denominators_accumulation
 """Transformers Trainer: instruction tuning where only the answers count."""
 

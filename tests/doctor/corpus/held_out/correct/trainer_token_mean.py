@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=2 launch=torchrun
-# measured: -
+# measured: gradient of step 0 against one process with the full batch: every rank ratio 1 cosine 1; replicas equal at the end
 """Transformers Trainer: instruction tuning where only the answers count, with accumulation."""
 
 import tempfile

@@ -109,7 +109,7 @@ class MiniDDP(nn.Module):
         return {
             "find_unused_parameters": self.find_unused_parameters,
             "bucket caps in bytes": self.caps,
-            "broadcast_buffers": self.broadcast_buffers,
+            "broadcast_buffers (or forward_sync_buffers)": self.broadcast_buffers,
         }
 
     def named_tensors(self, buffers: bool = False) -> dict[str, Tensor]:

@@ -109,7 +109,7 @@ def misplaced(rank: int, names: Sequence[str], expected: str) -> str:
     """A sparse gradient in a bucket that expects dense ones, or the reverse."""
     return (
         f"Expected variable to have {expected} gradient, but that of {', '.join(names)} is not, on "
-        f"rank {rank}. Set sparse=False on the embedding; or let it be sparse in all its uses, and "
+        f"rank {rank}. Set sparse=False on the nn.Embedding; or let it be sparse in all uses, and "
         "use the drop-in wrapper (torch_drop_in)."
     )
 

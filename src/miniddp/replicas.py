@@ -88,9 +88,7 @@ def verify_same_model(
         "" if problem is None else f"{type(problem).__name__}: {problem}",
     )
     digest = hashlib.sha256(repr([list(ours[0].items()), *ours[1:]]).encode()).digest()
-    fallback = torch.empty(0, device="cuda" if "nccl" in dist.get_backend(group) else "cpu")
-    device = next(iter(named.values()), fallback).device
-    message = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    message = torch.tensor(list(digest), dtype=torch.uint8, device=_device_of(named, group))
     gathered = [torch.empty_like(message) for _ in range(group.size())]
     wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
     every = [ours] * group.size()
@@ -108,6 +106,12 @@ def verify_same_model(
         raise RuntimeError(errors.different("settings", group.rank(), of_settings, advice))
     advice = "Build the module by the same code and configuration on every rank, then wrap it."
     raise RuntimeError(errors.different("model", group.rank(), models, advice))
+
+
+def _device_of(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> torch.device:
+    for tensor in named.values():
+        return tensor.device
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:

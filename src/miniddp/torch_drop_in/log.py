@@ -8,10 +8,14 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-# Of gloo's devices; torch's logger writes this number, too, and there is no way to ask for it.
-_GLOO_THREADS = 2
 _DTYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}
+
+
+def gloo_threads() -> int:
+    """The threads of a gloo process group. Torch has no public way to ask; this is the only use."""
+    return int(dist.ProcessGroupGloo._Options()._threads)
 
 
 class Log:
@@ -82,7 +86,7 @@ class Log:
         if backend == "gloo":
             environment["gloo_socket_ifname"] = "GLOO_SOCKET_IFNAME"
             environment["gloo_device_transport"] = "GLOO_DEVICE_TRANSPORT"
-            self.figures["gloo_num_threads"] = _GLOO_THREADS
+            self.figures["gloo_num_threads"] = gloo_threads()
         data = {
             "iteration": self.iteration,
             "world_size": ddp.process_group.size(),

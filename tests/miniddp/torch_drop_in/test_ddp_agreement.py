@@ -102,7 +102,7 @@ SETTINGS = {
     "bucket_cap_mb": (None, 25, "bucket caps in bytes: (1048576, 26214400) on rank 0; (26214400,)"),
     "bucket_cap_mb_list": ([1, 2], [2, 1], "caps in bytes: (1048576, 2097152) on rank 0; (2097152"),
     "skip_all_reduce_unused_params": (True, False, "skip_all_reduce_unused_params: True on rank 0"),
-    "forward_sync_buffers": (True, False, "forward_sync_buffers (or broadcast_buffers): True on"),
+    "forward_sync_buffers": (True, False, "broadcast_buffers (or forward_sync_buffers): True on"),
 }
 
 

@@ -159,4 +159,13 @@ def test_every_link_between_pages_leads_to_a_page_or_a_label():
     for page in pages():
         for target in re.findall(r"\]\(([^)#\s]+)\)", text_of(page)):
             if "://" not in target:
-                assert target in labels or (BOOK / target).is_file(), f"{page.name}: {target}"
+                leads = target in labels or (page.parent / target).is_file()
+                assert leads, f"{page.name}: {target}"
+
+
+def test_every_link_to_the_glossary_leads_to_a_term():
+    glossary = (BOOK / "reference" / "glossary.md").read_text()
+    terms = {term.lower().replace(" ", "-") for term in re.findall(r"^## (.+)$", glossary, re.M)}
+    for page in pages():
+        for term in re.findall(r"glossary\.md#([^)\s]+)\)", text_of(page)):
+            assert term in terms, f"{page.name}: the glossary has no {term}"

@@ -1,27 +1,28 @@
 """Data parallelism from scratch, to be read: how the gradients of many processes become one.
 
-In reading order, one idea a file:
+The core, in reading order, one idea per file:
 
-==========================  ==================================================================
-`manual`                    average the gradients by hand, after backward
-`collectives`               all-reduce from send and receive: naive, ring, recursive doubling
-`buckets`                   which parameter lies in which bucket: pure functions
-`ladder`                    five rungs from one message a parameter to buckets that overlap
-`reducer`                   the bucketed, overlapped reducer: hooks, launches, finalization
-`ddp`                       `MiniDDP`, the drop-in for torch's DistributedDataParallel
-`comm_hooks`                what may take the place of the all-reduce
-`data_parallel`             `MiniDataParallel`: one process, many devices, gradients that sum
-`losses`                    which loss each rank has to back-propagate
-`differentiable`            collectives that autograd knows, for losses over all ranks' items
-`sync_batch_norm`           batch normalization over the batch of all ranks
-==========================  ==================================================================
+=================  =============================================================================
+`manual`           average the gradients by hand, after backward
+`ladder`           five strategies, from one all-reduce per parameter to overlapped buckets
+`buckets`          which parameter goes into which bucket: pure functions
+`bucket`           one flat buffer: copy in and divide, copy out
+`autograd_graph`   when a gradient arrives, and when a backward is over
+`replicas`         verify that all ranks hold the same model, then broadcast one rank's values
+`unused`           parameters that a backward leaves out
+`reducer`          the bucketed, overlapped reducer and its states
+`ddp`              `MiniDDP`: the wrapper, with the everyday keywords
+`errors`           every message of the core
+=================  =============================================================================
 
-Behind `reducer` and `ddp` stand `gradient_bucket`, `autograd_graph`, `replicas`, `join`, `strict`,
-`first_steps` and `reducer_errors`; `drop_in`, `compiling` and `mixed_precision` hold what exists
-for compatibility alone.
+The rooms. Each can be read alone. They import the core, never the reverse:
 
-For one evening, the way of a gradient: `manual`, `buckets`, `gradient_bucket`, `autograd_graph`,
-`replicas`, `reducer`, `ddp`. Each of the others can be read alone.
+=================  =============================================================================
+`collectives`      all-reduce from send and receive; collectives with a gradient
+`training`         which loss to back-propagate, SyncBatchNorm, MiniDataParallel
+`extras`           join, strict mode, static graph, comm hooks, mixed precision, the planner
+`torch_drop_in`    `DistributedDataParallel`: torch's class name, every keyword, every name in use
+=================  =============================================================================
 """
 
 from miniddp.ddp import MiniDDP

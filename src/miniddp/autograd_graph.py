@@ -45,12 +45,18 @@ def hook_accumulators(
 
     handles = []
     for index, node in enumerate(nodes):
-        previous = node.metadata.get("miniddp.owner", lambda: None)()
+        metadata: Any = node.metadata
+        previous = metadata.get("miniddp.owner", lambda: None)()
         if previous is not None and previous is not owner:
             previous.reset_state()
-        node.metadata["miniddp.owner"] = this
+        metadata["miniddp.owner"] = this
         handles.append(node.register_hook(hook_for(index)))
-    remove = weakref.finalize(owner, lambda: [handle.remove() for handle in handles])
+
+    def remove_all() -> None:
+        for handle in handles:
+            handle.remove()
+
+    remove = weakref.finalize(owner, remove_all)
     remove.atexit = False
     return nodes, remove
 

@@ -13,7 +13,6 @@ gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, repeat
 from operator import is_
 
 import torch
@@ -46,6 +45,7 @@ class Bucket:
 
     def __init__(self, indices: list[int], parameters: list[Tensor]):
         self.indices, self.parameters = indices, parameters
+        self.device = parameters[0].device
         self.allocate()
         self.runs = [Run(self, slots) for slots in self._runs()]
         self.streams: set[torch.cuda.Stream] = set()
@@ -81,26 +81,26 @@ class Bucket:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """One view of `flat` per parameter, laid out as autograd lays out its gradient."""
-        views = []
-        offsets = accumulate((p.numel() for p in self.parameters), initial=flat.storage_offset())
-        for offset, parameter in zip(offsets, self.parameters, strict=False):
+        views, offset = [], flat.storage_offset()
+        for parameter in self.parameters:
             strides = parameter.stride()
             if not parameter.is_contiguous():
                 dense = torch.empty_like(parameter, device="meta").stride() == strides
                 if not dense:  # autograd then makes the gradient row-major
                     strides = torch.empty(parameter.shape, device="meta").stride()
             views.append(flat.as_strided(parameter.shape, strides, offset))
+            offset += parameter.numel()
         return views
 
     def wait_for_streams(self) -> None:
         """Let the current CUDA stream wait for those on which gradients were computed or copied.
 
-        Checked by a simulation of streams on a CPU (tests/miniddp/test_streams.py); not yet run on
-        a GPU, as all that concerns streams. `make gpu` does both.
+        Checked by a simulation of streams on a CPU, and not yet run on a GPU, like everything that
+        concerns streams here; `make gpu` does both.
         """
         if not self.streams:
             return
-        current = torch.cuda.current_stream(self.buffer.device)
+        current = torch.cuda.current_stream(self.device)
         for stream in self.streams - {current}:
             current.wait_stream(stream)
             for parameter in self.parameters:
@@ -125,12 +125,12 @@ class Bucket:
         Raises RuntimeError if a gradient is sparse.
         """
         views, gradients = run.views, [parameter.grad for parameter in run.parameters]
-        factor = None if divisor is None else 1.0 / divisor
+        present = [gradient for gradient in gradients if gradient is not None]
         if all(map(is_, gradients, views)):
             if divisor is not None:
                 run.flat.div_(divisor)
             return
-        if any(map(is_, gradients, repeat(None))) or any(map(is_, gradients, views)):
+        if len(present) < len(gradients) or any(map(is_, gradients, views)):
             for view, gradient in zip(views, gradients, strict=True):
                 if gradient is None:
                     view.zero_()
@@ -139,13 +139,13 @@ class Bucket:
                 elif gradient is view:
                     view.div_(divisor)
                 else:
-                    torch.mul(gradient, factor, out=view)
-        elif factor is not None and len(gradients) == 1:
-            torch.mul(gradients[0], factor, out=views[0])
+                    torch.mul(gradient, 1.0 / divisor, out=view)
+        elif divisor is not None and len(present) == 1:
+            torch.mul(present[0], 1.0 / divisor, out=views[0])
         else:
-            torch._foreach_copy_(views, gradients)  # has no public name
-            if factor is not None:
-                run.flat.mul_(factor)
+            torch._foreach_copy_(views, present)  # has no public name
+            if divisor is not None:
+                run.flat.mul_(1.0 / divisor)
         if alias:
             for parameter, view, gradient in zip(run.parameters, views, gradients, strict=True):
                 if gradient is not None:

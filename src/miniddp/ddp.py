@@ -27,7 +27,7 @@ from miniddp import errors
 from miniddp.autograd_graph import OutputGate, find_tensors, not_compiled
 from miniddp.buckets import bucket_caps
 from miniddp.reducer import Reducer
-from miniddp.replicas import broadcast_tensors, size_of_group, verify_same_model
+from miniddp.replicas import broadcast_tensors, this_group, verify_same_model
 
 
 class MiniDDP(nn.Module):
@@ -62,8 +62,7 @@ class MiniDDP(nn.Module):
         gradient_as_bucket_view: bool = False,
     ):
         super().__init__()
-        size_of_group(process_group)  # raises without a group, and on a rank outside of it
-        self.process_group = dist.group.WORLD if process_group is None else process_group
+        self.process_group = this_group(process_group)
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.bucket_cap_mb = bucket_cap_mb

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from miniddp.autograd_graph import hook_accumulators
 from miniddp.buckets import arrival_plan, bucket_caps, sizes_of
 from miniddp.manual import average_gradients, own_gradient
-from miniddp.replicas import broadcast_tensors, size_of_group, verify_same_model
+from miniddp.replicas import broadcast_tensors, this_group, verify_same_model
 
 
 class Rung:
@@ -53,8 +53,8 @@ class Rung:
     overlaps = False
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self.module, self.group = module, group or dist.group.WORLD
-        self.world_size = size_of_group(group)
+        self.module, self.group = module, this_group(group)
+        self.world_size = self.group.size()
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.accumulating = False
         self.launched: list[tuple[Tensor, dist.Work]] = []

@@ -32,7 +32,7 @@ class UsedParameters:
         self.parameters, self.process_group = parameters, process_group
         self.unreachable: list[int] = []  # indices that the announced backward cannot reach
         self.used = [0] * len(parameters)  # on this rank, since the last reduction
-        self.counts: Tensor | None = None  # per parameter: how many ranks used it
+        self.counts = torch.empty(0)  # per parameter: how many ranks used it
         self.nowhere: list[bool] | None = None  # whether none did, once that has been waited for
 
     def search(self, accumulators: Sequence[Node], outputs: Iterable[Tensor]) -> None:
@@ -60,7 +60,7 @@ class UsedParameters:
     def _unused_everywhere(self, index: int) -> bool:
         if self.nowhere is None:  # wait only when a parameter is unused on this rank
             wait_for(self.work)
-            self.nowhere = [count == 0 for count in self.counts.tolist()]
+            self.nowhere = (self.counts == 0).tolist()
         return self.nowhere[index]
 
     def reset(self) -> None:

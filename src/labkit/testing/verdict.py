@@ -122,11 +122,11 @@ def verdict_table(judged: Sequence[Verdict], digits: int = 4) -> str:
 
 
 def verdict_figure(sections: Mapping[str, Sequence[Verdict]]) -> Figure:
-    """The wrong recipes of a chapter, a line each: the angle to the truth, and beside it the ratio.
+    """The wrong recipes of a chapter, one line each: ratio on the left, angle to the truth right.
 
     `sections` gives a heading to each group of verdicts. Right ones are left out, for all of them
-    would lie on the two lines of the truth. A recipe has a dot for each rank, if ranks differ. What
-    is not finite, or zero, lies at an edge of the ratios. The angle is arccos of the cosine.
+    would lie on the two lines of the truth. A recipe has one dot per rank if the ranks differ. A
+    ratio that is zero or not finite is drawn at the edge. The angle is arccos of the cosine.
     """
     lines: list[tuple[str, list[Verdict]]] = []
     headings: list[int] = []
@@ -138,33 +138,41 @@ def verdict_figure(sections: Mapping[str, Sequence[Verdict]]) -> Figure:
         for recipe in dict.fromkeys(v.recipe for v in wrong):
             lines.append((recipe, [v for v in wrong if v.recipe == recipe]))
 
-    figure, (angle, ratio) = plt.subplots(1, 2, figsize=(5.8, 0.7 + 0.24 * len(lines)), sharey=True)
-    largest = 90
+    figure, (ratio, angle) = plt.subplots(1, 2, figsize=(5.8, 0.7 + 0.24 * len(lines)), sharey=True)
+    largest = 90.0
     for row, (_, judged) in enumerate(lines):
         for verdict in judged:
-            r, cosine = verdict.comparison
-            if math.isfinite(cosine):
-                degrees = math.degrees(math.acos(max(-1, min(1, cosine))))
+            ratio.plot(ratio_within_axis(verdict.comparison.ratio), row, "o", color=figures.WRONG)
+            if math.isfinite(verdict.comparison.cosine):
+                degrees = angle_in_degrees(verdict.comparison.cosine)
                 largest = max(largest, degrees)
                 angle.plot(degrees, row, "o", color=figures.WRONG)
-            edge = 20 if math.isnan(r) else min(max(r, 0.05), 20)
-            ratio.plot(edge, row, "o", color=figures.WRONG)
-    angle.set(xlim=(-4, largest + 4), xticks=range(0, math.ceil(largest) + 1, 30))
-    angle.set_xlabel("angle, degrees")
     ratio.set(xscale="log", xlim=(0.035, 28), xlabel="ratio")
     ratio.set_xticks([0.1, 0.25, 1, 4, 10], ["0.1", "¼", "1", "4", "10"])
     ratio.minorticks_off()
-    for axes, at in ((angle, 0), (ratio, 1)):
+    angle.set(xlim=(-4, largest + 4), xticks=range(0, math.ceil(largest) + 1, 30))
+    angle.set_xlabel("angle, degrees")
+    for axes, at in ((ratio, 1), (angle, 0)):
         axes.axvline(at, color=figures.TRUTH, lw=0.8, alpha=0.5)
         axes.tick_params(axis="x", labelsize=9)
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="y", alpha=0.2)
         axes.spines["left"].set_visible(False)
-    angle.set_yticks(range(len(lines)), [name for name, _ in lines], fontsize=9)
+    ratio.set_yticks(range(len(lines)), [name for name, _ in lines], fontsize=9)
     for row in headings:
-        angle.get_yticklabels()[row].set_fontweight("bold")
-    angle.set_ylim(len(lines) - 0.5, -0.5)
+        ratio.get_yticklabels()[row].set_fontweight("bold")
+    ratio.set_ylim(len(lines) - 0.5, -0.5)
     return figure
+
+
+def angle_in_degrees(cosine: float) -> float:
+    """The angle to the truth, 0 to 180; a cosine that rounding moved past ±1 counts as ±1."""
+    return math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
+
+
+def ratio_within_axis(ratio: float) -> float:
+    """`ratio`, moved to the edge of an axis from 1/20 to 20 if it is zero or not finite."""
+    return 20.0 if math.isnan(ratio) else min(max(ratio, 0.05), 20.0)
 
 
 def _compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:

@@ -178,5 +178,5 @@ def _seconds(tensor: Tensor, group: dist.ProcessGroup, times: int) -> tuple[floa
         begin, cpu = perf_counter(), process_time()
         wait_for(dist.all_reduce(tensor, group=group, async_op=True))
         taken.append((perf_counter() - begin, process_time() - cpu))
-    wall, cpu = zip(*taken[1:], strict=True)  # in the first one ranks wait for each other
-    return min(wall), min(cpu)
+    waits, works = zip(*taken[1:], strict=True)  # in the first one ranks wait for each other
+    return min(waits), min(works)

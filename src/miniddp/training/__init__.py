@@ -1,4 +1,4 @@
-"""What a training loop needs beside the wrapper: losses, SyncBatchNorm, MiniDataParallel."""
+"""What a training loop needs besides the wrapper: losses, SyncBatchNorm, MiniDataParallel."""
 
 from miniddp.training.data_parallel import MiniDataParallel
 from miniddp.training.losses import (

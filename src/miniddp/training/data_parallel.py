@@ -1,18 +1,18 @@
-"""DataParallel: one process, several devices, and a batch that is cut among them.
+"""DataParallel: one process, several devices, and a batch that is split among them.
 
-Each forward has four parts, and this file has a function for each:
+Each forward has four parts, and this file has one function for each:
 
-1. `scatter`: cut the inputs into one chunk a device, along the batch dimension;
+1. `scatter`: cut the inputs into one chunk per device, along the batch dimension;
 2. `replicate`: copy the module to every device, in a way that backward can follow;
-3. `parallel_apply`: run each replica on its chunk, in a thread of its own;
-4. `gather`: put the outputs together on one device, as if one module had computed them.
+3. `parallel_apply`: run each replica on its chunk, in its own thread;
+4. `gather`: concatenate the outputs on one device.
 
-**Gradients sum.** There is one loss, over the gathered output, and each replica is a differentiable
-copy of the same parameters; so backward adds the replicas' gradients up at the original, as it does
-for any tensor that is used several times. Nothing is divided: the loss has averaged over the whole
-batch already. DDP has one loss a *process* instead, each an average over its own share, and so it
-averages. Nothing here knows of processes: DDP around a `MiniDataParallel` gives sums within a
-process and averages across (on one device a process, plain DDP is faster).
+**Gradients are summed.** There is one loss, over the gathered output, and each replica is a
+differentiable copy of the same parameters. So backward adds the replicas' gradients in the original
+parameters, as for any tensor that is used several times. Nothing is divided, because the loss has
+already averaged over the whole batch. DDP has one loss per *process*, each a mean over its own
+share, so it averages. DDP around a `MiniDataParallel` sums within a process and averages across
+processes. (With one device per process, plain DDP is faster.)
 
 Cost, for R devices and P bytes of parameters: each forward sends (R−1)·P bytes from the first
 device, and each backward (R−1)·P bytes back to it, besides inputs and outputs. Nothing overlaps,
@@ -40,19 +40,19 @@ Device = torch.device | str | int
 class MiniDataParallel(nn.Module):
     """Run `module` on several devices, each with its share of the batch: `torch.nn.DataParallel`.
 
-    The wrapped module stands at `.module`, so names in the state dict start with `module.`. With
-    one device it is called as it is.
+    The wrapped module is `.module`, so names in the state dict start with `module.`. With one
+    device it is called directly.
 
-    What a forward does to the module itself, such as setting an attribute, is done to a replica and
-    lost with it. In-place updates of parameters and buffers are lost as well, except those of the
-    first replica, which shares its memory with `module`: BatchNorm's running statistics follow the
-    first chunk alone. BatchNorm normalizes by chunk, and dropout draws by chunk.
+    A forward changes a replica, not the module: an attribute that it sets is lost. In-place updates
+    of parameters and buffers are lost, too, except on the first replica, which shares its memory
+    with `module`. So BatchNorm's running statistics follow the first chunk alone. BatchNorm
+    normalizes each chunk separately, and dropout draws a separate mask for each.
 
     Args:
         module: all its parameters and buffers are on `devices[0]`.
-        devices: one replica for each; the same one may be named several times: `["cpu"] * 4`.
+        devices: one replica for each; a device may be named several times: `["cpu"] * 4`.
         output_device: where the outputs are gathered; by default `devices[0]`.
-        dim: the dimension along which inputs are cut and outputs are put together.
+        dim: the dimension along which inputs are cut and outputs are concatenated.
 
     Raises:
         ValueError: there is no device; in forward, inputs that make different numbers of chunks.
@@ -78,7 +78,7 @@ class MiniDataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._check_placement()
         if not inputs and not kwargs:
-            shares = [((), {})]  # nothing to cut: one call, on the first device
+            shares: list[Any] = [((), {})]  # nothing to cut: one call, on the first device
         else:
             shares = scatter((inputs, kwargs), self.devices, self.dim)
         if len(self.devices) == 1:
@@ -99,15 +99,15 @@ class MiniDataParallel(nn.Module):
 
 
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
-    """Cut every tensor within `inputs` along `dim`: one nest of chunks for each device.
+    """Cut every tensor within `inputs` along `dim`: one nested structure of chunks per device.
 
-    Tensors may lie in nested tuples, named tuples, lists and dicts; anything else goes to every
-    device as it is. Chunks are those of `torch.chunk`: ⌈size / R⌉ long, the last one shorter, and
-    in all *fewer than devices* where the size is too small (5 rows on 4 devices make 3 chunks).
+    Tensors may be inside nested tuples, named tuples, lists, and dicts; anything else goes to every
+    device unchanged. Chunks are those of `torch.chunk`: ⌈size / R⌉ long, the last one shorter. If
+    the size is too small there are *fewer chunks than devices*: 5 rows on 4 devices make 3 chunks.
     Gradients flow back through the cut.
 
     Raises ValueError if a tensor is 0-d, or if two tensors make different numbers of chunks. (torch
-    drops the surplus chunks of the longer one then: data that nobody computes.)
+    drops the surplus chunks of the longer one instead, and never computes them.)
     """
     numbers: dict[int, Tensor] = {}
 
@@ -120,7 +120,7 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
             return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
         if isinstance(item, (tuple, list, dict)) and item:
             parts = item.values() if isinstance(item, dict) else item
-            # The shortest decides: what is no tensor was handed to devices that get no chunk.
+            # The shortest decides: anything but a tensor was given to devices without a chunk, too.
             return [_like(item, share) for share in zip(*map(cut, parts), strict=False)]
         return [item] * len(devices)
 
@@ -135,11 +135,11 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
 
 
 def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
-    """A copy of `module` for each device, whose parameters are functions of the original's.
+    """A copy of `module` for each device; its parameters are functions of the original's.
 
-    A replica has plain tensors in place of parameters: they are no leaves of the autograd graph,
-    and what backward brings to them flows on to the module's own parameters and adds up there. The
-    first replica's are views of these. Without gradients (`torch.no_grad`) they are mere copies.
+    A replica has plain tensors in place of parameters. They are not leaves of the autograd graph:
+    their gradients flow on to the module's own parameters and add up there. The first replica's
+    tensors are views of these parameters. Under `torch.no_grad` all of them are only copies.
     """
     return [_replica(module, _exact(device), number) for number, device in enumerate(devices)]
 
@@ -149,12 +149,13 @@ def parallel_apply(
     shares: Sequence[tuple[Sequence[Any], dict[str, Any]]],
     devices: Sequence[Device],
 ) -> list[Any]:
-    """Call each replica on its (inputs, kwargs), all at the same time; their outputs, in order.
+    """Call all replicas at the same time, each on its (inputs, kwargs); return outputs in order.
 
-    Grad mode, inference mode, autocast and current stream belong to a thread, so each thread takes
-    over those of the caller; that of streams is not yet run on a GPU (`make gpu` does). When
-    replicas fail, all the others are let finish, and the first one's exception is raised, with a
-    note that names it.
+    Grad mode, inference mode, autocast, and the current stream belong to a thread, so each thread
+    copies them from the caller. If replicas fail, the others still finish. Then the exception of
+    the failed replica with the lowest number is raised, with a note that names the replica.
+
+    Streams are not yet run on a GPU; `make gpu` does it.
     """
     devices = [_exact(device) for device in devices]
     autocast = [
@@ -186,13 +187,13 @@ def parallel_apply(
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
-    """Put the replicas' outputs together on `device`: the inverse of `scatter`, differentiable.
+    """Concatenate the replicas' outputs on `device`: the inverse of `scatter`, differentiable.
 
-    Tensors are concatenated along `dim`, within nested tuples, named tuples, lists and dicts of the
-    same build; None stays None. 0-d tensors, such as one loss a replica, become a vector with one
-    entry a replica, and a warning says so.
+    Tensors are concatenated along `dim`, also inside nested tuples, named tuples, lists, and dicts
+    of the same structure; None stays None. 0-d tensors, such as one loss per replica, become a
+    vector with one entry per replica, and a warning says so.
 
-    Raises TypeError for anything else, and ValueError for outputs that are built differently.
+    Raises TypeError for anything else, and ValueError if the outputs' structures differ.
     """
     first = outputs[0]
     builds = [_build(output) for output in outputs]
@@ -220,7 +221,7 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
 
 
 def _replica(module: nn.Module, device: torch.device, number: int) -> nn.Module:
-    """One replica: the tree of modules copied, shared ones once; shared parameters too."""
+    """One replica: a copy of the module tree; shared modules and parameters stay shared."""
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor) if number == 0 else tensor.to(device, copy=True)
@@ -242,7 +243,7 @@ def _replica(module: nn.Module, device: torch.device, number: int) -> nn.Module:
 
 
 def _like(nest: Any, items: Sequence[Any]) -> Any:
-    """A tuple, named tuple, list or dict built as `nest` is, which holds `items`."""
+    """A tuple, named tuple, list, or dict with the structure of `nest` that holds `items`."""
     if isinstance(nest, dict):
         result = copy.copy(nest)  # keeps what a subclass knows besides, such as a default factory
         result.update(zip(nest, items, strict=True))
@@ -251,12 +252,12 @@ def _like(nest: Any, items: Sequence[Any]) -> Any:
 
 
 def _build(output: Any) -> tuple[str, Any]:
-    """What has to be the same of all replicas' outputs, so that they can be put together."""
+    """The type and length or keys, which must be equal in all replicas' outputs."""
     if isinstance(output, dict):
         return type(output).__name__, sorted(map(str, output))
     return type(output).__name__, len(output) if isinstance(output, (tuple, list)) else None
 
 
 def _exact(device: Device) -> torch.device:
-    """With its index, as tensors have it: "cuda" becomes "cuda:0". Raises if there is none such."""
+    """The device with its index: "cuda" becomes "cuda:0". Raises if it does not exist."""
     return torch.empty(0, device=device).device

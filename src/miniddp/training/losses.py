@@ -1,18 +1,26 @@
-"""Which loss each rank has to back-propagate: the one equation of data-parallel training.
+"""Which loss each rank back-propagates: the one equation of data-parallel training.
 
-The gradient that is wanted is that of Σℓᵢ / N, where N counts every item (sample, or token) of one
-optimizer step, over all ranks and all micro-batches. DDP delivers the average (1/W) Σᵣ ∇Lᵣ over
-the W ranks. Put the two equal, and each rank has to back-propagate
+**The rule.** DDP delivers the gradient of (1/W) Σ L_r, as long as every path between ranks carries
+gradient. So choose local losses with Σ L_r = W · L, where L is the loss you mean. The cases:
 
-    Lᵣ = (W / N) · Σ ℓᵢ    over the items i of rank r
+- A rank divides its own terms by the global count N: multiply its loss by W.
+- A rank divides its own terms by its own count, and the counts are equal: multiply by 1.
+- Each rank computes the whole loss through a gather that carries gradient: multiply by 1.
+- It computes only its own rows of that loss, and divides by N: multiply by W.
+- It divides its own rows by its own count, and the counts are equal: multiply by 1.
+- A plain all-gather carries no gradient: no factor repairs all of it.
 
-The rule in words: **multiply by W if and only if the denominator is already global.** With `mean`
-losses the denominator is the rank's own count nᵣ, and DDP's average weighs an item on a rank that
-has few of them more than one elsewhere: right only where every nᵣ is the same. That fails as soon
-as sentences differ in length, and no learning rate repairs it.
+The functions of this file are for the first case. N counts every item (sample or token) of one
+optimizer step, on all ranks and in all micro-batches. The loss you mean is Σ ℓ_i / N, so
 
-`global_mean` is the equation for one forward and backward; `accumulation_windows` and `loss_scale`
-are the same for several micro-batches; `token_cross_entropy` makes a sum and a count of logits.
+    L_r = (W / N) · Σ ℓ_i    over the items i of rank r
+
+A mean over the rank's own items is a different loss if the counts differ, as they do with
+sentences: an item then weighs more on a rank that has few of them. No learning rate repairs that.
+
+`global_mean` applies the equation to one forward and backward. `accumulation_windows` and
+`loss_scale` apply it to several micro-batches. `token_cross_entropy` turns logits into a sum and
+a count.
 """
 
 from __future__ import annotations
@@ -34,27 +42,27 @@ Batch = TypeVar("Batch")
 def global_mean(
     loss_sum: Tensor, count: float | Tensor, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The mean loss over the items of all ranks: to be back-propagated under DDP, and to be logged.
+    """The mean loss over the items of all ranks: back-propagate it under DDP, and log it.
 
-    Its value is Σ loss_sum / Σ count over the ranks, the same bits on each. Its gradient is that of
-    Lᵣ above, W/N times that of this rank's `loss_sum`, of which DDP's average makes the gradient of
-    the value. Every rank of the group has to call it, also one whose count is 0: its `loss_sum` is
-    then a zero that still hangs on the parameters, such as the sum of no losses, because DDP waits
-    for that rank's backward too. To accumulate micro-batches, see `loss_scale`.
+    The value is Σ loss_sum / Σ count over the ranks, bitwise equal on each. The gradient is W/N
+    times the gradient of this rank's `loss_sum`, which DDP averages into the gradient of the value.
+
+    Every rank of the group must call it. A rank with a count of 0 passes a zero that depends on
+    the parameters, such as the sum of no losses, because DDP waits for that rank's backward, too.
+    For gradient accumulation, see `loss_scale`.
 
     Args:
         loss_sum: one element: the *sum* of this rank's losses. An integer sum (correct answers, for
             an accuracy) gives a mean of the default dtype.
-        count: how many items are summed, or the sum of their weights; a constant, not
-            differentiated.
+        count: the number of items summed, or the sum of their weights; not differentiated.
         group: the process group; the default one when None.
 
-    Raises ValueError, on every rank, if a rank has a negative count, if all counts are 0, or if
-    `loss_sum` requires a gradient on some ranks only; and, on this rank, if `loss_sum` or `count`
-    has more than one element.
+    Raises ValueError on every rank if a rank has a negative count, if all counts are 0, or if
+    `loss_sum` requires a gradient on some ranks only. Raises it on this rank alone if `loss_sum`
+    or `count` has more than one element.
 
-    Costs one all-reduce of 32 bytes (four float64: counts are exact up to 2⁵³), and with a GPU a
-    wait for the loss.
+    Costs one all-reduce of 32 bytes: four float64, so counts are exact up to 2⁵³. On a GPU the
+    host waits for the loss.
     """
     if loss_sum.numel() != 1:
         shape = tuple(loss_sum.shape)
@@ -68,7 +76,7 @@ def global_mean(
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """`value`, whose gradient is that of `share`; also where `share` is infinite."""
+    """Returns `value` and passes its gradient on to `share`, even if `share` is infinite."""
 
     @staticmethod
     def forward(share: Tensor, value: Tensor) -> Tensor:
@@ -88,11 +96,11 @@ def loss_scale(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> float:
-    """W / N, by which each rank multiplies its loss sums; for windows of several micro-batches.
+    """W / N, the factor for each rank's loss sums in a window of several micro-batches.
 
-    N has to count the whole window before its first backward, because that backward already
-    divides by it. Dividing each micro-batch by its own count instead, and the sum by their number,
-    is the mean of means: wrong for the same reason as across ranks.
+    N must count the whole window before its first backward, which already divides by it. Dividing
+    each micro-batch by its own count and by the number of micro-batches is a mean of means: wrong
+    for the same reason as across ranks.
 
         for window, count in accumulation_windows(loader, 4, count_tokens):
             scale = loss_scale(count)
@@ -100,15 +108,16 @@ def loss_scale(
                 with nullcontext() if i == len(window) - 1 else model.no_sync():
                     (loss_sum(model, batch) * scale).backward()
 
-    and `global_mean(sum of the window's loss sums, count)` is what to log. Ranks may hold windows
-    of different lengths: only the last backward of each communicates.
+    Log `global_mean(sum of the window's loss sums, count)`. Windows may have different lengths on
+    different ranks, because only the last backward of a window communicates.
 
     Args:
-        count: what this rank's window counts in all.
+        count: the number of items in this rank's window.
         group: the process group; the default one when None.
-        device: where to communicate: a GPU under NCCL. By default that of `count`, or the CPU.
+        device: where to communicate: a GPU under NCCL. By default the device of `count`, or the
+            CPU if `count` is a number.
 
-    Raises and costs what `global_mean` does.
+    Raises and costs the same as `global_mean`.
     """
     if device is None:
         device = count.device if isinstance(count, Tensor) else "cpu"
@@ -120,11 +129,11 @@ def loss_scale(
 def accumulation_windows(
     batches: Iterable[Batch], size: int, count: Callable[[Batch], int]
 ) -> Iterator[tuple[list[Batch], int]]:
-    """Cut `batches` into windows of `size` micro-batches, each with what it counts in all.
+    """Cut `batches` into windows of `size` micro-batches; yield each with its number of items.
 
-    The last window may be shorter. It needs no special care, for it counts less, whereas a loss
-    divided by `size` would be too small in it. A window's batches (not their activations) are in
-    memory at the same time.
+    The last window may be shorter. It needs no special care, because its count is smaller, too;
+    a loss divided by `size` would be too small there. All batches of a window, but not their
+    activations, are in memory at the same time.
 
     Raises ValueError if `size` is less than 1.
     """
@@ -138,17 +147,17 @@ def accumulation_windows(
 def token_cross_entropy(
     logits: Tensor, targets: Tensor, weights: Tensor | None = None, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over tokens, and the count to divide it by, once it is global.
+    """Cross-entropy summed over tokens, and the number of tokens; pass both to `global_mean`.
 
     Args:
-        logits: (…, V), at least float32 in the computation. Not shifted here: `logits[i]` is to
-            predict `targets[i]`.
+        logits: (…, V), computed in float32 or higher. Not shifted here: `logits[i]` predicts
+            `targets[i]`.
         targets: (…), integers; those equal to `ignore_index` (padding) are not counted.
-        weights: (…), of each token; the sum is then Σwℓ and the count Σw.
+        weights: (…), one per token; the sum is then Σwℓ and the count Σw.
         ignore_index: as in `torch.nn.functional.cross_entropy`.
 
-    Returns the sum and the count, both 0-d. Of targets that are all ignored the sum is a zero that
-    can be back-propagated, as a rank without a token needs.
+    Returns the sum and the count, both 0-d. If every target is ignored, the sum is a zero that can
+    be back-propagated, which a rank without tokens needs.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(
@@ -167,13 +176,13 @@ def token_cross_entropy(
 def _over_all_ranks(
     loss_sum: Tensor, count: float | Tensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Sum and count over the ranks, in float64. What makes no sense anywhere raises everywhere."""
+    """Sum and count over the ranks, in float64. Invalid input on one rank raises on every rank."""
     size_of_group(group)
     own = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
     if own.numel() != 1:
         raise ValueError(f"count has shape {tuple(own.shape)}: pass one number, such as mask.sum()")
     # A rank that raised at once on its own bad input would leave the others waiting for it, so the
-    # ranks tell each other.
+    # ranks exchange whether theirs is bad.
     bad, attached = not own >= 0, loss_sum.requires_grad
     numbers = [loss_sum.detach().reshape(()), own.reshape(()), *own.new_tensor([bad, attached])]
     totals = torch.stack([number.double() for number in numbers])
@@ -183,17 +192,17 @@ def _over_all_ranks(
     if bad_ranks:
         raise ValueError(
             f"a negative count (or NaN) on {int(bad_ranks)} of {world_size} ranks; this one's is "
-            f"{float(own):g}. Count items, or add up their weights"
+            f"{float(own):g}. Pass the number of items, or the sum of their weights"
         )
     if not total_count:
         raise ValueError(
-            "the count is 0 on every rank, and there is no mean of nothing: skip this step on all "
-            "ranks, or look at why every item is masked or ignored"
+            "the count is 0 on every rank, so there is no mean: skip this step on all ranks, or "
+            "find out why every item is masked or ignored"
         )
     if 0 < attached_ranks < world_size:
         raise ValueError(
             f"loss_sum requires a gradient on {int(attached_ranks)} of {world_size} ranks only "
-            f"(this one: {attached}), and in their backward DDP would wait for the others: where "
-            "nothing is counted, pass a zero that hangs on the parameters, such as 0 * output.sum()"
+            f"(this one: {attached}), and DDP would wait for the others in backward: on a rank "
+            "without items, pass a zero that depends on the parameters, such as 0 * output.sum()"
         )
     return total, total_count

@@ -1,18 +1,18 @@
-"""SyncBatchNorm: batch normalization over the batch of all ranks, on a CPU too.
+"""SyncBatchNorm: batch normalization over the batch of all ranks, on a CPU, too.
 
-Plain BatchNorm normalizes with the mean and variance of the rank's own batch, so its outputs, its
-gradients and its running statistics are not those of the full batch: no way of combining gradients
-repairs that, for the loss itself is another one. Here the ranks exchange their statistics:
+Plain BatchNorm normalizes with the mean and variance of the rank's own batch. Its outputs,
+gradients, and running statistics therefore differ from those of the full batch. No way of combining
+gradients repairs that, because the loss itself is different. Here the ranks exchange statistics:
 
-- forward, one all-gather: each rank's count, mean and sum of squared deviations for each of the C
-  channels, merged by the formula of Chan, Golub and LeVeque (1979). Sums of x and x² would fit into
-  an all-reduce, but lose all digits where the mean is large beside the deviation.
-- backward, one all-reduce: Σ dy and Σ dy·x̂ for each channel, through which every input has moved
-  the mean and the variance, and so the outputs on all ranks. The gradients of weight and bias stay
-  local, as any parameter's: DDP averages them.
+- Forward, one all-gather: each rank's count, mean, and sum of squared deviations per channel.
+  They are merged by the formula of Chan, Golub and LeVeque (1979). An all-reduce of Σx and Σx²
+  would be smaller, but loses all digits if the mean is large compared with the deviation.
+- Backward, one all-reduce: Σ dy and Σ dy·x̂ per channel, because every input changed the mean and
+  the variance, and so the outputs on all ranks. The gradients of weight and bias stay local, as
+  for any parameter: DDP averages them.
 
-Bytes sent by each rank: 2C·b + 8 to each of the others in forward, and 2·(W−1)/W · 2C·b in
-backward (by a ring), with b bytes an element: float32's 4, or 8 for float64.
+Cost, in bytes sent by each rank for C channels: 2C·b + 8 to each other rank in forward, and
+2·(W−1)/W · 2C·b in backward (by a ring). b is 4 for float32, and 8 for float64.
 
 Source: `torch.nn.SyncBatchNorm` (torch/nn/modules/_functions.py), which refuses CPU tensors.
 """
@@ -34,14 +34,14 @@ from miniddp.replicas import size_of_group
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization over a process group; parameters and buffers are those of BatchNorm.
+    """Batch normalization over a process group, with the parameters and buffers of BatchNorm.
 
-    Input and output: (N, C, *), any number of dimensions from two on. N may differ between ranks,
-    and be 0 on some; C may not. Statistics are computed in float32 at least. Every rank of the
-    group has to run forward in training, and backward, the same number of times.
+    Input and output: (N, C, *), with two or more dimensions. N may differ between ranks and be 0 on
+    some; C may not. Statistics are computed in float32 or higher. Every rank of the group must run
+    the training forward, and backward, equally often.
 
-    The running variance is the unbiased one, by the count of all ranks. In eval mode, in a world of
-    one and without a process group nothing is exchanged, and it is plain BatchNorm.
+    The running variance is unbiased, by the count of all ranks. In eval mode, with one rank, and
+    without a process group, nothing is exchanged: it is plain BatchNorm.
 
     Args:
         num_features: C.
@@ -49,11 +49,11 @@ class SyncBatchNorm(_BatchNorm):
             with `momentum=None` the running statistics are plain averages over all batches.
         process_group: the ranks that share statistics; the default group when None.
 
-    Of a batch that is empty on every rank the output is empty, and the running statistics stay: it
-    is not among the batches that they count (plain BatchNorm, alone, counts it).
+    If the batch is empty on every rank, the output is empty and the running statistics stay as
+    they are: the batch is not counted. (Plain BatchNorm counts it.)
 
-    Raises ValueError in forward, for an input of another shape, and, on every rank, if the batch of
-    all ranks has one value a channel: its variance would be no number.
+    Raises ValueError in forward for an input of another shape. Raises it on every rank if the batch
+    of all ranks has one value per channel, because its unbiased variance is not defined.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> nn.Module:
-        """Put a SyncBatchNorm in the place of every BatchNorm within `module`, and return it.
+        """Replace every BatchNorm within `module` by a SyncBatchNorm, and return `module`.
 
-        Parameters and buffers are taken over, not copied, so an optimizer that has them keeps them;
-        hooks are not. Convert before wrapping in DDP. A `module` that is itself a BatchNorm cannot
-        be changed in place: use what is returned.
+        Parameters and buffers are reused, not copied, so an optimizer that has them stays valid.
+        Hooks are not carried over. Convert before wrapping in DDP. If `module` itself is a
+        BatchNorm, it cannot be changed in place: use the returned module.
 
-        Raises ValueError for a lazy BatchNorm that has not seen an input, and so has no C.
+        Raises ValueError for a lazy BatchNorm that has had no input yet, and so has no C.
         """
         if not isinstance(module, _BatchNorm):
             for name, child in module._modules.items():  # named_children() skips a second name
@@ -121,19 +121,19 @@ class SyncBatchNorm(_BatchNorm):
         return _Normalize.apply(x, self.weight, self.bias, mean, inverse, count, self.process_group)
 
     def _count_batch(self) -> float:
-        """One batch more is tracked; its weight in the running statistics."""
+        """Count one more batch; return its weight in the running statistics."""
         self.num_batches_tracked.add_(1)
         return 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
 
 
 @torch.no_grad()
 def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, int]:
-    """Mean (C) and biased variance (C) of the batch of all ranks, and its values a channel."""
+    """Mean (C) and biased variance (C) of the batch of all ranks, and its values per channel."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     channels, own_count = x.shape[1], x[:, 0].numel()
     own_mean = x.sum(_all_but_channels(x)) / max(own_count, 1)
     own_squares = (x - _per_channel(own_mean, x)).square().sum(_all_but_channels(x))
-    # The count travels bit by bit, as an integer: float32 has none between 2^24 and 2^24 + 2.
+    # The count is sent as the bits of an integer: float32 has none between 2^24 and 2^24 + 2.
     count_bits = torch.tensor([own_count], device=x.device).view(own_mean.dtype)
     own = torch.cat([own_mean, own_squares, count_bits])
 
@@ -146,15 +146,15 @@ def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
     if count == 0:
         return torch.zeros_like(own_mean), torch.ones_like(own_mean), count
     if count == 1:
-        raise ValueError("1 value a channel on all ranks together: training takes at least 2")
+        raise ValueError("only 1 value per channel on all ranks together: training needs 2 or more")
     counts = counts.to(means.dtype)
     mean = (counts * means).sum(0) / count
-    # Deviations from the common mean: those from each rank's own, and those of the ranks' means.
+    # Deviations from the common mean: within each rank, and of the ranks' means from it.
     return mean, (squares + counts * (means - mean).square()).sum(0) / count, count
 
 
 class _Normalize(torch.autograd.Function):
-    """x̂·weight + bias, with x̂ = (x − mean)·inverse; backward goes through the statistics too."""
+    """x̂·weight + bias, with x̂ = (x − mean)·inverse; backward includes the statistics."""
 
     @staticmethod
     def forward(

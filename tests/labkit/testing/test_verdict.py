@@ -153,4 +153,5 @@ def test_the_figure_has_a_line_for_each_wrong_recipe_and_none_for_right_ones():
     )
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == ["a section", "zero", "double"]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["ratio", "angle, degrees"]
     plt.close(figure)

@@ -310,7 +310,7 @@ def refused(rank: int) -> list[str]:
 def test_an_input_that_cannot_be_normalized_is_refused_on_every_rank() -> None:
     for said in run_ranks(refused, 3):
         assert said == [
-            "1 value a channel on all ranks together: training takes at least 2",
+            "only 1 value per channel on all ranks together: training needs 2 or more",
             "input has shape (4, 4), expected (N, 3, *)",
             "input has shape (3,), expected (N, 3, *)",
         ]

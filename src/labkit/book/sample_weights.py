@@ -1,0 +1,51 @@
+"""How much each sample counts in an averaged gradient, as one bar per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from labkit.book import figures
+
+
+def sample_weights(counts: Sequence[int], divisors: Sequence[float]) -> list[float]:
+    """Each sample's weight in (1/W) Σ_r (Σ_{i on r} ℓ_i / divisor_r), in rank order.
+
+    Rank r holds `counts[r]` samples and divides its summed loss by `divisors[r]`. The weights of
+    a mean over all N samples are 1/N each.
+    """
+    world_size = len(counts)
+    weights = []
+    for count, divisor in zip(counts, divisors, strict=True):
+        weights += [1 / (world_size * divisor)] * count
+    return weights
+
+
+def weight_bars(counts: Sequence[int], ways: Mapping[str, Sequence[float]]) -> Figure:
+    """One panel per way: a bar per sample, colored by rank, and a dashed line at 1/N.
+
+    `ways` maps a title to the ranks' divisors, as `sample_weights` takes them. Each rank's bars
+    are labeled with the weight as a fraction. At most four ranks, which is how many colors exist.
+    """
+    owner = [rank for rank, count in enumerate(counts) for _ in range(count)]
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    centers = [start + (count - 1) / 2 for start, count in zip(starts, counts, strict=True)]
+    figure, _ = plt.subplots(1, len(ways), sharey=True, figsize=(3.2 * len(ways), 2.9))
+    for axes, (title, divisors) in zip(figure.axes, ways.items(), strict=True):
+        weights = sample_weights(counts, divisors)
+        axes.bar(range(len(weights)), weights, color=[figures.RANKS[rank] for rank in owner])
+        axes.axhline(1 / len(weights), color=figures.TRUTH, ls="--", lw=1)
+        for rank, center in enumerate(centers):
+            weight = weights[owner.index(rank)]
+            label = str(Fraction(weight).limit_denominator(1000))
+            axes.text(center, weight, label, ha="center", va="bottom", fontsize=10)
+        axes.set_title(title, fontsize=11)
+        axes.set_xticks(centers, [str(rank) for rank in range(len(counts))])
+        axes.set(xlabel="rank that holds the sample")
+        axes.margins(y=0.12)
+        axes.tick_params(axis="x", length=0)
+    figure.axes[0].set_ylabel("weight of each sample")
+    return figure

@@ -1,0 +1,87 @@
+"""The reference pages: names that exist, and a script that runs."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch.nn.parallel.distributed as torchs
+from torch.distributed import utils
+
+from labkit.launch import project_root, run_guarded
+from miniddp import buckets, replicas
+from miniddp.ddp import MiniDDP
+from miniddp.reducer import Reducer
+from miniddp.unused import UsedParameters
+
+REFERENCE = project_root() / "book" / "reference"
+TO_PYTORCH = (REFERENCE / "from_our_reducer_to_pytorchs.md").read_text()
+IN_YOUR_SCRIPT = (REFERENCE / "use_it_in_your_script.md").read_text()
+ROW = re.compile(r"^\| (`[^|]*) \| (`[^|]*|the constructor) \|", re.MULTILINE)
+OURS = {"UsedParameters": UsedParameters, "buckets": buckets, "replicas": replicas}
+
+
+def rows(heading: str) -> list[tuple[list[str], list[str]]]:
+    section = TO_PYTORCH.split(f"## {heading}\n")[1].split("\n## ")[0]
+    pairs = ROW.findall(section)[1:]  # without the header
+    return [
+        (re.findall(r"`([^`]+)`", ours), re.findall(r"`([^`]+)`", them)) for ours, them in pairs
+    ]
+
+
+def test_every_name_of_ours_in_the_tables_exists():
+    found = 0
+    for heading, cls in (("The wrapper", MiniDDP), ("The reducer", Reducer)):
+        for ours, _ in rows(heading):
+            for name in ours:
+                owner, _, attribute = name.rpartition(".")
+                owner = OURS[owner] if owner else (buckets if name == "arrival_plan" else cls)
+                assert hasattr(owner, attribute or name), name
+                found += 1
+    assert found >= 20
+
+
+def test_every_name_of_pytorchs_wrapper_in_the_table_exists():
+    found = [name for _, theirs in rows("The wrapper") for name in theirs]
+    assert len(found) >= 8
+    assert [n for n in found if not hasattr(torchs.DistributedDataParallel, n)] == []
+    assert hasattr(utils, "_verify_param_shape_across_processes")
+    assert hasattr(torchs, "_DDPJoinHook")
+
+
+def test_every_public_name_in_the_list_can_be_imported():
+    names = re.findall(r"^\| `(miniddp[\w.]*)` \|", IN_YOUR_SCRIPT, re.MULTILINE)
+    assert len(names) >= 12
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            assert hasattr(importlib.import_module(module), attribute), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_script_prints_the_norm_of_the_full_batch_on_every_rank(tmp_path: Path, ranks: int):
+    script = next(
+        code
+        for code in re.findall(r"```python\n(.*?)```", IN_YOUR_SCRIPT, re.DOTALL)
+        if "init_process_group" in code
+    )
+    assert len(script.splitlines()) <= 25
+    (tmp_path / "script.py").write_text(script)
+    launcher = ["-m", "labkit.launch.forked_torchrun", "--standalone", f"--nproc-per-node={ranks}"]
+    done = run_guarded([sys.executable, *launcher, str(tmp_path / "script.py")], timeout=120)
+    norms = re.findall(r"rank \d: gradient norm (\S+)", done.stdout)
+    assert len(norms) == ranks, done.stderr
+
+    alone = tmp_path / "alone.py"
+    alone.write_text(
+        script.replace('dist.init_process_group("gloo")\n', "")
+        .replace("dist.get_rank(), dist.get_world_size()", "0, 1")
+        .replace("MiniDDP(nn.Linear(8, 1))", "nn.Linear(8, 1)")
+        .replace("dist.barrier()\ndist.destroy_process_group()\n", "")
+    )
+    done = run_guarded([sys.executable, str(alone)], timeout=120)
+    assert re.findall(r"gradient norm (\S+)", done.stdout) == norms[:1]
+    assert set(norms) == {norms[0]}

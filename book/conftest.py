@@ -5,8 +5,6 @@ of that very run, figures included, are written to `_build/executed`, from which
 `make html` renders without running anything again.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,12 +1,12 @@
-"""Accumulated or distributed: the same gradients, on every rank, or a reason why not.
+"""Accumulated or distributed: the same gradients on every rank.
 
-Start it with torchrun, one sample a rank:
+Start it with torchrun, one sample per rank:
 
     torchrun --standalone --nproc-per-node 4 labs/accumulate_vs_ddp.py
 
-Every rank prints a block with the gradient norms of a small model, computed three ways:
+Every rank prints a block with the gradient norms of a small model, computed in three ways:
 
-  accumulated   on this rank alone, over all samples, one backward each, the loss divided by their
+  accumulated   on this rank alone, over all samples: one backward each, each loss divided by their
                 number
   miniddp       from this rank's sample only, then miniddp.manual.average_gradients
   torch DDP     from this rank's sample only, in torch.nn.parallel.DistributedDataParallel
@@ -14,14 +14,38 @@ Every rank prints a block with the gradient norms of a small model, computed thr
 With 4 ranks and seed 42 the numbers are those of the forum thread "Unexplained behaviour in
 accumulate gradients vs in a ddp setting". The exit code is 1 if the three do not agree.
 
-With --first-program the data are drawn before the seed is set, as the thread's author first did:
-every rank then has data of its own, different at each run, and the columns do not agree.
+With --unseeded the data are drawn before the seed is set: every rank then has its own data,
+different in each run, and the columns do not agree. The thread's whole program, with both of its
+bugs, is labs/accumulate_vs_ddp_lightning.py.
 """
 
-from __future__ import annotations
-
+# ruff: noqa: E402
 import argparse
 import copy
+
+from labkit.launch.arguments import parse_arguments
+
+SEED = 42
+
+
+def arguments_of_this_lab() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help=f"seed of the data and of the model (default {SEED})"
+    )
+    parser.add_argument(
+        "--unseeded",
+        action="store_true",
+        help="draw the data before the seed is set: different data on every rank and in every run",
+    )
+    return parse_arguments(parser)
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_lab()
 
 import torch
 from torch import nn
@@ -33,11 +57,9 @@ from labkit.launch.lab import (
     Place,
     join_ranks,
     largest_on_any_rank,
-    parse_arguments,
     print_in_rank_order,
 )
 from labkit.scenarios.toy_captioner import (
-    SEED,
     draw_toy_data,
     gradient_norms,
     seeded_toy_captioner,
@@ -47,33 +69,18 @@ from labkit.testing.compare import gradients, largest_difference
 from miniddp.manual import average_gradients
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seed", type=int, default=SEED, help=f"seed of the data and of the model (default {SEED})"
-    )
-    parser.add_argument(
-        "--first-program",
-        action="store_true",
-        help="draw the data before the seed is set: truly unseeded, other data on every rank",
-    )
-    return parse_arguments(parser)
-
-
 def accumulate_alone(model: nn.Module, data: TensorDataset, device: torch.device) -> nn.Module:
-    """All samples on this rank alone: one backward each, the gradients add up."""
+    """All samples on this rank alone: one backward each, and the gradients add up."""
     for pixels, captions in data:
         loss = model(pixels[None].to(device), captions[None].to(device))
         (loss / len(data)).backward()
     return model
 
 
-def compare_on_this_rank(place: Place, seed: int, first_program: bool) -> tuple[str, list[float]]:
+def compare_on_this_rank(place: Place, seed: int, unseeded: bool) -> tuple[str, list[float]]:
     """This rank's block, and how far the other two results are from the accumulated one."""
     rank, world_size, device = place
-    data = draw_toy_data(world_size) if first_program else seeded_toy_data(seed, world_size)
+    data = draw_toy_data(world_size) if unseeded else seeded_toy_data(seed, world_size)
     model = seeded_toy_captioner(seed).to(device)
     pixels, captions = (part[rank : rank + 1].to(device) for part in data.tensors)
 
@@ -93,18 +100,17 @@ def compare_on_this_rank(place: Place, seed: int, first_program: bool) -> tuple[
     return f"rank {rank} of {world_size}\n{block}", apart
 
 
-def main() -> None:
-    arguments = arguments_of_this_lab()
+def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
-        block, apart = compare_on_this_rank(place, arguments.seed, arguments.first_program)
+        block, apart = compare_on_this_rank(place, arguments.seed, arguments.unseeded)
         print_in_rank_order(block)
         worst = largest_on_any_rank(*apart)
         if place.rank == 0:
             print(f"\nlargest difference between the three, on any rank: {bound(worst)}")
     agree = worst <= 1e-6  # a NaN does not
-    if not agree and not arguments.first_program:
+    if not agree and not arguments.unseeded:
         raise SystemExit("accumulated and distributed gradients do not agree")
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

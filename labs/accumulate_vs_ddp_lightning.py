@@ -1,144 +1,178 @@
-"""The thread's own program on PyTorch Lightning: accumulate on one device, or ddp on several.
+"""The forum program with two Lightning Trainers, in four versions: each of its two bugs in or out.
 
-    python labs/accumulate_vs_ddp_lightning.py       ddp on 4 CPU devices, one sample each
-    python labs/accumulate_vs_ddp_lightning.py --devices 1 --accumulate 4
-    python labs/accumulate_vs_ddp_lightning.py --devices 2 --accumulate 2
+    python labs/accumulate_vs_ddp_lightning.py
+    python labs/accumulate_vs_ddp_lightning.py --version as-asked
+    python labs/accumulate_vs_ddp_lightning.py --version both-fixed --devices 2 --accumulate 2
 
-Run it with python, not with torchrun: Lightning's strategy "ddp" starts this file again for every
-further device, with different environment variables. All top-level code therefore runs once per
-process, and random draws must be seeded before they are made.
+The program accumulates four samples on one device, then trains with DDP on four devices, one
+sample each. Its versions:
 
-For each rank the script prints the batches it saw and the norm of encoder.weight's gradient after
-each backward pass. It also prints every gradient norm just before the optimizer step, when the
-gradients are complete. With the thread's seed and four samples, a column shows the thread's norms.
+  as-asked          the first Trainer has strategy="ddp"; the data are drawn before the seed
+  seed-moved        the seed is set before the data are drawn
+  strategy-removed  the first Trainer has no strategy
+  both-fixed        both
+
+Without --version all four run, and one table compares them. The exit code is 1 if the two columns
+of a version that is run and has both fixes differ.
+
+This is a plain script, not one for torchrun: Lightning's strategy "ddp" runs the script again, once
+per additional device. A process that sets no seed before it draws uses --unseeded plus its rank, so
+that the numbers can be repeated; "--unseeded none" draws truly unseeded data.
 """
 
-from __future__ import annotations
-
 import argparse
-import logging
+import multiprocessing
 import os
 import sys
-import warnings
-from typing import NamedTuple
-
-import pytorch_lightning as pl
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
+from typing import TYPE_CHECKING
 
 from labkit.book.tables import Cell, table
-from labkit.scenarios.toy_captioner import (
-    PRINTED,
-    SEED,
-    ToyCaptioner,
-    gradient_norms,
-    seeded_toy_data,
-)
 
-SAMPLES = 4  # the thread's
+if TYPE_CHECKING:
+    from labkit.scenarios.two_trainers import Program, Seen
 
-
-class SeenByRank(NamedTuple):
-    """What one rank noted."""
-
-    batches: list[int]
-    after_backward: list[float]
-    norms: dict[str, float]
-
-
-class LightningCaptioner(pl.LightningModule):
-    """Notes the index of each batch, and the gradient norms where they are complete."""
-
-    def __init__(self, compare: bool) -> None:
-        super().__init__()
-        self.compare = compare
-        self.captioner = ToyCaptioner()
-        self.batches: list[int] = []
-        self.after_backward: list[float] = []
-        self.norms: dict[str, float] = {}
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.batches.append(batch_idx)
-        return self.captioner(*batch)
-
-    def on_after_backward(self) -> None:
-        self.after_backward.append(gradient_norms(self.captioner)["encoder.weight"])
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.norms = gradient_norms(self.captioner)
-
-    def on_train_end(self) -> None:
-        # The last place where the process group certainly stands.
-        mine = SeenByRank(self.batches, self.after_backward, self.norms)
-        report: list[SeenByRank] = [mine]
-        if dist.is_initialized():
-            report = [mine] * dist.get_world_size()
-            dist.all_gather_object(report, mine)
-        if self.global_rank == 0:
-            print_report(report, self.compare)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
-def print_report(report: list[SeenByRank], compare: bool) -> None:
-    """`compare`: the thread printed these norms, too."""
-    for rank, seen in enumerate(report):
-        batches = " ".join(map(str, seen.batches))
-        norms = " ".join(f"{norm:.4f}" for norm in seen.after_backward)
-        print(f"rank {rank}: batch_idx {batches}, encoder.weight after each backward {norms}")
-    rows: list[list[Cell]] = []
-    for name in report[0].norms:
-        norms = [seen.norms[name] for seen in report]
-        if compare:
-            equal = all(f"{norm:.4f}" == f"{PRINTED[name]:.4f}" for norm in norms)
-            rows.append([name, PRINTED[name], *norms, equal])
-        else:
-            rows.append([name, *norms])
-    ranks = [f"rank {rank}" for rank in range(len(report))]
-    headers = ["parameter", "the thread", *ranks, "equal"] if compare else ["parameter", *ranks]
-    print(table(headers, rows), flush=True)
+SEED = 42
+THREADS_SAMPLES = 4
+VERSIONS = {  # name: (the first Trainer has strategy="ddp", the seed comes before the data)
+    "as-asked": (True, False),
+    "seed-moved": (True, True),
+    "strategy-removed": (False, False),
+    "both-fixed": (False, True),
+}
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, default=4, help="CPU devices (default 4)")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches a step (default 1)")
+    parser.add_argument("--version", choices=VERSIONS, help="run only this one, with more detail")
+    parser.add_argument("--devices", type=int, default=4, help="of the second Trainer (default 4)")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, help="its batches per step (default 1)"
+    )
     parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
+    parser.add_argument(
+        "--unseeded",
+        type=lambda text: None if text == "none" else int(text),
+        default=1000,
+        help='stands in for a missing seed (default 1000); "none" for no seed at all',
+    )
     return parser.parse_args()
+
+
+def program(version: str, arguments: argparse.Namespace) -> "Program":
+    from labkit.scenarios.two_trainers import Program
+
+    first_ddp, seed_first = VERSIONS[version]
+    return Program(
+        first_ddp,
+        seed_first,
+        arguments.seed,
+        arguments.devices,
+        arguments.accumulate,
+        arguments.unseeded,
+    )
+
+
+def run_version(version: str, arguments: argparse.Namespace) -> "list[Seen]":
+    from labkit.scenarios.two_trainers import run
+
+    # What Lightning's further processes are started with.
+    own = {"version": version, **{k: v for k, v in vars(arguments).items() if k != "version"}}
+    sys.argv[1:] = [f"--{name}={str(value).lower()}" for name, value in own.items()]
+    return run(program(version, arguments))
+
+
+def run_all(arguments: argparse.Namespace) -> "dict[str, list[Seen]]":
+    """Each version in a process of its own, two at a time."""
+    import labkit.scenarios.two_trainers  # noqa: F401  imported once, for the forks to share
+
+    # Every version changes its process's environment. A fork shares the import of Lightning.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    with multiprocessing.get_context(method).Pool(2, maxtasksperchild=1) as pool:
+        found = pool.starmap(run_version, [(v, arguments) for v in VERSIONS], chunksize=1)
+    return dict(zip(VERSIONS, found, strict=True))
+
+
+def summary(found: "dict[str, list[Seen]]") -> str:
+    """Which processes the second Trainer had, both columns of norms, and when to read them."""
+    rows: list[list[Cell]] = []
+    for version, seen in found.items():
+        zero = seen[0]
+        gpus = "GPU 0" if len(seen) == 1 else f"GPU 0 … {len(seen) - 1}"
+        printed = f"{gpus}: batch_idx: {' '.join(str(i) for i in range(len(zero.printed)))}"
+        left = zero.local_rank_left or "not set"
+        rows.append([version, left, zero.trainer_world_size, zero.group_size, printed])
+    headers = ["version", "LOCAL_RANK left", "trainer.world_size", "group size", "prints"]
+    processes = table(headers, rows)
+    rows = []
+    for version, seen in found.items():
+        rows.append([version, "accumulated", *seen[0].accumulated.values()])
+        rows.append(["", "DDP", *seen[0].ddp.values()])
+    norms = table(["norm on rank 0", "", *found["as-asked"][0].ddp], rows)
+    return "\n\n".join([processes, norms, "In the version both-fixed:\n" + moments(seen)])
+
+
+def moments(seen: "list[Seen]") -> str:
+    """Where the second Trainer's samples went, and what encoder.weight's gradient was when."""
+    samples = "; ".join(" ".join(map(str, s.samples)) for s in seen)
+    after = " ".join(f"{norm:.4f}" for norm in seen[0].after_each_backward)
+    return (
+        f"samples of ranks 0 … {len(seen) - 1}: {samples}\n"
+        f"encoder.weight after each backward of the first Trainer: {after}\n"
+        f"encoder.weight in on_train_batch_end of the second: {seen[0].at_batch_end:.4f}"
+    )
+
+
+def detail(seen: "list[Seen]") -> str:
+    """What each process of one version did."""
+    zero = seen[0]
+    lines = [line for s in seen for line in s.printed]
+    lines += [
+        f"LOCAL_RANK after the first Trainer: {zero.local_rank_left or 'not set'}",
+        f"second Trainer: trainer.world_size {zero.trainer_world_size}, "
+        f"size of the group that averages {zero.group_size}",
+        moments(seen),
+    ]
+    rows = [
+        [name, *(norm for s in seen for norm in (s.accumulated[name], s.ddp[name]))]
+        for name in zero.ddp
+    ]
+    headers = [f"{what} {rank}" for rank in range(len(seen)) for what in ("accumulated", "DDP")]
+    return "\n".join(lines) + "\n\n" + table(["norm on rank", *headers], rows)
+
+
+def disagreement(seen: "list[Seen]", arguments: argparse.Namespace) -> str | None:
+    """Why the corrected program is not right; None if it is."""
+    from labkit.scenarios.toy_captioner import PRINTED
+
+    for rank, s in enumerate(seen):
+        for name, norm in s.ddp.items():
+            if not abs(norm - s.accumulated[name]) <= 1e-6:  # a NaN is not
+                return f"rank {rank}, {name}: accumulated {s.accumulated[name]}, DDP {norm}"
+            samples = arguments.devices * arguments.accumulate
+            the_threads = arguments.seed == SEED and samples == THREADS_SAMPLES
+            if the_threads and f"{norm:.4f}" != f"{PRINTED[name]:.4f}":
+                return f"rank {rank}, {name}: {norm}, and the thread printed {PRINTED[name]}"
+    return None
 
 
 def main() -> None:
     arguments = arguments_of_this_lab()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.exit(
-            "Lightning starts its ranks itself. Run it without torchrun: "
+            "Lightning starts its processes itself. Run this script without torchrun: "
             "python labs/accumulate_vs_ddp_lightning.py"
         )
-    # Lightning tells on stderr of GPUs, tips and workers; here only a failure matters.
-    warnings.filterwarnings("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-
-    samples = arguments.devices * arguments.accumulate
-    data = seeded_toy_data(arguments.seed, samples)
-    compare = arguments.seed == SEED and samples == SAMPLES
-    pl.seed_everything(arguments.seed, workers=True, verbose=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=arguments.devices,
-        strategy="ddp" if arguments.devices > 1 else "auto",
-        accumulate_grad_batches=arguments.accumulate,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(LightningCaptioner(compare), DataLoader(data, batch_size=1))
+    if arguments.version:
+        found = {arguments.version: run_version(arguments.version, arguments)}
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(detail(found[arguments.version]), flush=True)
+    else:
+        found = run_all(arguments)
+        print(summary(found), flush=True)
+    if "both-fixed" in found and (why := disagreement(found["both-fixed"], arguments)):
+        sys.exit(f"The corrected program does not agree with itself. {why}")
 
 
 if __name__ == "__main__":

@@ -1,37 +1,37 @@
-"""Buckets that overlap: every way to average the same gradients, checked and timed side by side.
+"""Buckets that overlap: every way to average the same gradients, checked and timed in turns.
 
 Start it with torchrun, on one machine:
 
     torchrun --standalone --nproc-per-node 4 labs/buckets_that_overlap.py
 
-or on several, here two with four processes (and GPUs) each, the same line on both:
+or on two nodes with four ranks each, with the same line on both nodes:
 
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \\
         labs/buckets_that_overlap.py
 
-Each rank has its share of one batch. The gradients are averaged as in both examples of the forum
-thread, by one all-reduce a parameter after backward and by torch's DDP, and in every way that lies
-between them. A row of the table that rank 0 prints holds, for its way:
+Each rank has its share of one batch. The gradients are averaged by one all-reduce per parameter
+after backward, by torch's DDP, and by the ways between them. Rank 0 prints one row per way:
 
-  all-reduces  how many a step
-  first after  how many gradients were ready when the first was launched; all of them means that
-               communication began when backward had ended
-  full batch   the largest difference to the gradient of one process with the whole batch
-  torch DDP    the same, to the gradient of torch's DDP; both in units of the largest entry
-  ranks        the largest difference between the ranks
-  ms           the median time of a step (forward, backward, average) on rank 0; the ways take turns
-  ÷ DDP        the median of its times divided by those of torch's DDP in the same turn
-  exposed      ms of the last step in which rank 0 communicated after backward
+  all-reduces  the number of all-reduces per step
+  first after  how many gradients were ready when the first one was launched; if it is all of them,
+               communication started after backward
+  full batch   the largest difference from the gradient of one process with the whole batch
+  torch DDP    the largest difference from the gradient of torch's DDP; both are relative to the
+               largest entry
+  ranks        the largest difference between ranks
+  ms           the median time of a step on rank 0 (forward, backward, average)
+  ÷ DDP        the median of the ratios to torch's DDP; both times are from the same turn
+  exposed      milliseconds of the last step that rank 0 spent communicating after backward
 
-"MiniDDP, planned" measures the link and its own gradients in the steps before, and sizes its
-buckets by that (on the CPU); --bucket-cap-mb is for all other buckets.
+"planned" is miniddp.torch_drop_in with bucket_plan="measured" (CPU only): it measures the link and
+its own gradients in its first steps and chooses its bucket sizes. --bucket-cap-mb sets the size of
+all other buckets.
 
 The exit code is 1 if a way differs from the full batch or from torch's DDP by more than rounding,
-or if the ranks differ by a single bit.
+or if ranks are not bitwise equal.
 """
 
-from __future__ import annotations
-
+# ruff: noqa: E402
 import argparse
 import copy
 import re
@@ -43,20 +43,58 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from labkit.launch.arguments import parse_arguments
+
+PER_RANK = {"stack": 256, "transformer": 8}  # samples
+
+
+def arguments_of_this_lab() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
+    parser.add_argument("--model", choices=PER_RANK, default="stack", help="(default stack)")
+    parser.add_argument("--steps", type=positive, default=5, help="timed steps per way (default 5)")
+    parser.add_argument(
+        "--bucket-cap-mb",
+        type=float,
+        help="bucket size in MiB (default: torch's, 1 for the first and 25 for the others)",
+    )
+    parser.add_argument(
+        "--gbit",
+        type=float,
+        help="slow the link down to this many Gbit/s (CPU ranks on one machine)",
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="for a timeline and traces of rank 0"
+    )
+    return parse_arguments(parser)
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_lab()
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import Cell, bound, table, to_the_bit
-from labkit.launch.lab import join_ranks, parse_arguments
+from labkit.launch.lab import join_ranks
 from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink
 from labkit.profiling.timeline import draw_together, save_trace
 from labkit.scenarios.toy_steps import ToyStep, loss_of, small_transformer, stack_of_linears
 from labkit.testing.compare import flatten, gradients
-from miniddp.ddp import MiniDDP
-from miniddp.extras.first_steps import STEPS, WARM_UP
+from miniddp import MiniDDP, torch_drop_in
+from miniddp.extras.first_steps import STEPS, TRIAL, TRIED_CAPS, WARM_UP
 from miniddp.ladder import (
     Bucketed,
     BucketedOverlapped,
@@ -68,51 +106,22 @@ from miniddp.ladder import (
 
 Averager = Rung | nn.Module
 
-ROUNDING = 1e-5  # of the largest entry; float32 sums of some hundred samples, in several orders
-DDP, PLANNED = "torch DDP", "MiniDDP, planned"
-# In its first step torch's DDP learns in which order gradients come; MiniDDP plans by some more.
-WARM_UP_STEPS = WARM_UP + STEPS + 1
-PER_RANK = {"stack": 256, "transformer": 8}
-
-
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of model and data (default 0)")
-    parser.add_argument("--model", choices=PER_RANK, default="stack", help="(default stack)")
-    parser.add_argument("--steps", type=positive, default=5, help="timed steps each (default 5)")
-    parser.add_argument(
-        "--bucket-cap-mb",
-        type=float,
-        help="size of the buckets in MiB (default: torch's, a first of 1 and then 25)",
-    )
-    parser.add_argument(
-        "--gbit",
-        type=float,
-        help="slow the link down to that many Gbit/s (CPU, all ranks on one machine)",
-    )
-    parser.add_argument(
-        "--save", type=Path, metavar="FOLDER", help="timeline and traces of rank 0's last steps"
-    )
-    return parse_arguments(parser)
-
-
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
+ROUNDING = 1e-5  # of the largest entry: float32 sums of a few hundred samples in several orders
+DDP, PLANNED = "torch DDP", "planned"
+WARM_UP_STEPS = 3  # torch's DDP rebuilds its buckets after its first step
+# The plan is made after the first steps; then it, the usual buckets, and fixed caps are tried.
+PLANNING_STEPS = WARM_UP + STEPS + (2 + len(TRIED_CAPS)) * (TRIAL + 1) + 1
 
 
 def ways(
     cap: float | None, device: torch.device
 ) -> dict[str, Callable[[nn.Module, dist.ProcessGroup], Averager]]:
-    """What averages, given a module and a process group, by the name of its row."""
-    planned = {PLANNED: partial(mini_ddp, bucket_plan="measured")} if device.type == "cpu" else {}
+    """By the name of its row: what makes an averager from a module and a process group."""
+    planned = {PLANNED: planned_ddp} if device.type == "cpu" else {}
     return {
-        "one all-reduce a parameter": PerParameter,
+        "one all-reduce per parameter": PerParameter,
         "flat": Flat,
-        "a parameter, overlapped": OverlappedPerParameter,
+        "per parameter, overlapped": OverlappedPerParameter,
         "buckets": partial(Bucketed, bucket_cap_mb=cap),
         "buckets, overlapped": partial(BucketedOverlapped, bucket_cap_mb=cap),
         "MiniDDP": partial(mini_ddp, bucket_cap_mb=cap),
@@ -125,6 +134,12 @@ def mini_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.
     return MiniDDP(module, process_group=group, **options)
 
 
+def planned_ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return torch_drop_in.DistributedDataParallel(
+        module, process_group=group, bucket_plan="measured"
+    )
+
+
 def torch_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
     return DistributedDataParallel(module, process_group=group, **options)
 
@@ -135,7 +150,7 @@ def toy(name: str, seed: int, world_size: int) -> ToyStep:
 
 
 class Apart(NamedTuple):
-    """The largest differences of one way's gradient, on whichever rank they are largest."""
+    """The largest differences of one way's gradient, over all ranks."""
 
     full_batch: float
     ddp: float
@@ -146,7 +161,7 @@ class Apart(NamedTuple):
 
 
 class TimedWay:
-    """One way on this rank: a replica of its own, what averages it, and what was seen of it."""
+    """One way on this rank: its own replica, its averager, and its recorder."""
 
     def __init__(self, make: Callable[..., Averager], model: nn.Module, link: Any) -> None:
         self.module = copy.deepcopy(model)
@@ -154,7 +169,7 @@ class TimedWay:
         self.averager = make(self.module, self.recorder)
 
     def step(self, inputs: Tensor, record: bool = False) -> float:
-        """One forward and backward, begun by all ranks together; its seconds."""
+        """One forward and backward after a barrier; returns its seconds."""
         self.module.zero_grad()
         dist.barrier()
         begin = time.perf_counter()
@@ -168,9 +183,9 @@ class TimedWay:
 
 
 def run_all(found: dict[str, TimedWay], inputs: Tensor, steps: int) -> dict[str, list[float]]:
-    """Each way's seconds, turn by turn; then one more step of each is recorded."""
-    for _ in range(WARM_UP_STEPS):
-        for way in found.values():
+    """Each way's seconds, in turns. One more step of each is recorded afterwards."""
+    for name, way in found.items():
+        for _ in range(PLANNING_STEPS if name == PLANNED else WARM_UP_STEPS):
             way.step(inputs)
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(steps):
@@ -182,7 +197,7 @@ def run_all(found: dict[str, TimedWay], inputs: Tensor, steps: int) -> dict[str,
 
 
 def compare_ways(found: dict[str, TimedWay], truth: Tensor) -> dict[str, Apart]:
-    """The same on every rank; `truth` is the whole batch's gradient, flattened."""
+    """Compare each way with `truth`, the whole batch's flat gradient; the same on every rank."""
     flat = {name: flatten(gradients(way.module)) for name, way in found.items()}
     largest = truth.abs().max()
     apart = []
@@ -215,7 +230,7 @@ def row_of(name: str, way: TimedWay, apart: Apart, seconds: dict[str, list[float
 
 
 def save_timeline(folder: Path, found: dict[str, TimedWay]) -> None:
-    """One figure of all ways, and a trace of each, as this rank saw them."""
+    """Save one figure of all ways, and one trace per way, as this rank saw them."""
     folder.mkdir(parents=True, exist_ok=True)
     steps = {name: merge([way.recorder.recorded]) for name, way in found.items()}
     draw_together(steps).savefig(folder / "timeline.png", dpi=160)
@@ -224,11 +239,10 @@ def save_timeline(folder: Path, found: dict[str, TimedWay]) -> None:
     print(f"\nSaved in {folder}: timeline.png, and traces for https://ui.perfetto.dev")
 
 
-def main() -> None:
-    arguments = arguments_of_this_lab()
+def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
         if arguments.gbit is not None and place.device.type != "cpu":
-            raise SystemExit("--gbit slows down a link between CPUs; these ranks are on GPUs")
+            raise SystemExit("--gbit slows down a link between CPU ranks; these are on GPUs")
         model, batch = toy(arguments.model, arguments.seed, place.world_size)
         model, batch = model.to(place.device), batch.to(place.device)
         alone = copy.deepcopy(model)
@@ -250,10 +264,10 @@ def main() -> None:
                 save_timeline(arguments.save, found)
     wrong = [name for name in found if not apart[name].is_rounding()]
     if wrong and place.rank == 0:
-        print(f"\nThese do not give the average of the full batch: {', '.join(wrong)}")
+        print(f"\nNot the gradient of the full batch: {', '.join(wrong)}")
     if wrong:
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -1,44 +1,34 @@
-"""The bypassed wrapper: DDP that never averages, and three ways to make it.
+"""The bypassed wrapper: DDP that never averages, and three ways to repair it.
 
 Start it with torchrun, on two ranks:
 
     torchrun --standalone --nproc-per-node 2 labs/bypassed_wrapper.py
 
-A model is wrapped in DistributedDataParallel, and its loss computed on the module inside, as in the
-pull request "Multi-GPU training does not data-parallelize: the DDP wrapper is bypassed". Rank 0
-prints its two tables, bypassed and fixed, with the pull request's figure beside ours: the gradient
-of one weight on each rank, and how far the two ranks' weights have drifted apart.
+A model is wrapped in DistributedDataParallel, but its loss is computed on the module inside, as in
+the pull request "Multi-GPU training does not data-parallelize: the DDP wrapper is bypassed". Rank 0
+prints the two tables of its toy, bypassed and fixed. Table 1 has the gradient of one weight on each
+rank, Table 2 the largest difference between the ranks' weights. The pull request's numbers are next
+to ours.
 
-What --fix puts into the fixed half:
+--fix chooses what the fixed half does:
 
   all-reduce    average each gradient after backward, as the pull request does
   wrapper       compute the loss through the wrapper
-  armed         call the wrapper once before the loss is computed on the module
+  armed         call the wrapper, discard its output, and compute the loss on the module
   none          nothing: the fixed half shows the bug once more
 
-With another --seed the model starts from other weights, and there is no printed figure to compare
-with. The exit code is 1 if a figure differs from the printed one, or if the fixed replicas drift.
+With another --seed the model starts from other weights, and no printed numbers are compared. The
+exit code is 1 if a number differs from the printed one, or if the fixed replicas diverge.
 """
 
-from __future__ import annotations
-
+# ruff: noqa: E402
 import argparse
 from typing import NoReturn
 
-from labkit.book.tables import Cell, table
-from labkit.launch.lab import Place, join_ranks, parse_arguments
-from labkit.scenarios.unwrapped_loss import (
-    FIXES,
-    PRINTED_DRIFT,
-    PRINTED_GRADIENTS,
-    SEED,
-    WORLD_SIZE,
-    BypassedStep,
-    Fix,
-    trajectory,
-)
+from labkit.launch.arguments import parse_arguments
 
-Row = list[Cell]
+SEED = 0
+FIXES = ("none", "all-reduce", "wrapper", "armed")
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
@@ -48,6 +38,24 @@ def arguments_of_this_lab() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=SEED, help=f"the model's (default {SEED})")
     parser.add_argument("--fix", choices=FIXES, default="all-reduce", help="(default all-reduce)")
     return parse_arguments(parser)
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_lab()
+
+from labkit.book.tables import Cell, table
+from labkit.launch.lab import Place, join_ranks
+from labkit.scenarios.unwrapped_loss import (
+    PRINTED_DRIFT,
+    PRINTED_GRADIENTS,
+    WORLD_SIZE,
+    BypassedStep,
+    Fix,
+    trajectory,
+)
+
+Row = list[Cell]
 
 
 def gradient_rows(name: str, fix: Fix, steps: list[BypassedStep], compare: bool) -> list[Row]:
@@ -71,8 +79,7 @@ def against(theirs: str, ours: Cell) -> Row:
     return [theirs, theirs == ours]
 
 
-def main() -> None:
-    arguments = arguments_of_this_lab()
+def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
         if place.world_size != WORLD_SIZE:
             refuse_other_world_sizes(place)
@@ -92,12 +99,12 @@ def main() -> None:
     if place.rank == 0:
         print("Table 1: the gradient of weight[0] after backward")
         print(table(["", "step", "rank", "ours", *beside], gradients))
-        print("\nTable 2: how far the ranks' weights are apart after the step")
+        print("\nTable 2: the largest difference between the ranks' weights after the step")
         print(table(["", "step", "ours", *beside], drifts))
         if wrong:
-            print("\nNot every figure is the one that the pull request printed.")
+            print("\nNot every number is the one that the pull request printed.")
         if any(step.drift for step in fixed):
-            print("\nThe fixed replicas drift apart.")
+            print("\nThe fixed replicas diverge.")
     if wrong or any(step.drift for step in fixed):
         raise SystemExit(1)
 
@@ -113,4 +120,4 @@ def refuse_other_world_sizes(place: Place) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -18,34 +18,67 @@ gradient on any rank. It is also 1 if the loss that `miniddp.training.losses.glo
 for logging is not the mean over all tokens.
 """
 
-from __future__ import annotations
-
+# ruff: noqa: E402
 import argparse
 import copy
 from contextlib import nullcontext
 from typing import NamedTuple
+
+from labkit.launch.arguments import parse_arguments
+
+RECIPES = ("each-part", "own-window", "whole-step")
+SEED = 0
+
+
+def arguments_of_this_lab() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help=f"seed of the captions (default {SEED})"
+    )
+    parser.add_argument(
+        "--accumulate", type=int, default=4, help="micro-batches per rank and step (default 4)"
+    )
+    parser.add_argument(
+        "--captions", type=int, default=2, help="captions per micro-batch (default 2)"
+    )
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        default="whole-step",
+        help="the one that the exit code is about (default whole-step)",
+    )
+    arguments = parse_arguments(parser)
+    if arguments.accumulate < 1 or arguments.captions < 1:
+        parser.error("--accumulate and --captions must be at least 1")
+    return arguments
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_lab()
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import bound, table
-from labkit.launch.lab import Place, join_ranks, largest_on_any_rank, parse_arguments
+from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.scenarios.padded_captioner import (
     Captioner,
     Captions,
-    count_words,
+    count_tokens,
     draw_captions,
     joined,
     micro_batches,
+    to_device,
     trained_captioner,
 )
 from labkit.testing.compare import Comparison, gradients, largest_difference, ratio_and_cosine
 from miniddp import MiniDDP
 from miniddp.training.losses import global_mean, loss_scale, token_cross_entropy
 
-RECIPES = ("each-part", "own-window", "whole-step")
-SEED = 0
 TOLERANCE = 1e-5  # relative, in float32
 
 Wrapped = DistributedDataParallel | MiniDDP
@@ -54,7 +87,8 @@ Wrapped = DistributedDataParallel | MiniDDP
 class RecipeOutcome(NamedTuple):
     """What a recipe gave.
 
-    `difference` is the largest from the full batch, on any rank, relative to its largest element.
+    `difference` is the largest difference from the full batch's gradient on any rank, relative to
+    the largest entry of that gradient.
     """
 
     recipe: str
@@ -63,35 +97,11 @@ class RecipeOutcome(NamedTuple):
     difference: float
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=SEED, help=f"of the captions (default {SEED})")
-    parser.add_argument(
-        "--accumulate", type=int, default=4, help="micro-batches a rank and step (default 4)"
-    )
-    parser.add_argument(
-        "--captions", type=int, default=2, help="captions a micro-batch (default 2)"
-    )
-    parser.add_argument(
-        "--recipe", choices=RECIPES, default="whole-step", help="(default whole-step)"
-    )
-    arguments = parse_arguments(parser)
-    if arguments.accumulate < 1 or arguments.captions < 1:
-        parser.error("--accumulate and --captions must be at least 1")
-    return arguments
-
-
-def to(captions: Captions, device: torch.device) -> Captions:
-    return Captions(*(tensor.to(device) for tensor in captions))
-
-
 def full_batch_gradient(
     model: Captioner, captions: Captions, device: torch.device
 ) -> tuple[float, list[Tensor]]:
     """Loss and gradient of one process that sees all captions, from one backward."""
-    model, captions = copy.deepcopy(model), to(captions, device)
+    model, captions = copy.deepcopy(model), to_device(captions, device)
     loss_sum, count = token_cross_entropy(model(captions.pixels, captions.tokens), captions.targets)
     loss = loss_sum / count
     loss.backward()
@@ -99,7 +109,7 @@ def full_batch_gradient(
 
 
 def scales(recipe: str, counts: list[int], device: torch.device) -> list[float]:
-    """What this rank multiplies the summed loss of each of its micro-batches by."""
+    """The factor of the summed loss, for each micro-batch of this rank."""
     if recipe == "each-part":
         return [1 / (count * len(counts)) for count in counts]
     if recipe == "own-window":
@@ -110,11 +120,11 @@ def scales(recipe: str, counts: list[int], device: torch.device) -> list[float]:
 def accumulate_with_recipe(
     replica: Wrapped, parts: list[Captions], recipe: str, place: Place
 ) -> float:
-    """Leave the recipe's gradient in the replica; the mean loss over all words of all ranks."""
-    counts = [count_words(part) for part in parts]
+    """Leave the recipe's gradient in the replica; return the mean loss over all ranks' tokens."""
+    counts = [count_tokens(part) for part in parts]
     logged = torch.zeros((), device=place.device)
     for i, scale in enumerate(scales(recipe, counts, place.device)):
-        part = to(parts[i], place.device)
+        part = to_device(parts[i], place.device)
         with nullcontext() if i == len(parts) - 1 else replica.no_sync():
             loss_sum, _ = token_cross_entropy(replica(part.pixels, part.tokens), part.targets)
             (loss_sum * scale).backward()
@@ -125,9 +135,9 @@ def accumulate_with_recipe(
 def run_recipes(
     arguments: argparse.Namespace, place: Place
 ) -> tuple[float, float, list[RecipeOutcome]]:
-    """The true loss, how far a logged one is from it, relatively, and what each recipe gave."""
+    """The true loss, the largest relative error of a logged loss, and what each recipe gave."""
     share = arguments.accumulate * arguments.captions
-    # Other captions on each rank; every rank can draw all of them, for the single process.
+    # Captions differ between ranks. Every rank draws all of them, for the single process.
     shares = [draw_captions(share, 1000 * arguments.seed + r) for r in range(place.world_size)]
     parts = micro_batches(shares[place.rank], arguments.captions)
     model = trained_captioner().to(place.device)
@@ -147,28 +157,27 @@ def run_recipes(
     return loss, largest_on_any_rank(*apart), outcomes
 
 
-def main() -> None:
-    arguments = arguments_of_this_lab()
+def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
         loss, apart, outcomes = run_recipes(arguments, place)
-    # Of what is right, not of what is wrong: a NaN is neither below a limit nor above it.
+    # `<=` and not `>`: a NaN has to fail, and compares as False.
     right = all(o.difference <= TOLERANCE for o in outcomes if o.recipe == arguments.recipe)
     logged_right = apart <= TOLERANCE
     if place.rank == 0:
         split = f"{arguments.captions} captions × {arguments.accumulate} parts"
-        print(f"{split} × {place.world_size} ranks: the mean loss over all words is {loss:.4f}")
-        print(f"apart from what global_mean logs, on any rank: {bound(apart, TOLERANCE)}\n")
+        print(f"{split} × {place.world_size} ranks: the mean loss over all tokens is {loss:.4f}")
+        print(f"largest error of the loss that global_mean logs: {bound(apart, TOLERANCE)}\n")
         rows = [
             [o.recipe, o.wrapper, *o.comparison, bound(o.difference, TOLERANCE)] for o in outcomes
         ]
-        print(table(["recipe", "", "ratio", "cosine", "apart, on any rank"], rows))
+        print(table(["recipe", "", "ratio", "cosine", "largest difference"], rows))
         if not right:
             print(f"\n{arguments.recipe} does not give the gradient of the full batch.")
         if not logged_right:
-            print("\nThe logged loss is not the mean over all words.")
+            print("\nThe logged loss is not the mean over all tokens.")
     if not (right and logged_right):
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -1,20 +1,20 @@
 """What Hugging Face's Trainer divides by: its gradient against that of the full batch.
 
     python labs/mean_of_means_transformers.py                                     one process
-    torchrun --standalone --nproc-per-node 2 labs/mean_of_means_transformers.py   several, 1, 2 or 4
+    torchrun --standalone --nproc-per-node 2 labs/mean_of_means_transformers.py   1, 2, or 4
 
-Tiny models with random weights, made on the spot, take one Trainer step on 16 sequences of
-different lengths, cut into micro-batches in several ways. The gradient is read just before the
-optimizer's step and compared with that of the mean loss over all words, from one backward of the
-same model. Ratio 1 and cosine 1 are right; a cosine below 1 is a direction bug, another ratio a
-scale bug. Beside it stand the loss that the Trainer logs, and the right one.
+Tiny models with random weights take one Trainer step on 16 sequences of different lengths. The
+sequences are cut into micro-batches in several ways. The script reads the gradient just before the
+optimizer's step and compares it with the gradient of the mean loss over all tokens, from one
+backward of the same model. Ratio 1 and cosine 1 are right. A cosine below 1 is a direction bug;
+another ratio alone is a scale bug. The last columns are the loss that the Trainer logs and the
+true one.
 
-With several processes each case runs twice: with average_tokens_across_devices as it is by default,
-and without. A last table does the same with Accelerate alone, and no Trainer.
+With several processes each case runs twice: with average_tokens_across_devices on (the default) and
+off. A last table shows what Accelerate alone does, without the Trainer.
 """
 
-from __future__ import annotations
-
+# ruff: noqa: E402
 import argparse
 import logging
 import os
@@ -23,7 +23,24 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-# Before the imports that read them: nothing is downloaded, and GPUs are left alone.
+from labkit.launch.arguments import parse_arguments
+
+SEED = 0
+
+
+def arguments_of_this_lab() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
+    return parse_arguments(parser)
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_lab()
+
+# The imports below read these: nothing is downloaded, and GPUs are not used.
 os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TORCH_CPP_LOG_LEVEL="ERROR")
 
 import accelerate
@@ -34,19 +51,17 @@ import transformers
 from torch import Tensor, nn
 
 from labkit.book.tables import Cell, table
-from labkit.launch.lab import parse_arguments
-from labkit.scenarios.padded_captioner import PADDING, PIXELS, START, WORDS, draw_captions
+from labkit.scenarios.padded_captioner import PADDING, PIXELS, START, VOCABULARY, draw_captions
 from labkit.testing.compare import gradients, ratio_and_cosine
 
 SEQUENCES = 16
-SEED = 0
 HIDDEN = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 
 Sequence = dict[str, Tensor]
 
 
 class TrainerCase(NamedTuple):
-    """A model, its data, and a loss function of one's own, if that is what repairs it."""
+    """A model, its data, and a loss function if the case needs its own."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -70,13 +85,13 @@ def trainer_cases(seed: int) -> list[TrainerCase]:
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(vocab_size=WORDS, num_hidden_layers=2, **HIDDEN)
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, **HIDDEN)
     return transformers.LlamaForCausalLM(config)
 
 
 def gpt2(**looks_at_picture: bool) -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=WORDS + 1,
+        vocab_size=VOCABULARY + 1,
         n_positions=16,
         n_embd=32,
         n_layer=2,
@@ -93,7 +108,7 @@ def gpt2(**looks_at_picture: bool) -> nn.Module:
 
 
 def captioner() -> nn.Module:
-    """The class of the thread's model: a vision transformer, and a GPT-2 that looks at it."""
+    """The class of the thread's model: a vision transformer, and a GPT-2 with cross-attention."""
     vision = transformers.ViTConfig(image_size=PIXELS, patch_size=4, num_hidden_layers=1, **HIDDEN)
     decoder = gpt2(add_cross_attention=True, is_decoder=True)
     model = transformers.VisionEncoderDecoderModel(
@@ -104,17 +119,17 @@ def captioner() -> nn.Module:
 
 
 def texts(seed: int, first_label: int | None = None) -> list[Sequence]:
-    """Sequences of 2 to 12 words: a causal model's labels are its inputs, which it shifts."""
-    words = draw_captions(SEQUENCES, seed).targets
-    labels = words.clone()
+    """Sequences of 2 to 12 tokens. A causal model's labels are its inputs, which it shifts."""
+    tokens = draw_captions(SEQUENCES, seed).targets
+    labels = tokens.clone()
     if first_label is not None:
         labels[:, 0] = first_label
-    rows = zip(words.clamp(min=0), labels, strict=True)
+    rows = zip(tokens.clamp(min=0), labels, strict=True)
     return [{"input_ids": inputs, "labels": wanted} for inputs, wanted in rows]
 
 
 def pictures(seed: int, read: bool = False) -> list[Sequence]:
-    """Captioned pictures; with `read`, also what the decoder reads, otherwise left to the model."""
+    """Captioned pictures; with `read` they include the inputs of the decoder."""
     captions = draw_captions(SEQUENCES, seed)
     rows: Iterator[tuple[Tensor, ...]] = zip(*captions, strict=True)
     sequences = []
@@ -137,7 +152,7 @@ class Found(NamedTuple):
 
 
 def full_batch_of_case(case: TrainerCase, seed: int) -> Found:
-    """The mean over all words, by torch's own cross-entropy, from one forward and backward."""
+    """The mean over all tokens by torch's cross-entropy, from one forward and backward."""
     torch.manual_seed(seed)
     model = case.make()
     batch = {name: torch.stack([row[name] for row in case.data]) for name in case.data[0]}
@@ -150,7 +165,7 @@ def full_batch_of_case(case: TrainerCase, seed: int) -> Found:
 
 
 class Watch(transformers.TrainerCallback):
-    """Notes the last step's gradient, where it is complete, and the last logged loss."""
+    """Keeps the last step's complete gradient and the last logged loss."""
 
     gradient: list[Tensor]
     loss: float
@@ -166,7 +181,7 @@ class Watch(transformers.TrainerCallback):
 def trainer_step(
     case: TrainerCase, size: int, steps: int, average: bool, seed: int, windows: int = 1
 ) -> Found:
-    """The Trainer's last of `windows` steps: `steps` backwards of `size` sequences a process."""
+    """The last of `windows` Trainer steps: `steps` backwards of `size` sequences per process."""
     torch.manual_seed(seed)
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
@@ -225,7 +240,7 @@ def compared(found: Found, wanted: Found) -> list[Cell]:
 
 
 def accelerate_rows(seed: int) -> list[list[Cell]]:
-    """The sum of losses, scaled in three ways and given to `accelerator.backward`."""
+    """The summed loss with three factors, passed to `accelerator.backward`."""
     case = TrainerCase("", llama, texts(seed))
     wanted = full_batch_of_case(case, seed)
     count = sum(int((row["labels"][1:] != PADDING).sum()) for row in case.data)
@@ -251,18 +266,13 @@ def accelerate_rows(seed: int) -> list[list[Cell]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
-    seed = parse_arguments(parser).seed
+def main(seed: int) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size not in (1, 2, 4):
         raise SystemExit(
             f"{SEQUENCES} sequences are shared among 1, 2 or 4 processes, not {world_size}"
         )
-    # Both libraries tell on stderr of GPUs and tips; here only a failure matters.
+    # Both libraries print advice on GPUs to stderr; here only a failure matters.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
@@ -273,8 +283,8 @@ def main() -> None:
         flag = ["average_tokens"] if world_size > 1 else []
         print(f"transformers {transformers.__version__}, accelerate {accelerate.__version__}")
         print(f"average_tokens_across_devices is {default} by default")
-        words, predicted = int(labels.sum()), int(labels[:, 1:].sum())
-        print(f"{SEQUENCES} sequences of {words} words, {predicted} without the first of each\n")
+        tokens, predicted = int(labels.sum()), int(labels[:, 1:].sum())
+        print(f"{SEQUENCES} sequences of {tokens} tokens, {predicted} without the first of each\n")
         headers = ["Trainer", "split", *flag, "ratio", "cosine", "logged", "true loss"]
         print(table(headers, by_trainer, digits=3))
         print(f"\n{table(['accelerator.backward of', 'ratio', 'cosine'], by_accelerate)}")
@@ -284,4 +294,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS.seed)

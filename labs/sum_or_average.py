@@ -1,44 +1,60 @@
-"""Sum or average: which learning rate does what one process does, and does it to the last digit?
+"""Sum or average: which learning rate trains on several ranks what one process trains?
 
-Start it with torchrun, on 1, 2, 4, 8 or 16 ranks:
+Start it with torchrun, on 1, 2, 4, 8, or 16 ranks:
 
     torchrun --standalone --nproc-per-node 2 labs/sum_or_average.py
 
-One process trains a small model for one epoch: 16 samples a step, learning rate 0.01, plain SGD.
-All ranks together do the same, in eight ways: each rank's loss a mean or a sum over its own
-samples; the gradients averaged or summed; the 16 samples of a step shared by all ranks, or 16
-samples for each. Rank 0 prints, for each way:
+One process trains a small model for one epoch: 16 samples per step, learning rate 0.01, plain SGD.
+All ranks together do the same in eight ways. Each rank's loss is a mean or a sum over its own
+samples. The gradients are averaged or summed. The 16 samples of a step are shared by all ranks, or
+each rank has 16. Rank 0 prints, for each way:
 
-  a rank, all    the samples of one step: of each rank, and of all together
-  ratio          of the combined gradient to that of one process with the same samples and loss
-  lr             the learning rate that makes up for it
-  miniddp, torch DDP
-                 max |Δw| after the epoch, with that learning rate, from one process with the same
-                 samples in each step: rounding
-  from 16        the same from the one process with 16: rounding as long as all is 16, and
-                 otherwise what the linear scaling rule is worth here
+  per rank, in all   the samples of one step
+  ratio              the combined gradient over one process's, with the same samples and loss
+  lr                 the learning rate that makes up for it
+  miniddp, torch DDP max |Δw| after the epoch, with that learning rate, from one process with the
+                     same samples in each step: rounding
+  from 16            the same from the one process with 16: rounding where 16 is the number in all,
+                     and otherwise the error of the linear scaling rule
 
-The comm hook `miniddp.extras.comm_hooks.total` sums the gradients. The exit code is 1 if, on any
-rank, a ratio is not the expected one or a distance that should be rounding is larger.
+Gradients are summed by the comm hook miniddp.extras.comm_hooks.total. The exit code is 1 if on any
+rank a ratio is not the expected one, or a distance exceeds rounding where it should not.
 """
 
-from __future__ import annotations
-
+# ruff: noqa: E402
 import argparse
 from typing import NamedTuple, NoReturn
+
+from labkit.launch.arguments import parse_arguments
+
+SEED = 0
+
+
+def arguments_of_this_lab() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help=f"seed of the data and of the model (default {SEED})"
+    )
+    return parse_arguments(parser)
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_lab()
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import Cell, bound, table
-from labkit.launch.lab import Place, join_ranks, largest_on_any_rank, parse_arguments
+from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.scenarios.sum_and_average import (
     BATCH,
     COMBINATIONS,
     LEARNING_RATE,
     LOSSES,
-    SEED,
     Combine,
     Loss,
     Trained,
@@ -58,7 +74,7 @@ WRAPPERS = {"miniddp": MiniDDP, "torch DDP": DistributedDataParallel}
 
 
 class Way(NamedTuple):
-    """One of the eight: which loss, what becomes of the gradients, how many samples a rank."""
+    """One of the eight: a rank's loss, how gradients are combined, and its samples per step."""
 
     loss: Loss
     combine: Combine
@@ -66,7 +82,7 @@ class Way(NamedTuple):
 
 
 class WayResult(NamedTuple):
-    """What one way came to, on the rank where it came out worst."""
+    """The result of one way, on the rank where it is worst."""
 
     ratio: float
     apart: list[float]  # from one process with the same samples, for each of WRAPPERS
@@ -74,18 +90,8 @@ class WayResult(NamedTuple):
     right: bool
 
 
-def arguments_of_this_lab() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seed", type=int, default=SEED, help=f"seed of the data and of the model (default {SEED})"
-    )
-    return parse_arguments(parser)
-
-
 def on_one_process(batch: int, loss: Loss, seed: int, device: torch.device) -> Trained:
-    """A mean loss of κ · 16 samples is given κ times the learning rate; a sum has grown itself."""
+    """A mean loss over κ · 16 samples gets κ times the learning rate; a sum grows with them."""
     lr = LEARNING_RATE * (batch / BATCH if loss == "mean" else 1)
     return one_epoch(seeded_model(seed).to(device), batches(seeded_data(seed), batch), loss, lr)
 
@@ -116,8 +122,7 @@ def train_and_compare(way: Way, seed: int, place: Place) -> WayResult:
     return WayResult(ratios[-1].ratio, apart, from_16, right)
 
 
-def main() -> None:
-    seed = arguments_of_this_lab().seed
+def main(seed: int) -> None:
     with join_ranks() as place:
         if BATCH % place.world_size:
             refuse_world_size(place)
@@ -134,8 +139,17 @@ def main() -> None:
             if not result.right:
                 wrong.append(way)
         if place.rank == 0:
-            print(f"One process: {BATCH} samples a step, lr {LEARNING_RATE:g}.")
-            headers = ["loss", "combined", "a rank", "all", "ratio", "lr", *WRAPPERS, "from 16"]
+            print(f"One process: {BATCH} samples per step, lr {LEARNING_RATE:g}.")
+            headers = [
+                "loss",
+                "combined",
+                "per rank",
+                "in all",
+                "ratio",
+                "lr",
+                *WRAPPERS,
+                "from 16",
+            ]
             print(table(headers, rows))
     if wrong:
         ways_in_words = "; ".join(f"{way.loss} loss, {way.combine}" for way in wrong)
@@ -145,12 +159,12 @@ def main() -> None:
 def refuse_world_size(place: Place) -> NoReturn:
     if place.rank == 0:
         print(
-            f"{BATCH} samples cannot be dealt evenly to {place.world_size} ranks. Start it on 1, "
-            "2, 4, 8 or 16 ranks, for example\n"
+            f"{BATCH} samples cannot be divided evenly among {place.world_size} ranks. Start it on "
+            "1, 2, 4, 8, or 16 ranks, for example\n"
             "    torchrun --standalone --nproc-per-node 2 labs/sum_or_average.py"
         )
     raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS.seed)

@@ -1,18 +1,19 @@
-"""The flat ring and the hierarchical all-reduce, over the true links between this machine's ranks.
+"""The flat ring and the hierarchical all-reduce on the real links between this machine's ranks.
 
-Start it with torchrun, on two nodes or more; on one machine for example
+Start it with torchrun on two or more nodes; on one machine, for example
 
     labs/two_hosts.sh --rate 1gbit torchrun --nproc-per-node 4 labs/two_nodes.py
 
-Each all-reduce adds up the same gradients, of a few MiB. Printed for each: the bytes that left a
-node, counted at every send and, where the link is an interface of its own (Linux, named by
-GLOO_SOCKET_IFNAME), read from the system's counter; the median time of the slowest rank; and both
-in relation to the hierarchical one. The counter has what the protocols add: headers and
-acknowledgements, and all else that the ranks tell each other. The exit code is 1 if the sums differ
-between ranks.
-"""
+Each all-reduce sums the same gradients, of a few MiB. The output has three numbers for each:
 
-from __future__ import annotations
+1. The bytes that left a node. They are counted at every send. If the link is a separate interface
+   (Linux, named by GLOO_SOCKET_IFNAME), the system's counter is read, too. The counter includes
+   what protocols add (headers and acknowledgements) and everything else that ranks send.
+2. The median time of the slowest rank.
+3. Both, relative to the hierarchical all-reduce.
+
+The exit code is 1 if the sums differ between ranks.
+"""
 
 import argparse
 import os
@@ -35,7 +36,7 @@ MIB = 2**20
 
 
 class AllReduceCost(NamedTuple):
-    """Of one all-reduce: bytes that left a node, and seconds."""
+    """The cost of one all-reduce: bytes that left a node, and seconds."""
 
     counted: float
     on_the_wire: float
@@ -48,13 +49,15 @@ def arguments_of_this_lab() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mib", type=float, default=4, help="MiB of gradients (default 4)")
-    parser.add_argument("--repeat", type=int, default=5, help="all-reduces each (default 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the gradients (default 0)")
+    parser.add_argument(
+        "--repeat", type=int, default=5, help="timed all-reduces of each kind (default 5)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the gradients (default 0)")
     return parse_arguments(parser)
 
 
 def sent_by_the_interface() -> int | None:
-    """Bytes that the interface to the other nodes has sent since it is up, or None."""
+    """The bytes that the interface to the other nodes has sent since it is up; None if unknown."""
     name, counters = os.environ.get("GLOO_SOCKET_IFNAME", ""), Path("/proc/self/net/dev")
     if name in ("", "lo") or not counters.exists():
         return None
@@ -68,7 +71,7 @@ def sent_by_the_interface() -> int | None:
 def sent_to_other_nodes(
     ranks_per_node: int, all_reduce: Callable[[Tensor], None], x: Tensor
 ) -> int:
-    """Run it, and count the bytes of this rank's messages to ranks on other nodes."""
+    """Run `all_reduce`; return the bytes that this rank sent to ranks on other nodes."""
     exchange, here = dist.batch_isend_irecv, dist.get_rank() // ranks_per_node
     with mock.patch.object(dist, "batch_isend_irecv", wraps=exchange) as watched:
         all_reduce(x)
@@ -81,7 +84,7 @@ def sent_to_other_nodes(
 
 
 def wait_for_the_gpu(place: Place) -> None:
-    """To it a call is a launch: a clock that is read at once shows how long launching took."""
+    """On a GPU a call only launches work: without this, the clock would measure the launch."""
     if place.device.type == "cuda":
         torch.cuda.synchronize(place.device)
 

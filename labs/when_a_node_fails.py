@@ -1,21 +1,20 @@
-"""Training that is interrupted: a rank is killed, gets stuck, or a whole node goes away.
+"""Interrupted training: a rank is killed, a rank gets stuck, or a whole node fails.
 
-Start it with torchrun; on two nodes, this on each of them:
+Start it with torchrun; on two nodes, run this on each of them:
 
     torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 1 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:PORT labs/when_a_node_fails.py --checkpoint runs/resume.pt --kill 2@7
 
-A small model is trained by MiniDDP, every batch drawn from the seed, the step and the rank. Rank 0
-prints each step, writes a checkpoint every few steps, and at the end prints a hash of the weights,
-which is the same on every rank. What --kill, --stick and --lose-node do happens in a run that began
-at step 0, and not again in the one that resumes: with --max-restarts 1 the run above ends with the
-hash of an unbroken one, in which nobody is killed.
+MiniDDP trains a small model; every batch is drawn from the seed, the step, and the rank. Rank 0
+prints each step, writes a checkpoint every few steps, and finally prints a hash of the weights,
+which is the same on every rank.
 
-Without --checkpoint nothing is written, and a restart begins anew. Nodes that share no disk each
-have a folder of their own; the newest checkpoint that any rank finds is the one that counts.
+--kill, --stick, and --lose-node take effect only in a run that began at step 0, not in a resumed
+one. With --max-restarts 1, the run above ends with the hash of an uninterrupted run.
+
+Without --checkpoint nothing is written, and a restart begins at step 0. Nodes without a shared
+disk have a folder each; the newest checkpoint of any rank counts.
 """
-
-from __future__ import annotations
 
 import argparse
 import hashlib
@@ -24,7 +23,7 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -43,7 +42,7 @@ class Moment(NamedTuple):
     step: int
 
     @classmethod
-    def parse(cls, text: str) -> Moment:
+    def parse(cls, text: str) -> Self:
         rank, _, step = text.partition("@")
         return cls(int(rank), int(step))
 
@@ -52,33 +51,42 @@ def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the model and the data (default 0)")
-    parser.add_argument("--steps", type=int, default=12, help="steps in all (default 12)")
-    parser.add_argument("--checkpoint", type=Path, help="the file (default: none is written)")
-    parser.add_argument("--every", type=int, default=4, help="steps between two (default 4)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
+    parser.add_argument("--steps", type=int, default=12, help="number of steps (default 12)")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="the checkpoint file (default: none is written)"
+    )
+    parser.add_argument(
+        "--every", type=int, default=4, help="steps between checkpoints (default 4)"
+    )
     faults = parser.add_mutually_exclusive_group()
     moment = {"type": Moment.parse, "metavar": "RANK@STEP"}
     faults.add_argument("--kill", **moment, help="kill this rank in the middle of this step")
-    faults.add_argument("--stick", **moment, help="let this rank get stuck there")
+    faults.add_argument("--stick", **moment, help="block this rank in this step")
     faults.add_argument(
-        "--lose-node", **moment, help="kill every process of this rank's node, the agent too"
+        "--lose-node", **moment, help="kill every process of this rank's node, including its agent"
     )
     parser.add_argument(
-        "--forget-optimizer", action="store_true", help="leave its state out of the checkpoint"
+        "--forget-optimizer",
+        action="store_true",
+        help="leave the optimizer's state out of the checkpoint",
     )
     parser.add_argument(
         "--rebuild-buckets",
         action="store_true",
-        help="let the buckets be packed anew after the first step of each life, DDP's default",
+        help="rebuild the buckets after the first step of each attempt, as DDP does by default",
     )
     parser.add_argument(
-        "--timeout", type=float, default=60, help="seconds an average may take (default 60)"
+        "--timeout",
+        type=float,
+        default=60,
+        help="time limit of one all-reduce, in seconds (default 60)",
     )
     return parse_arguments(parser)
 
 
 def draw_batch(seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Of no generator's state, so that there is none to restore: (16, 32) inputs, (16,) classes."""
+    """(16, 32) inputs and (16,) classes, without a generator's state that would need restoring."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + rank)
     inputs = torch.randn(16, 32, generator=generator)
     return inputs, inputs[:, :10].argmax(dim=1)
@@ -99,7 +107,7 @@ def hash_of(module: nn.Module) -> str:
 
 
 def happen(arguments: argparse.Namespace, place: Place, step: int) -> None:
-    """What was ordered for this step. All ranks have finished the one before."""
+    """Carry out the fault of this step. All ranks have finished the previous one."""
     if arguments.kill and step == arguments.kill.step:
         dist.barrier()
         if place.rank == arguments.kill.rank:

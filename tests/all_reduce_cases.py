@@ -1,7 +1,5 @@
 """Tensors to all-reduce, of every dtype and many layouts, and how near the result has to be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

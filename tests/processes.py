@@ -1,7 +1,5 @@
 """Find the processes that a test started, by a marker in their environment."""
 
-from __future__ import annotations
-
 import time
 
 import psutil

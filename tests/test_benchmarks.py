@@ -83,6 +83,14 @@ def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(tm
     assert drawn.stat().st_size > 10_000
 
 
+def test_the_miniddp_of_another_checkout_takes_part(tmp_path):
+    one = ("--model", "wide MLP", "--ranks", 2, "--link", "loopback")
+    figures, _ = figures_of("step_time", tmp_path, *one, "--before", project_root() / "src")
+    (cell,) = figures["cells"].values()
+    contenders = set(cell["seconds"])
+    assert {"MiniDDP", "MiniDDP before", "MiniDDP, views", "MiniDDP before, views"} <= contenders
+
+
 def test_the_stored_race_is_whole_and_the_page_shows_its_report():
     folder = project_root() / BENCHMARKS
     cells = json.loads((folder / "results" / "step_time.json").read_text())["cells"]

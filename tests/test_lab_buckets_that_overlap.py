@@ -1,7 +1,5 @@
 """The lab of buckets that overlap, under torchrun: on one node, on two, and when it has to fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -14,9 +12,9 @@ from labkit.launch.scripts import ScriptError, project_root, run_script
 
 ROOT = project_root()
 LAB = "labs/buckets_that_overlap.py"
-AFTER = {"one all-reduce a parameter": 13, "flat": 1, "buckets": 6}
-DURING = {"a parameter, overlapped": 13, "buckets, overlapped": 6, "MiniDDP": 6, "torch DDP": 6}
-PLANNED = "MiniDDP, planned"
+AFTER = {"one all-reduce per parameter": 13, "flat": 1, "buckets": 6}
+DURING = {"per parameter, overlapped": 13, "buckets, overlapped": 6, "MiniDDP": 6, "torch DDP": 6}
+PLANNED = "planned"
 ONE_MIB = ("--bucket-cap-mb", "1")
 
 
@@ -94,7 +92,7 @@ def test_the_lab_fails_and_names_the_way_that_is_wrong(broken, monkeypatch, tmp_
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / LAB).write_text(source.replace(finish, finish + change + broken + "\n"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ScriptError, match="average of the full batch: flat\n"):
+    with pytest.raises(ScriptError, match="gradient of the full batch: flat\n"):
         run_script(LAB, "--steps", 1, ranks=2)
 
 

@@ -1,7 +1,5 @@
 """The bypassed wrapper: the toy, its lab under torchrun, and what its fixes have to agree on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from labkit.scenarios.unwrapped_loss import (
     LEARNING_RATE,
     PRINTED_DRIFT,
     PRINTED_GRADIENTS,
-    batch,
+    draw_inputs_and_targets,
     trajectory,
 )
 
@@ -32,7 +30,10 @@ def on_one_process(seed: int) -> list[float]:
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     found = []
     for step in range(5):
-        x, y = (torch.cat(parts) for parts in zip(batch(0, step), batch(1, step), strict=True))
+        x, y = (
+            torch.cat(parts)
+            for parts in zip(*(draw_inputs_and_targets(rank, step) for rank in (0, 1)), strict=True)
+        )
         optimizer.zero_grad()
         ((module(x) - y) ** 2).mean().backward()
         found.append(module.weight.grad.flatten()[0].item())
@@ -84,7 +85,7 @@ def test_the_debug_level_given_to_run_ranks_reaches_torch():
     assert run_ranks(level, 2, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"}) == ["OFF"] * 2
 
 
-def test_the_lab_prints_both_tables_with_every_figure_equal():
+def test_the_lab_prints_both_tables_with_every_number_equal():
     lines = run_script(LAB, "--fix", "wrapper", ranks=2).splitlines()
     rows = [line.split() for line in lines if line.startswith(("bypassed", "fixed: wrapper"))]
     assert len(rows) == 30
@@ -95,7 +96,9 @@ def test_the_lab_prints_both_tables_with_every_figure_equal():
 
 
 def test_the_lab_fails_where_nothing_is_fixed():
-    said = "Not every figure is the one that the pull request printed.\n\nThe fixed replicas drift"
+    said = (
+        "Not every number is the one that the pull request printed.\n\nThe fixed replicas diverge"
+    )
     with pytest.raises(ScriptError, match=said):
         run_script(LAB, "--fix", "none", ranks=2)
 

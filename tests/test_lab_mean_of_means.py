@@ -1,11 +1,12 @@
 """The mean of the means: the lab under torchrun, and what transformers and accelerate really do."""
 
-from __future__ import annotations
-
+import os
 import re
+import sys
 
 import pytest
 
+from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import ScriptError, project_root, run_script
 
 LAB = "labs/mean_of_means.py"
@@ -18,10 +19,21 @@ def rows_of(output: str) -> dict[str, list[str]]:
     return {f"{recipe} {wrapper}": figures for recipe, wrapper, *figures in rows}
 
 
+@pytest.mark.parametrize("lab", [LAB, LIBRARIES, "labs/buckets_that_overlap.py"])
+def test_help_and_wrong_arguments_are_answered_before_torch_is_imported(lab, tmp_path):
+    (tmp_path / "torch.py").write_text('raise ImportError("torch is imported")')
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    for option, code in (("--help", 0), ("--no-such-option", 2)):
+        done = run_guarded([sys.executable, lab, option], 30, cwd=project_root(), env=environment)
+        assert done.returncode == code, done.stderr
+        assert "usage:" in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_only_the_whole_steps_count_gives_the_full_batch_under_both_wrappers(ranks):
     output = run_script(LAB, "--seed", "4", ranks=ranks)
-    assert "apart from what global_mean logs, on any rank: < 1e-05" in output
+    assert "largest error of the loss that global_mean logs: < 1e-05" in output
     rows = rows_of(output)
     assert len(rows) == 6
     for wrapper in ("torch DDP", "MiniDDP"):
@@ -48,7 +60,7 @@ def test_the_lab_fails_with_a_recipe_that_is_wrong():
         (
             "return global_mean(logged, sum(counts)).item()",
             "return (logged / sum(counts)).item()",
-            "The logged loss is not the mean over all words",
+            "The logged loss is not the mean over all tokens",
         ),
         (
             "found = gradients(replica)",
@@ -58,7 +70,7 @@ def test_the_lab_fails_with_a_recipe_that_is_wrong():
         (
             "return global_mean(logged, sum(counts)).item()",
             "return torch.nan",
-            "The logged loss is not the mean over all words",
+            "The logged loss is not the mean over all tokens",
         ),
     ],
 )
@@ -75,7 +87,7 @@ def test_a_lab_with_one_division_wrong_or_a_nan_fails(right, broken, said, monke
 
 def test_other_captions_with_another_seed():
     outputs = [run_script(LAB, "--seed", seed, "--accumulate", "1", ranks=1) for seed in (1, 2)]
-    losses = [re.search(r"words is (\d\.\d+)", output)[1] for output in outputs]
+    losses = [re.search(r"tokens is (\d\.\d+)", output)[1] for output in outputs]
     assert losses[0] != losses[1]
 
 
@@ -107,7 +119,7 @@ def test_on_one_process_trainer_divides_by_the_window_where_the_model_lets_it():
             assert (ratio, cosine) == ("1.000", "1.0000")
             assert float(logged) == pytest.approx(float(true), abs=2e-3)
         ratio, cosine, _, _ = rows[f"GPT-2 {split}"]
-        words, predicted = map(int, re.search(r"of (\d+) words, (\d+) without", output).groups())
+        words, predicted = map(int, re.search(r"of (\d+) tokens, (\d+) without", output).groups())
         assert float(ratio) == pytest.approx(predicted / words, abs=1e-3)
         assert cosine == "1.0000"
         ratio, cosine, logged, true = rows[f"VisionEncoderDecoder {split}"]

@@ -1,7 +1,5 @@
 """Sum and average: the factor by which a combined gradient is off, and its lab under torchrun."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
@@ -297,5 +295,5 @@ def test_the_lab_fails_if_a_way_is_not_what_one_process_does(
 
 
 def test_on_three_ranks_the_lab_says_which_numbers_there_are() -> None:
-    with pytest.raises(ScriptError, match=r"evenly to 3 ranks\. Start it on 1, 2, 4"):
+    with pytest.raises(ScriptError, match=r"evenly among 3 ranks\. Start it on 1, 2, 4"):
         run_script(LAB, ranks=3)

@@ -1,7 +1,5 @@
 """The labs of the chapter "Two nodes": killed, stuck, gone, and ended all the same."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

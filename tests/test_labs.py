@@ -83,8 +83,8 @@ def test_with_another_seed_every_column_changes_and_all_still_agree():
             assert norms[name][0] != f"{printed:.4f}"
 
 
-def test_the_askers_first_program_is_truly_unseeded_and_does_not_agree():
-    first, second = (blocks(run_script(LAB, "--first-program", ranks=2)) for _ in range(2))
+def test_unseeded_data_differ_between_ranks_and_runs_and_the_columns_do_not_agree():
+    first, second = (blocks(run_script(LAB, "--unseeded", ranks=2)) for _ in range(2))
     assert first != second, "other data at every run"
     weights = [norms["encoder.weight"] for norms in first.values()]
     assert len({accumulated for accumulated, _, _ in weights}) == 2, "other data on every rank"
@@ -160,24 +160,71 @@ def test_a_lab_that_fails_on_one_rank_fails_as_a_whole_in_bounded_time():
         run_script(LAB, "--seed", "not a number", ranks=2, timeout=60)
 
 
-@pytest.mark.parametrize(("devices", "accumulate"), [(4, 1), (1, 4)])
-def test_lightning_holds_the_threads_numbers_on_every_device(devices, accumulate):
-    # With several devices Lightning starts the script once more for each: that takes a real one.
-    run = run_script if devices > 1 else (lambda *words: run_in_process(*words).stdout)
-    output = run(LIGHTNING, "--devices", devices, "--accumulate", accumulate)
+AS_ONE_PROCESS = ["0.3743", "0.1610", "0.3711", "0.2502"]  # the gradient of sample 2
+
+
+def lightning_norms(output: str) -> dict[str, dict[str, list[str]]]:
+    """The summary's norms on rank 0 as {version: {"accumulated": [...], "DDP": [...]}}."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in output.split("norm on rank 0")[1].splitlines():
+        words = line.split()
+        if "accumulated" in words:
+            found[words[0]] = {"accumulated": words[2:]}
+            version = words[0]
+        elif words[:1] == ["DDP"]:
+            found[version]["DDP"] = words[1:]
+    return found
+
+
+def test_only_with_both_fixes_do_the_forum_programs_two_trainers_agree():
+    output = run_script(LIGHTNING)
+    processes = {
+        line.split()[0]: line
+        for line in output.splitlines()
+        if "batch_idx" in line and "GPU" in line
+    }
+    assert {v: line.split("GPU ")[1] for v, line in processes.items()} == {
+        "as-asked": "0: batch_idx: 0",
+        "seed-moved": "0: batch_idx: 0",
+        "strategy-removed": "0 … 3: batch_idx: 0",
+        "both-fixed": "0 … 3: batch_idx: 0",
+    }
+    norms = lightning_norms(output)
+    threads = [f"{norm:.4f}" for norm in PRINTED.values()]
+    assert norms["both-fixed"] == {"accumulated": threads, "DDP": threads}
+    assert norms["seed-moved"] == {"accumulated": threads, "DDP": AS_ONE_PROCESS}
+    for version in ("as-asked", "strategy-removed"):
+        assert norms[version]["accumulated"] != norms[version]["DDP"]
+        assert norms[version]["accumulated"] != threads
+
+
+def test_two_devices_that_accumulate_two_batches_agree_too_on_every_rank():
+    options = ["--version", "both-fixed", "--devices", "2", "--accumulate", "2"]
+    output = run_script(LIGHTNING, *options)
+    assert re.findall(r"^GPU .*", output, re.M) == [
+        f"GPU {rank}: batch_idx: {index}" for rank in (0, 1) for index in (0, 1)
+    ]
     for name, printed in PRINTED.items():
-        line = next(line for line in output.splitlines() if line.startswith(name))
-        assert line.split()[1:] == [f"{printed:.4f}"] * (devices + 1) + ["yes"]
-    batches = " ".join(map(str, range(accumulate)))
-    for rank in range(devices):
-        assert f"rank {rank}: batch_idx {batches}, " in output
+        line = next(line for line in output.splitlines() if line.startswith(f"{name} "))
+        assert line.split()[1:] == [f"{printed:.4f}"] * 4
 
 
-def test_with_another_seed_lightnings_norms_are_compared_with_none():
-    output = run_in_process(LIGHTNING, "--devices", "1", "--seed", "7").stdout
-    assert "encoder.weight" in output
-    assert "equal" not in output
-    assert "the thread" not in output
+@pytest.mark.parametrize(
+    ("right", "broken"),
+    [
+        ('"both-fixed": (False, True)', '"both-fixed": (True, True)'),
+        ('"both-fixed": (False, True)', '"both-fixed": (False, False)'),
+    ],
+)
+def test_the_lightning_lab_fails_if_a_fix_is_missing(right, broken, monkeypatch, tmp_path):
+    text = (ROOT / LIGHTNING).read_text()
+    assert text.count(right) == 1
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / LIGHTNING).write_text(text.replace(right, broken))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ScriptError, match="does not agree with itself"):
+        run_script(LIGHTNING, "--version", "both-fixed", "--devices", "2")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Every surprise that the book promises has a cell that was executed, with its two figures."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

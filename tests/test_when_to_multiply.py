@@ -1,7 +1,5 @@
 """Every leaf of the tree "When do I multiply by the world size?" was run, and says what it is."""
 
-from __future__ import annotations
-
 import ast
 import re
 

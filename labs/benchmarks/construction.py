@@ -1,12 +1,10 @@
-"""How long it takes to wrap a module: MiniDDP beside torch's DDP.
+"""The time to wrap a module: MiniDDP and torch's DDP.
 
     python labs/benchmarks/construction.py [--ranks 2] [--rounds 20]
 
-Wrapping verifies that all ranks hold the same model, broadcasts rank 0's and makes the buckets.
-Each turn wraps a new module; building it is not timed.
+Wrapping verifies that all ranks hold the same model, broadcasts rank 0's weights, and creates the
+buckets. Each turn wraps a new module; building the module is not timed.
 """
-
-from __future__ import annotations
 
 import statistics
 from collections.abc import Callable

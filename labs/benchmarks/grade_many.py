@@ -1,13 +1,11 @@
-"""How long grading takes: many mixed submissions of assignment 1, in one run.
+"""The time to grade many mixed submissions of assignment 1 in one run.
 
     python labs/benchmarks/grade_many.py [--submissions 100] [--jobs 2]
 
-One in five is the key, one in five the empty release; the others hold a known wrong answer, a
-syntax error, a deadlock, a dead rank or an endless loop. Prints each kind's time a submission, and
-the whole run's; fails if any earned other points than it should.
+One in five submissions is the key and one in five is the empty release. The others contain a known
+wrong answer, a syntax error, a deadlock, a dead rank, or an endless loop. Prints the time per
+submission of each kind and the time of the whole run. Fails if a score is not the expected one.
 """
-
-from __future__ import annotations
 
 import copy
 import json
@@ -41,7 +39,7 @@ BROKEN = {
 
 
 def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
-    """Name, solutions and points of each kind; a kind may stand there more than once."""
+    """Name, solutions, and points of each kind; a kind may occur more than once."""
     key = assignment.keys()
     points = {check.name: check.points for check in assignment.checks}
     of_each = sum(c.points for c in assignment.checks if "each" in c.solutions)
@@ -55,7 +53,7 @@ def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
 
 
 def processor_seconds() -> float:
-    """Of this process, and of all those that it has waited for."""
+    """The processor time of this process and of all processes that it has waited for."""
     return sum(sum(resource.getrusage(who)[:2]) for who in _WHOSE)
 
 

@@ -1,17 +1,16 @@
-"""What averaging costs in memory: gradients and buckets in steady state, and the rebuild's peak.
+"""The memory that averaging needs: gradients and buckets, and the peak of the rebuild.
 
     python labs/benchmarks/memory.py [--model "wide MLP"]
 
-Counted after a backward: the distinct storages of all gradients and all buckets, in bytes, divided
-by those of the parameters. 2.00 is a gradient and its copy in a bucket; 1.00 a gradient that is a
-view of its bucket. The buckets are seen through a comm hook, in torch's DDP as in our drop-in.
+After a backward, the distinct storages of all gradients and buckets are counted, in bytes, and
+divided by the bytes of the parameters. 2.00 means a gradient and its copy in a bucket; 1.00 means
+a gradient that is a view of its bucket. A communication hook gives access to the buckets, in
+torch's DDP and in our drop-in.
 
-Beside it, on Linux, what the process grew by: the peak of its resident memory within the step that
-rebuilds the buckets and within a later one, beyond what it was before the wrapper, again divided
-by the parameters' bytes. Activations are part of these, and few: the batch is one sample.
+On Linux, the growth of the process is measured, too. It is the peak of its resident memory in the
+step that rebuilds the buckets and in a later step, minus its memory before wrapping, divided by
+the parameters' bytes. This includes activations, which are small: the batch is one sample.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable
@@ -30,13 +29,13 @@ from labkit.profiling.benchmark import (
     benchmark_parser,
     write_json,
 )
-from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from miniddp.ddp import MiniDDP
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch DDP": DistributedDataParallel,
     "torch DDP, views": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
-    "MiniDDP": DropIn,
-    "MiniDDP, views": lambda m: DropIn(m, gradient_as_bucket_view=True),
+    "MiniDDP": MiniDDP,
+    "MiniDDP, views": lambda m: MiniDDP(m, gradient_as_bucket_view=True),
 }
 STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -47,7 +46,7 @@ def storages(tensors: list[Tensor]) -> dict[int, int]:
 
 
 def resident(what: str) -> int:
-    """VmRSS, or VmHWM, its peak since `forget_peak`, in bytes."""
+    """VmRSS, or VmHWM (the peak since `forget_peak`), in bytes."""
     return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", STATUS.read_text())[1])
 
 
@@ -56,7 +55,7 @@ def forget_peak() -> None:
 
 
 def count(model: BenchmarkModel, name: str, observed: bool) -> dict[str, float]:
-    """On each rank. `observed`: by the hook that sees the buckets; if not, weigh the process."""
+    """Measure on each rank: the buckets with `observed`, otherwise the process."""
     module = model.module()
     inputs = torch.randn(1, *model.shape[1:])
     parameters = sum(parameter.nbytes for parameter in module.parameters())

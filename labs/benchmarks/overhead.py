@@ -1,13 +1,11 @@
-"""What a hook costs: the time that a wrapper adds to a step, divided by its parameters.
+"""The cost of a hook: the time that a wrapper adds to a step, divided by its parameters.
 
     python labs/benchmarks/overhead.py [--rounds 200]
 
-One rank, so that nothing has to be waited for, and 600 tensors of a few hundred bytes, so that
-copying them is cheap: what is left is the bookkeeping of each gradient, and of a step. The module
-alone and the wrappers take turns; shown are medians of the paired differences.
+With one rank there is nothing to wait for, and 600 tensors of a few hundred bytes are cheap to
+copy. What remains is the bookkeeping per gradient and per step. The module alone and the wrappers
+take turns; the output shows medians of the paired differences.
 """
-
-from __future__ import annotations
 
 import statistics
 from collections.abc import Callable

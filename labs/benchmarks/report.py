@@ -1,16 +1,14 @@
-"""The benchmarks' figures, from the JSON that they wrote: tables, one figure, and what was reached.
+"""Tables and a figure from the JSON files of the benchmarks, and which goals were reached.
 
     python labs/benchmarks/report.py [FOLDER] [--figure FILE]
 
-FOLDER (default: labs/benchmarks/results) holds step_time.json, memory.json and the others, each
-under its script's name, as its `--json` wrote it; what is missing is left out.
+FOLDER (default: labs/benchmarks/results) holds step_time.json, memory.json, and so on, each named
+after its script and written by its `--json`. Missing files are left out.
 
-Of each contender's steps two figures are shown. The median over the rounds of its time ÷ torch
-DDP's in the same round is what to trust on a machine that is left alone. Where other programs
-come and go, the *calm* ratio says more: both take the fastest quarter of their rounds.
+Two ratios are shown for each contender. The median over the rounds of its time divided by torch
+DDP's time in the same round is reliable on an idle machine. On a busy machine, the *calm* ratio is
+better: it compares the fastest quarter of the rounds of both.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -40,17 +38,17 @@ def calm(seconds: Sequence[float]) -> float:
 
 
 def calm_limit(seconds: Seconds) -> float:
-    """max(compute, t₁ + C), of calm times."""
+    """max(compute, t₁ + C), from calm times."""
     return max(calm(seconds["compute"]), calm(seconds["t1"]) + calm(seconds["C"]))
 
 
 def best_swept(seconds: Seconds) -> str:
-    """torch's DDP with the cap that was fastest in this cell."""
+    """torch's DDP with the fastest cap in this cell."""
     return min((name for name in seconds if name.endswith(" MiB")), key=lambda n: calm(seconds[n]))
 
 
 def ratios(cells: Cells, quiet: bool) -> str:
-    """A row a contender, a column a cell: its step ÷ torch DDP's."""
+    """One row per contender, one column per cell: its step divided by torch DDP's."""
 
     def ratio(seconds: Seconds, name: str) -> float:
         if quiet:
@@ -170,7 +168,7 @@ OTHERS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 
 
 def draw_race(cells: Cells, path: Path) -> None:
-    """A row of dots a cell: each contender's step ÷ the limit."""
+    """One row of dots per cell: each contender's step divided by the limit."""
     contenders = {
         FLAT: (WRONG, "s"),
         TORCH: (TRUTH, "o"),

@@ -1,16 +1,14 @@
-"""The cost model against the clock, and then beyond the machine: steps of thousands of ranks.
+"""The cost model compared with measurements, and simulated steps with thousands of ranks.
 
     python labs/benchmarks/simulated_steps.py [--ranks 2]
 
-1. *The link.* All-reduces are timed, gloo's own and the three of `miniddp.collectives`, and α and β
-   fitted to each; the residual says how far the model is off.
-2. *The step.* A backward is recorded in which nothing is sent meanwhile, and steps with several
-   plans are simulated from it and measured, in turns; the error is printed.
-3. *Thousands of ranks.* The same backward, on links and with ranks that nobody has here. These
-   figures are SIMULATED: the network is free, no node is slower than the others.
+1. *The link.* All-reduces are timed: gloo's own and the three of `miniddp.collectives`. α and β
+   are fitted to each, and the residual gives the model's error.
+2. *The step.* A backward is recorded without communication. Steps with several plans are simulated
+   from it and measured in turns, and the error is printed.
+3. *Thousands of ranks.* The same backward on other links and with more ranks. These numbers are
+   SIMULATED: the network is idle, and no node is slower than the others.
 """
-
-from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
@@ -133,7 +131,7 @@ def time_steps(
 
 
 class Compared(NamedTuple):
-    """One contender's step, in ms, and the simulation's error in percent."""
+    """One contender's step, in ms, and the simulation's error, in percent."""
 
     name: str
     simulated: float
@@ -142,7 +140,7 @@ class Compared(NamedTuple):
 
 
 def compare_with_simulation(cell: dict[str, Any]) -> tuple[Fit, list[Compared]]:
-    """The link's fit, and what the simulator makes of each contender's step."""
+    """The link's fit, and the simulated and measured step of each contender."""
     backward: Backward = cell["backward"]
     fitted = fit(cell["all-reduces"])
     cost = ALGORITHMS[cell["all-reduces"][0].algorithm]
@@ -160,7 +158,7 @@ def compare_with_simulation(cell: dict[str, Any]) -> tuple[Fit, list[Compared]]:
 
 
 def beyond(backward: Backward) -> list[list[Any]]:
-    """Simulated steps in ms, by ring and by doubling: torch's caps, and the plan for that link."""
+    """Simulated steps in ms, by ring and by doubling, with torch's caps and a planned one."""
     sizes = [ParameterSize(nbytes, "all") for nbytes in backward.bytes]
     rows = []
     for gbit, latency in ((10, 20), (100, 5)):

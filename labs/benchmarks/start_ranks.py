@@ -1,12 +1,10 @@
-"""How long it takes to start fresh ranks: run_ranks, torch.multiprocessing.spawn and torchrun.
+"""The time to start new ranks: run_ranks, torch.multiprocessing.spawn, and torchrun.
 
     python labs/benchmarks/start_ranks.py [--ranks 4] [--repeat 20]
 
-Each call starts new processes, joins them in a gloo group, makes one all-reduce and ends them. They
-are timed in turn, so that a machine that slows down slows all. Prints medians, and the spread.
+Each call starts new processes, joins them in a gloo group, runs one all-reduce, and ends them. The
+three take turns, so a slowdown of the machine affects all of them. Prints medians and the spread.
 """
-
-from __future__ import annotations
 
 import os
 import statistics
@@ -47,7 +45,7 @@ def spawn(ranks: int) -> None:
 
 
 def torchrun(ranks: int) -> None:
-    """This script once more, on each rank; see `main`."""
+    """Run this script again, on each rank; see `main`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", __file__]
     done = run_guarded(command, 120, env={**os.environ, "OMP_NUM_THREADS": "1"})

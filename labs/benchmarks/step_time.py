@@ -1,6 +1,7 @@
 """How long a step takes: every rung of the ladder, MiniDDP and torch's DDP, side by side.
 
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
+    python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
 
 A step is forward and backward until every gradient is averaged. All contenders run in the same
 processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
@@ -18,12 +19,11 @@ measured plans there, and no slow link. `--json FILE` adds the raw seconds of ea
 keeps the cells that are already there; `report.py` prints them.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from labkit.profiling.benchmark import (
     take_turns,
     write_json,
 )
+from labkit.profiling.other_checkout import import_from
 from labkit.profiling.slow_link import SlowLink
 from miniddp import MiniDDP
 from miniddp.buckets import MIB
@@ -64,8 +65,9 @@ def race(
     gbit_per_s: float | None,
     rounds: int,
     patience: float,
+    before: Path | None,
 ) -> dict[str, Any]:
-    """On each rank: all contenders on one model and one link; returns the cell's raw figures."""
+    """All contenders on one model and one link, on each rank; returns the cell's raw numbers."""
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
     inputs = model.inputs(rank).to(device)
     modules: list[nn.Module] = []
@@ -113,6 +115,12 @@ def race(
         sum(parameter.nbytes for parameter in bucket.parameters)
         for bucket in planned.reducer.buckets
     ]
+    if before is not None:
+        earlier = import_from(before, "miniddp", "miniddp_before").MiniDDP
+        for name, options in (("", {}), (", views", {"gradient_as_bucket_view": True})):
+            _, steps[f"MiniDDP before{name}"] = contender(
+                lambda m, options=options: earlier(m, process_group=link, **options)
+            )
     steps[REFERENCE] = torchs()
     steps["torch DDP, views"] = torchs(gradient_as_bucket_view=True)
     for cap in CAPS:
@@ -158,7 +166,7 @@ def race(
 
 
 def median_limit(seconds: dict[str, list[float]]) -> float:
-    """max(compute, t₁ + C), of medians."""
+    """max(compute, t₁ + C), from medians."""
     compute, first, whole = (statistics.median(seconds[name]) for name in ("compute", "t1", "C"))
     return max(compute, first + whole)
 
@@ -200,6 +208,12 @@ def main() -> None:
         metavar="SECONDS",
         help="a cell's time for repeating turns that other programs disturbed (default 0)",
     )
+    arguments.add_argument(
+        "--before",
+        type=Path,
+        metavar="SRC",
+        help="the src folder of another checkout: its MiniDDP takes part, too",
+    )
     given = arguments.parse_args()
     rounds = 2 if given.quick else given.rounds
     if given.device == "cuda" and given.link != ["loopback"]:
@@ -226,6 +240,7 @@ def main() -> None:
                     LINKS[link],
                     rounds,
                     given.patience,
+                    given.before,
                     timeout=3600,
                     device=given.device,
                 )[0]

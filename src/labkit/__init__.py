@@ -1,8 +1,8 @@
-"""What chapters, labs, and tests stand on.
+"""The tools that chapters, labs, and tests use.
 
 ==============  ================================================================================
 `launch`        start ranks: in a notebook cell, under torchrun, on several nodes
-`profiling`     record a step, draw it, slow its network down, predict it
+`profiling`     record a step, draw it, slow its network down, predict its time
 `testing`       comparisons, invariants, and the museum of broken implementations
 `scenarios`     the small models and data sets of the forum threads
 `book`          tables, figures, and the execution of chapters

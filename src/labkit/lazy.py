@@ -1,10 +1,8 @@
-"""Names that a package offers at its top, imported when they are first used.
+"""Names that a package offers at its top and imports on first use.
 
-`from labkit.launch import run_ranks` loads torch; `import labkit.launch.guard` does not have to.
-Each package's `__init__` lists its everyday names once, by submodule.
+`from labkit.launch import run_ranks` loads torch; `import labkit.launch.guard` does not. Each
+package's `__init__` lists its everyday names once, by submodule.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module

@@ -44,7 +44,7 @@ from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward, hook_accumulators
 from miniddp.bucket import Bucket, Run
 from miniddp.buckets import NO_CAP, ParameterSize, Plan, arrival_plan, initial_plan, sizes_of
-from miniddp.replicas import plan_of_rank_0, wait_for, wait_for_default_stream
+from miniddp.replicas import plan_of_rank_0, wait_for, wait_for_future
 from miniddp.unused import UsedParameters
 
 ReducerState = Enum("ReducerState", "IDLE LOCAL READY REDUCING FINALIZING")
@@ -197,8 +197,8 @@ class Reducer:
             searched = bool(self.usage.unreachable)
             raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
         run.missing.remove(index)
-        if bucket.device.type == "cuda":
-            bucket.streams.add(torch.cuda.current_stream(bucket.device))
+        if bucket.buffer.is_cuda:
+            bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
         if run.missing:
             return
         bucket.wait_for_streams()
@@ -252,11 +252,9 @@ class Reducer:
 
     def finalize_bucket(self, bucket: Bucket) -> None:
         """Wait for one bucket and copy its averages to the gradients. Extended by torch_drop_in."""
-        assert bucket.future is not None
-        bucket.future.wait()
-        bucket.future = None
-        if bucket.device.type == "cuda":
-            wait_for_default_stream(bucket.device)
+        future, bucket.future = bucket.future, None
+        assert future is not None
+        wait_for_future(future, bucket.buffer)
         slots = self.slots_to_write(bucket)
         if replaced := bucket.copy_out(slots, self.gradient_as_bucket_view):
             raise self.error(errors.not_a_view(self.names[bucket.indices[replaced[0]]]))

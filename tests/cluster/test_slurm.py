@@ -1,7 +1,5 @@
 """labs/slurm: the batch file, run by a true Slurm of two nodes on this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """labs/two_hosts.sh: a network that carries torchrun's ranks, and of which nothing stays behind."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

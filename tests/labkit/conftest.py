@@ -1,7 +1,5 @@
 """A project of its own for a script that a test writes."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -4,8 +4,6 @@ All of them take two to three minutes on two cores. One alone, with what it prin
 ``python -m tests.torch_suite -v -k test_ddp_namedtuple``.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What chapters print and show, and how they are executed and checked."""
+"""Tables, figures, and source code in chapters; running and checking chapters."""
 
 from labkit.lazy import offer
 

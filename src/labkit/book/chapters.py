@@ -7,8 +7,6 @@ Every test run compares the stored text of a chapter with the text it prints (nb
 stores outputs; nobody edits them by hand.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -25,25 +23,25 @@ from nbformat import NotebookNode
 
 from labkit.launch.scripts import project_root
 
-# Tells a folder that may be cleaned from one that somebody named by mistake.
+# Marks a folder that may be cleaned, unlike one that somebody named by mistake.
 MARKER = ".executed-book"
 # Longer than any cell should take, for a machine that is loaded.
 CELL_TIMEOUT = 300
 
 
 def chapters_of(book: Path) -> list[Path]:
-    """The chapters below `book`, in the order of their names."""
+    """The chapters below `book`, sorted by name."""
     return sorted(p for p in book.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 
 
 def execute(chapter: Path) -> NotebookNode:
-    """Run a chapter from its first cell to its last, in its own folder, and return it with outputs.
+    """Run a chapter from its first to its last cell, in its own folder; return it with outputs.
 
-    Its kernel has one thread, where OMP_NUM_THREADS does not say otherwise: two chapters run at
-    once and start processes, and threads of several on one core wait for each other in a loop.
+    The kernel has one thread unless OMP_NUM_THREADS says otherwise: two chapters run at once, and
+    each starts several processes. Threads of several processes on one core would slow each other
+    down.
 
-    Raises nbclient's CellExecutionError for a cell that raises, unless it is tagged
-    `raises-exception`.
+    Raises nbclient's CellExecutionError if a cell raises that is not tagged `raises-exception`.
     """
     notebook = nbformat.read(chapter, as_version=4)
     NotebookClient(
@@ -57,7 +55,7 @@ def execute(chapter: Path) -> NotebookNode:
 
 
 def normalize(notebook: NotebookNode) -> NotebookNode:
-    """Drop what differs from run to run and says nothing: times, kernel details, split streams."""
+    """Drop what differs between runs without meaning: times, kernel details, split streams."""
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
@@ -70,7 +68,7 @@ def normalize(notebook: NotebookNode) -> NotebookNode:
 
 
 def _merge_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """One output a stream: how prints fall into messages depends on timing."""
+    """One output per stream: timing decides how prints are split into messages."""
     merged: list[NotebookNode] = []
     streams: dict[str, NotebookNode] = {}
     for output in outputs:
@@ -84,7 +82,7 @@ def _merge_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
 
 
 def write_chapter(notebook: NotebookNode, path: Path) -> None:
-    """Write a notebook whole or not at all."""
+    """Write a notebook completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     nbformat.write(notebook, unfinished)
@@ -92,16 +90,19 @@ def write_chapter(notebook: NotebookNode, path: Path) -> None:
 
 
 def copy_pages(book: Path, out: Path) -> None:
-    """Copy everything of the book but its chapters, and remove pages and chapters that it lost.
+    """Copy everything of the book except its chapters; remove pages that the book no longer has.
 
-    Raises ValueError for an `out` that holds something else, or that lies in `book` or around it.
+    Raises ValueError if `out` holds something else, or if one of `out` and `book` contains the
+    other.
     """
     inside, outside = book.resolve(), out.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
-        raise ValueError(f"the copy needs a folder of its own: {out} and {book} hold one another")
+        raise ValueError(
+            f"the copy needs a separate folder: one of {out} and {book} contains the other"
+        )
     marker = out / MARKER
     if out.exists() and any(out.iterdir()) and not marker.exists():
-        raise ValueError(f"{out} is not empty and no copy of a book: name another folder")
+        raise ValueError(f"{out} is not empty and is not a copy of a book; name another folder")
     out.mkdir(parents=True, exist_ok=True)
     marker.touch()
     kept = {Path(MARKER), *(path.relative_to(book) for path in book.rglob("*"))}
@@ -113,13 +114,15 @@ def copy_pages(book: Path, out: Path) -> None:
 
 
 def execute_book(book: Path, out: Path) -> None:
-    """Copy `book` to `out`, every chapter executed. Exits naming the chapter that failed."""
+    """Copy `book` to `out` with every chapter executed. Exits with the name of a chapter that
+    fails.
+    """
     copy_pages(book, out)
     _run_all([(chapter, out / chapter.relative_to(book)) for chapter in chapters_of(book)])
 
 
 def update(chapters: Sequence[Path]) -> None:
-    """Execute chapters in place and store their outputs."""
+    """Run chapters in place and store their outputs."""
     _run_all([(chapter, chapter) for chapter in chapters])
 
 

@@ -1,6 +1,4 @@
-"""One look for every figure: legible on a phone, sharp on a dense screen, colors kept apart."""
-
-from __future__ import annotations
+"""One style for every figure: legible on a phone, sharp on a dense screen, distinct colors."""
 
 import matplotlib.pyplot as plt
 from matplotlib_inline.backend_inline import set_matplotlib_formats

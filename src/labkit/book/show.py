@@ -1,6 +1,4 @@
-"""Show a piece of this project's code in a chapter, from where it lives: never from a copy."""
-
-from __future__ import annotations
+"""Show a part of this project's code in a chapter, read from its file and never copied."""
 
 import ast
 import inspect
@@ -11,10 +9,10 @@ from IPython.display import Markdown
 
 
 def source(*things: Any, docstrings: bool = True) -> Markdown:
-    """The source text of functions, classes or modules, as one highlighted block of Python.
+    """The source code of functions, classes, or modules, as one highlighted block of Python.
 
-    With `docstrings=False` the functions' and classes' own docstrings are left out, for a page on
-    which the text around says it already.
+    `docstrings=False` leaves out the docstrings of functions and classes, for pages that explain
+    them.
     """
     texts = [textwrap.dedent(inspect.getsource(thing)).rstrip() for thing in things]
     if not docstrings:

@@ -9,8 +9,6 @@ publishing workflow sets it in the environment variable BOOK_REPOSITORY
 have a download button only.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -31,8 +29,7 @@ NAMED_ONLY = {"canonical", "index", "search", "next", "prev", "author", "copyrig
 def configuration(base: str, repository: str | None, branch: str = "main") -> str:
     """Jupyter Book's configuration `base` (YAML), with launch buttons if `repository` is known.
 
-    Raises ValueError if `repository` is not an https address of a repository on GitHub, the host
-    whose notebooks Binder starts from such an address.
+    Raises ValueError if `repository` is not the https address of a repository on GitHub.
     """
     config = yaml.safe_load(base)
     if repository:
@@ -48,18 +45,18 @@ def configuration(base: str, repository: str | None, branch: str = "main") -> st
 
 
 def problems(site: Path) -> list[str]:
-    """What is wrong with the pages below `site`, one sentence each; empty if all is well.
+    """The problems of the pages below `site`, one sentence each; empty if there are none.
 
-    A link to a page or a place that does not exist; a script, style or picture that would be
-    fetched from another host, or that is missing; a picture without alt text.
-    Raises FileNotFoundError if there is no page at all.
+    It reports links to missing pages or anchors; scripts, styles, and images that are missing or
+    come from another host; and images without alt text. Raises FileNotFoundError if there is no
+    page.
     """
     site = site.resolve()
     # Folders with an underscore hold the theme's files, templates of pages among them.
     paths = [p for p in sorted(site.rglob("*.html")) if p.relative_to(site).parts[0][0] != "_"]
     pages = {path: _page(path) for path in paths}
     if not pages:
-        raise FileNotFoundError(f"no page lies below {site}: make book builds them")
+        raise FileNotFoundError(f"there is no page below {site}; make book builds them")
     ids = {path: _ids(page) for path, page in pages.items()}
     found = []
     for path, page in pages.items():
@@ -106,7 +103,7 @@ def _not_local(path: Path, page: BeautifulSoup) -> Iterator[str]:
             if parts.scheme == "data":
                 continue
             if parts.scheme or parts.netloc:
-                yield f"<{name}> loads {address} from another host: the book is to be read offline"
+                yield f"<{name}> loads {address} from another host, but the book must work offline"
             elif not (path.parent / unquote(parts.path)).is_file():
                 yield f"<{name}> loads {address}, and there is no such file"
 

@@ -1,11 +1,9 @@
-"""The same small text table everywhere, and figures printed so that they can be compared exactly.
+"""Text tables with one layout, and numbers formatted so that they can be compared exactly.
 
-What a chapter prints is compared, character by character, with what it printed when it was
-written. So a table has one layout, a figure has fixed digits, and a figure of rounding size, whose
-digits vary with the processor, is printed as a bound.
+Every test run compares a chapter's printed text, character by character, with the stored text. So
+a table has one layout and a number has fixed digits. A number of rounding size differs between
+processors and is printed as a bound.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral, Real
@@ -14,11 +12,11 @@ Cell = str | bool | Real
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]], digits: int = 4) -> str:
-    """A table as text: figures right-aligned with `digits` decimals, words left-aligned.
+    """A table as text: numbers right-aligned with `digits` decimals, words left-aligned.
 
-    A column is one of figures if every cell of it is a number; True and False are shown as yes and
-    no. Raises ValueError if a row is not as long as `headers`, and TypeError for another kind of
-    cell, a tensor for example.
+    A column is numeric if all its cells are numbers. True and False become yes and no. Raises
+    ValueError if a row and `headers` differ in length, and TypeError for any other kind of cell,
+    such as a tensor.
     """
     for row in rows:
         if len(row) != len(headers):
@@ -40,15 +38,16 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]], digits: int = 
 
 
 def bound(difference: float, limit: float = 1e-6) -> str:
-    """A difference that ought to be rounding error: "< 1e-06" if it is below `limit`, else itself.
+    """A difference that should be rounding error: "< 1e-06" if it is below `limit`, otherwise
+    itself.
 
-    An exact 0 is shown as the bound, too: where rounding decides, another processor gives 1e-8.
+    An exact 0 is also shown as the bound, because another processor may give 1e-8.
     """
     return f"< {limit:g}" if abs(difference) < limit else f"{difference:.1e}"
 
 
 def to_the_bit(difference: float) -> str:
-    """A difference that ought to be exactly 0 on every machine: "none", or itself."""
+    """A difference that should be exactly 0 on every machine: "none", or itself."""
     return "none" if difference == 0 else f"{difference:.1e}"
 
 

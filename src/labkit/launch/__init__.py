@@ -1,4 +1,4 @@
-"""Start ranks: in a notebook cell, under torchrun, on several nodes; and leave none behind."""
+"""Start ranks in a notebook cell, under torchrun, or on several nodes, and leave none behind."""
 
 from labkit.lazy import offer
 
@@ -7,13 +7,8 @@ __getattr__, __all__ = offer(
     {
         "ranks": ["run_ranks", "RanksError", "RanksTimeoutError"],
         "scripts": ["run_script", "project_root", "ScriptError"],
-        "lab": [
-            "Place",
-            "join_ranks",
-            "largest_on_any_rank",
-            "parse_arguments",
-            "print_in_rank_order",
-        ],
+        "arguments": ["parse_arguments"],
+        "lab": ["Place", "join_ranks", "largest_on_any_rank", "print_in_rank_order"],
         "guard": ["run_guarded"],
         "checkpoint": ["newest_checkpoint", "save_checkpoint"],
         "attendance": ["report_missing_ranks"],

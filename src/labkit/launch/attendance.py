@@ -1,26 +1,28 @@
-"""Who has not come: when a collective fails or waits in vain, the ranks that it waits for, by name.
+"""Name the ranks that a failed or hanging collective is waiting for.
 
-    with attendance() as note:
+    with report_missing_ranks() as note:
         for step in range(steps):
             note(f"step {step}: computing")
-            loss.backward()                      # waits for the others
+            loss.backward()                      # waits for the other ranks
             note(f"step {step}: averaged")
 
-A rank that waits in a collective learns nothing of the others: after the process group's timeout it
-is told that it timed out, or that a connection was closed. So each rank leaves notes of where it is
-in the key-value store of the process group, beside a pulse that a thread of its own keeps up.
-Whoever gets an error compares: a rank with a pulse whose notes are fewer is *stuck* where its last
-note says; one without a pulse is *gone*, and with it perhaps its node. Then it says so and exits
-with code 1.
-The pulse of a rank that is stuck itself hears of it, or finds the store gone, and ends the process:
-torchrun cannot, since to the agent of another node such a rank looks healthy.
+A rank that waits in a collective does not know where the other ranks are. After the process
+group's timeout it learns only that it timed out, or that a connection was closed. So each rank
+writes notes about its progress to the process group's key-value store, and a thread of each rank
+writes a heartbeat.
 
-Every rank must leave the same notes in the same order. Cost: one message to the store a note, and
-one a second. An answer takes up to 3 s after the collective has failed; `labkit.launch.lab.joined`
-takes the timeout of the collectives.
+A rank that gets an error compares the notes. A rank with a heartbeat and fewer notes is *stuck* at
+the place that its last note names. A rank without a heartbeat is *gone*, possibly with its node.
+The reporting rank prints this and exits with code 1.
+
+A stuck rank must end, too. The agent of another node sees it as healthy, so torchrun does not end
+it. Its own heartbeat thread ends the process when it reads the report of another rank, or when the
+store is gone.
+
+Every rank must write the same notes in the same order. The cost is one message to the store per
+note and two per second. A report takes up to 3 s after the collective has failed;
+`labkit.launch.lab.join_ranks` takes the timeout of the collectives.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -41,7 +43,9 @@ _LEFT = "left"
 
 
 class Sign(NamedTuple):
-    """What a rank has left in the store: its pulse's beats, its notes' number, and the last one."""
+    """What a rank wrote to the store: its number of heartbeats, its number of notes, and the last
+    note.
+    """
 
     beats: int
     notes: int
@@ -51,10 +55,12 @@ class Sign(NamedTuple):
 
 @contextlib.contextmanager
 def report_missing_ranks() -> Iterator[Callable[[str], None]]:
-    """Gives the function that leaves a note. Turns an error of a collective into who is missing.
+    """Give a function that writes a note, and turn an error of a collective into a report.
 
-    Only under torchrun, within `joined`; every rank has to enter. Exits, with code 1, for any
-    RuntimeError that a missing rank explains; one that does not is raised as it was.
+    It works only under torchrun, within `join_ranks`, and every rank must enter it. While it runs,
+    it handles SIGTERM; the handler that was installed before is restored at the end. It exits with
+    code 1 for any RuntimeError that a missing rank explains, and raises every other error
+    unchanged.
     """
     life: list[str] = [os.urandom(8).hex()]
     dist.broadcast_object_list(life)  # the store outlives a restart; notes must not
@@ -76,7 +82,9 @@ def report_missing_ranks() -> Iterator[Callable[[str], None]]:
 
 
 def report(rank: int, signs: dict[int, Sign], later: dict[int, Sign]) -> str:
-    """Which ranks `rank` waits for, from two looks at the store with pulses between; "" if none."""
+    """The ranks that `rank` waits for, from two looks at the store with heartbeats between; "" if
+    none.
+    """
     lines = []
     for other, sign in later.items():
         what = f'rank {other} on {sign.host}, last seen at "{sign.last}"'
@@ -93,7 +101,7 @@ def report(rank: int, signs: dict[int, Sign], later: dict[int, Sign]) -> str:
 
 
 class _Register:
-    """The notes and the pulse of this rank, and a look at those of all."""
+    """This rank's notes and heartbeat, and a view of those of all ranks."""
 
     def __init__(self, life: str) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

@@ -1,16 +1,15 @@
-"""A checkpoint that survives a kill at any moment, and that all ranks agree on.
+"""Checkpoints that survive a kill at any moment and are the same on all ranks.
 
-    saved = newest(path)                         # every rank: the same dictionary, or None
-    save(path, {"step": 8, "model": …})          # rank 0 alone
+    saved = newest_checkpoint(path)                     # on every rank: one dictionary, or None
+    save_checkpoint(path, {"step": 8, "model": …})      # on rank 0 only
 
-A process can be killed between any two instructions, so `save` never touches the file that it
-replaces: it writes another one, makes sure that it is on the disk, and renames it, which file
-systems do at once or not at all. Ranks may be killed at different steps, and on nodes that share no
-disk each sees files of its own, so `newest` lets them agree: the newest checkpoint that any rank
-can read is handed to all.
+A process can be killed between any two instructions, so `save_checkpoint` never writes to the file
+that it replaces. It writes another file, flushes it to the disk, and renames it; a rename is
+atomic.
+
+Ranks may be killed at different steps, and nodes without a shared disk have different files. So
+`newest_checkpoint` compares the files of all ranks and gives every rank the newest one.
 """
-
-from __future__ import annotations
 
 import os
 from pathlib import Path
@@ -23,13 +22,13 @@ Checkpoint = dict[str, Any]
 
 
 class UnreadableCheckpointError(RuntimeError):
-    """A file is there that is no checkpoint, or that a rank cannot read; the text names it."""
+    """A file exists that is not a checkpoint, or that a rank cannot read. The text names it."""
 
 
 def save_checkpoint(path: Path, state: Checkpoint) -> None:
-    """Replace the file by `state`, whole or not at all. `state` must hold its "step".
+    """Replace the file by `state`, completely or not at all. `state` must have the key "step".
 
-    Only tensors, numbers, strings, lists and dictionaries can be read back.
+    It may hold tensors, numbers, strings, lists, and dictionaries; nothing else can be read back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
@@ -41,11 +40,11 @@ def save_checkpoint(path: Path, state: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """What this rank finds at `path`; None if there is no file.
+    """Read the checkpoint at `path` on this rank; None if there is no file.
 
-    Raises UnreadableCheckpointError for a file that no `save` has written. What says nothing about
-    the file comes through as it is: an OSError (no permission, a disk that fails) and being out of
-    memory, a MemoryError or a RuntimeError of torch's allocator.
+    Raises UnreadableCheckpointError for a file that `save_checkpoint` did not write. Errors that
+    say nothing about the file are raised unchanged: an OSError (no permission, a failing disk), a
+    MemoryError, or a RuntimeError of torch's allocator.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -64,17 +63,17 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def _none(path: Path) -> str:
-    return f"{path} is no checkpoint, or not a whole one; move it away to start anew"
+    return f"{path} is not a complete checkpoint; move it away to start from step 0"
 
 
 def newest_checkpoint(path: Path, group: dist.ProcessGroup | None = None) -> Checkpoint | None:
-    """The checkpoint to go on from, the same on every rank; None if no rank finds one.
+    """The newest checkpoint of all ranks, the same on every rank; None if no rank has one.
 
-    Every rank has to call it. One all-gather of the steps, and one broadcast of the state, on the
-    CPU, from the first rank that has the newest one.
+    Every rank must call it. It costs one all-gather of the step numbers and one broadcast of the
+    state, on the CPU, from the lowest rank that has the newest checkpoint.
 
-    Raises UnreadableCheckpointError on every rank if one of them finds a file that is none, or
-    cannot read the one that it finds; the text holds that rank's error.
+    Raises UnreadableCheckpointError on every rank if one rank cannot read its file; the text names
+    the rank and its error.
     """
     found: Checkpoint | None = None
     error: Exception | None = None

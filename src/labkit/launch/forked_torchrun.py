@@ -8,17 +8,15 @@ rank is a fork of the agent instead of a new interpreter that imports torch agai
 imports torch._dynamo, which torch's DDP and its optimizers would otherwise import on first use.
 `--agents 2`, before all other options, starts two agents; `labkit.launch.nodes --forked` uses it.
 
-This saves 4 s of processor time per rank, which is most of a lab's run time. It has four limits:
+This saves 4 s of processor time per rank, which is most of a lab's run time. Its limits:
 
-- forked ranks share one seed of string hashes, and therefore one order of sets;
-- a rank ends without running its atexit handlers;
-- the agent waits forever for a rank that ends with `os._exit(0)`;
-- the first argument that ends in .py is taken as the script.
+1. Forked ranks share one seed of string hashes, and therefore one order of sets.
+2. A rank ends without running its atexit handlers.
+3. The agent waits forever for a rank that ends with `os._exit(0)`.
+4. The first argument that ends in .py is taken as the script.
 
 Without os.fork (Windows), one agent is plain torchrun, and several agents are refused.
 """
-
-from __future__ import annotations
 
 import multiprocessing
 import os
@@ -40,7 +38,7 @@ AGENTS = "--agents"  # what `labkit.launch.nodes --forked` starts it with
 
 
 def agent(arguments: list[str]) -> None:
-    """Be torchrun's agent, on the command line that torchrun would be given."""
+    """Run torchrun's agent with the command line that torchrun would be given."""
     if hasattr(os, "fork"):
         # torchrun is to run this file on each rank, which then runs the script.
         scripts = (at for at, word in enumerate(arguments) if word.endswith(".py"))
@@ -52,7 +50,7 @@ def agent(arguments: list[str]) -> None:
 
 
 def rank(script: str) -> None:
-    """Be one rank: run `script` as a fresh interpreter would. `sys.argv` begins with its path."""
+    """Run `script` as a fresh interpreter would. `sys.argv` begins with its path."""
     path = Path(script).resolve()
     sys.path[0] = str(path.parent)
     # A fork begins with its parent's random generators, and with what it does at a signal.
@@ -81,9 +79,9 @@ def rank(script: str) -> None:
 
 
 def side_by_side(count: int, arguments: list[str]) -> int:
-    """Be so many agents, each a fork of this process, and return their exit code.
+    """Run `count` agents, each a fork of this process, and return their exit code.
 
-    What an agent leaves behind is ended by the guard around this process (`labkit.launch.nodes`).
+    The guard around this process ends whatever an agent leaves behind (`labkit.launch.nodes`).
     """
     fork = multiprocessing.get_context("fork")
     agents = [fork.Process(target=agent, args=(arguments,)) for _ in range(count)]

@@ -1,22 +1,20 @@
-"""Nothing outlives its caller: not a rank, not what a rank started, not even after SIGKILL.
+"""Process cleanup: no rank, and nothing that a rank started, outlives the caller.
 
-A process that is killed with SIGKILL cannot clean up, so somebody else has to. The somebody is a
-small process *between* the caller and the work:
+A process that is killed with SIGKILL cannot clean up. So a small guard process runs *between* the
+caller and the work:
 
-1. it sits in a session of its own, so that a signal to the caller's process group misses it;
-2. it adopts the orphans of the work (Linux: child subreaper), so that a daemon which left its
-   parent and its session is still found below it;
-3. it holds one end of a pipe whose other end only the caller holds; when the pipe closes, however
-   the caller ended, it kills everything below itself and leaves.
+1. It runs in its own session, so a signal to the caller's process group does not reach it.
+2. It adopts orphans (Linux: child subreaper), so it can find a daemon that left its parent and its
+   session.
+3. It holds one end of a pipe whose other end only the caller holds. When the pipe closes, the
+   caller has ended, for whatever reason; the guard then kills all its descendants and exits.
 
-`labkit.launch.ranks` builds its supervisor on these functions. `run_guarded` puts the same guard
-around a command; `python -m labkit.launch.guard COMMAND…` is the guard itself.
+`labkit.launch.fork_server` and `labkit.launch.ranks` build on these functions. `run_guarded` puts
+a guard around a command; `python -m labkit.launch.guard COMMAND…` is the guard itself.
 
-On macOS step 2 is not available (a daemon that changed its session may survive) and none of this
-has been proved there; on Windows neither step 1 nor step 2 is.
+Limits: macOS lacks step 2, so a daemon that changed its session may survive, and nothing here was
+tested there. Windows lacks steps 1 and 2.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -42,12 +40,16 @@ def _prctl(option: int, value: int) -> bool:
 
 
 def adopt_orphans() -> bool:
-    """Make this process the new parent of every orphan below it. True where the system can."""
+    """Make this process the parent of every orphan below it. Returns whether the system can do
+    that.
+    """
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> bool:
-    """Ask the kernel to kill this process when its parent ends. True where the system can."""
+    """Have the kernel kill this process when its parent ends. Returns whether the system can do
+    that.
+    """
     return _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) if os.name == "posix" else False
 
 
@@ -59,7 +61,7 @@ def own_session() -> None:
 
 
 def has_children() -> bool:
-    """False if this process certainly has no child left, running or zombie; reaps the zombies."""
+    """Whether this process may have children, running or zombies; reaps the zombies."""
     if not hasattr(os, "WNOHANG"):
         return True
     try:
@@ -71,7 +73,7 @@ def has_children() -> bool:
 
 
 def kill_descendants() -> None:
-    """Kill every process below this one and reap it. Costs one system call when there is none."""
+    """Kill and reap every process below this one. Costs one system call if there is none."""
     while has_children():
         below = psutil.Process().children(recursive=True)
         if not below:
@@ -85,12 +87,12 @@ def kill_descendants() -> None:
 def run_guarded(
     command: Sequence[str], timeout: float, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run(command)` with its output captured as text, and the guard around it.
+    """Run `command` under a guard and capture its output as text, like `subprocess.run`.
 
-    Whatever the command started is gone when this returns, raises `subprocess.TimeoutExpired`
-    after `timeout` seconds, or when the calling process is killed. `options` go to
-    `subprocess.Popen` (`cwd`, `env`). Costs about 0.1 s over the command itself. Raises ValueError
-    for an empty command or one that is a single string.
+    Nothing that the command started is left when this returns, when it raises
+    `subprocess.TimeoutExpired` after `timeout` seconds, or when the calling process is killed.
+    `options` are passed to `subprocess.Popen` (`cwd`, `env`). Costs about 0.1 s more than the
+    command itself. Raises ValueError if the command is empty or a single string.
     """
     if isinstance(command, str) or not command:
         raise ValueError(f"the command has to be a list of words, got {command!r}")
@@ -122,7 +124,7 @@ def run_guarded(
 
 
 class _Drain(threading.Thread):
-    """Reads a pipe to its end, so that a command which prints much never blocks on it."""
+    """Reads a pipe to its end, so that a command with much output never blocks on it."""
 
     def __init__(self, pipe) -> None:
         super().__init__(daemon=True)

@@ -1,12 +1,8 @@
-"""What a lab under torchrun needs: join the other ranks, print in rank order, find the worst."""
+"""What a lab under torchrun needs: join the ranks, print in rank order, find the worst value."""
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
@@ -14,30 +10,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from labkit.launch.arguments import parse_arguments as parse_arguments
+
 # Long enough for any lab's slowest rank. torch's own is half an hour.
 TIMEOUT = timedelta(minutes=5)
 
 
-def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """`parser.parse_args()` on every rank; help and errors are printed by the first one only."""
-    if os.environ.get("RANK", "0") == "0":
-        return parser.parse_args()
-    try:
-        with (
-            open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stdout(nowhere),
-            contextlib.redirect_stderr(nowhere),
-        ):
-            return parser.parse_args()
-    except SystemExit as leave:
-        if leave.code:
-            # torchrun ends all ranks when one has failed: let the first one say why, and be it.
-            time.sleep(5)
-        raise
-
-
 class Place(NamedTuple):
-    """Who this process is among the ranks."""
+    """The rank, the world size, and the device of this process."""
 
     rank: int
     world_size: int
@@ -46,19 +26,19 @@ class Place(NamedTuple):
 
 @contextlib.contextmanager
 def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
-    """Join the ranks that torchrun started, on one node or on many; leave them together at the end.
+    """Join the ranks that torchrun started, on one or several nodes; leave them together at the
+    end.
 
-    A collective that takes longer than `timeout` raises RuntimeError: another rank has not come.
-    NCCL and `cuda:LOCAL_RANK` where this machine has a GPU for each of its ranks, gloo and the CPU
-    otherwise. The environment variable LABKIT_DEVICE insists: "cpu"; or "cuda", and then ranks
-    share what GPUs there are, over gloo, if they are too few.
-
-    Exits with an explanation if the script was not started by torchrun, or cannot have that device.
+    A collective that takes longer than `timeout` raises RuntimeError. The backend is NCCL with
+    `cuda:LOCAL_RANK` if this machine has one GPU per rank, and gloo on the CPU otherwise. The
+    environment variable LABKIT_DEVICE overrides this: "cpu"; or "cuda", and then ranks share the
+    GPUs over gloo if there are too few. Exits with an explanation if torchrun did not start the
+    script, or if that device is missing.
     """
     if "LOCAL_RANK" not in os.environ:
         script = os.path.relpath(sys.argv[0])
         sys.exit(
-            f"{script} is one rank of several: start it with torchrun, for example\n"
+            f"{script} runs as one of several ranks: start it with torchrun, for example\n"
             f"    torchrun --standalone --nproc-per-node 4 {script}"
         )
     _refuse_restarts_that_cannot_work()
@@ -96,23 +76,23 @@ def place_of_rank(local_rank: int, local_world_size: int) -> tuple[torch.device,
 
 
 def _refuse_restarts_that_cannot_work() -> None:
-    """Where a restart would end in ranks that do not find each other.
+    """Refuse a configuration in which restarted ranks cannot find each other.
 
-    torchrun lets the ranks of each life meet in its own store. There the next life may find the
-    addresses of the last one's dead ranks; and on several nodes each node counts the restarts for
-    itself, so that its ranks look for the others under another number. With a store of rank 0's,
-    new in each life, there is neither.
+    By default, the ranks of every attempt meet in torchrun's own store. Restarted ranks may read
+    stale addresses from the previous attempt there. On several nodes, each node also counts the
+    restarts separately, so its ranks may look for the others under another number. A store that
+    rank 0 creates for each attempt avoids both.
     """
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         sys.exit(
-            "torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node, or "
-            "the restarted ranks may not find one another"
+            "torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node. "
+            "Otherwise restarted ranks may not find each other."
         )
 
 
 def print_in_rank_order(text: str) -> None:
-    """Print every rank's `text` from rank 0, in rank order. Every rank has to call it."""
+    """Print the `text` of every rank, in rank order, from rank 0. Every rank must call it."""
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.gather_object(text, texts if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
@@ -120,9 +100,11 @@ def print_in_rank_order(text: str) -> None:
 
 
 def largest_on_any_rank(*figures: float) -> float:
-    """The largest of all ranks' figures, the same on every rank; NaN if one of them is NaN.
+    """The largest of the given numbers on any rank, the same on every rank; NaN if one of them is
+    NaN.
 
-    Every rank has to call it, with as many figures. One all-gather of 8 bytes a figure, on the CPU.
+    Every rank must call it with the same count of numbers. Costs one all-gather of 8 bytes per
+    number, on the CPU.
     """
     # No maximum of an all-reduce, and none of Python's: both may leave a NaN out, which is the
     # worst that a difference can be.

@@ -1,19 +1,17 @@
-"""Several nodes on one machine: a torchrun agent for each, as on a cluster, and no rights needed.
+"""Several nodes on one machine: one torchrun agent per node, without special rights.
 
     python -m labkit.launch.nodes --nodes 2 --nproc-per-node 4 labs/accumulate_vs_ddp.py
 
-Each agent is started with the command that a cluster's node would get, `torchrun --nnodes 2
---rdzv-backend c10d --rdzv-endpoint HOST:PORT …` (or, with --forked, as a fork of one process that
-is given the same options); they meet on the loopback interface and start
-their own ranks. What is missing of a cluster: hostnames, addresses and a network between the nodes.
-`labs/two_hosts.sh` has these.
+Each agent runs the command that a node of a cluster would run: `torchrun --nnodes 2 --rdzv-backend
+c10d --rdzv-endpoint HOST:PORT …`. With --forked, the agents are forks of one process that gets the
+same options. The agents meet on the loopback interface and start their own ranks. A cluster also
+has different hostnames, addresses, and a network between its nodes; `labs/two_hosts.sh` provides
+these.
 
-Ends when all agents have ended, with the first failing one's exit code. Once one has failed, the
-others have a minute to notice. However this process itself ends, by Ctrl-C or killed, the agents
-and their ranks end with it: a guard holds each, or all forks (`labkit.launch.guard`).
+The command ends when all agents have ended, with the exit code of the first one that failed. After
+a failure, the other agents get one minute to notice. If the command itself is interrupted or
+killed, the agents and their ranks end with it (`labkit.launch.guard`).
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -30,10 +28,10 @@ GRACE = 60.0  # seconds
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free port of the loopback interface that the system gives to nobody else meanwhile.
+    """A free port of the loopback interface that the system gives to no other process meanwhile.
 
-    It is bound and not listened at; a server that sets SO_REUSEADDR, as torch's store does, may
-    still listen there (Linux).
+    The port is bound but not listened on. A server that sets SO_REUSEADDR, such as torch's store,
+    can still listen there (Linux).
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -45,9 +43,9 @@ TORCHRUN, FORKED_TORCHRUN = "torch.distributed.run", "labkit.launch.forked_torch
 
 
 def agent_command(nodes: int, port: int, arguments: list[str], *launcher: str) -> list[str]:
-    """What a node is started with.
+    """The command that starts one node.
 
-    `launcher`: a module that takes torchrun's command line, and what it is to be given before.
+    `launcher`: a module that takes torchrun's command line, and the arguments that go before it.
     """
     return [
         *(sys.executable, "-m", *launcher),
@@ -67,10 +65,10 @@ def main() -> None:
     parser.add_argument(
         "--forked",
         action="store_true",
-        help="let all agents, and their ranks, be forks of one process, which loads torch once",
+        help="fork all agents and their ranks from one process, which loads torch once",
     )
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="torchrun's further options, and the script"
+        "arguments", nargs=argparse.REMAINDER, help="further options of torchrun, and the script"
     )
     given, options = parser.parse_known_args()
     interface = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -90,25 +88,25 @@ def main() -> None:
 
 def at_least_one(text: str) -> int:
     if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is no number of nodes: give 1 or more")
+        raise argparse.ArgumentTypeError(f"{number} is not a number of nodes: give 1 or more")
     return number
 
 
 def start(
     command: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start `command` below a guard that kills it, and all that it started, once stdin closes.
+    """Start `command` under a guard that kills it and everything it started when stdin closes.
 
-    stdin is a pipe whose other end only this process holds, so it closes with this process.
+    stdin is a pipe whose other end only this process holds, so it closes when this process ends.
     """
     guarded = [sys.executable, "-m", "labkit.launch.guard", *command]
     return subprocess.Popen(guarded, stdin=subprocess.PIPE, env=environment)
 
 
 def first_failure(agents: list[subprocess.Popen[bytes]]) -> int:
-    """The exit code of the first agent that fails, or 0; none is running any more.
+    """The exit code of the first agent that fails, or 0; no agent is running afterwards.
 
-    `agents` are what `start` returned.
+    `agents` are the results of `start`.
     """
     failed = first_to_fail(lambda: [agent.poll() for agent in agents])
     for agent in agents:
@@ -119,9 +117,9 @@ def first_failure(agents: list[subprocess.Popen[bytes]]) -> int:
 
 
 def first_to_fail(exit_codes: Callable[[], Sequence[int | None]]) -> int:
-    """Wait until no exit code is None any more, `GRACE` seconds at most once one is not 0.
+    """Wait until every exit code is known, but at most `GRACE` seconds after the first failure.
 
-    Returns the first one that is not 0, or 0.
+    Returns the first exit code that is not 0, or 0.
     """
     failed, deadline = 0, math.inf
     while None in (codes := exit_codes()) and time.monotonic() < deadline:

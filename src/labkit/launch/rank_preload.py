@@ -1,7 +1,7 @@
-"""Imported by the fork server, once, so that no rank has to: whatever is slow to import.
+"""Modules that are slow to import; the fork server imports them once, for all ranks.
 
-Nobody else imports this module. torch._dynamo is here because torch's own DDP and its optimizers
-import it when they are first used: a second of every rank, in every call.
+Only the fork server imports this module. It loads torch._dynamo, because torch's DDP and
+optimizers import it on first use, which would cost every rank of every call one second.
 """
 
 import gc

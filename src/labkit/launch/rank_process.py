@@ -1,14 +1,13 @@
 """One rank of `labkit.launch.ranks`: set up, call the function, report, wait for the others.
 
-1. stdout and stderr go to files of this rank's own: the caller shows them in rank order;
-2. the process group is made, over the loopback interface, met through a file (no listening store);
-3. the function is unpickled and called;
-4. its result, or what went wrong, is sent to the supervisor as bytes;
-5. the rank stays until the supervisor says that all have reported. A rank that left earlier would
-   close its connections under a slower one, which would then report the wrong culprit.
+1. Redirect stdout and stderr to files of this rank; the caller shows them in rank order.
+2. Create the process group over the loopback interface. The ranks meet through a file, so no store
+   listens.
+3. Unpickle the function and call it.
+4. Send its result, or its error, to the supervisor as bytes.
+5. Wait until the supervisor says that every rank has reported. A rank that left earlier would
+   close its connections to a slower rank, which would then report a misleading error.
 """
-
-from __future__ import annotations
 
 import contextlib
 import faulthandler
@@ -36,12 +35,13 @@ from labkit.launch.guard import die_with_parent
 from labkit.launch.rank_states import Frame, describe, show_cells_as
 
 HANDED = ("rank", "world_size", "device")
+JOINED = "joined"  # sent to the supervisor before the report: the rank can communicate
 # A rank whose neighbor fell reports this; it is a victim, not the cause.
 VICTIM = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|Read error")
 
 
 class Job(NamedTuple):
-    """One call of run_ranks, as it is shipped to the supervisor and to every rank."""
+    """One call of run_ranks, as it is sent to the supervisor and to every rank."""
 
     payload: bytes  # cloudpickle of (fn, args)
     home: str  # the file that fn was written in
@@ -58,7 +58,7 @@ class Job(NamedTuple):
 
 
 class Report(NamedTuple):
-    """How one rank ended, as it travels to the caller."""
+    """How one rank ended, as it is sent to the caller."""
 
     status: str  # "returned", "raised", "exited", "died", "unfinished"
     text: str = ""  # for people: the traceback, or where it stands
@@ -71,9 +71,10 @@ class Report(NamedTuple):
 def bind(
     fn: Callable[..., Any], args: Sequence[Any], handed: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments for `fn`: `handed` by parameter name, `args` in order for all the others.
+    """The arguments for `fn`: `handed` by parameter name, and `args` in order for all other
+    parameters.
 
-    Raises TypeError, naming the parameters, when the two do not fill the signature.
+    Raises TypeError, with the parameter's name, if the two do not match the signature.
     """
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
@@ -110,7 +111,7 @@ def bind(
 
 
 def run_rank(rank: int, job: Job, folder: Path, supervisor: Connection) -> None:
-    """The whole life of rank `rank`. Reports once through `supervisor` and waits for its answer."""
+    """Run rank `rank`: report once through `supervisor`, then wait for its answer."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     _redirect_output(folder, rank)
@@ -121,7 +122,7 @@ def run_rank(rank: int, job: Job, folder: Path, supervisor: Connection) -> None:
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     try:
-        report = _call(rank, job, folder)
+        report = _call(rank, job, folder, supervisor)
     except SystemExit as leave:
         report = Report("exited", _exit_text(leave.code), time=time.monotonic())
     except BaseException as error:
@@ -144,7 +145,7 @@ def _redirect_output(folder: Path, rank: int) -> None:
         setattr(sys, name, stream)
 
 
-def _call(rank: int, job: Job, folder: Path) -> Report:
+def _call(rank: int, job: Job, folder: Path, supervisor: Connection) -> Report:
     os.environ.clear()
     os.environ.update(job.environment)
     # torch read TORCH_DISTRIBUTED_DEBUG when it was loaded: in the fork server, before this call.
@@ -172,6 +173,7 @@ def _call(rank: int, job: Job, folder: Path) -> Report:
     # Connected here does not mean connected everywhere: a function that destroys its group at once
     # would break up the connecting of a slower rank.
     dist.all_reduce(torch.zeros(1))
+    supervisor.send(JOINED)
     fn, args = cloudpickle.loads(job.payload)
     handed = dict(zip(HANDED, (rank, job.world_size, device), strict=True))
     positional, keywords = bind(fn, args, handed)
@@ -209,7 +211,7 @@ def _report_exception(error: BaseException, job: Job) -> Report:
 
 
 def _pickle_exception(error: BaseException) -> bytes:
-    """The exception, ready to travel; its parts if it does not come back whole; else nothing."""
+    """The pickled exception; its parts if it cannot be unpickled as a whole; otherwise b""."""
     parts = type(error), error.args, error.__dict__
     for candidate in (error, parts):
         try:
@@ -222,7 +224,7 @@ def _pickle_exception(error: BaseException) -> bytes:
 
 
 def rebuild_exception(payload: bytes) -> BaseException | None:
-    """What `_pickle_exception` sent; None where this process cannot make it."""
+    """The exception that `_pickle_exception` sent; None if this process cannot rebuild it."""
     try:
         found = cloudpickle.loads(payload)
         if isinstance(found, BaseException):

@@ -1,11 +1,9 @@
-"""Where a rank stands: turns the stack that a stopped rank left into one line for a person.
+"""Where a rank is: turn the stack of a stopped rank into one line of text.
 
-A hang in data-parallel training has one question: who waits in which collective, and from which
-line of my code? Each rank writes its stack (faulthandler) when it is asked to, even while it is
-blocked inside the communication library. This module reads that stack; it starts nothing.
+A hang in data-parallel training raises one question: which rank waits in which collective, at
+which line of my code? Every rank writes its stack on request (faulthandler), even while it is
+blocked inside the communication library. This module reads such a stack; it starts nothing.
 """
-
-from __future__ import annotations
 
 import linecache
 import os
@@ -28,7 +26,7 @@ _LIBRARIES = tuple(
 
 
 class Frame(NamedTuple):
-    """One line of a stack: which file, which line of it, in which function."""
+    """One entry of a stack: file, line, and function."""
 
     file: str
     line: int
@@ -36,19 +34,19 @@ class Frame(NamedTuple):
 
 
 class RankState(NamedTuple):
-    """What one rank was doing when it was looked at."""
+    """What a rank was doing when its stack was read."""
 
     text: str
     waits: bool
 
 
 def is_under_work(file: str) -> bool:
-    """Whether `file` is the reader's own code (a cell, a script, a package), and no library's."""
+    """Whether `file` is the reader's own code (a cell, a script, a package) and not a library's."""
     return not file.startswith((*_LIBRARIES, "<frozen"))
 
 
 def show_cells_as(text: str, cells: Mapping[str, str]) -> str:
-    """`text` with the kernel's temporary file names of notebook cells replaced by `<cell>`."""
+    """`text` with `<cell>` instead of the temporary file names of notebook cells."""
     for file in cells:
         text = text.replace(file, CELL)
     return text
@@ -69,9 +67,9 @@ def read_stack(dump: str, main_thread: int) -> list[Frame]:
 
 
 def describe(frames: list[Frame], cells: Mapping[str, str], home: str) -> RankState:
-    """Say what a rank with this stack does, and at which line of the caller's code.
+    """What a rank with this stack is doing, and at which line of the caller's code.
 
-    `home` is the file that holds the function given to run_ranks: its innermost frame is the line
+    `home` is the file of the function that run_ranks was given. Its innermost frame is the line
     that the reader knows. `cells` maps file names that exist only in the kernel to their text.
     """
     if not frames:
@@ -88,7 +86,7 @@ def describe(frames: list[Frame], cells: Mapping[str, str], home: str) -> RankSt
 
 
 def _action(frames: list[Frame], cells: Mapping[str, str]) -> tuple[str, bool]:
-    """What the innermost frames do, and whether that is waiting for other ranks."""
+    """What the innermost frames are doing, and whether that is waiting for other ranks."""
     collective = None
     for frame in frames:
         # Of nested ones (all_gather_object calls all_gather) the caller wrote the outermost.

@@ -1,17 +1,16 @@
-"""The process between the caller and its ranks: starts them, watches them, leaves none behind.
+"""The process between the caller and its ranks: it starts, watches, and ends them.
 
-One supervisor a call of `run_ranks`. It is forked from the fork server, which has torch loaded and
-has never run a thread, so that a rank costs a fork and not an import of torch.
+Each call of `run_ranks` has one supervisor. It is forked from the fork server, which has loaded
+torch and never runs a thread, so starting a rank costs one fork and no import of torch.
 
-1. leave the caller's session and adopt orphans (`labkit.launch.guard`);
-2. fork one process a rank;
-3. wait for reports until every rank has one, one has failed, the time is up, or the caller is gone;
-4. after a failure or at the time-out, ask the ranks still running for their stacks;
-5. let the ranks go, kill what is left of them and of whatever they started;
-6. send the caller one list of reports and the ranks' output.
+1. Leave the caller's session and adopt orphans (`labkit.launch.guard`).
+2. Fork one process per rank.
+3. Collect reports until every rank has reported, one has failed, the time is up, or the caller has
+   ended.
+4. After a failure or a timeout, ask the ranks that still run for their stacks.
+5. Let the ranks go; kill those that remain and everything they started.
+6. Send the caller the reports and the ranks' output.
 """
-
-from __future__ import annotations
 
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from labkit.launch.guard import adopt_orphans, kill_descendants, own_session
-from labkit.launch.rank_process import Job, Report, run_rank
+from labkit.launch.rank_process import JOINED, Job, Report, run_rank
 from labkit.launch.rank_states import RankState, describe, read_stack, show_cells_as
 
 # After a failure the other ranks get this long to arrive at where they will be stuck, so that the
@@ -33,18 +32,21 @@ from labkit.launch.rank_states import RankState, describe, read_stack, show_cell
 _SETTLE = 2.0
 _LOOK_EVERY = 0.1
 _LEAVE_WITHIN = 5.0
+# Seconds that ranks may take to join, even if the time for the function is shorter: on a busy
+# machine, joining takes longer than the function.
+_JOIN_WITHIN = 30.0
 _SHOWN = 200_000  # bytes of output a rank; what lies beyond is counted, not shown
 
 
 class Outcome(NamedTuple):
-    """What the caller gets: a report a rank, and each rank's (stdout, stderr)."""
+    """What the caller receives: one report per rank, and the (stdout, stderr) of each rank."""
 
     reports: list[Report]
     outputs: list[tuple[str, str]]
 
 
 def supervise(caller: Connection, job: Job) -> None:
-    """Run `job` and send its Outcome to `caller`. Returns only when no process is left below."""
+    """Run `job` and send its Outcome to `caller`. When it returns, no process is left below it."""
     own_session()
     adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -76,12 +78,13 @@ class _CallerGoneError(Exception):
 
 
 class _Ranks:
-    """The running ranks of one job, and what they have reported so far."""
+    """The running ranks of one job, and their reports so far."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.job = job
         self.folder = folder
         self.reports: dict[int, Report] = {}
+        self.joined: set[int] = set()
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, BaseProcess] = {}
         context = multiprocessing.get_context(job.start_method)
@@ -98,9 +101,12 @@ class _Ranks:
         return [r for r in range(self.job.world_size) if r not in self.reports]
 
     def watch(self, caller: Connection) -> bool:
-        """Collect reports. True if every rank returned; False on a failure or at the time-out."""
-        deadline = time.monotonic() + self.job.timeout
+        """Collect reports. True if every rank returned; False after a failure or a timeout."""
+        deadline = time.monotonic() + max(self.job.timeout, _JOIN_WITHIN)
+        all_joined = False
         while self.unfinished:
+            if not all_joined and len(self.joined) == self.job.world_size:
+                all_joined, deadline = True, time.monotonic() + self.job.timeout
             self._collect(caller, deadline)
             failed = any(report.status != "returned" for report in self.reports.values())
             if failed:
@@ -111,7 +117,7 @@ class _Ranks:
         return all(report.status == "returned" for report in self.reports.values())
 
     def _collect(self, caller: Connection, deadline: float) -> None:
-        """Take what arrives within a moment, at the latest until `deadline`."""
+        """Receive the reports that arrive within a moment, at the latest until `deadline`."""
         rank_of = {self.pipes[rank]: rank for rank in self.unfinished}
         left = max(0.0, deadline - time.monotonic())
         ready = wait([caller, *rank_of], timeout=min(left, _LOOK_EVERY))
@@ -120,7 +126,11 @@ class _Ranks:
             raise _CallerGoneError
         for pipe in ready:
             try:
-                self.reports[rank_of[pipe]] = pipe.recv()
+                message = pipe.recv()
+                if message == JOINED:
+                    self.joined.add(rank_of[pipe])
+                else:
+                    self.reports[rank_of[pipe]] = message
             except (EOFError, ConnectionResetError):
                 self.reports[rank_of[pipe]] = self._report_death(rank_of[pipe])
         for rank in self.unfinished:
@@ -144,7 +154,7 @@ class _Ranks:
         return Report("died", text, time=now)
 
     def _settle(self, caller: Connection, deadline: float) -> None:
-        """Wait until nobody moves: every other rank has reported, or stands where it stood."""
+        """Wait until every other rank has reported or no longer moves."""
         before: list[RankState] | None = None
         while self.unfinished and time.monotonic() < deadline:
             self._collect(caller, min(deadline, time.monotonic() + _LOOK_EVERY))
@@ -177,7 +187,7 @@ class _Ranks:
             self.reports[rank] = Report("unfinished", state.text, waits=state.waits)
 
     def release(self) -> None:
-        """All have reported: let every rank end by itself, and give it a bounded time for that."""
+        """All ranks have reported: let them end on their own, for a bounded time."""
         for pipe in self.pipes.values():
             pipe.send("go")
         deadline = time.monotonic() + _LEAVE_WITHIN

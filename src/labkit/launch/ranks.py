@@ -1,4 +1,4 @@
-"""Ranks in a notebook: `run_ranks(fn, 4)` calls `fn` on four fresh processes.
+"""Ranks in a notebook: `run_ranks(fn, 4)` calls `fn` in four new processes.
 
     def work(rank, world_size, device, scale):
         x = torch.full((2,), float(rank), device=device)
@@ -7,34 +7,31 @@
 
     run_ranks(work, 4, 10.0)  # a list of four tensors, in rank order
 
-The function may be written in a notebook cell. It is handed, by the names of its parameters, those
-of `rank`, `world_size` and `device` that it asks for; its other parameters are filled from `args`
-in order. A default process group is ready when it is called.
+The function may be written in a notebook cell. Parameters named `rank`, `world_size`, and `device`
+are filled by name; `args` fills all others in order. The default process group is initialized when
+the function is called.
 
 How it works, and where to read on:
 
-1. here, the call is checked, and the function is pickled with cloudpickle;
-2. a supervisor is forked from a fork server that has loaded torch
-   (`labkit.launch.rank_supervisor`);
-3. it forks the ranks (`labkit.launch.rank_process`), and watches them and the caller;
-4. here again, the ranks' output is shown in rank order, and the results are returned, or the first
-   failure is raised with the state of all the other ranks (`labkit.launch.rank_states`).
+1. This module checks the call and pickles the function with cloudpickle.
+2. A supervisor is forked from a server that has loaded torch (`labkit.launch.fork_server`,
+   `labkit.launch.rank_supervisor`).
+3. The supervisor forks the ranks (`labkit.launch.rank_process`) and watches them and the caller.
+4. This module prints the ranks' output in rank order. It returns the results, or raises the first
+   failure together with the state of every other rank (`labkit.launch.rank_states`).
 
-Each call costs about 0.1 s for four ranks on two cores, and about a second more the first time, in
-which the fork server imports torch. Every rank is a new process with one thread, and random
-generators (torch's, Python's, numpy's) of its own, so nothing carries over from one cell to the
-next; a chapter that wants equal numbers everywhere has to seed. One thing is shared that torchrun's
-ranks do not share: the seed of string hashes, and with it the order of sets.
+A call with four ranks takes about 0.1 s on two cores. The first call takes about a second more,
+because the fork server imports torch. Every rank is a new process with one thread and newly seeded
+random number generators (torch, Python, numpy). So nothing carries over from one cell to the next,
+and a chapter that needs equal numbers on all ranks must set a seed. Unlike torchrun's ranks, these
+share one seed of string hashes, and therefore one order of sets.
 
-Nothing listens but gloo itself, on the loopback interface and at ports that the system chooses.
-Nothing is left behind, also when the caller is killed (`labkit.launch.guard`).
+Only gloo listens, on the loopback interface and on ports that the system chooses. No process is
+left behind, even if the caller is killed (`labkit.launch.guard`).
 
-Proved on Linux. macOS takes the same path less two Linux system calls, and has not been proved. On
-Windows ranks are started with spawn, which costs seconds a call, and a hang is reported without the
-line at which it hangs.
+Tested on Linux. macOS takes the same path without two Linux system calls; it was not tested. On
+Windows ranks are spawned: a call takes seconds, and the report of a hang does not name the line.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -64,9 +61,9 @@ _NOISE = re.compile(r"^(\[rank\d+\]:)?\[?[EWI]\d{4} \d\d:\d\d:\d\d|^\[Gloo\] Ran
 
 
 class RanksError(RuntimeError):
-    """A rank ended in a way that has no exception of its own, or the call could not be shipped.
+    """A rank ended without an exception of its own, or the call could not be sent to the ranks.
 
-    `states` holds one line a rank, in rank order.
+    `states` holds one line per rank, in rank order.
     """
 
     def __init__(self, message: str, states: tuple[str, ...] = ()) -> None:
@@ -82,7 +79,7 @@ class RanksError(RuntimeError):
 
 
 class RanksTimeoutError(RanksError, TimeoutError):
-    """At least one rank had not returned when the time was up; every rank has been stopped."""
+    """At least one rank did not return in time; every rank has been stopped."""
 
 
 def run_ranks(
@@ -93,31 +90,32 @@ def run_ranks(
     device: str = "auto",
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call `fn` on `world_size` fresh ranks and return their results in rank order.
+    """Call `fn` on `world_size` new ranks and return their results in rank order.
 
     Args:
-        fn: any function that cloudpickle can ship, one written in a cell too. Parameters named
-            `rank` (int), `world_size` (int) and `device` (torch.device) are handed over by name.
-        world_size: how many ranks, at least 1.
-        args: what fills the other parameters of `fn`, in order, the same on every rank.
-        timeout: seconds, from when the ranks have been forked until each has returned.
-        device: "auto" takes NCCL and `cuda:rank` where there are `world_size` GPUs, and otherwise
-            gloo and the CPU. "cpu" always takes the CPU. "cuda" insists on GPUs: with fewer than
-            `world_size` of them the ranks share what there is, over gloo.
-        env: environment variables for the ranks, on top of the caller's.
+        fn: any function that cloudpickle can pickle, including one from a notebook cell. Parameters
+            named `rank` (int), `world_size` (int), and `device` (torch.device) are filled by name.
+        world_size: the number of ranks, at least 1.
+        args: values for the other parameters of `fn`, in order, the same on every rank.
+        timeout: seconds for the function, counted from the moment when all ranks have joined the
+            process group.
+        device: "auto" takes NCCL and `cuda:rank` if there are `world_size` GPUs, and otherwise gloo
+            on the CPU. "cpu" always takes the CPU. "cuda" requires GPUs; ranks share them, over
+            gloo, if there are fewer than `world_size`.
+        env: environment variables for the ranks, added to the caller's.
 
     Raises:
-        ValueError, TypeError: `world_size`, `timeout`, `device` or the arguments make no sense.
-        the rank's own exception: the first that a rank raised. Its notes hold that rank's traceback
-            and the state of the others.
-        RanksTimeoutError: the time is up. The text says for each rank whether it finished, or
-            waits in which collective, and at which line of the caller's code.
-        RanksError: a rank left through sys.exit or os._exit or was killed, its result cannot be
-            sent back, or `fn` cannot be shipped.
+        ValueError, TypeError: `world_size`, `timeout`, `device`, or the arguments are not valid.
+        the rank's own exception: the first one that a rank raised. Its notes hold that rank's
+            traceback and the state of the other ranks.
+        RanksTimeoutError: the time is up. The text says for each rank whether it finished, or in
+            which collective it waits and at which line of the caller's code.
+        RanksError: a rank called sys.exit or os._exit or was killed, its result cannot be sent
+            back, or `fn` cannot be pickled.
 
-    What the ranks print is shown when all have ended, in rank order, each line marked `[rank r]`.
-    Results are pickled: a parameter loses its gradient, and a view takes its whole storage along
-    (return a clone).
+    The ranks' output is printed after all ranks have ended, in rank order; each line begins with
+    `[rank r]`. Results are pickled: a parameter loses its gradient, and a view takes its whole
+    storage with it (return a clone).
     """
     _check(fn, world_size, args, timeout)
     devices, backend = _place(world_size, device)
@@ -159,18 +157,18 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
     except TypeError as error:
         raise TypeError(
             f"run_ranks cannot call {_name(fn)} with {len(args)} argument(s): {error}. Parameters "
-            "named rank, world_size or device are handed over by run_ranks; every other one is "
-            "filled, in order, from the arguments after world_size."
+            "named rank, world_size, or device are filled by run_ranks; all others are filled, "
+            "in order, from the arguments after world_size."
         ) from None
 
 
 def _place(world_size: int, device: str) -> tuple[tuple[str, ...], str]:
-    """A device for every rank, and the backend that they can talk over."""
+    """One device per rank, and the backend for them."""
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f'device must be "auto", "cpu" or "cuda", got {device!r}')
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and gpus == 0:
-        raise ValueError('device="cuda" was asked for, and torch sees no GPU. Use device="auto".')
+        raise ValueError('device="cuda" needs a GPU, and torch finds none. Use device="auto".')
     if gpus >= world_size:
         # Both backends, so that small things may also be exchanged as CPU tensors.
         return tuple(f"cuda:{rank}" for rank in range(world_size)), "cpu:gloo,cuda:nccl"
@@ -180,7 +178,7 @@ def _place(world_size: int, device: str) -> tuple[tuple[str, ...], str]:
 
 
 def _cells() -> dict[str, str]:
-    """The text of every cell run so far, by the temporary file name that its code objects carry."""
+    """The text of every cell run so far, by the temporary file name in its code objects."""
     return {
         name: "".join(entry[2])
         for name, entry in list(linecache.cache.items())
@@ -192,7 +190,7 @@ def _cells() -> dict[str, str]:
 
 
 def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that somebody wrote, inside of partial objects and decorators."""
+    """The function itself, without partial objects and decorators."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return inspect.unwrap(fn)
@@ -226,18 +224,20 @@ def _ship(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             return cloudpickle.dumps((fn, args))
     except Exception as error:
         raise RanksError(
-            f"{_name(fn)} cannot be shipped to the ranks: it, or an argument, holds something that "
+            f"{_name(fn)} cannot be sent to the ranks: it, or an argument, holds something that "
             f"exists only in this process ({type(error).__name__}: {error}). Open files, locks, "
-            "generators and process groups have to be made inside the function; pass plain data "
+            "generators, and process groups must be created inside the function; pass plain data "
             "and tensors."
         ) from error
 
 
 @contextlib.contextmanager
 def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
-    """Ship functions of a stand-alone script or test module as code, and packages by their name.
+    """Pickle functions of a stand-alone script or test module as code, and those of packages by
+    name.
 
-    By name, each rank would import the whole script again, with all that it imports.
+    If they were pickled by name, each rank would import the whole script with everything it
+    imports.
     """
     module = sys.modules.get(getattr(_innermost(fn), "__module__", None) or "")
     file = getattr(module, "__file__", None)
@@ -258,7 +258,7 @@ def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def _supervised(job: Job) -> Outcome:
-    """Run `job` under a supervisor. However this is left, the supervisor and its ranks are gone."""
+    """Run `job` under a supervisor. Afterwards the supervisor and its ranks are gone."""
     try:
         with forked(supervise, job, name="labkit supervisor") as supervisor:
             return _await(supervisor)
@@ -321,7 +321,7 @@ def _raise_first_failure(reports: list[Report], job: Job) -> NoReturn:
 
 
 _NEXT = {
-    "exited": "let the function return or raise: the others cannot go on without this rank.",
+    "exited": "let the function return or raise: the others cannot continue without this rank.",
     "died": "look at what that rank did last; its output, if any, is shown above.",
     "unsendable": "change the function's return statement.",
 }
@@ -355,7 +355,7 @@ def _raise_timeout(reports: list[Report], states: tuple[str, ...], job: Job) -> 
             "shape and dtype; find the one that differs."
         )
     else:
-        action = "pass a larger timeout= if the work is only long, or end the loop that never ends."
+        action = "pass a larger timeout= if the work takes that long, or fix the endless loop."
     raise RanksTimeoutError(
         f"{len(late)} of {len(reports)} ranks did not finish within {job.timeout:g} s, and every "
         f"rank was stopped.\n{lines}\nNext: {action}",

@@ -1,6 +1,4 @@
-"""Run one of the project's scripts from a chapter or a test, and leave nothing of it behind."""
-
-from __future__ import annotations
+"""Run one of the project's scripts from a chapter or a test, and leave no process behind."""
 
 import os
 import re
@@ -20,9 +18,9 @@ _TORCHRUN_REPORT = re.compile(r"^E\d{4} .*torch/distributed/elastic/.*\] failed"
 
 
 class ScriptError(RuntimeError):
-    """A script ended with an error, or not in time. The text holds the end of what it wrote.
+    """A script failed or did not end in time. The text holds the end of its output.
 
-    `said` holds all of it, stdout and then stderr.
+    `said` holds all of its output, stdout and then stderr.
     """
 
     def __init__(self, message: str, said: str = "") -> None:
@@ -31,7 +29,9 @@ class ScriptError(RuntimeError):
 
 
 def project_root(start: Path | None = None) -> Path:
-    """The folder that holds this project's pyproject.toml, at or above `start` (default: here)."""
+    """The folder with this project's pyproject.toml, at or above `start` (default: the current
+    folder).
+    """
     start = (start or Path.cwd()).resolve()
     for folder in (start, *start.parents):
         if (folder / "pyproject.toml").is_file() and (folder / "labs").is_dir():
@@ -51,22 +51,22 @@ def run_script(
     max_restarts: int = 0,
     fresh: bool = False,
 ) -> str:
-    """Run a script of this project with this Python and return what it printed to stdout.
+    """Run a script of this project with this Python, and return what it printed to stdout.
 
     Args:
         script: its path from the project's root, for example "labs/accumulate_vs_ddp.py".
-        args: its command line; numbers may be given as such.
-        ranks: start that many of it, by torchrun; as a plain script when None.
+        args: its command-line arguments; numbers are converted to text.
+        ranks: run this many ranks of it under torchrun; None runs it as a plain script.
         fresh: start each rank as a new interpreter, as torchrun does by default. Otherwise a rank
             and torchrun's agent are forks of a server that has loaded torch
             (`labkit.launch.warm_torchrun`), which takes a tenth of the time.
-        timeout: seconds, after which everything that it started is stopped.
-        nodes: start so many torchrun agents with `ranks` ranks each, as on a cluster of nodes.
-        max_restarts: how often torchrun may start all ranks anew after one has failed.
+        timeout: seconds, after which the script and everything it started are stopped.
+        nodes: start this many torchrun agents with `ranks` ranks each, as on a cluster.
+        max_restarts: how often torchrun may restart all ranks after one has failed.
 
-    Raises FileNotFoundError if there is no such script, and ScriptError, with the end of what the
-    script wrote, if it fails or is late. A lab on 4 ranks takes about 5 s, and 15 with `fresh`,
-    most of which is the import of torch.
+    Raises FileNotFoundError if the script does not exist. Raises ScriptError, with the end of the
+    output, if the script fails or does not end in time. Two ranks of a lab take about a second, or
+    about 15 s with `fresh`, mostly for importing torch.
     """
     root = project_root()
     if not (root / script).is_file():

@@ -1,4 +1,4 @@
-"""See one step, and predict it: recorder, timeline, slow link, cost model, benchmark harness."""
+"""Look at one step and predict it: recorder, timeline, slow link, cost model, benchmarks."""
 
 from labkit.lazy import offer
 

@@ -1,12 +1,10 @@
-"""What the scripts of labs/benchmarks share: models, the clock of paired steps, the JSON.
+"""What the scripts in labs/benchmarks share: models, paired timing, and JSON output.
 
-Two programs are compared within one run, in the same processes, turn by turn: a machine that slows
-down for a while then slows both, and the median over the turns of the *ratio* of the two hardly
-notices. Times of separate runs can differ by more than what is to be shown. A turn that another
-program disturbed can be taken again.
+Two programs are compared within one run: they take turns in the same processes. If the machine
+slows down for a while, it slows both, and the median *ratio* of the two over all turns hardly
+changes. Times from separate runs can differ by more than the effect of interest. A turn that
+another program disturbed can be repeated.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -25,17 +23,17 @@ from torch import Tensor, nn
 
 
 class BenchmarkModel(NamedTuple):
-    """A module, and the shape of what one rank feeds it in a step."""
+    """A module, and the shape of one rank's input in a step."""
 
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
 
     def inputs(self, rank: int) -> Tensor:
-        """Other data on each rank."""
+        """Inputs that differ between ranks."""
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(rank))
 
     def module(self) -> nn.Module:
-        """Built with one seed, so that all copies are equal."""
+        """A new module; all copies are equal, because they are built with one seed."""
         torch.manual_seed(0)
         return self.build()
 
@@ -55,7 +53,9 @@ def _transformer(layers: int, width: int) -> nn.Module:
 
 
 def benchmark_models(quick: bool = False) -> dict[str, BenchmarkModel]:
-    """The three models of all benchmarks; with `quick` small ones that only show that it runs."""
+    """The three models of all benchmarks; with `quick`, small ones that only show that the code
+    runs.
+    """
     if quick:
         return {
             "wide MLP": BenchmarkModel(lambda: _linears(3, 64), (4, 64)),
@@ -75,15 +75,15 @@ def take_turns(
     after: Callable[[], object],
     patience: float = 0.0,
 ) -> dict[str, list[float]]:
-    """Time each of `programs` once a round, in an order that is drawn anew for each round.
+    """Time each of `programs` once per round, in an order that is shuffled in each round.
 
-    Every rank has to call it with the same names. All start together; what counts is the rank that
-    ends last, so all ranks return the same seconds, in order of rounds. `after` is called after
-    each, and not timed. A program that returns a float is timed by that, in seconds.
+    Every rank must call it with the same names. All ranks start together, and the slowest rank
+    counts, so all ranks return the same seconds, in the order of rounds. `after` runs after each
+    turn and is not timed. A program that returns a float reports its own time, in seconds.
 
-    A turn in which other programs took more than a twentieth of the processors (and 20 ms, since
-    the system counts in hundredths of a second) is taken again, as long as such turns have cost
-    less than `patience` seconds. Only Linux tells; elsewhere every turn counts.
+    A turn is disturbed if other programs took more than a twentieth of the processors' time (and
+    20 ms, because the system counts in hundredths of a second). Disturbed turns are repeated until
+    they have cost `patience` seconds. Only Linux can detect them; elsewhere every turn counts.
     """
     names = list(programs)
     shuffle = random.Random(0).shuffle
@@ -115,7 +115,7 @@ def take_turns(
 
 
 def _busy() -> float:
-    """The seconds that all processors of this machine have worked, where the system tells."""
+    """The seconds that all processors of this machine have worked; 0 if the system does not say."""
     try:
         first = Path("/proc/stat").read_text().split("\n", 1)[0]
     except OSError:
@@ -130,7 +130,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What of this machine a reader of the figures needs to know."""
+    """The facts about this machine that a reader of the numbers needs."""
     return {"cores": os.cpu_count(), "threads a rank": 1, "torch": torch.__version__}
 
 
@@ -140,16 +140,20 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument(
-        "--quick", action="store_true", help="tiny sizes and few repeats: shows only that it runs"
+        "--quick",
+        action="store_true",
+        help="tiny sizes and few repeats: only shows that the code runs",
     )
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there, too")
+    made.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the raw numbers to FILE"
+    )
     return made
 
 
 def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write `figures` and the machine's to `path` as JSON; nothing if it is None.
+    """Write `figures` and the machine's description to `path` as JSON; nothing if `path` is None.
 
-    A list of numbers takes one line, so that the file can be read.
+    A list of numbers takes one line, to keep the file readable.
     """
     if path is not None:
         text = json.dumps({"machine": describe_machine(), **figures}, indent=1)

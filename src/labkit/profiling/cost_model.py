@@ -1,30 +1,28 @@
-"""What a collective costs, and how long a step would take: on other links, with more ranks.
+"""The cost of a collective and the time of a step, on other links and with more ranks.
 
     link = fit(measure_all_reduce([2**12, 2**20, 2**24])).link           # on each rank; or
     link = Link.of(gbit_per_s=10, latency_us=20)
     step = simulate(backward_of(recording), plan, lambda n: link.seconds(ring(1024, n)))
 
-Three parts, each small arithmetic and no communication but in `measure_all_reduce`:
+The module has three parts. Only `measure_all_reduce` communicates.
 
 1. *The α–β model.* A message of n bytes takes α + n·β seconds: α is the latency of the link, 1/β
-   its bandwidth. `naive`, `ring`, `recursive_doubling` and `gloo` say how many messages of an
-   all-reduce have to wait for one another, and how long these are together.
-2. *Fitting.* `fit` finds α and β of this machine from measured times, and how far off they are.
+   its bandwidth. `naive`, `ring`, `recursive_doubling`, and `gloo` give the number of messages of
+   an all-reduce that wait for one another, and their total length.
+2. *Fitting.* `fit` computes α and β of this machine from measured times, and the error of the fit.
 3. *Simulating a step.* The inputs are a recorded backward (`labkit.profiling.recording`), a bucket
-   plan, and the cost of an all-reduce. Buckets are launched in order, and the link carries one at a
-   time. The result is simulated, not measured; `SimulatedStep.error` compares it with a measured
+   plan, and the cost of an all-reduce. Buckets are launched in order, and the link carries one at
+   a time. The result is simulated, not measured; `SimulatedStep.error` compares it with a measured
    step.
 
-The models are for a network that is free and alike between any two ranks. In a cluster it is not:
+The models assume an otherwise idle network that is the same between any two ranks. In a cluster,
 nodes share links, and a step waits for its slowest rank.
 
-Sources: Hockney, "The communication challenge for MPP" (1994) for α + n·β; Thakur, Rabenseifner and
-Gropp, "Optimization of Collective Communication Operations in MPICH" (2005) for the algorithms;
-Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations" (2009)
-for the bound; gloo/allreduce.cc for gloo.
+Sources: Hockney, "The communication challenge for MPP" (1994) for α + n·β; Thakur, Rabenseifner
+and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005) for the
+algorithms; Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of
+Workstations" (2009) for the bound; gloo/allreduce.cc for gloo.
 """
-
-from __future__ import annotations
 
 import statistics
 import time
@@ -44,10 +42,10 @@ _SEGMENT = MIB  # the longest message that gloo sends
 
 
 class Cost(NamedTuple):
-    """What one all-reduce takes, whatever the link.
+    """The cost of one all-reduce, independent of the link.
 
-    `steps` are messages that have to wait for one another, `bytes` the length of these together;
-    `sent` is what the busiest rank sends in all, in bytes.
+    `steps` counts the messages that wait for one another, and `bytes` is their total length.
+    `sent` is the number of bytes that the busiest rank sends.
     """
 
     steps: int
@@ -56,18 +54,20 @@ class Cost(NamedTuple):
 
 
 def least_bytes(world_size: int, nbytes: float) -> float:
-    """What somebody has to send in any all-reduce of `nbytes`: 2(W−1)/W of them."""
+    """The bytes that some rank must send in any all-reduce of `nbytes`: 2(W−1)/W of them."""
     return 2 * (world_size - 1) / world_size * nbytes
 
 
 def naive(world_size: int, nbytes: float) -> Cost:
-    """All send to rank 0, one after another, and it sends the sum back: 2(W−1) whole messages."""
+    """All ranks send to rank 0, one after another, and it sends the sum back: 2(W−1) whole
+    messages.
+    """
     others = world_size - 1
     return Cost(2 * others, 2 * others * nbytes, others * nbytes)
 
 
 def ring(world_size: int, nbytes: float) -> Cost:
-    """Chunks of n/W bytes around a ring, twice: 2(W−1) steps, and no all-reduce sends less."""
+    """Chunks of n/W bytes go around a ring twice: 2(W−1) steps. No all-reduce sends fewer bytes."""
     sent = least_bytes(world_size, nbytes)
     return Cost(2 * (world_size - 1), sent, sent)
 
@@ -75,7 +75,7 @@ def ring(world_size: int, nbytes: float) -> Cost:
 def recursive_doubling(world_size: int, nbytes: float) -> Cost:
     """Pairs exchange everything, then pairs of pairs: log₂W steps of n bytes.
 
-    Where W is not a power of two, two steps more, for the ranks beyond the greatest one below it.
+    If W is not a power of two, the ranks beyond the next lower power of two take two more steps.
     """
     doublings = world_size.bit_length() - 1
     if world_size == 2**doublings:
@@ -84,20 +84,21 @@ def recursive_doubling(world_size: int, nbytes: float) -> Cost:
 
 
 def tree(world_size: int, nbytes: float) -> Cost:
-    """Two binary trees at once, half of the bytes up and down each, cut into many small pieces.
+    """Two binary trees at once: half of the bytes go up and down each tree, in many small pieces.
 
-    The least that takes: ⌈log₂W⌉ steps up, as many down, and every byte twice over a rank's link.
-    Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction
-    and scan" (2009).
+    This is a lower bound: ⌈log₂W⌉ steps up, as many down, and every byte crosses a rank's link
+    twice. Source: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast,
+    reduction and scan" (2009).
     """
     depth = (world_size - 1).bit_length()
     return Cost(2 * depth, 2 * nbytes if depth else 0, 2 * nbytes if depth else 0)
 
 
 def gloo(world_size: int, nbytes: float) -> Cost:
-    """gloo's own all-reduce: a ring whose chunks are cut into segments of at most 1 MiB.
+    """gloo's all-reduce: a ring with chunks cut into segments of at most 1 MiB.
 
-    At least two a chunk, and two are under way at once, so the latency is paid for every other one.
+    Each chunk has at least two segments, and two are in flight at once. So every other segment
+    pays the latency.
     """
     segments = max(2, -(-int(nbytes) // (_SEGMENT * world_size)))
     sent = least_bytes(world_size, nbytes)
@@ -113,14 +114,14 @@ ALGORITHMS: dict[str, Callable[[int, float], Cost]] = {
 
 
 class Link(NamedTuple):
-    """α in seconds a step, and β in seconds a byte."""
+    """A link: α in seconds per step, and β in seconds per byte."""
 
     latency: float
     seconds_per_byte: float
 
     @classmethod
     def of(cls, gbit_per_s: float, latency_us: float) -> Self:
-        """A link as its vendor would name it, in 10⁹ bit/s and microseconds."""
+        """A link by its bandwidth in 10⁹ bit/s and its latency in microseconds."""
         if not gbit_per_s > 0 or not latency_us >= 0:
             raise ValueError(
                 f"gbit_per_s={gbit_per_s}, latency_us={latency_us}: a link needs a positive rate "
@@ -136,10 +137,11 @@ class Link(NamedTuple):
 def hierarchical_seconds(
     nodes: int, ranks_per_node: int, nbytes: float, inside: Link, across: Link
 ) -> float:
-    """`miniddp.collectives.hierarchical_all_reduce`: a ring inside each node, rings across them.
+    """The time of `miniddp.collectives.hierarchical_all_reduce`: a ring in each node, rings across
+    them.
 
-    `inside` is the link between two ranks of a node; `across` that of a whole node to the others,
-    which its ranks share: together they send what one ring over the nodes would.
+    `inside` is the link between two ranks of a node. `across` is the link of a whole node to the
+    others; the node's ranks share it and together send what one ring over the nodes would send.
     """
     return inside.seconds(ring(ranks_per_node, nbytes)) + across.seconds(ring(nodes, nbytes))
 
@@ -150,7 +152,8 @@ def hierarchical_seconds(
 class Measurement(NamedTuple):
     """One all-reduce of `bytes` by an algorithm of `ALGORITHMS`.
 
-    `seconds` from its launch to its end; `cpu` the processor's time in this process meanwhile.
+    `seconds` is the time from launch to completion; `cpu` is this process's processor time
+    meanwhile.
     """
 
     algorithm: str
@@ -161,11 +164,11 @@ class Measurement(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A fitted link, and how well it fits.
+    """A fitted link and the quality of the fit.
 
-    `residuals` are (model − measured) / measured, one a measurement, in order. `cpu_share` is the
-    processor's part in the measured seconds, 0 to 1: what it cannot compute meanwhile, if it has
-    no core to spare.
+    `residuals` are (model − measured) / measured, one per measurement, in order. `cpu_share` is
+    the fraction of the measured seconds that the processor worked, 0 to 1. Without a spare core,
+    this time is lost for computing.
     """
 
     link: Link
@@ -173,17 +176,17 @@ class Fit(NamedTuple):
     cpu_share: float
 
     def worst(self) -> float:
-        """The largest residual, without its sign."""
+        """The largest absolute residual."""
         return max(abs(one) for one in self.residuals)
 
 
 def fit(measurements: Iterable[Measurement]) -> Fit:
-    """The α and β, neither negative, with the least sum of squared `residuals`.
+    """The nonnegative α and β with the smallest sum of squared `residuals`.
 
-    Relative ones, since in absolute ones the longest messages would outvote all others.
+    The residuals are relative, because the longest messages would dominate absolute ones.
 
-    Raises ValueError if the measurements cannot tell α from β: fewer than two, or all in one
-    proportion of bytes to steps; also on times that are not positive.
+    Raises ValueError if the measurements cannot separate α from β: fewer than two, or all with one
+    ratio of bytes to steps. Also raises it if a time is not positive.
     """
     measured = list(measurements)
     if any(not one.seconds > 0 for one in measured):
@@ -221,11 +224,12 @@ def measure_all_reduce(
     group: dist.ProcessGroup | None = None,
     repeat: int = 5,
 ) -> list[Measurement]:
-    """Time `all_reduce(tensor, group=group)` for each size in bytes; every rank has to call it.
+    """Time `all_reduce(tensor, group=group)` for each size in bytes; every rank must call it.
 
-    Returns the median of `repeat` times, of the slowest rank each, the same list on every rank;
-    call it with the other functions of `miniddp.collectives` and their names for those. Costs
-    `repeat + 1` all-reduces and barriers a size, and one all-reduce of the times.
+    Returns, for each size, the median of `repeat` times of the slowest rank, the same list on
+    every rank. To measure a function of `miniddp.collectives`, pass it with the name of its
+    algorithm. Costs `repeat + 1` all-reduces and barriers per size, and one all-reduce of the
+    times.
     """
     world_size = dist.get_world_size(group)
     measured = []
@@ -249,10 +253,10 @@ def measure_all_reduce(
 
 
 class Backward(NamedTuple):
-    """The computing half of a step: what is ready when, if nothing ever waits.
+    """The computing half of a step: when each gradient is ready if nothing ever waits.
 
-    Seconds count from the beginning of the forward. `ready[i]` and `bytes[i]` are of the i-th
-    gradient to arrive; `end` is when the last one has.
+    Seconds count from the start of the forward. `ready[i]` and `bytes[i]` describe the i-th
+    gradient to arrive; `end` is the time of the last one.
     """
 
     ready: tuple[float, ...]
@@ -264,12 +268,13 @@ class Backward(NamedTuple):
 
 
 def backward_of(recording: Recording | RankRecording) -> Backward:
-    """What a recording says about computing; of several ranks, for each gradient the slowest.
+    """The computing half of a recorded step; with several ranks, the slowest rank's time per
+    gradient.
 
-    Record a step in which no collective runs beside backward (the ladder's `Flat`), or their work
-    is in these times already.
+    Record a step without collectives during backward (the strategy `Flat`); otherwise their work
+    is already part of these times.
 
-    Raises ValueError on a recording without gradients, or if ranks differ in their order.
+    Raises ValueError for a recording without gradients, or if the ranks' orders differ.
     """
     ranks = recording.ranks if isinstance(recording, Recording) else (recording,)
     orders = {tuple((g.parameter, g.bytes) for g in one.gradients) for one in ranks}
@@ -283,10 +288,10 @@ def backward_of(recording: Recording | RankRecording) -> Backward:
 
 
 class SimulatedStep(NamedTuple):
-    """A step that nobody has run: seconds since its beginning.
+    """A simulated step, in seconds since its start.
 
-    `sent[k]` is (launched, begun, done) of bucket k: it waits for the link from `launched` on.
-    `compute_end` is when the last gradient is ready, `end` when all of them are averaged.
+    `sent[k]` is (launched, begun, done) of bucket k: from `launched` to `begun` it waits for the
+    link. `compute_end` is when the last gradient is ready, and `end` is when all are averaged.
     """
 
     sent: tuple[tuple[float, float, float], ...]
@@ -295,7 +300,7 @@ class SimulatedStep(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """What communication adds to the step, in seconds."""
+        """The seconds that communication adds to the step."""
         return self.end - self.compute_end
 
     def error(self, measured_seconds: float) -> float:
@@ -310,19 +315,19 @@ def simulate(
     cpu_share: float = 0.0,
     overlap: bool = True,
 ) -> SimulatedStep:
-    """How long a step would take whose buckets are sent as `plan` says.
+    """The time of a step with the buckets of `plan`.
 
     Args:
-        backward: of this model, on this machine.
-        plan: the buckets in launch order, each the places of its gradients in order of arrival;
-            what `miniddp.buckets.arrival_plan(sizes, range(n), caps)` returns.
-        all_reduce: the seconds that it takes for so many bytes, such as
+        backward: the computing half of the step, of this model on this machine.
+        plan: the buckets in launch order; each lists its gradients' positions in the order of
+            arrival, as `miniddp.buckets.arrival_plan(sizes, range(n), caps)` returns them.
+        all_reduce: the seconds for a number of bytes, such as
             `lambda n: link.seconds(ring(1024, n))`.
-        cpu_share: the part of those seconds that the processor of backward has to spend: 0 where
-            a network card does the work, `Fit.cpu_share` where every core is a rank's.
-        overlap: False launches everything when backward has ended.
+        cpu_share: the fraction of those seconds that costs backward processor time: 0 if a network
+            card does the work, `Fit.cpu_share` if ranks occupy every core.
+        overlap: False launches everything after backward has ended.
 
-    Raises ValueError if the plan does not hold every gradient once.
+    Raises ValueError unless the plan holds every gradient exactly once.
     """
     places = sorted(index for bucket in plan for index in bucket)
     if places != list(range(len(backward.ready))):
@@ -344,15 +349,15 @@ def simulate(
 
 
 def lower_limit(backward: Backward, all_reduce: Callable[[int], float]) -> float:
-    """The seconds below which no plan gets: max(compute, t₁ + C).
+    """The lower limit of the step time for any plan, in seconds: max(compute, t₁ + C).
 
-    t₁ is when the first gradient is ready, C one all-reduce of all bytes.
+    t₁ is when the first gradient is ready, and C is one all-reduce of all bytes.
     """
     return max(backward.end, backward.ready[0] + all_reduce(sum(backward.bytes)))
 
 
 def _delayed(moment: float, busy: Iterable[tuple[float, float]], cpu_share: float) -> float:
-    """When backward gets to where it would be at `moment`, if `busy` times slow it down."""
+    """The time at which backward reaches `moment` of its own schedule if `busy` slows it down."""
     for begin, end in busy:
         if moment <= begin:
             break

@@ -1,4 +1,4 @@
-"""What happened when, in one step: each gradient, and each collective, on every rank.
+"""Record one step: when each gradient was ready and when each collective ran, on every rank.
 
     recorder = Recorder(module)                              # on each rank, before the next line
     averager = DistributedDataParallel(module, process_group=recorder)
@@ -12,18 +12,17 @@ MiniDDP's strategies, or a reader's own class. The recorder uses two public inte
 - A post-accumulate-grad hook on every parameter records when its gradient is ready. Hooks run in
   the order of their registration, so create the recorder before the averager.
 - The recorder is itself a process group around another (`labkit.profiling.wrapped_group`). Every
-  collective passes through it at launch, and the future of its handle gives the time of completion.
+  collective passes through it at launch, and the future of its handle gives the time of
+  completion.
 
-Times are those of `time.perf_counter`, in seconds. On Linux, macOS and Windows all processes of a
-machine read one and the same clock there, so ranks can be laid side by side; between machines they
-cannot. They differ at every run and are for drawing and for modeling. What is the same at every
-run, and may be printed and compared, is `order()`.
+Times come from `time.perf_counter`, in seconds. On Linux, macOS, and Windows, all processes of one
+machine share this clock, so the times of its ranks are comparable; those of different machines are
+not. Times differ in every run and serve for drawing and modeling. `order()` is the same in every
+run and may be printed and compared.
 
-Cost: a few microseconds a gradient and a collective. Under CUDA the times are those at which the
-host queued the work.
+Cost: a few microseconds per gradient and per collective. Under CUDA, the times are those at which
+the host queued the work.
 """
-
-from __future__ import annotations
 
 import threading
 import time
@@ -42,7 +41,7 @@ _PATIENCE = 60.0
 
 
 class Gradient(NamedTuple):
-    """The gradient of one parameter: its size in bytes, and when backward had accumulated it."""
+    """One parameter's gradient: its size in bytes, and when backward had accumulated it."""
 
     parameter: str
     bytes: int
@@ -52,8 +51,8 @@ class Gradient(NamedTuple):
 class Collective(NamedTuple):
     """One collective, as one rank saw it.
 
-    `bytes` is what this rank brought to it; `after`, how many gradients were ready at its launch;
-    `bucket`, its number among those launched since the first gradient, or None before.
+    `bytes` is the size of this rank's input. `after` is the number of gradients that were ready at
+    the launch. `bucket` counts the collectives since the first gradient; it is None before.
     """
 
     op: str
@@ -65,7 +64,7 @@ class Collective(NamedTuple):
 
 
 class OrderEntry(NamedTuple):
-    """What is the same at every run about a collective; see `Collective`."""
+    """The part of a `Collective` that is the same in every run."""
 
     op: str
     bytes: int
@@ -74,7 +73,7 @@ class OrderEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRecording:
-    """One rank's step: `forwards` are (begin, end), the rest is in order of time."""
+    """One rank's step: `forwards` are (begin, end); everything else is in order of time."""
 
     rank: int
     begin: float
@@ -88,9 +87,9 @@ class RankRecording:
         return [OrderEntry(one.op, one.bytes, one.after) for one in self.collectives]
 
     def buckets(self) -> list[Collective]:
-        """The collectives launched since the first gradient was ready: those that carry gradients.
+        """The collectives launched after the first gradient was ready: those that carry gradients.
 
-        Not among them: the broadcasts of buffers, or of bucket plans, of a forward.
+        A forward's broadcasts of buffers or bucket plans are not among them.
         """
         return [one for one in self.collectives if one.bucket is not None]
 
@@ -103,10 +102,10 @@ class RankRecording:
         return self.gradients[-1].ready if self.gradients else self.end
 
     def exposed(self) -> list[tuple[float, float]]:
-        """The times after the last gradient in which a collective was under way, as (begin, end).
+        """The times after the last gradient in which a collective was in flight, as (begin, end).
 
-        It is the communication that backward does not hide; on a rank that is early, the wait for
-        those that are late is part of it.
+        This is the communication that backward does not hide. On an early rank it includes the
+        wait for late ranks.
         """
         covered = self.compute_end()
         spans: list[tuple[float, float]] = []
@@ -122,10 +121,10 @@ class RankRecording:
         return spans
 
     def exposed_seconds(self) -> float:
-        """The length of `exposed()`."""
+        """The total length of `exposed()`."""
         return sum(end - begin for begin, end in self.exposed())
 
-    def shifted(self, by: float) -> RankRecording:
+    def shifted(self, by: float) -> Self:
         """The same recording, `by` seconds later."""
         return replace(
             self,
@@ -141,12 +140,12 @@ class RankRecording:
 
 @dataclass(frozen=True)
 class Recording:
-    """The same step on all ranks, in rank order; times count from when the first rank began."""
+    """The same step on all ranks, in rank order; times count from the start of the first rank."""
 
     ranks: tuple[RankRecording, ...]
 
     def order(self) -> list[list[OrderEntry]]:
-        """`[rank]`: the collectives in launch order, without times: the same at every run."""
+        """`[rank]`: the collectives in launch order, without times; the same in every run."""
         return [one.order() for one in self.ranks]
 
     def same_order(self) -> bool:
@@ -155,14 +154,14 @@ class Recording:
         return all(one == went[0] for one in went)
 
     def overlaps(self) -> bool:
-        """Whether, on every rank, communication began before the last gradient was ready."""
+        """Whether communication began before the last gradient was ready, on every rank."""
         return all(one.overlaps() for one in self.ranks)
 
 
 def merge(ranks: Iterable[RankRecording]) -> Recording:
-    """Lay the recordings of all ranks side by side.
+    """Combine the recordings of all ranks.
 
-    Raises ValueError unless they are those of the ranks 0, 1, …, each once.
+    Raises ValueError unless there is exactly one for each of the ranks 0, 1, ….
     """
     in_order = sorted(ranks, key=lambda one: one.rank)
     if not in_order or [one.rank for one in in_order] != list(range(len(in_order))):
@@ -176,16 +175,16 @@ def merge(ranks: Iterable[RankRecording]) -> Recording:
 
 
 class Recorder(WrappedGroup):
-    """Records what happens to `module` on this rank within `with recorder:`.
+    """Records `module` on this rank within `with recorder:`.
 
     Args:
-        module: the module itself, not what averages its gradients.
+        module: the module itself, not the wrapper that averages its gradients.
         group: the process group for the collectives, for example a
             `labkit.profiling.slow_link.SlowLink`; None means the default group.
 
-    One forward and one backward are one recording; of an accumulation, record the last
-    micro-batch. Each `with` replaces the recording before. It waits for the collectives that were
-    launched in it, and raises TimeoutError if one is still under way after a minute.
+    A recording holds one forward and one backward. With gradient accumulation, record the last
+    micro-batch. Each `with` block replaces the previous recording. It waits for the collectives
+    that were launched in it, and raises TimeoutError if one is still in flight after a minute.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -203,7 +202,7 @@ class Recorder(WrappedGroup):
 
     @property
     def recorded(self) -> RankRecording:
-        """The last recording of this rank. RuntimeError if there is none."""
+        """The last recording of this rank. Raises RuntimeError if there is none."""
         if self._recorded is None:
             raise RuntimeError(
                 "nothing has been recorded: run a step within `with recorder:`, to its end"
@@ -211,13 +210,13 @@ class Recorder(WrappedGroup):
         return self._recorded
 
     def gather(self) -> Recording:
-        """The recordings of all ranks, on every rank; all must call it."""
+        """The recordings of all ranks, on every rank; every rank must call it."""
         every: list[Any] = [None] * self.inner.size()
         dist.all_gather_object(every, self.recorded, group=self.inner)
         return merge(every)
 
     def close(self) -> None:
-        """Take the hooks off the module."""
+        """Remove the hooks from the module."""
         for handle in self._handles:
             handle.remove()
 
@@ -262,7 +261,7 @@ class Recorder(WrappedGroup):
 
 
 class _UnderWay:
-    """A collective whose end is noted by the thread that brings it about."""
+    """A collective in flight; the thread that completes it records its end."""
 
     def __init__(self, op: str, nbytes: int, after: int) -> None:
         self.op, self.bytes, self.after = op, nbytes, after
@@ -279,7 +278,7 @@ class _UnderWay:
 
 
 class _Running:
-    """A recording that is under way."""
+    """A recording in progress."""
 
     def __init__(self, begin: float) -> None:
         self.begin = self.forward_began = begin
@@ -306,7 +305,7 @@ class _Running:
 
 
 def _end_of(one: _UnderWay) -> float:
-    """Callers are woken before callbacks are called, so a moment may pass."""
+    """Waiting threads wake up before callbacks run, so a moment may pass."""
     limit = time.perf_counter() + _PATIENCE
     while one.done is None:
         if time.perf_counter() > limit:

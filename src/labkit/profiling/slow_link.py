@@ -1,29 +1,28 @@
-"""A network of chosen bandwidth and latency, in software: what a laptop's loopback hides.
+"""A network of chosen bandwidth and latency, simulated in software on one machine.
 
     link = SlowLink(gbit_per_s=1, latency_us=50)             # on each rank
     averager = DistributedDataParallel(module, process_group=link)
 
-Results stay the same to the bit; only, a collective is not done before such a network would be done
-with it. The model is that of a ring in which every rank sends and receives at full rate at once:
-an all-reduce of n bytes over W ranks takes 2 (W-1) steps of n/W bytes,
+Results stay bitwise equal. A collective completes no earlier than it would on such a network. The
+model is a ring in which every rank sends and receives at full rate at once. An all-reduce of n
+bytes over W ranks takes 2 (W-1) steps of n/W bytes:
 
     seconds = 2 (W-1) · (latency + (n/W) / bandwidth)
 
-counted from its launch on the last rank, or from the end of the one before it, whichever is later:
-collectives queue up as on one wire. The launch returns at once and backward goes on; a thread of
-the link's own waits for the true collective, then for the modeled time, and only then lets the
-handle's `wait` (and its future) return. So the link is never faster than the machine's own.
+The time counts from the launch on the last rank or from the end of the previous collective,
+whichever is later: collectives queue as on one wire. The launch returns at once, and backward
+continues. A thread of the link waits for the real collective and then for the modeled time; only
+then do the handle's `wait` and its future return. So the link is never faster than the machine
+itself.
 
-Ranks learn of each other's launches without a message: each appends the time to a file that the
-others can read, before the true collective, which cannot end earlier. So all ranks have to be on
-one machine. Its clock, `time.perf_counter`, is one for all processes. Any system, no rights needed;
-the tensors must be on the CPU.
+Ranks learn about each other's launches without messages. Each rank appends the time to a file
+before the real collective, which cannot complete before all ranks have launched it. All ranks must
+therefore run on one machine, where `time.perf_counter` is the same clock for all processes. The
+link works on every system without special rights; tensors must be on the CPU.
 
 Source for the costs: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH", IJHPCA 2005.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -53,16 +52,16 @@ _TIME = struct.Struct("d")
 def link_seconds(
     op: str, nbytes: int, world_size: int, bytes_per_second: float, latency: float
 ) -> float:
-    """What one collective costs on a ring of `world_size` ranks, in seconds.
+    """The cost of one collective on a ring of `world_size` ranks, in seconds.
 
     Args:
         op: its name in `torch.distributed`: all_reduce, reduce_scatter, all_gather, all_to_all,
-            broadcast, reduce, gather or barrier.
-        nbytes: what each rank brings to it.
-        bytes_per_second: what one rank can send, while it receives as much.
-        latency: seconds a step.
+            broadcast, reduce, gather, or barrier.
+        nbytes: the size of each rank's input.
+        bytes_per_second: the rate at which one rank can send, and receive at the same time.
+        latency: seconds per step.
 
-    Raises NotImplementedError for another `op`.
+    Raises NotImplementedError for any other `op`.
     """
     others = world_size - 1
     steps_and_bytes = {
@@ -84,21 +83,21 @@ def link_seconds(
 
 
 class SlowLink(WrappedGroup):
-    """A process group that is as slow as a network; every rank makes one, with equal arguments.
+    """A process group that is as slow as a network. Every rank creates one, with equal arguments.
 
     Args:
         gbit_per_s: the rate at which each rank sends, in 10⁹ bit/s, and receives at the same time.
-        latency_us: microseconds a step of the ring.
-        group: the ranks, and what really carries the data; the default group when None.
+        latency_us: microseconds per step of the ring.
+        group: the process group that carries the data; None means the default group.
 
     Raises:
-        ValueError: a rate that is not positive, or a negative latency.
-        RuntimeError: on every rank, if they are not on one machine.
-        NotImplementedError: at a launch, of tensors that are not on the CPU or of a collective
-            that has no cost here. An error of the collective itself comes out of its handle.
+        ValueError: the rate is not positive, or the latency is negative.
+        RuntimeError: on every rank, if the ranks are not on one machine.
+        NotImplementedError: at a launch with tensors that are not on the CPU, or of a collective
+            without a cost here. The handle raises an error of the collective itself.
 
-    Costs a thread and W + 1 open files, which go with the object, or at `close`, and about 0.1 ms a
-    collective beyond the machine's own time for it.
+    Costs one thread and W + 1 open files until the object is deleted or closed, and about 0.1 ms
+    per collective.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class SlowLink(WrappedGroup):
         self.close = weakref.finalize(self, _stop, self._deliveries, wire, self._log)
 
     def seconds(self, op: str, nbytes: int) -> float:
-        """What one collective costs on this link; see `link_seconds`."""
+        """The cost of one collective on this link; see `link_seconds`."""
         return link_seconds(op, nbytes, self.size(), self.bytes_per_second, self.latency)
 
     def carry(self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]) -> Any:
@@ -135,7 +134,7 @@ class SlowLink(WrappedGroup):
                 'Start the ranks with device="cpu".'
             )
         if not self.close.alive:
-            raise RuntimeError("this slow link has been closed; make another")
+            raise RuntimeError("this slow link is closed; create another")
         seconds = self.seconds(op, bytes_of(tensors))
         self._log.write(_TIME.pack(time.perf_counter()))
         number, self.launches = self.launches, self.launches + 1
@@ -152,7 +151,7 @@ class _Delivery(NamedTuple):
 
 
 class _Handle(dist.Work):
-    """What the launch returns, to Python and to C++."""
+    """The handle of a launch, for Python and for C++."""
 
     def __init__(self, delivery: _Delivery) -> None:
         super().__init__()
@@ -161,7 +160,7 @@ class _Handle(dist.Work):
         self.future = delivery.done.then(partial(_result, delivery.work))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The timeout is that of the true collective."""
+        """Wait for the result. `timeout` is not used: the collective has its group's timeout."""
         if (error := self.done.wait()) is not None:
             raise error
         return True
@@ -181,7 +180,7 @@ def _result(work: dist.Work, done: Future) -> Any:
 
 
 def _deliver(deliveries: SimpleQueue[_Delivery | None], logs: list[FileIO]) -> None:
-    """The wire: one delivery after another, none before its time."""
+    """The wire: deliver one collective after another, none before its time."""
     with contextlib.ExitStack() as open_logs:
         for log in logs:
             open_logs.enter_context(log)
@@ -209,7 +208,7 @@ def _launch_time(log: FileIO, number: int) -> float | None:
 
 
 def _open_logs(group: dist.ProcessGroup) -> tuple[FileIO, list[FileIO]]:
-    """This rank's own file of launch times, to append to, and those of all ranks, to read."""
+    """This rank's file of launch times, to append to, and the files of all ranks, to read."""
     rank, size = group.rank(), group.size()
     folder = [tempfile.mkdtemp(prefix="labkit-slow-link-") if rank == 0 else ""]
     dist.broadcast_object_list(folder, group=group, group_src=0)
@@ -228,8 +227,8 @@ def _open_logs(group: dist.ProcessGroup) -> tuple[FileIO, list[FileIO]]:
             own.close()
         raise RuntimeError(
             f"rank(s) {[r for r, found in enumerate(everywhere) if not found]} cannot see the "
-            f"folder {folder[0]} of rank 0. A slow link is for ranks on one machine; between "
-            "machines there is a real one."
+            f"folder {folder[0]} of rank 0. A slow link works for ranks on one machine; between "
+            "machines, use the real network."
         )
     return own, logs
 

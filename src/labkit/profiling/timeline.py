@@ -1,17 +1,17 @@
-"""A recording, seen: one figure, or one file for a trace viewer.
+"""Draw a recording as a figure, or write it as a file for a trace viewer.
 
-`draw` shows two lanes a rank. Above, what it computes: forward, then backward with a tick for each
-gradient that became ready. Below, its collectives, a color and a number for each bucket, from their
-launch (a thin line above, while they wait behind the one before) to their end. What is still under
-way when backward has ended is *exposed*: the step is longer by it. It is underlined and summed.
-`draw_together` shows one rank of several recordings so, one below another.
+`draw` shows two lanes per rank. The upper lane shows computation: forward, then backward with one
+tick per gradient. The lower lane shows the rank's collectives, with a color and a number for each
+bucket. A thin line above a bar begins at the launch, while the collective waits for the previous
+one. Communication that is still in flight after backward is *exposed*: it makes the step longer.
+It is underlined, and its total is printed. `draw_together` shows one rank of several recordings,
+one below the other.
 
-`save_trace` writes the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open.
+`save_trace` writes the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing
+open.
 
-Both show times, which differ at every run: never compare their text.
+Both show times, which differ in every run: never compare their text.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,11 +38,11 @@ _LETTER = 0.012  # of the width of the figure
 
 
 def draw(recording: Recording, title: str | None = None) -> Figure:
-    """Draw the step: time in ms to the right, two lanes a rank.
+    """Draw the step, with time in ms on the horizontal axis and two lanes per rank.
 
-    A bar in the lower lane begins at its launch or at the end of the one before, whichever is
-    later; the thin line above goes back to its launch. The figure has a white ground, so that
-    it is legible on a dark page too.
+    A bar in the lower lane begins at its launch or at the end of the previous one, whichever is
+    later. The thin line above begins at the launch. The background is white, so that the figure is
+    legible on a dark page.
     """
     ranks = recording.ranks
     lanes = [f"rank {one.rank} {lane}" for one in ranks for lane in ("computes", "sends")]
@@ -52,12 +52,12 @@ def draw(recording: Recording, title: str | None = None) -> Figure:
 def draw_together(
     recordings: Mapping[str, Recording], rank: int = 0, title: str | None = None
 ) -> Figure:
-    """Draw one rank's step of several recordings below each other, on one axis of time.
+    """Draw one rank's step of several recordings, one below the other, on one time axis.
 
     Args:
         recordings: by name, from top to bottom; each begins at 0.
-        rank: which rank of each. One that begins before the others waits for them in its first
-            collective: let all begin together, with a barrier before `with recorder:`.
+        rank: which rank of each. A rank that begins early waits for the others in its first
+            collective, so put a barrier before `with recorder:`.
     """
     steps = [recording.ranks[rank] for recording in recordings.values()]
     lanes = [lane for name in recordings for lane in (name, "sends")]
@@ -83,10 +83,10 @@ def _draw_rows(steps: Sequence[RankRecording], lanes: Sequence[str], title: str 
 
 
 def save_trace(recording: Recording, path: str | PathLike[str]) -> None:
-    """Write the step as a trace: a process a rank; times in µs, as the format has them.
+    """Write the step as a trace with one process per rank; times are in µs, as the format has it.
 
-    Thread 0 holds the forward and backward passes and, as instants, the gradients; the others
-    hold the collectives, as many as were ever under way at once.
+    Thread 0 holds forward and backward, and the gradients as instants. The other threads hold the
+    collectives; there are as many as were ever in flight at once.
     """
     events = [event for one in recording.ranks for event in _events(one)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=1))
@@ -160,7 +160,7 @@ def _sentence(recording: Recording) -> str:
 def _legend() -> list[Any]:
     return [
         Patch(color=_FORWARD, label="forward"),
-        Patch(color=_BACKWARD, label="backward, a tick a gradient"),
+        Patch(color=_BACKWARD, label="backward, one tick per gradient"),
         Patch(color=RANKS[0], label="collectives, by number"),
         Patch(color=WRONG, label="exposed"),
     ]
@@ -201,7 +201,7 @@ def _events(one: RankRecording) -> Iterator[dict[str, Any]]:
 
 
 def _rows(collectives: tuple[Collective, ...]) -> Iterator[int]:
-    """For each collective a row, from 1, in which none overlaps another: viewers ask for that."""
+    """One row per collective, from 1, without overlaps within a row: trace viewers need that."""
     free_at: list[float] = []
     for one in collectives:
         row = next((row for row, at in enumerate(free_at) if at <= one.launched), len(free_at))

@@ -11,8 +11,6 @@ DistributedDataParallel. A dispatch mode (`labkit.testing.watch`) sees the launc
 but not their completion. A communication hook sees buckets only, and only in classes with hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,9 +26,10 @@ _NO_MESSAGES = (
 
 
 class WrappedGroup(dist.ProcessGroup):
-    """Passes every collective to `inner` (default: the default group); for subclasses.
+    """Passes every collective to `inner` (default: the default group); a base class.
 
-    Raises NotImplementedError on a point-to-point message, which this would not see the end of.
+    Raises NotImplementedError for a point-to-point message, because it could not see its
+    completion.
     """
 
     def __init__(self, inner: dist.ProcessGroup | None = None) -> None:
@@ -49,7 +48,7 @@ class WrappedGroup(dist.ProcessGroup):
     def carry(self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]) -> Any:
         """Launch one collective and return its handle.
 
-        `op` is its name in `torch.distributed`, `tensors` are what this rank brings to it.
+        `op` is its name in `torch.distributed`; `tensors` are this rank's inputs.
         """
         return launch()
 
@@ -115,12 +114,12 @@ class WrappedGroup(dist.ProcessGroup):
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """The size of `tensors` together, in bytes."""
+    """The total size of `tensors`, in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def future_of(work: dist.Work) -> Future | None:
-    """The future of a handle, or None where its backend has none (gloo's reduce-scatter)."""
+    """The future of a handle; None if its backend has none (gloo's reduce-scatter)."""
     try:
         return work.get_future()
     except RuntimeError:

@@ -1,21 +1,18 @@
-"""CUDA's `torch.randn` on a CPU, so that a table that was printed on a GPU can be printed again.
+"""CUDA's `torch.randn` on a CPU, to reproduce a table that was printed on a GPU.
 
     x = randn((4, 4), seed=1000)
     # the numbers of torch.randn(4, 4, generator=torch.Generator("cuda").manual_seed(1000))
 
-A GPU draws its random numbers side by side. Each thread counts for itself: it encrypts its own
-number, with the seed as the key, and what comes out is random. For `torch.randn` that is
+A GPU draws its random numbers in parallel. Each thread encrypts its own index with the seed as the
+key, and the result is random. `torch.randn` takes three steps:
 
-1. Philox4x32-10 of the counter (0, 0, i, 0), i the index of the element, under the 64-bit seed;
-2. the first two of the four 32-bit words, as fractions of 1 that are never 0;
-3. Box and Muller's transformation of the two to a pair of normal numbers, of which the first is
-   taken.
+1. Philox4x32-10 of the counter (0, 0, i, 0) under the 64-bit seed; i is the element's index.
+2. The first two of the four 32-bit words, as fractions of 1 that are never 0.
+3. The Box–Muller transform of the two to a pair of normal numbers; the first is used.
 
-Sources: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), for
-Philox; aten/src/ATen/native/cuda/DistributionTemplates.h in PyTorch, for who draws what.
+Sources: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011),
+for Philox; aten/src/ATen/native/cuda/DistributionTemplates.h in PyTorch, for the thread indices.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -36,15 +33,14 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def randn(shape: Sequence[int], seed: int) -> Tensor:
-    """The first draw of `torch.randn(shape)` from a CUDA generator with this seed.
+    """The first `torch.randn(shape)` of a CUDA generator with this seed.
 
-    Returns a float32 tensor on the CPU. A GPU takes sine and logarithm in a coarser way of its own,
-    so the last digits may differ. What this is held against is 30 printed numbers that a training
-    run on GPUs drew from it (`labkit.scenarios.unwrapped_loss`), not a GPU's draws bit by bit:
-    `make gpu` compares those where there is a GPU, which has not been done yet.
+    Returns a float32 tensor on the CPU. A GPU computes sine and logarithm less exactly, so the
+    last digits may differ. The function was checked against 30 printed numbers of a training run
+    on GPUs (`labkit.scenarios.unwrapped_loss`), not bit by bit against a GPU.
 
-    Raises ValueError if `shape` has more than 1024 elements (larger draws depend on the GPU), or
-    a negative size, or if `seed` is not one of 0 … 2⁶⁴ − 1.
+    Raises ValueError if `shape` has more than 1024 elements (larger draws depend on the GPU) or a
+    negative size, or if `seed` is not in 0 … 2⁶⁴ − 1.
     """
     if any(size < 0 for size in shape):
         raise ValueError(f"sizes must not be negative, got {tuple(shape)}")
@@ -68,8 +64,8 @@ def philox4x32_10(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox with four 32-bit words and ten rounds, for many counters at once.
 
-    counter: four int64 tensors of one shape, each element in 0 … 2³² − 1, the lowest word first.
-    key: two such words. Returns four tensors like those of the counter.
+    counter: four int64 tensors of one shape, with elements in 0 … 2³² − 1, lowest word first. key:
+    two such words. Returns four tensors of the same shape.
     """
     a, b, c, d = counter
     low_key, high_key = key
@@ -91,10 +87,10 @@ def _multiply(words: Tensor, by: int) -> tuple[Tensor, Tensor]:
 
 
 def _uniform(words: Tensor) -> Tensor:
-    """Each 32-bit word as a float32 above 0 and at most 1: the middle of its 2³² part of 1."""
+    """Each 32-bit word as a float32 in (0, 1], at the center of its interval of length 2⁻³²."""
     return words.float() * 2.0**-32 + 2.0**-33
 
 
 def _box_muller(first: Tensor, second: Tensor) -> Tensor:
-    """The first normal number of each pair; the cosine instead of the sine gives the second."""
+    """The first normal number of each pair; cosine instead of sine gives the second."""
     return torch.sin(second * (2 * math.pi)) * torch.sqrt(-2 * torch.log(first))

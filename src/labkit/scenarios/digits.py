@@ -1,10 +1,8 @@
-"""Digits as a pocket calculator shows them, blurred: data to classify where MNIST would be fetched.
+"""Blurred seven-segment digits: classification data without the download of MNIST.
 
-Every picture is one item, so that micro-batches of equal size hold equally many items; the contrast
-to captions of different lengths.
+Every image is one sample, so micro-batches of equal size hold equally many samples. Captions of
+different lengths do not have this property.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -35,9 +33,9 @@ _DARK = [
 
 
 def draw_digits(number: int, seed: int, noise: float = 0.5) -> tuple[Tensor, Tensor]:
-    """`number` pictures, float32 (number, 9, 5), and what they show, int64 (number,).
+    """`number` images, float32 (number, 9, 5), and their labels, int64 (number,).
 
-    Bars are 1 and the rest 0, plus Gaussian noise of standard deviation `noise`.
+    Segments are 1 and the rest is 0, plus Gaussian noise of standard deviation `noise`.
     """
     shapes = torch.zeros(10, HEIGHT, WIDTH)
     for shape, dark in zip(shapes, _DARK, strict=True):

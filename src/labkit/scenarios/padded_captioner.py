@@ -1,16 +1,14 @@
-"""A small image captioner, and captions of different lengths, padded: who counts which token?
+"""A small image captioner, and padded captions of different lengths.
 
 It has the shape of the captioner in the thread "Gradient accumulation gives different results
-compared to full batch", a vision transformer whose patches a GPT-2 looks at by cross-attention,
-at a size that a laptop trains in a second. The thread's own weights (a CLIP encoder and gpt2) would
-have to be downloaded; here they are random, from a seed.
+compared to full batch": a vision transformer, and a GPT-2 that reads its patches through
+cross-attention. It trains in a second on a laptop. The thread's weights (a CLIP encoder and gpt2)
+would have to be downloaded; these are random, from a seed.
 
-The decoder has what GPT-2 has: learned positions, layer norm before each part, four-fold GELU
-layers, an output layer that is the embedding, and weights of standard deviation 0.02. There is no
-dropout and no batch norm, so that a caption's loss does not depend on what else is in its batch.
+The decoder has GPT-2's parts: learned positions, layer norm before each block, GELU layers four
+times as wide, an output layer tied to the embedding, and weights of standard deviation 0.02. There
+is no dropout and no batch norm, so a caption's loss does not depend on the rest of its batch.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -23,20 +21,20 @@ from torch import Tensor, nn
 CHANNELS, PIXELS, PATCH = 3, 8, 4
 WIDTH, HEADS, LAYERS = 32, 2, 2
 LONGEST = 12
-WORDS = 40
-START = WORDS  # read first by the decoder, and never said
-NAMES = 24  # words that name things; those after them are filler, said in a fixed order
+VOCABULARY = 40
+START = VOCABULARY  # the decoder reads it first and never predicts it
+NAMES = 24  # tokens that name things; the others are filler, in a fixed order
 PADDING = -100  # what torch's cross-entropy ignores by default
 
 Tail = Literal["easy", "hard"]
 
 
 class Captions(NamedTuple):
-    """B pictures, each with a caption of up to 12 words, padded to 12.
+    """B pictures, each with a caption of up to 12 tokens, padded to 12.
 
     pixels: float32 (B, 3, 8, 8).
-    tokens: int64 (B, 12), what the decoder reads: START, then all words but the last.
-    targets: int64 (B, 12), what it is to say: the words, and PADDING after them.
+    tokens: int64 (B, 12), the decoder's input: START, then all tokens but the last.
+    targets: int64 (B, 12), what it has to predict: the tokens, then PADDING.
     """
 
     pixels: Tensor
@@ -45,9 +43,9 @@ class Captions(NamedTuple):
 
 
 class Captioner(nn.Module):
-    """Scores of the next word, (B, T, 40), from pixels (B, 3, 8, 8) and tokens (B, T).
+    """Logits of the next token, (B, T, 40), from pixels (B, 3, 8, 8) and tokens (B, T).
 
-    About 50 000 parameters, float32.
+    About 50,000 parameters, float32.
     """
 
     def __init__(self) -> None:
@@ -57,8 +55,8 @@ class Captioner(nn.Module):
         self.patch_positions = nn.Parameter(torch.empty(patches, WIDTH))
         self.encoder = Block(causal=False, looks_at_picture=False)
         self.picture_norm = nn.LayerNorm(WIDTH)
-        self.words = nn.Embedding(WORDS + 1, WIDTH)
-        self.word_positions = nn.Parameter(torch.empty(LONGEST, WIDTH))
+        self.embedding = nn.Embedding(VOCABULARY + 1, WIDTH)
+        self.token_positions = nn.Parameter(torch.empty(LONGEST, WIDTH))
         self.decoder = nn.ModuleList(
             Block(causal=True, looks_at_picture=True) for _ in range(LAYERS)
         )
@@ -70,14 +68,14 @@ class Captioner(nn.Module):
     def forward(self, pixels: Tensor, tokens: Tensor) -> Tensor:
         picture = self.patches(pixels).flatten(2).transpose(1, 2) + self.patch_positions
         picture = self.picture_norm(self.encoder(picture))
-        x = self.words(tokens) + self.word_positions[: tokens.shape[1]]
+        x = self.embedding(tokens) + self.token_positions[: tokens.shape[1]]
         for block in self.decoder:
             x = block(x, picture)
-        return self.norm(x) @ self.words.weight[:WORDS].T
+        return self.norm(x) @ self.embedding.weight[:VOCABULARY].T
 
 
 class Block(nn.Module):
-    """Layer norm, part, residual: for self-attention, for the picture if wanted, for the MLP."""
+    """Self-attention, cross-attention if wanted, MLP: each with layer norm and residual."""
 
     def __init__(self, causal: bool, looks_at_picture: bool) -> None:
         super().__init__()
@@ -98,7 +96,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each position of `x` (B, T, 32) looks at those of `seen` (B, S, 32)."""
+    """Multi-head attention of `x` (B, T, 32) over `seen` (B, S, 32)."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -117,12 +115,12 @@ class Attention(nn.Module):
 def draw_captions(
     captions: int, seed: int, tail: Tail = "easy", lengths: Sequence[int] | None = None
 ) -> Captions:
-    """`captions` pictures with their captions, the same for the same arguments on any machine.
+    """`captions` pictures with captions; the same arguments give the same data on any machine.
 
-    A caption begins with names, of which the picture shows the first. What follows decides whether
-    short captions or long ones cost more a word: with an "easy" tail, filler in an order that can
-    be learned after two names, so that short ones do; with a "hard" tail, names to the end after
-    one word of filler, so that long ones do. Lengths are 2 to 12, at random, unless given.
+    A picture shows the first name of its caption. The tail decides whether short or long captions
+    cost more per token. "easy": two names, then filler in an order that can be learned, so short
+    captions cost more. "hard": one token of filler, then names to the end, so long captions cost
+    more. Lengths are random, 2 to 12, unless given.
 
     Raises ValueError for another tail, or for lengths that are not `captions` numbers of 1 to 12.
     """
@@ -139,7 +137,9 @@ def draw_captions(
     else:
         said[:, 0] = NAMES
     # A picture for each name, the same whatever the seed; what is seen of it is blurred by noise.
-    looks = torch.randn(WORDS, CHANNELS, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))
+    looks = torch.randn(
+        VOCABULARY, CHANNELS, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0)
+    )
     noise = torch.randn(captions, CHANNELS, PIXELS, PIXELS, generator=generator)
     shown = said[:, 0] if tail == "easy" else said[:, 1]
     start = torch.full((captions, 1), START)
@@ -148,8 +148,25 @@ def draw_captions(
 
 
 def micro_batches(captions: Captions, size: int) -> list[Captions]:
-    """Cut a batch into parts of `size` captions, in order; the last may be smaller."""
+    """Cut a batch into micro-batches of `size` captions, in order; the last may be smaller."""
     return [Captions(*parts) for parts in zip(*(t.split(size) for t in captions), strict=True)]
+
+
+def cut(captions: Captions, ranks: int, parts: int) -> list[list[Captions]]:
+    """Equal shares of a batch, `[rank][micro-batch]`; both numbers have to divide the batch."""
+    shares = micro_batches(captions, len(captions.pixels) // ranks)
+    return [micro_batches(share, len(share.pixels) // parts) for share in shares]
+
+
+def to_device(captions: Captions, device: torch.device) -> Captions:
+    """The same captions on `device`."""
+    return Captions(*(tensor.to(device) for tensor in captions))
+
+
+def summed_loss(model: nn.Module, captions: Captions) -> Tensor:
+    """The cross-entropy of all tokens, summed, in float32; padding is not counted."""
+    logits = model(captions.pixels, captions.tokens).flatten(0, 1)
+    return F.cross_entropy(logits, captions.targets.flatten(), reduction="sum")
 
 
 def joined(parts: Sequence[Captions]) -> Captions:
@@ -157,8 +174,8 @@ def joined(parts: Sequence[Captions]) -> Captions:
     return Captions(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
-def count_words(captions: Captions) -> int:
-    """How many words the captions have in all, padding not counted."""
+def count_tokens(captions: Captions) -> int:
+    """How many tokens the captions have in all, without padding."""
     return int((captions.targets != PADDING).sum())
 
 
@@ -169,7 +186,7 @@ def seeded_captioner(seed: int = 0) -> Captioner:
 
 
 def trained_captioner(tail: Tail = "easy", seed: int = 0, steps: int = 60) -> Captioner:
-    """A captioner that has learned a little, as the thread's had: `steps` steps of Adam.
+    """A captioner that has learned a little, like the thread's: `steps` steps of Adam.
 
     About a second. Trained in float64 and then rounded to float32, so that its weights do not
     depend on the processor.
@@ -187,5 +204,5 @@ def trained_captioner(tail: Tail = "easy", seed: int = 0, steps: int = 60) -> Ca
 
 
 def loss_of_knowing_nothing() -> float:
-    """ln 40: what every word costs a model that finds all words equally likely."""
-    return math.log(WORDS)
+    """ln 40: the loss per token of a model that finds all tokens equally likely."""
+    return math.log(VOCABULARY)

@@ -1,14 +1,12 @@
-"""One training, in as many ways as a thread on sums and averages asks for, and its learning rates.
+"""One training run with sums and averages in all combinations, and the learning rate of each.
 
 The thread is "Is average the correct way for the gradient in DistributedDataParallel with multi
-nodes?". Its questions are of one kind: one process trains with a batch of 16 and a learning rate of
-0.01; several processes shall do the same; with which learning rate? `train` is one epoch of that
-training, for any wrapper and any number of ranks, and `matching_lr` is the answer.
+nodes?". Its questions have one form: one process trains with batch size 16 and learning rate 0.01;
+which learning rate gives the same training on several processes? `train` runs one epoch of that
+training with any wrapper and any number of ranks, and `matching_lr` is the answer.
 
-The thread names no model and no data. Both are ours: small, and drawn from a seed.
+The thread names no model and no data. Both are ours, small, and drawn from a seed.
 """
-
-from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
@@ -34,7 +32,7 @@ FEATURES, HIDDEN, CLASSES = 8, 32, 4
 
 
 def seeded_data(seed: int = SEED, samples: int = 512) -> TensorDataset:
-    """Inputs, float32 (samples, 8), and classes, int64 (samples,): the same on every process."""
+    """Inputs, float32 (samples, 8), and classes, int64 (samples,), the same on every process."""
     generator = torch.Generator().manual_seed(seed)
     x = 2 * torch.randn(samples, FEATURES, generator=generator)
     y = 2 * (x[:, 0] > 0).long() + (x[:, 1] > x[:, 2]).long()
@@ -53,11 +51,11 @@ def seeded_model(seed: int = SEED) -> nn.Module:
 def batches(
     data: TensorDataset, own_batch: int, rank: int = 0, world_size: int = 1, epoch: int = 0
 ) -> DataLoader:
-    """What one rank is given in an epoch: batches of `own_batch` samples, shuffled by epoch.
+    """One rank's batches of `own_batch` samples in one epoch, shuffled by epoch.
 
-    In each step the ranks together hold the samples which one process with a batch of
-    `own_batch * world_size` has in that step: `DistributedSampler` makes the same order for any
-    number of ranks, and deals it out like cards. What does not fill a step is left out.
+    In each step, the ranks together hold the samples that one process with batch size `own_batch *
+    world_size` has in that step. `DistributedSampler` makes the same order for any number of ranks
+    and deals it out in turn. Samples that do not fill a step are dropped.
     """
     sampler = DistributedSampler(data, world_size, rank, drop_last=True)
     sampler.set_epoch(epoch)
@@ -72,10 +70,10 @@ def train(
     scale: float = 1.0,
     clip: float | None = None,
 ) -> None:
-    """Train `model`, a plain module or a wrapper of any kind, on all batches of `loader`.
+    """Train `model`, a plain module or any wrapper, on all batches of `loader`.
 
-    Each step back-propagates `scale` times the cross-entropy of the batch, its mean or its sum.
-    `clip` is the norm to which the gradients, once combined, are clipped.
+    Each step back-propagates `scale` times the batch's cross-entropy, its mean or its sum. `clip`
+    is the norm to which the combined gradients are clipped.
     """
     device = next(model.parameters()).device
     for x, y in loader:
@@ -88,7 +86,7 @@ def train(
 
 
 class Trained(NamedTuple):
-    """The gradient of the first step, and the weights after the epoch; on the CPU, by parameter."""
+    """The gradient of the first step and the weights after the epoch, on the CPU, per parameter."""
 
     gradient: list[Tensor]
     weights: list[Tensor]
@@ -97,7 +95,7 @@ class Trained(NamedTuple):
 def one_epoch(
     model: nn.Module, loader: DataLoader, loss: Loss = "mean", lr: float = LEARNING_RATE
 ) -> Trained:
-    """Train `model` with plain SGD, and keep the gradient from which the first step was made."""
+    """Train `model` with plain SGD; keep the gradient of the first step."""
     device = next(model.parameters()).device
     x, y = next(iter(loader))
     F.cross_entropy(model(x.to(device)), y.to(device), reduction=loss).backward()
@@ -107,9 +105,9 @@ def one_epoch(
 
 
 def combined_factor(loss: Loss, combine: Combine, world_size: int) -> float:
-    """The combined gradient, in multiples of what one process with all the samples computes.
+    """The combined gradient as a multiple of the gradient of one process with all the samples.
 
-    Raises ValueError for another `loss` or `combine`.
+    Raises ValueError for any other `loss` or `combine`.
     """
     if loss not in LOSSES or combine not in COMBINATIONS:
         raise ValueError(
@@ -125,15 +123,15 @@ def combined_factor(loss: Loss, combine: Combine, world_size: int) -> float:
 def matching_lr(
     loss: Loss, combine: Combine, world_size: int, batch: int, lr: float = LEARNING_RATE
 ) -> float:
-    """SGD's learning rate on `world_size` ranks, if one process with `BATCH` samples has `lr`.
+    """SGD's learning rate on `world_size` ranks, if one process with `BATCH` samples uses `lr`.
 
     Args:
-        loss, combine: which loss each rank back-propagates, and what becomes of the gradients. One
-            process is taken to have the same loss.
+        loss, combine: the loss that each rank back-propagates, and how gradients are combined. The
+            single process has the same loss.
         world_size: the number of ranks.
-        batch: the samples of one step, of all ranks together. If it is `BATCH`, the training is the
-            same, to rounding. If it is κ times that, a mean loss takes κ times the learning rate
-            (the linear scaling rule, an approximation), and a sum needs no change: it has grown.
+        batch: the samples of one step on all ranks together. If it is `BATCH`, the training is the
+            same up to rounding. If it is κ times that, a mean loss takes κ times the learning rate
+            (the linear scaling rule, an approximation). A sum needs no change: it has grown.
     """
     growth = batch / BATCH if loss == "mean" else 1
     return lr * growth / combined_factor(loss, combine, world_size)

@@ -1,12 +1,10 @@
 """The model and the data of the thread on accumulated and distributed gradients.
 
-The thread is "Unexplained behaviour in accumulate gradients vs in a ddp setting". A picture of 4
-numbers is encoded to 4, and decoded to a distribution over 6 words; 3 captions of 4 words each are
-scored against it. Sizes, seeds and the order of the random draws are the thread's, for its printed
-norms depend on them.
+The thread is "Unexplained behaviour in accumulate gradients vs in a ddp setting". An image of 4
+numbers is encoded to 4 numbers and decoded to a distribution over 6 tokens; 3 captions of 4 tokens
+each are scored against it. Sizes, seeds, and the order of the random draws are the thread's,
+because its printed norms depend on them.
 """
-
-from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +27,7 @@ PRINTED = {
 
 
 class ToyCaptioner(nn.Module):
-    """Two linear layers; `forward` returns the mean cross-entropy over all words of all captions.
+    """Two linear layers; `forward` returns the mean cross-entropy over all tokens of all captions.
 
     pixels: float (batch, 4). captions: int64 (batch, 3, 4), each below 6. The loss is a scalar.
     """
@@ -47,7 +45,7 @@ class ToyCaptioner(nn.Module):
 
 
 def draw_toy_data(samples: int = 4) -> TensorDataset:
-    """`samples` pictures with their captions, from wherever torch's generator stands."""
+    """`samples` images with captions, from the current state of torch's generator."""
     pixels = torch.randn(samples, PIXELS)
     captions = torch.randint(0, VOCABULARY, (samples, CAPTIONS, WORDS))
     return TensorDataset(pixels, captions)
@@ -60,13 +58,13 @@ def seeded_toy_data(seed: int = SEED, samples: int = 4) -> TensorDataset:
 
 
 def seeded_toy_captioner(seed: int = SEED) -> ToyCaptioner:
-    """The same model on every process: the generator is seeded again, as the thread does."""
+    """The same model on every process: the generator is seeded again, as in the thread."""
     torch.manual_seed(seed)
     return ToyCaptioner()
 
 
 def gradient_norms(module: nn.Module) -> dict[str, float]:
-    """The norm of each parameter's gradient, by name, whether or not the module is wrapped."""
+    """The norm of each parameter's gradient, by name, with or without a wrapper."""
     return {
         name.removeprefix("module."): parameter.grad.norm().item()
         for name, parameter in module.named_parameters()

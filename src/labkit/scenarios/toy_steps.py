@@ -1,10 +1,8 @@
-"""Two small models whose steps are worth watching, and batches of which every rank has its share.
+"""Two small models for looking at a step, and batches that ranks can share.
 
-Both take about as long to compute, on one core, as their gradients take over 1 Gbit/s: there
-overlap has something to hide, and something to hide it behind.
+On one core, computing a step takes about as long as sending its gradients over 1 Gbit/s. So
+overlap has something to hide, and enough computation to hide it behind.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -22,7 +20,7 @@ class ToyStep(NamedTuple):
 def stack_of_linears(
     seed: int = 0, layers: int = 6, width: int = 512, samples: int = 1024
 ) -> ToyStep:
-    """`layers` × Linear(width, width): by default 12 parameters, of which 6 have 1 MiB each."""
+    """`layers` × Linear(width, width): by default 12 parameters, 6 of them with 1 MiB each."""
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     return ToyStep(model, torch.randn(samples, width))
@@ -40,5 +38,5 @@ def small_transformer(seed: int = 0, samples: int = 16) -> ToyStep:
 
 
 def loss_of(outputs: Tensor) -> Tensor:
-    """Half the squared output of a sample, averaged over the samples: equal shares average well."""
+    """Half the squared output per sample, averaged over the samples."""
     return outputs.flatten(1).square().sum(dim=1).mean() / 2

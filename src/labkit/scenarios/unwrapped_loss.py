@@ -6,8 +6,6 @@ seeds, and the order of the draws are the pull request's, because its numbers de
 It drew its data on GPUs; `labkit.scenarios.cuda_random` draws the same numbers on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -19,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.scenarios.cuda_random import randn
 
 Fix = Literal["none", "all-reduce", "wrapper", "armed"]
-Draw = Callable[[Sequence[int], int], Tensor]
 FIXES: tuple[Fix, ...] = get_args(Fix)
+Draw = Callable[[Sequence[int], int], Tensor]
 
 WORLD_SIZE = 2
 SEED = 0
@@ -51,7 +49,7 @@ PRINTED_DRIFT: dict[Fix, list[float]] = {
 
 
 class BypassedStep(NamedTuple):
-    """What one training step leaves: the gradient of weight[0] on each rank, and the drift."""
+    """The result of one training step: weight[0]'s gradient on each rank, and the drift."""
 
     gradients: tuple[float, ...]
     drift: float
@@ -67,16 +65,17 @@ def trajectory(
     """Train the toy on the two ranks of the default process group; the same result on both.
 
     Args:
-        fix: how the gradients are combined. "none": not at all, the loss is computed on the
-            module. "all-reduce": the pull request's loop, after backward. "wrapper": the loss is
-            computed through the wrapper. "armed": the wrapper is called once, its output thrown
-            away, and the loss is computed on the module.
-        steps: how many.
-        seed: the model's, drawn from the CPU's generator.
+        fix: how the gradients are combined.
+            "none": not at all; the loss calls the module.
+            "all-reduce": the pull request's loop after backward.
+            "wrapper": the loss calls the wrapper.
+            "armed": the wrapper is called once and its output discarded; the loss calls the module.
+        steps: the number of steps.
+        seed: the model's, for the CPU's generator.
         device: where this rank trains.
         draw: `draw(shape, seed)` gives the data's random numbers, as a GPU draws them.
 
-    Raises ValueError for another fix, and if there are not two ranks.
+    Raises ValueError for any other fix, and unless there are two ranks.
     """
     if fix not in FIXES:
         raise ValueError(f"fix must be one of {', '.join(FIXES)}, got {fix!r}")
@@ -101,12 +100,12 @@ def trajectory(
 
 
 def draw_inputs_and_targets(rank: int, step: int, draw: Draw = randn) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each float32 (4, 4): other inputs on each rank, the same targets."""
+    """Inputs and targets, each float32 (4, 4): inputs differ between ranks, targets do not."""
     return draw((4, 4), 1000 + step) * 0.5 + rank, draw((4, 4), step)
 
 
 def backward_with_fix(wrapper: DistributedDataParallel, x: Tensor, y: Tensor, fix: Fix) -> None:
-    """One forward and backward; leaves the gradients combined as `fix` says."""
+    """One forward and backward pass; the gradients are combined as `fix` says."""
     if fix == "armed":
         wrapper(x)
     model = wrapper if fix == "wrapper" else wrapper.module
@@ -116,7 +115,7 @@ def backward_with_fix(wrapper: DistributedDataParallel, x: Tensor, y: Tensor, fi
 
 
 def all_reduce_existing_gradients(module: nn.Module) -> None:
-    """The pull request's fix, to the letter: it hangs where a gradient is missing on one rank."""
+    """The pull request's fix, unchanged: it hangs if a gradient is missing on one rank only."""
     for parameter in module.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)

@@ -1,4 +1,4 @@
-"""Check an implementation of data parallelism: comparisons, invariants, and known broken ones."""
+"""Check an implementation of data parallelism: comparisons, invariants, known broken examples."""
 
 from labkit.lazy import offer
 

@@ -1,4 +1,4 @@
-"""Do the ranks agree? Assertions for the middle of a training run, on any module.
+"""Assertions that the ranks agree, for the middle of a training run and any module.
 
     loss.backward()
     average_gradients(model)
@@ -6,8 +6,8 @@
     optimizer.step()
     assert_replicas_agree(model)
 
-Each is to be called by every rank of the group, and raises `InvariantError` on every rank also if
-one rank only is wrong, so that a failed assertion never leaves the others waiting.
+Every rank of the group must call them. If one rank is wrong, they raise `InvariantError` on every
+rank, so a failed assertion never leaves the other ranks waiting.
 """
 
 import math
@@ -24,10 +24,10 @@ _CHUNK = 4 << 20  # bytes; tensors are compared in one broadcast until they are 
 
 
 class InvariantError(AssertionError):
-    """What does not hold, where, the two figures, and the likely cause.
+    """What does not hold, where, what was found and expected, and the likely cause.
 
-    `comparison` is the ratio and the cosine of all gradients to the true ones, where that is what
-    was looked at.
+    `comparison` is the ratio and the cosine of all gradients to the true ones, if they were
+    compared.
     """
 
     def __init__(
@@ -57,11 +57,10 @@ class InvariantError(AssertionError):
 def assert_replicas_agree(
     module: nn.Module, buffers: bool = True, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Parameters, and buffers, have the same bits on every rank of `group`.
+    """Parameters and buffers have the same bits on every rank of `group`.
 
-    Running statistics of batch norm differ between ranks from one forward pass to the next, in
-    torch's DDP too: pass `buffers=False` then. Costs one broadcast of everything that is
-    compared.
+    The running statistics of batch norm differ between ranks after a forward pass, in torch's DDP
+    too: pass `buffers=False` then. Costs one broadcast of everything that is compared.
     """
     tensors: dict[str, Tensor | None] = dict(module.named_parameters())
     tensors |= dict(module.named_buffers()) if buffers else {}
@@ -78,7 +77,7 @@ def assert_replicas_agree(
 def assert_gradients_agree(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Each gradient has the same bits on every rank of `group`, or is None on every rank.
 
-    Call it where gradients have been combined, before the optimizer's step. Costs one broadcast
+    Call it after gradients have been combined and before the optimizer's step. Costs one broadcast
     of all gradients.
     """
     _assert_same_bits(
@@ -96,10 +95,11 @@ def assert_gradients_equal(
     tolerance: float = 1e-9,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """On every rank the gradients of `module` are the `true` ones (by name; None counts as zeros).
+    """On every rank, the gradients of `module` equal the `true` ones (by name; None counts as
+    zeros).
 
-    Equal means: no parameter's gradient is further from the true one than `tolerance` times the
-    norm of the whole true gradient. 1e-9 suits float64; take 1e-5 for float32.
+    A parameter's gradient may differ from the true one by at most `tolerance` times the norm of
+    the whole true gradient. 1e-9 suits float64; use 1e-5 for float32.
     """
     found, wanted = {}, {}
     for name, parameter in module.named_parameters():
@@ -145,7 +145,7 @@ def raise_on_every_rank(
 ) -> None:
     """Raise the lowest rank's `error` on every rank of `group`; return if no rank has one.
 
-    Costs one all-reduce of one byte; the errors themselves travel only if there is one.
+    Costs one all-reduce of one byte. Errors are sent only if there is one.
     """
     backend = dist.get_backend(group)
     device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
@@ -189,7 +189,7 @@ def _assert_same_bits(
 
 
 def _chunks(tensors: Mapping[str, Tensor | None]) -> Iterator[list[str]]:
-    """Names whose tensors are compared in one broadcast: on one device, and few or one large."""
+    """The names of tensors that share one broadcast: on one device, and few or one large."""
     names: list[str] = []
     size, device = 0, None
     for name, tensor in tensors.items():
@@ -248,7 +248,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As bytes, in which NaN equals NaN and 0.0 differs from -0.0."""
+    """The tensor as bytes, so that NaN equals NaN and 0.0 differs from -0.0."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.reshape(-1).view(torch.uint8)
 

@@ -1,8 +1,8 @@
-"""How a check of an implementation is run, so that it ends on every rank, and alike.
+"""Run a check of an implementation so that it ends on every rank with the same result.
 
-`@invariant` makes a check out of a function. Whatever happens within, another collective on
-another rank, an exception of the implementation, a failed assertion, comes out as an
-`InvariantError` under the function's name, on every rank.
+`@invariant` turns a function into a check. If a rank launches another collective, the
+implementation raises, or an assertion fails, the check raises `InvariantError` on every rank,
+under the function's name.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,9 @@ Device = torch.device | str
 
 
 class Invariant(Protocol):
-    """A check: to be called by every rank of the default group.
+    """A check. Every rank of the default group must call it.
 
-    `watched` is for those who make many checks, one after another: without one each makes a process
-    group of its own.
+    Without `watched`, each check creates a process group. Pass one to run many checks in a row.
     """
 
     __name__: str
@@ -37,7 +36,7 @@ class Invariant(Protocol):
 def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invariant:
     """Turn `check(wrap, device, watched)` into an `Invariant`, called with `(wrap, device="cpu")`.
 
-    It is to run what belongs to the implementation, and nothing else, `with watched:`.
+    `check` must run the implementation's code, and nothing else, `with watched:`.
     """
     name = check.__name__
 
@@ -71,7 +70,7 @@ def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invaria
 
 @contextmanager
 def because(cause: str | None) -> Iterator[None]:
-    """Assertions that fail within give `cause` as the likely one; None leaves theirs."""
+    """Give assertions that fail in the block the likely cause `cause`; None keeps their own."""
     try:
         yield
     except InvariantError as error:

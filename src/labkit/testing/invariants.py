@@ -1,6 +1,7 @@
-"""What must hold of every data-parallel implementation: checks to import into your own tests.
+"""Invariants of every data-parallel implementation: checks to import into your own tests.
 
-Two kinds. The `assert_…` functions look at a module in the middle of a training run, on every rank:
+There are two kinds. The `assert_…` functions inspect a module in the middle of a training run, on
+every rank:
 
     loss.backward(); optimizer.step()
     assert_replicas_agree(model)
@@ -18,15 +19,17 @@ an initialized process group:
     def test_my_trainer_averages():
         run_ranks(lambda: gradients_equal_full_batch(MyTrainer), 3)
 
-`INVARIANTS` lists those that every correct implementation obeys; `violations(wrap)` tries them all.
-`communication_overlaps_backward` stands aside: without overlap a gradient is late, but right.
+`INVARIANTS` lists those that every correct implementation obeys; `violations(wrap)` tries them
+all. `communication_overlaps_backward` is not in the list: without overlap, gradients are late but
+right.
 
-Run them on three ranks at least: any two numbers have the same sum in both orders, so two ranks
-hide some mistakes. Data differ between ranks in all of them, since equal data hide the rest.
+Run them on at least three ranks. The sum of two numbers is the same in both orders, so two ranks
+hide some mistakes. Data differ between ranks in every check, because equal data would hide the
+rest.
 
-Each raises `InvariantError` on *every* rank, also if one rank only is wrong: a failed check never
-leaves the other ranks waiting. Nor does an implementation whose ranks call different collectives:
-they are compared before they are launched (`labkit.testing.watch`).
+If one rank is wrong, each check raises `InvariantError` on *every* rank, so it never leaves the
+others waiting. Collectives are compared before they are launched (`labkit.testing.watch`), so
+ranks that call different ones do not hang.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,9 +91,9 @@ def violations(
     device: Device = "cpu",
     invariants: Sequence[Invariant] | None = None,
 ) -> dict[str, InvariantError]:
-    """Try every invariant on `wrap`, and return those that do not hold, by name.
+    """Try every invariant on `wrap`; return those that do not hold, by name.
 
-    `invariants`: only these; each is a function under `labkit.testing.checking.invariant`.
+    `invariants`: try only these; each is decorated with `labkit.testing.checking.invariant`.
     """
     broken = {}
     watched = SameCollectives()
@@ -108,7 +111,7 @@ def violations(
 
 @invariant
 def initial_state_is_broadcast(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """Ranks that build different modules train one model: rank 0's, buffers included."""
+    """Ranks that build different modules train one model: rank 0's, including buffers."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = SmallModule(seed=rank, device=device)
     first = SmallModule(seed=0, device=device)
@@ -123,7 +126,7 @@ def initial_state_is_broadcast(wrap: Wrap, device: Device, watched: SameCollecti
 
 @invariant
 def gradients_are_identical(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """After each of three steps every gradient has the same bits on every rank."""
+    """After each of three steps, every gradient has the same bits on every rank."""
     _train(
         wrap,
         device,
@@ -134,19 +137,19 @@ def gradients_are_identical(wrap: Wrap, device: Device, watched: SameCollectives
 
 @invariant
 def replicas_stay_identical(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """After each of three AdamW steps every parameter has the same bits on every rank."""
+    """After each of three AdamW steps, every parameter has the same bits on every rank."""
     _train(wrap, device, watched, look_after=assert_replicas_agree)
 
 
 @invariant
 def gradients_equal_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """In each of three steps the gradient is that of one process with the whole batch."""
+    """In each of three steps, the gradient equals that of one process with the whole batch."""
     _train(wrap, device, watched, look_before=assert_gradients_equal)
 
 
 @invariant
 def accumulation_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """Four micro-batches, of which the last is synchronized, equal one batch; twice in a row."""
+    """Four micro-batches, with only the last one synchronized, equal one batch; twice in a row."""
     _one_step(
         wrap,
         device,
@@ -157,7 +160,7 @@ def accumulation_equals_full_batch(wrap: Wrap, device: Device, watched: SameColl
 
 @invariant
 def uneven_items_equal_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """Ranks and micro-batches with 1 to 7 items: each item counts once, wherever it lies."""
+    """Ranks and micro-batches have 1 to 7 items: each item counts once, wherever it is."""
     _one_step(
         wrap,
         device,
@@ -171,7 +174,9 @@ def uneven_items_equal_full_batch(wrap: Wrap, device: Device, watched: SameColle
 
 @invariant
 def clipping_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """A gradient clipped to half its norm is the full batch's gradient, clipped likewise."""
+    """A gradient clipped to half its norm equals the full batch's gradient, clipped in the same
+    way.
+    """
     of_all = draw_batches(dist.get_world_size(), device=device)
     oracle = SmallModule(device=device)
     full_batch_step(oracle, of_all)
@@ -183,11 +188,11 @@ def clipping_equals_full_batch(wrap: Wrap, device: Device, watched: SameCollecti
 
 @invariant
 def missing_counts_as_zeros(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """A gradient missing on some ranks counts as zeros there.
+    """A gradient that is missing on some ranks counts as zeros there.
 
-    Four cases: rank 0 lacks one branch and the others lack another, of equal shapes; all but rank
-    0 lack two branches; a branch is used in the first micro-batch only; all but rank 0 lack the
-    layer whose bucket would be the first to go. torch's DDP asks for find_unused_parameters=True.
+    There are four cases. Rank 0 and the other ranks lack different branches of equal shapes. All
+    ranks but 0 lack two branches. A branch is used in the first micro-batch only. All ranks but 0
+    lack the layer in the first bucket. torch's DDP needs find_unused_parameters=True.
     """
     world_size = dist.get_world_size()
     data = draw_batches(world_size, device=device)
@@ -208,10 +213,10 @@ def missing_counts_as_zeros(wrap: Wrap, device: Device, watched: SameCollectives
 
 @invariant
 def none_stays_none(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """A parameter that no rank used in this step keeps grad None, and AdamW leaves it alone.
+    """If no rank used a parameter in this step, its grad stays None and AdamW does not change it.
 
-    It was used in the step before, so that there is momentum which a gradient of zeros would apply.
-    torch's DDP asks for find_unused_parameters=True.
+    The parameter was used in the previous step, so it has momentum that a gradient of zeros would
+    apply. torch's DDP needs find_unused_parameters=True.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = SmallModule(device=device)
@@ -251,9 +256,8 @@ def none_stays_none(wrap: Wrap, device: Device, watched: SameCollectives) -> Non
 def collectives_match(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """All ranks launch the same collectives in the same order, and no two gradients are mixed up.
 
-    Although every rank goes through the module in another order, so that gradients appear in
-    another order too: with tensors of different shapes, with tensors of equal ones, and with
-    layers large enough for buckets of their own.
+    Every rank runs the module's branches in a different order, so gradients appear in different
+    orders. The tensors have different shapes, equal shapes, or a bucket of their own.
     """
     world_size = dist.get_world_size()
     data = draw_batches(world_size, device=device)
@@ -276,11 +280,10 @@ def collectives_match(wrap: Wrap, device: Device, watched: SameCollectives) -> N
 def survives_an_exception(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
     """After a forward or backward pass that raised on all ranks, the next step is right.
 
-    The exception is caught, the gradients are set to None, training goes on, as in a loop that
-    skips a batch for which memory did not suffice. After a *backward* that raised, an
-    implementation may instead refuse the next step with a RuntimeError, on every rank: torch's
-    DDP does. Wrong in silence it may not be. Also tried: a forward pass for which no backward
-    ever comes.
+    The exception is caught, the gradients are set to None, and training continues, like a loop
+    that skips a batch after running out of memory. After a *backward* that raised, an
+    implementation may refuse the next step with a RuntimeError on every rank, as torch's DDP does.
+    It must not be silently wrong. The check also tries a forward pass without a backward.
     """
     for fails_in in ("forward", "backward", "nothing"):
         _interrupted_run(wrap, device, watched, fails_in)
@@ -308,7 +311,7 @@ def _train(
     look_before: Callable[[SmallModule, Gradients], None] | None = None,
     look_after: Callable[[SmallModule], None] | None = None,
 ) -> None:
-    """Three steps beside the oracle's, looked at before and after the optimizer's step."""
+    """Three steps of the implementation and of the oracle, compared around the optimizer's step."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = SmallModule(device=device)
     oracle = deepcopy(module)
@@ -339,7 +342,7 @@ def _one_step(
     module: TrialModule | None = None,
     tolerance: float = 1e-9,
 ) -> None:
-    """Each of `steps` gives the oracle's gradients, by one wrapped module, without optimizer."""
+    """Each of `steps` gives the oracle's gradients, with one wrapped module and no optimizer."""
     module = module or SmallModule(device=device)
     oracle = deepcopy(module)
     with watched:
@@ -357,7 +360,7 @@ def _one_step(
 def _taking(
     of_all: list[list[MicroBatch]], takes: Sequence[tuple[str, ...]]
 ) -> list[list[MicroBatch]]:
-    """The same data, of which rank r's go through the branches `takes[r]`."""
+    """The same data, with rank r going through the branches `takes[r]`."""
     return [
         [batch._replace(take=take) for batch in one]
         for one, take in zip(of_all, takes, strict=True)

@@ -1,4 +1,4 @@
-"""Does communication overlap with backward? A check without a clock."""
+"""Check, without a clock, that communication overlaps with backward."""
 
 import tempfile
 import time
@@ -18,13 +18,13 @@ from labkit.testing.watch import RecordedCollectives, SameCollectives
 
 @invariant
 def communication_overlaps_backward(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """Collectives are launched during backward, and backward goes on meanwhile.
+    """Collectives are launched during backward, and backward continues meanwhile.
 
-    Looked at in the third step (torch's DDP arranges its buckets in the first), on a stack of
-    four Linear(512, 512), 4 MiB. The second half is tried by holding the last rank back at its
-    first gradient: the others must reach their last one while their collective still waits for
-    that rank. No clock decides, except that a blocked implementation is given up after three
-    seconds. The ranks have to run on one machine.
+    The check looks at the third step, because torch's DDP arranges its buckets in the first, on a
+    stack of four Linear(512, 512), 4 MiB. To test that backward continues, it holds the last rank
+    back at its first gradient. The other ranks must reach their last gradient while their
+    collective still waits for that rank. The only time limit is three seconds for an
+    implementation that blocks. The ranks must run on one machine.
     """
     module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(device)
     seed = torch.Generator().manual_seed(dist.get_rank())
@@ -49,7 +49,7 @@ def communication_overlaps_backward(wrap: Wrap, device: Device, watched: SameCol
 
 
 class _HeldBack:
-    """Notes when gradients arrive, and holds the last rank back at its first one."""
+    """Records when gradients arrive, and holds the last rank back at its first one."""
 
     def __init__(self, module: nn.Module, watch: RecordedCollectives, folder: Path) -> None:
         self.watch, self.folder = watch, folder
@@ -119,7 +119,7 @@ class _HeldBack:
 
 @contextmanager
 def _shared_folder() -> Iterator[Path]:
-    """A folder that all ranks see: rank 0's. It is a way to signal that is no collective."""
+    """A folder of rank 0 that all ranks see: a way to signal without a collective."""
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
@@ -127,4 +127,4 @@ def _shared_folder() -> Iterator[Path]:
 
 
 def _nothing() -> None:
-    """Stands in for a `finish` that an implementation does not have."""
+    """The `finish` of an implementation that has none."""

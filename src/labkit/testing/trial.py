@@ -1,19 +1,19 @@
-"""A training problem whose answer is known, and the one step that every implementation takes on it.
+"""A training problem with a known answer, and one training step for every implementation.
 
 `labkit.testing.invariants` runs implementations on it. An implementation is a callable
 `wrap(module)`. Its result is used as a training loop would use it:
 
-    wrapped(inputs)              the forward pass; the only thing that it must have
-    wrapped.no_sync()            a context, entered around every micro-batch but the last of a step
+    wrapped(inputs)              the forward pass; the only required method
+    wrapped.no_sync()            a context around every micro-batch but the last of a step
     wrapped.loss(losses, items)  the scalar to back-propagate, from one micro-batch's losses (one
-                                 an item) and the number of this rank's items in the whole step
+                                 per item) and the number of this rank's items in the whole step
     wrapped.finish()             called after the last backward, before the optimizer's step
-    wrapped.finish_and_clip(n)   the same where gradients are clipped to the norm n
+    wrapped.finish_and_clip(n)   the same if gradients are clipped to the norm n
 
-The last four are optional. Without `loss` the step back-propagates (W / N) · Σ losses, with W
-ranks and N items in the step on all ranks, whose average over the ranks is the full batch's mean.
-So torch's DistributedDataParallel is a `wrap` as it stands, and so is a class of a few lines
-around a reader's own trainer.
+The last four are optional. Without `loss`, the step back-propagates (W / N) · Σ losses, with W
+ranks and N items in the step on all ranks. Its average over the ranks is the full batch's mean. So
+torch's DistributedDataParallel is a `wrap` without changes, and a class of a few lines around your
+own trainer can be one.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ WIDE = 384  # a square of float64 of this width has a little more than 1 MiB
 class MicroBatch(NamedTuple):
     """One micro-batch of one rank: inputs (items, FEATURES) and targets (items,), both float64.
 
-    `take` names the parts of the module that this micro-batch goes through, in order.
+    `take` names the parts of the module that process this micro-batch, in order.
     """
 
     inputs: Tensor
@@ -42,7 +42,7 @@ class MicroBatch(NamedTuple):
 
 
 class InterruptedPassError(Exception):
-    """Raised by `SmallModule` when it has been told to."""
+    """Raised by `SmallModule` when a test asks for it."""
 
 
 def _seed(seed: int) -> None:
@@ -51,13 +51,13 @@ def _seed(seed: int) -> None:
 
 
 class SmallModule(nn.Module):
-    """A trunk, three branches, a head, a buffer: about 300 parameters in float64.
+    """A trunk, three branches, a head, and a buffer: about 300 parameters in float64.
 
-    The branches' tensors "a" and "b" have equal shapes, those of "c" others. They are evaluated
-    in the order of `take`, which may differ from rank to rank, so that gradients appear in
-    another order or not at all. `fails_in` ("forward", "backward" or None) makes a pass raise
-    `InterruptedPassError`, after the gradients of the head and the branches have appeared, before
-    those of the trunk.
+    The tensors of branches "a" and "b" have equal shapes; those of "c" have others. Branches run
+    in the order of `take`, which may differ between ranks, so gradients may appear in another
+    order or not at all. `fails_in` ("forward", "backward", or None) makes a pass raise
+    `InterruptedPassError`. At that time the head and the branches have gradients, and the trunk
+    has none.
     """
 
     def __init__(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
@@ -92,9 +92,9 @@ class SmallModule(nn.Module):
 class TwoBuckets(nn.Module):
     """Two layers of more than 1 MiB each, applied in the order of `take`, in float64.
 
-    A reducer with torch's default sizes (a first bucket of 1 MiB, then 25) puts them into two
-    buckets, which fill in the opposite order on a rank that applies the layers in the opposite
-    order. `SmallModule` fits into one.
+    With torch's default sizes (a first bucket of 1 MiB, then 25 MiB) they fill two buckets. On a
+    rank that applies the layers in the opposite order, the buckets fill in the opposite order.
+    `SmallModule` fits into one bucket.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -148,7 +148,7 @@ def draw_batches(
 
 
 def item_losses(outputs: Tensor, targets: Tensor) -> Tensor:
-    """One loss an item: (items,)"""
+    """One loss per item: (items,)"""
     return (outputs - targets).square()
 
 
@@ -181,7 +181,7 @@ def step(
     """One training step of rank `rank`, up to but not including the optimizer's step.
 
     The combined gradients are in `module`, the module that was wrapped.
-    `of_all[rank][micro_batch]` are the data of all ranks. With `max_norm` the gradients are
+    `of_all[rank][micro_batch]` are the data of all ranks. With `max_norm`, the gradients are
     clipped to that norm.
     """
     backward_passes(wrapped, module, of_all, rank)
@@ -199,7 +199,7 @@ def full_batch_step(
     of_all: Sequence[Sequence[MicroBatch]],
     max_norm: float | None = None,
 ) -> None:
-    """The oracle: the same step on one process that has the data of all ranks."""
+    """The oracle: the same step in one process with the data of all ranks."""
     items_in_step = sum(len(batch.targets) for one in of_all for batch in one)
     for one in of_all:
         for batch in one:
@@ -211,7 +211,7 @@ def full_batch_step(
 
 
 def named_gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    """A copy of each trainable parameter's gradient, by name; None where there is none."""
+    """A copy of each trainable parameter's gradient, by name; None if it has none."""
     return {
         name: None if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in module.named_parameters()

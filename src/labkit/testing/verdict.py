@@ -1,4 +1,4 @@
-"""What several recipes make of one gradient: ratio, cosine, and which kind of bug that is.
+"""Judge several ways to compute one gradient: ratio, cosine, and the kind of bug.
 
     def work(rank, world_size, model, inputs, targets):
         …
@@ -7,16 +7,14 @@
     truth = gradient_of(model, lambda model: F.mse_loss(model(inputs), targets))
     print(verdict_table(verdicts(run_ranks(work, 4, model, inputs, targets), truth)))
 
-A recipe is one way to combine gradients, by its name. Each rank returns what it held at the end of
-every recipe; the truth is the gradient of the single process that has the whole batch. Where the
-ranks hold the same bits there is one verdict a recipe, and where they do not, one a rank: then the
-copies of the model part with the next step, which is worse than any single figure says.
+A recipe is one way to combine gradients, identified by its name. Each rank returns its result for
+every recipe. The truth is the gradient of a single process with the whole batch. If all ranks hold
+the same bits, a recipe has one verdict; otherwise it has one per rank, because the replicas
+diverge at the next step, which no single number shows.
 
-The same works for anything else that is a list of tensors, such as the way that the weights have
-gone in an epoch (`moved`).
+The same functions judge any list of tensors, for example the change of the weights in an epoch
+(`moved`).
 """
-
-from __future__ import annotations
 
 import copy
 import math
@@ -46,7 +44,7 @@ _RATIO = 5e-3
 
 
 class Verdict(NamedTuple):
-    """One recipe's gradient on `ranks`: which recipe, ratio and cosine, and of what kind it is."""
+    """The gradient of one recipe on `ranks`: its ratio, its cosine, and its kind."""
 
     recipe: str
     ranks: str
@@ -57,7 +55,7 @@ class Verdict(NamedTuple):
 def gradient_of(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> list[Tensor]:
     """The gradient of `loss_of(model)`, computed in this process on a copy of `model`.
 
-    One tensor a trainable parameter, in the module's order. `model` is left as it is.
+    One tensor per trainable parameter, in the module's order. `model` is not changed.
     """
     model = copy.deepcopy(model)
     model.zero_grad()
@@ -71,12 +69,12 @@ def weights(module: nn.Module) -> list[Tensor]:
 
 
 def moved(module: nn.Module, start: Iterable[Tensor]) -> list[Tensor]:
-    """How far each trainable parameter of `module` has gone from `start`, taken with `weights`."""
+    """The change of each trainable parameter of `module` since `start`, taken with `weights`."""
     return [now - before for now, before in zip(weights(module), start, strict=True)]
 
 
 def kind_of(comparison: Comparison) -> Kind:
-    """Right, or which bug: of scale (a factor repairs it) or of direction (none does)."""
+    """Right, or the kind of bug: scale (a factor repairs it) or direction (none does)."""
     ratio, cosine = comparison
     if ratio == 0:
         return "zero"
@@ -91,10 +89,10 @@ def verdicts(
     of_ranks: Sequence[Mapping[str, Sequence[Tensor]]],
     truth: Sequence[Tensor] | Mapping[str, Sequence[Tensor]],
 ) -> list[Verdict]:
-    """Hold what `run_ranks` returned, `[rank][recipe]`, against the truth.
+    """Compare what `run_ranks` returned, `[rank][recipe]`, with the truth.
 
-    `truth` is one for all recipes, or one for each by its name. A recipe whose bits differ between
-    ranks gives a verdict for each rank.
+    `truth` is one gradient for all recipes, or one per recipe, by name. A recipe with different
+    bits on different ranks gives one verdict per rank.
 
     Raises ValueError if the ranks tried different recipes, if shapes differ, or if the truth is
     zero everywhere.
@@ -116,17 +114,18 @@ def verdicts(
 
 
 def verdict_table(judged: Sequence[Verdict], digits: int = 4) -> str:
-    """One line a verdict: recipe, ranks, ratio, cosine, kind."""
+    """One line per verdict: recipe, ranks, ratio, cosine, kind."""
     rows = [[v.recipe, v.ranks, *v.comparison, v.kind] for v in judged]
     return table(["recipe", "ranks", "ratio", "cosine", ""], rows, digits)
 
 
 def verdict_figure(sections: Mapping[str, Sequence[Verdict]]) -> Figure:
-    """The wrong recipes of a chapter, one line each: ratio on the left, angle to the truth right.
+    """The wrong recipes of a chapter, one per line: the ratio, and the angle to the truth.
 
-    `sections` gives a heading to each group of verdicts. Right ones are left out, for all of them
-    would lie on the two lines of the truth. A recipe has one dot per rank if the ranks differ. A
-    ratio that is zero or not finite is drawn at the edge. The angle is arccos of the cosine.
+    `sections` maps a heading to each group of verdicts. Right verdicts are left out, because all
+    of them would lie on the two lines of the truth. A recipe has one dot per rank if the ranks
+    differ. A ratio that is zero or not finite is drawn at the edge. The angle is arccos of the
+    cosine.
     """
     lines: list[tuple[str, list[Verdict]]] = []
     headings: list[int] = []
@@ -176,7 +175,7 @@ def ratio_within_axis(ratio: float) -> float:
 
 
 def _compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:
-    """As `ratio_and_cosine`, but a gradient of zeros is a verdict here, not an error."""
+    """Like `ratio_and_cosine`, but a gradient of zeros gives a verdict, not an error."""
     if all(not tensor.any() for tensor in found):
         largest_difference(found, true)  # raises if the shapes differ
         return Comparison(0.0, math.nan)

@@ -1,13 +1,13 @@
-"""Watch the collectives that a piece of code launches, whoever launches them.
+"""Watch the collectives that a piece of code launches, from Python or from C++.
 
-`RecordedCollectives` writes down every collective in the order of its launch. `SameCollectives`
-also insists that every rank launches the same one: where two ranks are about to launch different
-collectives, which would hang or mix up two tensors, it raises on every rank and names both.
+`RecordedCollectives` records every collective in launch order. `SameCollectives` also checks that
+every rank launches the same one. If two ranks are about to launch different collectives, which
+would hang or mix up two tensors, it raises on every rank and names both.
 
-Both see what Python calls (`torch.distributed.all_reduce`) and what C++ calls (the reducer of
-torch's DistributedDataParallel), because every process group sends its calls through torch's
-dispatcher as operators of the namespace `c10d`; `torch.distributed.tensor.debug.CommDebugMode`
-counts them there too. Point-to-point messages (send, recv) are not collectives and pass unseen.
+Both see calls from Python (`torch.distributed.all_reduce`) and from C++ (the reducer of torch's
+DistributedDataParallel). Every process group sends its calls through torch's dispatcher as
+operators of the namespace `c10d`; `torch.distributed.tensor.debug.CommDebugMode` counts them
+there, too. Point-to-point messages (send, recv) are not collectives and are ignored.
 """
 
 from contextlib import suppress
@@ -31,7 +31,7 @@ _MESSAGE_BYTES = 512
 
 
 class CollectiveMismatchError(AssertionError):
-    """The ranks went different ways; `went[rank]` says what each was about to do."""
+    """The ranks differ in their collectives; `went[rank]` says what each was about to do."""
 
     def __init__(self, number: int, went: list[str]) -> None:
         super().__init__(number, went)
@@ -82,20 +82,21 @@ class RecordedCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def before(self, launch: LaunchedCollective) -> None:
-        """Called just before the launch."""
+        """Called just before each launch."""
 
 
 class SameCollectives(RecordedCollectives):
-    """The same on every rank, or `CollectiveMismatchError` on every rank.
+    """Checks that collectives are the same on every rank; raises `CollectiveMismatchError`
+    otherwise.
 
-    To be entered and left by every rank of `group` (default: all), once or several times, with
-    code between that is expected to launch the same collectives everywhere. Before each launch,
-    and at the end, each rank tells the others what it is about to do (one all-gather of 512 bytes
-    on a gloo group of its own, which is why it is for tests); a rank that leaves with an
-    exception tells that. Collectives of smaller groups must be the same on all ranks too. A rank
-    that comes neither to a collective nor to the end within `timeout` seconds is reported as
-    such. `close`, on every rank, gives the gloo group back; otherwise it lives as long as the
-    default group does.
+    Every rank of `group` (default: all) must enter and leave it, once or several times. Before
+    each launch, and at the end, each rank tells the others what it is about to do. This costs one
+    all-gather of 512 bytes on a separate gloo group, so use it in tests. If a rank leaves with an
+    exception, it reports that to the others.
+
+    Collectives of smaller groups must also be the same on all ranks. A rank that reaches neither a
+    collective nor the end within `timeout` seconds is reported. `close`, on every rank, releases
+    the gloo group; otherwise it lives as long as the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 20.0) -> None:

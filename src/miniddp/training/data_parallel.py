@@ -154,8 +154,6 @@ def parallel_apply(
     Grad mode, inference mode, autocast, and the current stream belong to a thread, so each thread
     copies them from the caller. If replicas fail, the others still finish. Then the exception of
     the failed replica with the lowest number is raised, with a note that names the replica.
-
-    Streams are not yet run on a GPU; `make gpu` does it.
     """
     devices = [_exact(device) for device in devices]
     autocast = [

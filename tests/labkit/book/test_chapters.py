@@ -1,7 +1,5 @@
 """Chapters are executed whole, written whole, and never over something else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -87,14 +85,14 @@ def test_a_folder_that_is_no_copy_of_a_book_is_not_touched(tmp_path):
     (precious / "thesis.txt").write_text("years")
     done = chapters("execute", tmp_path / "book", precious)
     assert done.returncode == 1
-    assert "precious is not empty and no copy of a book" in done.stderr
+    assert "precious is not empty and is not a copy of a book" in done.stderr
     assert (precious / "thesis.txt").read_text() == "years"
 
 
 @pytest.mark.parametrize("out", ["book", "book/inside", "."])
 def test_a_copy_into_or_around_the_book_is_refused(tmp_path, out):
     (tmp_path / "book").mkdir()
-    with pytest.raises(ValueError, match="needs a folder of its own"):
+    with pytest.raises(ValueError, match="needs a separate folder"):
         copy_pages(tmp_path / "book", tmp_path / out)
 
 

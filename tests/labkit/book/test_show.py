@@ -1,7 +1,5 @@
 """Code shown in a chapter is the code that runs."""
 
-from __future__ import annotations
-
 import inspect
 
 from labkit.book.show import source

@@ -1,7 +1,5 @@
 """The check of the built site finds what a reader would stumble over, and nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

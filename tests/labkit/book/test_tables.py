@@ -1,7 +1,5 @@
 """Tables and figures of differences, as they are compared character by character."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

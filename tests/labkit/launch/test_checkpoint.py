@@ -1,7 +1,5 @@
 """Checkpoints: whole or absent after a kill at any moment, and the same one for all ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -114,7 +112,7 @@ def find_a_broken_one(rank: int, folder: Path) -> str:
 def test_a_file_that_is_no_checkpoint_is_named_on_every_rank(tmp_path):
     for said in run_ranks(find_a_broken_one, 3, tmp_path):
         assert said.startswith("rank 1: ")
-        assert "1.pt is no checkpoint, or not a whole one; move it away to start anew" in said
+        assert "1.pt is not a complete checkpoint; move it away to start from step 0" in said
 
 
 def out_of_memory(*_: object, **__: object) -> torch.Tensor:

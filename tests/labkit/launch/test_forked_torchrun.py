@@ -1,7 +1,5 @@
 """Ranks that torchrun forks: what a script can see of the difference, which is to be nothing."""
 
-from __future__ import annotations
-
 import json
 import sys
 

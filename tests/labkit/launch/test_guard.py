@@ -1,7 +1,5 @@
 """The guard: a command's whole family is gone when the command, or its caller, is."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What labs under torchrun share; the labs' own tests show the rest."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

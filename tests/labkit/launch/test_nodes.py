@@ -1,7 +1,5 @@
 """Several torchrun agents on one machine: where they meet, and what ends them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """`run_ranks` as a chapter's author meets it: what it hands out, shows, raises and survives."""
 
-from __future__ import annotations
-
 import functools
 import json
 import linecache
@@ -307,7 +305,7 @@ def test_a_hang_is_stopped_and_each_rank_is_described():
     start = time.monotonic()
     with pytest.raises(RanksTimeoutError) as caught:
         run_ranks(work, 4, timeout=1.5)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 45
     assert isinstance(caught.value, TimeoutError)
     here = r"at .*test_ranks.py line \d+: "
     patterns = [
@@ -322,6 +320,31 @@ def test_a_hang_is_stopped_and_each_rank_is_described():
         assert state in str(caught.value)
     assert "3 of 4 ranks did not finish within 1.5 s" in str(caught.value)
     assert "Next: every rank has to call the same collectives" in str(caught.value)
+
+
+SLOW_TO_JOIN = """
+import multiprocessing, os, time
+import cloudpickle
+from labkit.launch import rank_supervisor
+from labkit.launch.rank_process import Job, run_rank
+
+def hold_back(rank, *rest):
+    time.sleep(2.5 * rank)
+    run_rank(rank, *rest)
+
+rank_supervisor.run_rank = hold_back
+payload = cloudpickle.dumps((lambda rank: rank, ()))
+job = Job(payload, "", ("cpu", "cpu"), "gloo", 1.0, dict(os.environ), {}, "fork")
+ours, theirs = multiprocessing.Pipe()
+rank_supervisor.supervise(theirs, job)
+print([report.status for report in ours.recv().reports])
+"""
+
+
+def test_the_time_that_ranks_take_to_join_does_not_count():
+    command = [sys.executable, "-c", SLOW_TO_JOIN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "['returned', 'returned']\n", done.stderr
 
 
 def test_a_hang_inside_backward_is_told_as_such():
@@ -348,7 +371,7 @@ def test_different_collectives_on_two_ranks_end_in_bounded_time_with_both_ranks_
     start = time.monotonic()
     with pytest.raises((RuntimeError, TimeoutError)) as caught:
         run_ranks(work, 2, timeout=3)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 45
     said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
     assert "rank 0" in said
     assert "rank 1" in said
@@ -362,7 +385,7 @@ def test_all_reduces_of_different_lengths_end_in_bounded_time():
     start = time.monotonic()
     with pytest.raises((RuntimeError, TimeoutError)) as caught:
         run_ranks(work, 2, timeout=3)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 45
     assert "rank" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
 
 
@@ -374,7 +397,7 @@ def test_a_function_that_holds_a_lock_cannot_be_shipped_and_the_error_says_what_
             return 1
 
     with pytest.raises(
-        RanksError, match=r"work cannot be shipped .*lock.*made inside the function"
+        RanksError, match=r"work cannot be sent to the ranks.*lock.*created inside the function"
     ):
         run_ranks(work, 2)
 

@@ -1,7 +1,5 @@
 """Scripts that chapters run: their output, their errors, and what is left of them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """What the benchmarks stand on: turns that all ranks count alike, pairs, and readable JSON."""
 
-from __future__ import annotations
-
 import json
 import time
 from unittest import mock

@@ -1,7 +1,5 @@
 """The cost model: the algorithms' own counts, fits that find what went in, steps done by hand."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

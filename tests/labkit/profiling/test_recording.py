@@ -1,7 +1,5 @@
 """The recorder, on the rungs, the drop-in and torch's DDP: how many, in which order, when first."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """The slow link: as slow as its model says, in nothing else different, and in nobody's way."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """The figure and the trace of a recording, made up and real."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """CUDA's randn on a CPU: the cipher by its published answers, the draws by known properties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The captioner of the chapter on the mean of means, and the digits beside it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -15,9 +13,9 @@ from labkit.scenarios.padded_captioner import (
     LONGEST,
     PADDING,
     START,
-    WORDS,
+    VOCABULARY,
     Captioner,
-    count_words,
+    count_tokens,
     draw_captions,
     joined,
     loss_of_knowing_nothing,
@@ -37,12 +35,12 @@ def test_captions_have_the_lengths_asked_for_and_are_read_shifted(lengths, seed,
     captions = draw_captions(len(lengths), seed, tail, lengths)
     counted = captions.targets != PADDING
     assert counted.sum(dim=1).tolist() == lengths
-    assert count_words(captions) == sum(lengths)
+    assert count_tokens(captions) == sum(lengths)
     assert (captions.tokens[:, 0] == START).all()
     for tokens, targets, n in zip(captions.tokens, captions.targets, lengths, strict=True):
         assert tokens[1:n].tolist() == targets[: n - 1].tolist()
         assert (targets[n:] == PADDING).all()
-        assert ((targets[:n] >= 0) & (targets[:n] < WORDS)).all()
+        assert ((targets[:n] >= 0) & (targets[:n] < VOCABULARY)).all()
     again = draw_captions(len(lengths), seed, tail, lengths)
     assert all(torch.equal(a, b) for a, b in zip(captions, again, strict=True))
 
@@ -54,10 +52,10 @@ def test_micro_batches_hold_every_caption_once_in_order(number, size):
     parts = micro_batches(captions, size)
     assert all(len(part.tokens) == size for part in parts[:-1])
     assert all(torch.equal(a, b) for a, b in zip(joined(parts), captions, strict=True))
-    assert sum(map(count_words, parts)) == count_words(captions)
+    assert sum(map(count_tokens, parts)) == count_tokens(captions)
 
 
-def test_without_lengths_captions_have_2_to_12_words_and_another_seed_draws_others():
+def test_without_lengths_captions_have_2_to_12_tokens_and_another_seed_draws_others():
     captions = draw_captions(200, seed=0)
     lengths = (captions.targets != PADDING).sum(dim=1)
     assert (lengths.min(), lengths.max()) == (2, LONGEST)
@@ -78,13 +76,13 @@ def test_captions_that_cannot_be_drawn_are_refused(arguments, said):
         draw_captions(2, seed=0, **arguments)
 
 
-def test_a_score_depends_on_its_picture_and_the_words_before_it_and_on_nothing_else():
+def test_a_score_depends_on_its_picture_and_the_tokens_before_it_and_on_nothing_else():
     model = trained_captioner().double()
     captions = draw_captions(3, seed=4)
     pixels, tokens = captions.pixels.double(), captions.tokens
     scores = model(pixels, tokens)
     later = tokens.clone()
-    later[:, 5:] = (later[:, 5:] + 1) % WORDS
+    later[:, 5:] = (later[:, 5:] + 1) % VOCABULARY
     assert torch.allclose(model(pixels, later)[:, :5], scores[:, :5], atol=1e-12)
     assert not torch.allclose(model(pixels, later)[:, 5:], scores[:, 5:], atol=1e-3)
     assert not torch.allclose(model(pixels.flip(0), tokens), scores, atol=1e-3)
@@ -117,7 +115,7 @@ def test_a_trained_captioner_has_learned_what_its_tail_says_and_carries_no_gradi
     same = zip(trained_captioner().parameters(), trained_captioner().parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in same)
     other = copy.deepcopy(trained_captioner(seed=1))
-    assert not torch.equal(other.words.weight, trained_captioner().words.weight)
+    assert not torch.equal(other.embedding.weight, trained_captioner().embedding.weight)
 
 
 def test_digits_are_ten_different_shapes_and_the_same_for_the_same_seed():

@@ -1,7 +1,5 @@
 """The toy steps are what their docstrings promise, since chapters and labs quote it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Ratio and cosine: the two figures against hand-made gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

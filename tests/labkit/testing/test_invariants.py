@@ -1,7 +1,5 @@
 """The checks themselves: a right implementation passes; and what is said of a wrong one."""
 
-from __future__ import annotations
-
 import copy
 import time
 from contextlib import suppress
@@ -72,8 +70,8 @@ def test_an_implementation_that_raises_on_one_rank_is_reported_on_all_without_a_
         return errors_of(rank, lambda _: gradients_equal_full_batch(RaisesOnRank1))
 
     started = time.monotonic()
-    errors = run_ranks(work, 3, timeout=30, device="cpu")
-    assert time.monotonic() - started < 15
+    errors = run_ranks(work, 3, timeout=90, device="cpu")
+    assert time.monotonic() - started < 45
     assert [error.invariant for error in errors] == ["gradients_equal_full_batch"] * 3
     assert "KeyError" in errors[1].found
     assert "rank 1 raised KeyError" in errors[0].found

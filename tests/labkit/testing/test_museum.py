@@ -1,7 +1,5 @@
 """Every exhibit looks innocent, is rejected by the invariant on its label, and can be repaired."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Recipes against the truth: the kinds of bugs, who differs, and what is drawn."""
 
-from __future__ import annotations
-
 import copy
 import math
 

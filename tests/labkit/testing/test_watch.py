@@ -1,7 +1,5 @@
 """The watch over collectives: what it sees, and that ranks which differ raise, not hang."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -85,7 +83,7 @@ def work_with_each(ways):
     raised = {}
     for way in ways:
         try:
-            with SameCollectives(timeout=10):
+            with SameCollectives(timeout=80):
                 way(rank)
         except (CollectiveMismatchError, KeyError) as error:
             raised[way.__name__] = (type(error).__name__, str(error))
@@ -98,8 +96,8 @@ def test_ranks_that_differ_raise_on_every_rank_at_once_and_say_where():
     ways = [differ_in_number, differ_in_kind, differ_in_shape, differ_in_dtype]
     ways += [differ_asynchronously, one_raises]
     started = time.monotonic()
-    results = run_ranks(work_with_each, 3, ways, timeout=30, device="cpu")
-    assert time.monotonic() - started < 10, "it waited for a timeout where it could have known"
+    results = run_ranks(work_with_each, 3, ways, timeout=90, device="cpu")
+    assert time.monotonic() - started < 45, "it waited for a timeout where it could have known"
     for rank, (raised, after) in enumerate(results):
         assert after == 0 + 1 + 2
         assert raised.keys() == {way.__name__ for way in ways}

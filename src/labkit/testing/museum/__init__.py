@@ -1,14 +1,13 @@
-"""The museum: known broken data-parallel implementations, one a file, each wrong in one way.
+"""The museum: known broken data-parallel implementations, one per file, each wrong in one way.
 
     for exhibit in exhibits():
         print(exhibit.name, exhibit.bug, exhibit.caught_by)
 
-Each is short, looks innocent, trains, and shows a loss curve that falls. They are kinds of
-mistakes that are made over and over, written anew here; none is anybody's code. Use them to learn
-what a mistake looks like, and to try your own tests on: where they pass on an exhibit, they have a
-hole.
+Each exhibit is short, looks harmless, and trains with a falling loss curve. They are common
+mistakes, written for this museum; none is anybody's code. Use them to learn what a mistake looks
+like, and to try your own tests: a test that passes on an exhibit has a gap.
 
-What an exhibit does right it may take from `labkit.testing.museum.parts`.
+`labkit.testing.museum.parts` holds what the exhibits do right.
 """
 
 import importlib
@@ -20,7 +19,7 @@ __all__ = ["Exhibit", "exhibits"]
 
 
 def exhibits() -> tuple[Exhibit, ...]:
-    """Every exhibit, sorted by name: each module of this package that has a label, `EXHIBIT`."""
+    """Every exhibit, sorted by name: each module of this package with a label, `EXHIBIT`."""
     modules = [
         importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
     ]

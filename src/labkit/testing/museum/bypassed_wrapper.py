@@ -1,13 +1,13 @@
 """Calls the model inside the wrapper, not the wrapper.
 
-Claims: uses torch's DistributedDataParallel as it is.
+Claims: uses torch's DistributedDataParallel unchanged.
 
-The bug: DDP prepares its reducer in its own forward. A loss that comes from `.module` (to reach a
-method of the model: compute_loss, generate, a training_step) leaves it unprepared, and backward
-leaves every gradient local. No error, no warning.
+The bug: DDP prepares its reducer in its own forward. A loss computed through `.module` (to call a
+method of the model: compute_loss, generate, a training_step) does not prepare it, and backward
+leaves every gradient local. There is no error and no warning.
 
-Symptom: W unrelated trainings that began with the same weights. Each loss curve is that of one
-process with 1/W of the data; a checkpoint is rank 0's alone.
+Symptom: W unrelated training runs that began with the same weights. Each loss curve looks like one
+process with 1/W of the data, and a checkpoint holds rank 0's model only.
 
 Seen in: trainers that unwrap the model to call one of its methods.
 

@@ -1,14 +1,14 @@
 """Sends a bucket when it is full, and forgets the last one, which never is.
 
-Claims: packs gradients into buckets of a given size, one all-reduce a bucket.
+Claims: packs gradients into buckets of a given size, with one all-reduce per bucket.
 
-The bug: what is left in the open bucket after the last parameter is not sent.
+The bug: the open bucket that remains after the last parameter is not sent.
 
-Symptom: all gradients are averaged but a few, which stay local. With buckets as large as the
-model none is averaged; with a model that fills them exactly all are: it depends on a size that
-somebody tunes.
+Symptom: all gradients are averaged except a few, which stay local. If the bucket is as large as
+the model, none is averaged; if the model fills its buckets exactly, all are. So the result depends
+on a size that somebody tunes.
 
-Seen in: short bucketing code whose test model fits its bucket size.
+Seen in: short bucketing code tested with a model that fits its bucket size.
 
 Kind: a direction bug. Caught by gradients_are_identical.
 """

@@ -2,15 +2,14 @@
 
 Claims: accumulates without communication, and synchronizes once, in the last backward.
 
-The bug: DDP decides in its *forward* whether the next backward will be synchronized. The flag that
-says "accumulating" is cleared after the last backward, where one looks for it, and not before the
-last forward, where it counts.
+The bug: DDP decides in its *forward* whether the next backward will be synchronized. The flag
+"accumulating" is cleared after the last backward instead of before the last forward.
 
-Symptom: none without accumulation. With it nothing is ever sent; training is pleasantly fast, and
-the ranks are on their own.
+Symptom: none without accumulation. With accumulation, nothing is ever sent: training is fast, and
+the replicas diverge.
 
-Seen in: trainers that wrap no_sync around the forward or by a flag of their own; an accumulation
-count that is off by one, or an epoch whose last window is shorter.
+Seen in: trainers that put no_sync around the forward or use their own flag; an accumulation count
+that is off by one, or an epoch with a shorter last window.
 
 Kind: a direction bug. Caught by accumulation_equals_full_batch.
 """

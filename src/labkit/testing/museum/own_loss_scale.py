@@ -1,16 +1,15 @@
 """Scales each rank's loss by a factor of its own, and averages the scaled gradients.
 
-Claims: keeps gradients within half precision's range, by a scale that follows their size.
+Claims: keeps gradients within half precision's range by a scale that follows their size.
 
-The bug: the scale follows the size of *this rank's* gradients. In the average a rank counts as much
-as its scale says; then each rank divides by its own.
+The bug: the scale follows the size of *this rank's* gradients. In the average, a rank has the
+weight of its scale; then each rank divides by its own scale.
 
-Symptom: the first step is right, since all begin with one scale. After that the ranks' weights
-part, and more so the more their data differ. In double precision it would be just as wrong: no
-number overflows.
+Symptom: the first step is right, because all ranks begin with the same scale. Then the replicas
+diverge, faster if their data differ more. Double precision would not help: no number overflows.
 
-Seen in: loss scalers whose search for infinities is not shared between ranks; a scaler's state
-that is loaded from the checkpoint on rank 0 only.
+Seen in: loss scalers that do not share the search for infinities between ranks; a scaler state
+that only rank 0 loads from the checkpoint.
 
 Kind: a direction bug. Caught by gradients_are_identical.
 """

@@ -1,15 +1,15 @@
 """Sends whole vectors round a ring, and lets each rank add them as they come.
 
-Claims: a ring all-reduce in ten lines.
+Claims: implements a ring all-reduce in ten lines.
 
-The bug: rank r adds in the order r, r − 1, r − 2, …, another one on every rank, and
-floating-point sums depend on their order. The ranks' averages differ in the last bits, and so do
-their weights, for good. (It is also slow: each rank sends (W − 1) whole vectors, a chunked ring
-at most two.)
+The bug: rank r adds in the order r, r − 1, r − 2, …, a different order on every rank, and
+floating-point sums depend on their order. The ranks' averages, and then their weights, differ in
+the last bits. (The ring is also slow: each rank sends W − 1 whole vectors; a chunked ring sends at
+most two.)
 
-Symptom: none on two ranks, where a + b = b + a. From three on a difference of rounding size, that
-grows with the steps; with a branch on a value (a clip, a loss scale, early stopping) ranks part
-company.
+Symptom: none on two ranks, because a + b = b + a. From three ranks on, a difference of rounding
+size grows with the steps. If a value decides a branch (a clip, a loss scale, early stopping),
+ranks take different branches.
 
 Seen in: tutorials on collectives from send and receive.
 

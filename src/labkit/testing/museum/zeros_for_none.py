@@ -2,12 +2,11 @@
 
 Claims: all ranks call the same collectives, whichever parameters they used.
 
-The bug: it does so for parameters too that no rank used. To an optimizer zeros are not None: Adam
-applies its momentum, weight decay shrinks the weight.
+The bug: it also does so for parameters that no rank used. To an optimizer, zeros are not None:
+Adam applies its momentum, and weight decay shrinks the weight.
 
-Symptom: gradients are right to the bit. Experts that were not chosen, heads of tasks that were
-not drawn, layers that were dropped: they fade and drift, where one process would leave them
-alone.
+Symptom: all gradients are right. Unused experts, heads, and dropped layers fade and drift, while a
+single process would not change them.
 
 Seen in: the usual cure for the hang of skipped parameters; optimizers' set_to_none=False.
 

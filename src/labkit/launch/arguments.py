@@ -1,0 +1,24 @@
+"""Parse a lab's arguments once per job, before anything heavy is imported."""
+
+import argparse
+import contextlib
+import os
+import time
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """`parser.parse_args()` on every rank; only rank 0 prints help and errors."""
+    if os.environ.get("RANK", "0") == "0":
+        return parser.parse_args()
+    try:
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            contextlib.redirect_stderr(nowhere),
+        ):
+            return parser.parse_args()
+    except SystemExit as leave:
+        if leave.code:
+            # torchrun stops all ranks when one fails: let rank 0 fail first, with its message.
+            time.sleep(5)
+        raise

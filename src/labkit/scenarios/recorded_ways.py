@@ -1,0 +1,123 @@
+"""Several ways to average the same gradients, recorded on two ranks over a slow link.
+
+A *way* makes what averages: `make(module, process_group)`. It may be a wrapper such as torch's
+DistributedDataParallel, or an object with a `finish()` to be called after backward.
+"""
+
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.launch.ranks import run_ranks
+from labkit.profiling.recording import RankRecording, Recorder, Recording, merge
+from labkit.profiling.slow_link import SlowLink
+from labkit.scenarios.toy_steps import loss_of
+from labkit.testing.compare import flatten, gradients
+
+Way = Callable[[nn.Module, dist.ProcessGroup], Any]
+_WARM_UP, _STEPS = 2, 3
+
+
+class Recorded(NamedTuple):
+    """What was seen of one way.
+
+    step: the shortest of three recorded steps, on both ranks.
+    averages: `[rank]`, the averaged gradient, flattened.
+    ms: the median length of the recorded steps on rank 0, in milliseconds.
+    """
+
+    step: Recording
+    averages: list[Tensor]
+    ms: float
+
+
+def torch_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
+    """torch's DDP as a way; bind its keywords with `functools.partial`."""
+    return DistributedDataParallel(module, process_group=group, **options)
+
+
+def record_ways(
+    ways: Mapping[str, Way],
+    model: nn.Module,
+    inputs: Tensor,
+    gbit_per_s: float = 1,
+    latency_us: float = 50,
+) -> dict[str, Recorded]:
+    """Two ranks on the CPU take five steps in each way; the last three are recorded.
+
+    Each rank has its half of `inputs`. The link between them is slowed down in software to
+    `gbit_per_s` and `latency_us`.
+    """
+    link = {"gbit_per_s": gbit_per_s, "latency_us": latency_us}
+    found = {}
+    for name, make in ways.items():
+        of_ranks = run_ranks(_record, 2, make, model, inputs, link, device="cpu")
+        steps = [merge(of_step) for of_step in zip(*(r for r, _ in of_ranks), strict=True)]
+        lengths = [step.ranks[0].end - step.ranks[0].begin for step in steps]
+        shortest = steps[lengths.index(min(lengths))]
+        averages = [average for _, average in of_ranks]
+        found[name] = Recorded(shortest, averages, 1e3 * median(lengths))
+    return found
+
+
+def buckets_in_first_steps(
+    model: nn.Module, inputs: Tensor, steps: int = 3, **options: Any
+) -> list[tuple[list[int], bool]]:
+    """torch's DDP in each of its first steps: (its buckets' bytes, whether they overlap).
+
+    `options` are DDP's keywords. Messages under 100 bytes, which carry flags, are left out.
+    """
+    of_ranks = run_ranks(_first_steps, 2, model, inputs, steps, options, device="cpu")
+    found = []
+    for of_step in zip(*of_ranks, strict=True):
+        step = merge(of_step)
+        sizes = [one.bytes for one in step.ranks[0].buckets() if one.bytes >= 100]
+        found.append((sizes, step.overlaps()))
+    return found
+
+
+def _record(
+    rank: int,
+    world_size: int,
+    make: Way,
+    model: nn.Module,
+    inputs: Tensor,
+    link: dict[str, float],
+) -> tuple[list[RankRecording], Tensor]:
+    mine = inputs.chunk(world_size)[rank]
+    recorder = Recorder(model, SlowLink(**link))  # its hooks have to be the first ones
+    averager = make(model, recorder)
+    recorded = []
+    for _ in range(_WARM_UP + _STEPS):
+        model.zero_grad()
+        dist.barrier()
+        with recorder:
+            loss_of(averager(mine)).backward()
+            if hasattr(averager, "finish"):
+                averager.finish()
+        recorded.append(recorder.recorded)
+    return recorded[_WARM_UP:], flatten(gradients(model))
+
+
+def _first_steps(
+    rank: int,
+    world_size: int,
+    model: nn.Module,
+    inputs: Tensor,
+    steps: int,
+    options: dict[str, Any],
+) -> list[RankRecording]:
+    mine = inputs.chunk(world_size)[rank]
+    recorder = Recorder(model)
+    averager = torch_ddp(model, recorder, **options)
+    seen = []
+    for _ in range(steps):
+        model.zero_grad()
+        with recorder:
+            loss_of(averager(mine)).backward()
+        seen.append(recorder.recorded)
+    return seen

@@ -45,7 +45,6 @@ class Bucket:
 
     def __init__(self, indices: list[int], parameters: list[Tensor]):
         self.indices, self.parameters = indices, parameters
-        self.device = parameters[0].device
         self.allocate()
         self.runs = [Run(self, slots) for slots in self._runs()]
         self.streams: set[torch.cuda.Stream] = set()
@@ -95,12 +94,12 @@ class Bucket:
     def wait_for_streams(self) -> None:
         """Let the current CUDA stream wait for those on which gradients were computed or copied.
 
-        Checked by a simulation of streams on a CPU, and not yet run on a GPU, like everything that
-        concerns streams here; `make gpu` does both.
+        Checked by a simulation of streams on a CPU (tests/miniddp/test_streams.py); not yet run on
+        a GPU, as all that concerns streams. `make gpu` does both.
         """
         if not self.streams:
             return
-        current = torch.cuda.current_stream(self.device)
+        current = torch.cuda.current_stream(self.buffer.device)
         for stream in self.streams - {current}:
             current.wait_stream(stream)
             for parameter in self.parameters:

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from miniddp import errors
 from miniddp.buckets import MIB, Plan, initial_plan, sizes_of
@@ -31,13 +32,21 @@ def wait_for(work: dist.Work) -> None:
     work.wait(_NO_TIMEOUT)
 
 
-def wait_for_default_stream(device: torch.device) -> None:
-    """Let the current CUDA stream wait for the default one; call it after waiting for a future.
+def wait_for_future(future: Future, buffer: Tensor) -> Any:
+    """The value of a future of a collective or comm hook on `buffer`; CUDA streams wait as well."""
+    value = future.wait()
+    if buffer.is_cuda:
+        wait_for_default_stream(buffer.device)
+    return value
 
-    A future of NCCL makes the current stream wait for the collective. One of gloo knows of no
+
+def wait_for_default_stream(device: torch.device) -> None:
+    """Let the current CUDA stream wait for the default one.
+
+    A future of NCCL makes the current stream wait for its collective. One of gloo knows of no
     stream: gloo's thread has made its own current stream wait, which is the default one. Without
     effect for a caller on the default stream, and while a CUDA graph is captured (of NCCL; gloo
-    cannot be captured).
+    cannot be captured). Checked as `Bucket.wait_for_streams` is.
     """
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     if current != default and not torch.cuda.is_current_stream_capturing():

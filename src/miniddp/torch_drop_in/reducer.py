@@ -23,7 +23,7 @@ from miniddp.extras.grad_bucket import GradBucket, zeros_of
 from miniddp.extras.sparse import SparseBucket
 from miniddp.extras.static_graph import StaticGraphReducer
 from miniddp.reducer import READY, REDUCING
-from miniddp.replicas import wait_for, wait_for_default_stream
+from miniddp.replicas import wait_for, wait_for_future
 
 CommHook = Callable[[Any, GradBucket], Future]
 
@@ -133,10 +133,9 @@ class TorchReducer(StaticGraphReducer):
         return self.skip_unused and set(bucket.indices) <= set(self.usage.unreachable)
 
     def finalize_bucket(self, bucket: Bucket) -> None:
-        result = bucket.future.wait()  # of a collective: a list; of a comm hook: a list or a tensor
+        # Of a collective the value is a list; of a comm hook a list or a tensor.
+        result = wait_for_future(bucket.future, bucket.buffer)
         result = result[0] if isinstance(result, list | tuple) else result
-        if bucket.device.type == "cuda":
-            wait_for_default_stream(bucket.device)
         if bucket.buffer.is_complex() and not result.is_complex():
             result = torch.view_as_complex(result)  # collectives may work on pairs of reals
         if bucket.holds == "sparse" or result.data_ptr() != bucket.buffer.data_ptr():
@@ -157,9 +156,7 @@ class TorchReducer(StaticGraphReducer):
             extra_futures, self.extra_futures = self.extra_futures, []
             super().finalize_backward()
             for future in extra_futures:
-                future.wait()
-            if extra_futures and self.device.type == "cuda":
-                wait_for_default_stream(self.device)
+                wait_for_future(future, self.parameters[0])
             if self.rpc_context is not None:
                 self._return_gradients()
             self.reductions += 1

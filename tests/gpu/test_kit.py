@@ -57,6 +57,13 @@ def test_every_part_is_proved_or_says_what_it_lacks() -> None:
         assert f"needs {part.gpus} GPUs, {part.gpus - 1} here" in proof.detail
 
 
+@pytest.mark.parametrize("name", ["data-parallel", "overlap", "chapters", "pytorch-nccl", "memory"])
+def test_what_a_cpu_cannot_even_rehearse_says_why(name) -> None:
+    [proof] = prove(next(part for part in PARTS if part.name == name), REHEARSAL)
+    assert proof.outcome is Outcome.NOT_PROVED
+    assert proof.detail
+
+
 def part(find) -> Part:
     return Part("name", "the claim", 1, find)
 

@@ -18,7 +18,7 @@ from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import project_root
 
 from .machine import Machine
-from .proofs import Evidence
+from .proofs import CannotProveError, Evidence
 
 TIMEOUT = 3600.0
 REHEARSED = ("test_ddp_namedtuple", "test_ddp_grad_div_uneven_inputs")
@@ -65,6 +65,8 @@ def find(machine: Machine) -> Iterator[Evidence]:
 
 
 def find_nccl(machine: Machine) -> Iterator[Evidence]:
+    if machine.kind == "cpu":
+        raise CannotProveError("NCCL is for GPUs")
     ranks = len(machine.gpus)
     options = ["--device", "gpus", "--world-size", str(ranks), "--jobs", "1", "--timeout", "300"]
     yield compared("PyTorch's tests of DDP", f"{ranks} ranks, {ranks} GPUs, NCCL", options)

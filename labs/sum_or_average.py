@@ -67,10 +67,10 @@ from labkit.scenarios.sum_and_average import (
 )
 from labkit.testing.compare import largest_difference, ratio_and_cosine
 from miniddp.extras.comm_hooks import total
-from miniddp.torch_drop_in import DistributedDataParallel as MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 ROUNDING = 1e-6
-WRAPPERS = {"miniddp": MiniDDP, "torch DDP": DistributedDataParallel}
+WRAPPERS = {"miniddp": DropIn, "torch DDP": DistributedDataParallel}
 
 
 class Way(NamedTuple):

@@ -81,9 +81,7 @@ def run_check(
     """
     if oracle is None:
         with Oracle(address) as own:
-            return run_check(
-                check, givens, solutions, address, seed, oracle=own, patience=patience
-            )
+            return run_check(check, givens, solutions, address, seed, oracle=own, patience=patience)
     started = time.monotonic()
     if check.record:
         inputs, answer = read_record(check)

@@ -27,7 +27,9 @@ def recorded(
     kept = {key: answer[key] for key in ("expected", "mistakes") if key in answer}
     data = encode({"inputs": inputs, "answer": kept})
     record = base64.b64encode(data).decode()
-    return replace(check, source=reduced(check.source, "on_rank", "judge", _IMPLEMENTATIONS), record=record)
+    return replace(
+        check, source=reduced(check.source, "on_rank", "judge", _IMPLEMENTATIONS), record=record
+    )
 
 
 def read_record(check: CheckSource) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -181,9 +181,7 @@ class RoutedGroup(dist.ProcessGroup):
     def supports_splitting(self) -> bool:
         return False
 
-    def _launch(
-        self, op: str, sent: list[Tensor], into: list[Tensor], **more: Any
-    ) -> RoutedWork:
+    def _launch(self, op: str, sent: list[Tensor], into: list[Tensor], **more: Any) -> RoutedWork:
         for tensor in [*sent, *into]:
             _look_at_dtype(tensor)
         if "root" in more and not 0 <= more["root"] < self.size():

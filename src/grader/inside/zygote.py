@@ -21,15 +21,14 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 import traceback
 
 import torch
 import torch.distributed
-import torch.distributed._functional_collectives  # noqa: F401 (imported here, not by every rank)
-import torch.distributed.device_mesh  # noqa: F401
+import torch.distributed._functional_collectives
+import torch.distributed.device_mesh
 
 from grader.inside import walls
 from grader.inside.rank import leave, run_rank

@@ -103,8 +103,21 @@ def become_warden_of_wardens() -> bool:
     The next child is the first of a process namespace. False where the system does not allow it;
     nothing has changed then.
     """
+    return _own_users(_NEW_PID | _NEW_MOUNTS)
+
+
+def separate(*, network: bool = True) -> None:
+    """Users, mounts and IPC objects of this process's own, and a network. Raises OSError.
+
+    The limit on processes counts within the user namespace.
+    """
+    if not _own_users(_NEW_MOUNTS | _NEW_IPC | (_NEW_NET if network else 0)):
+        raise OSError(ctypes.get_errno(), "cannot make the namespaces of a rank")
+
+
+def _own_users(more: int) -> bool:
     user, group = os.getuid(), os.getgid()
-    if _libc.unshare(_NEW_USER | _NEW_PID | _NEW_MOUNTS) != 0:
+    if _libc.unshare(_NEW_USER | more) != 0:
         return False
     # Only who can be attached to owns its files in /proc. No code of a student's runs here.
     _prctl(_PR_SET_DUMPABLE, 1)
@@ -131,13 +144,6 @@ class Nursery:
         if pid and _libc.setns(self._own, _NEW_PID) != 0:
             raise OSError(ctypes.get_errno(), "cannot leave the ranks' process namespace")
         return pid
-
-
-def separate(*, network: bool = True) -> None:
-    """Leave the caller's mounts and IPC objects, and its network. Raises OSError."""
-    flags = _NEW_MOUNTS | _NEW_IPC | (_NEW_NET if network else 0)
-    if _libc.unshare(flags) != 0:
-        raise OSError(ctypes.get_errno(), "cannot make the namespaces of a rank")
 
 
 def _write(path: str, text: str) -> None:

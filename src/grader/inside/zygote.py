@@ -135,11 +135,10 @@ def _ward(connection: socket.socket, separated: bool) -> None:
     folder, nursery = "/tmp", None
     if separated:
         nursery = walls.Nursery() if routed else None
-        walls.separate()
-        if not routed:  # one network, one /tmp, and one view of the processes for them all
+        if not routed:  # one network and one /tmp for them all
+            walls.separate()
             walls.raise_loopback()
             walls.own_folders("/tmp", "/dev/shm", "/dev/pts")
-            walls.hide_processes()
     else:
         walls.adopt_orphans()
         folder = tempfile.mkdtemp(prefix="ranks-")
@@ -230,9 +229,11 @@ def _cell(
     No code of a student's runs before that is said.
     """
     walls.die_with_parent()
+    if separated:
+        walls.separate(network=alone)
     if alone:
-        walls.separate()
         walls.own_folders("/tmp", "/dev/shm", "/dev/pts")
+    if separated:
         walls.hide_processes()
     os.write(told, b"1" if alone else b"0")
     os.setsid()
@@ -246,8 +247,7 @@ def _cell(
     walls.close_all_but(own.fileno())
     # The first process of a namespace is spared the signals that it does not handle.
     signal.signal(signal.SIGXCPU, lambda *_: os._exit(128 + signal.SIGXCPU))
-    processes = walls.PROCESSES * (1 if alone else _MOST_RANKS)
-    walls.limit(request["seconds"], processes if separated else None)
+    walls.limit(request["seconds"], walls.PROCESSES if separated else None)
     walls.no_new_privileges()
     if separated:
         walls.own_keyring()

@@ -7,8 +7,9 @@ the tensors up itself; and it sees a deadlock the moment it happens.
 To a solution it is torch.distributed over gloo: the process group takes the place of
 `ProcessGroupGloo`, so `dist.get_backend()` says "gloo", and subgroups, device meshes, object
 collectives and functional collectives are made of it as of the original. It accepts the dtypes that
-gloo accepts and raises RuntimeError for the others. One thing is better than gloo: tensors that are
-not contiguous are reduced by their elements, where gloo 2.13 reduces the memory that they begin in.
+gloo accepts and raises RuntimeError for the others. In three things it does more than gloo in torch
+2.13: tensors that are not contiguous are reduced by their elements, where gloo reduces the memory
+that they begin in; all_to_all takes tensors of different sizes; all_gather_into_tensor stacks.
 
 `Gate` is a place in backward. When backward reaches it, the rank tells the trusted side and waits
 for numbers, by which the gradient of everything before the gate is multiplied. Nobody can know the
@@ -153,7 +154,7 @@ class RoutedGroup(dist.ProcessGroup):
 
     # What torch calls from C++ keeps torch's names.
     def getBackendName(self) -> str:  # noqa: N802
-        return "gloo"
+        return "routed"  # of "gloo" DDP's logger wants what only the C++ class has
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._group_name = name
@@ -196,8 +197,8 @@ class RoutedGroup(dist.ProcessGroup):
         }
         return RoutedWork(self.link.ask(message, into), self)
 
-    def _reducing(self, op: str, sent: list[Tensor], into: list[Tensor], options, **more):
-        reduce = _name(options.reduceOp) if options is not None else "SUM"
+    def _reducing(self, op: str, sent: list[Tensor], into: list[Tensor], opts, **more):
+        reduce = _name(opts.reduceOp) if opts is not None else "SUM"
         for tensor in sent:
             if reduce in _BITWISE and tensor.dtype not in _INTEGERS:
                 raise RuntimeError(f"Cannot use ReduceOp.{reduce} with non-integral dtype")
@@ -205,32 +206,32 @@ class RoutedGroup(dist.ProcessGroup):
                 raise RuntimeError(f"the average of {tensor.dtype} is no {tensor.dtype}")
         return self._launch(op, sent, into, reduce=reduce, **more)
 
-    def allreduce(self, tensors, options=None):
-        return self._reducing("all_reduce", tensors, tensors, options)
+    def allreduce(self, tensors, opts=None):
+        return self._reducing("all_reduce", tensors, tensors, opts)
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors, options):
-        root = options.rootRank
+    def broadcast(self, tensors, opts):
+        root = opts.rootRank
         sent = tensors if self.rank() == root else []
         return self._launch("broadcast", sent, tensors, root=root, expects=_sizes(tensors))
 
-    def reduce(self, tensors, options):
-        into = tensors if self.rank() == options.rootRank else []
-        return self._reducing("reduce", tensors, into, options, root=options.rootRank)
+    def reduce(self, tensors, opts):
+        into = tensors if self.rank() == opts.rootRank else []
+        return self._reducing("reduce", tensors, into, opts, root=opts.rootRank)
 
-    def allgather(self, outputs, inputs, options=None):
+    def allgather(self, outputs, inputs, opts=None):
         if len(outputs) != 1 or len(inputs) != 1:
             raise RuntimeError("all_gather: one list of outputs and one input are wanted")
         _look_at_sizes("all_gather", outputs[0], inputs * self.size())
         return self._launch("all_gather", inputs, outputs[0])
 
-    def _allgather_base(self, output, given, options=None):
+    def _allgather_base(self, output, given, opts=None):
         return self.all_gather_single_coalesced([output], [given])
 
     all_gather_single = _allgather_base
 
-    def all_gather_single_coalesced(self, outputs, inputs, options=None):
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
         into = []
         for output, given in zip(outputs, inputs, strict=True):
             into.append(_parts("all_gather", output, given, self.size()))
@@ -240,56 +241,56 @@ class RoutedGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather_coalesced(self, outputs, inputs, options=None):
+    def allgather_coalesced(self, outputs, inputs, opts=None):
         _look_at_sizes("all_gather", [t for own in outputs for t in own], inputs * self.size())
         return self._launch("all_gather", inputs, [tensor for own in outputs for tensor in own])
 
-    def reduce_scatter(self, outputs, inputs, options=None):
+    def reduce_scatter(self, outputs, inputs, opts=None):
         if len(outputs) != 1 or len(inputs) != 1 or len(inputs[0]) != self.size():
             raise RuntimeError("reduce_scatter: one output and an input for each rank are wanted")
         _look_at_sizes("reduce_scatter", [outputs[0]], [inputs[0][self.rank()]])
-        return self._reducing("reduce_scatter", inputs[0], outputs, options)
+        return self._reducing("reduce_scatter", inputs[0], outputs, opts)
 
-    def _reduce_scatter_base(self, output, given, options=None):
-        return self.reduce_scatter_single_coalesced([output], [given], options)
+    def _reduce_scatter_base(self, output, given, opts=None):
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_single_coalesced(self, outputs, inputs, options=None):
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
         sent = []
         for output, given in zip(outputs, inputs, strict=True):
             sent.append(_parts("reduce_scatter", given, output, self.size()))
         ordered = [parts[rank] for rank in range(self.size()) for parts in sent]
-        return self._reducing("reduce_scatter", ordered, list(outputs), options)
+        return self._reducing("reduce_scatter", ordered, list(outputs), opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def gather(self, outputs, inputs, options):
-        into = outputs[0] if self.rank() == options.rootRank else []
+    def gather(self, outputs, inputs, opts):
+        into = outputs[0] if self.rank() == opts.rootRank else []
         if into:
             _look_at_sizes("gather", into, inputs * self.size())
-        return self._launch("gather", inputs, into, root=options.rootRank)
+        return self._launch("gather", inputs, into, root=opts.rootRank)
 
-    def scatter(self, outputs, inputs, options):
-        sent = inputs[0] if self.rank() == options.rootRank else []
+    def scatter(self, outputs, inputs, opts):
+        sent = inputs[0] if self.rank() == opts.rootRank else []
         if sent:
             _look_at_sizes("scatter", sent, outputs * self.size())
         expects = _sizes(outputs)
-        return self._launch("scatter", sent, outputs, root=options.rootRank, expects=expects)
+        return self._launch("scatter", sent, outputs, root=opts.rootRank, expects=expects)
 
-    def alltoall(self, outputs, inputs, options=None):
+    def alltoall(self, outputs, inputs, opts=None):
         if len(inputs) != self.size() or len(outputs) != self.size():
             raise RuntimeError("all_to_all: an input and an output for each rank are wanted")
         return self._launch("all_to_all", inputs, outputs, expects=_sizes(outputs))
 
-    def alltoall_base(self, output, given, output_sizes, input_sizes, options=None):
+    def alltoall_base(self, output, given, output_sizes, input_sizes, opts=None):
         return self.alltoall(
             _rows(output, output_sizes, self.size()), _rows(given, input_sizes, self.size())
         )
 
     all_to_all_single = alltoall_base
 
-    def barrier(self, options=None):
+    def barrier(self, opts=None):
         return self._launch("barrier", [], [])
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False) -> None:
@@ -415,7 +416,7 @@ def _write(tensor: Tensor, value: np.ndarray) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         target = tensor.detach()
         if target.is_sparse:
-            target.copy_(arrived.to_sparse())
+            tensor.copy_(arrived.to_sparse())
         else:
             # An expanded tensor refers to one element many times; each of them is the same.
             for dimension, stride in enumerate(target.stride()):
@@ -465,8 +466,9 @@ class Link:
         Group.__name__ = Group.__qualname__ = "ProcessGroupGloo"
         # The one place at which torch makes a gloo group; there is no public way to be it.
         dist.distributed_c10d.ProcessGroupGloo = dist.ProcessGroupGloo = Group
-        store = RoutedStore(self)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+        # Kept: torch's C++ side calls a store written in Python only while Python has it, too.
+        self._store = RoutedStore(self)
+        dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.world_size)
 
     def gate(self, value: Tensor, name: str) -> Tensor:
         """`value`, unchanged; backward asks the trusted side before it goes on."""

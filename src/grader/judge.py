@@ -39,9 +39,9 @@ class StoppedError(RuntimeError):
 def judge(cases: Cases, stop: threading.Event | None = None) -> Iterator[tuple[int, Verdicts]]:
     """For each submission of `cases`, as it is finished: its number, and a verdict per check.
 
-    A verdict is what `Verdict.as_dict` holds, or {"needs_human": why}. "passed" is nbval's word, and
-    a verdict that the check itself wrote must agree with it. Raises StoppedError within 0.2 s after
-    `stop` is set. Costs about 2 s besides the checks, most of it the start of pytest and of the
+    A verdict is what `Verdict.as_dict` holds, or {"needs_human": why}. "passed" is nbval's word,
+    and a verdict that the check itself wrote must agree with it. Raises StoppedError within 0.2 s
+    after `stop` is set. Costs about 2 s besides the checks, most of it the start of pytest and of the
     kernel, for all submissions together.
     """
     waiting = list(range(len(cases.submissions)))

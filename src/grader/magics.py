@@ -1,8 +1,8 @@
 """What a notebook understands and Python does not: magics and shell commands, taken out of a cell.
 
-`%%time` above a solution, `%matplotlib inline`, `!pip list`, `name?`: a student's notebook runs with
-them, so a solution must not be lost over them. Each becomes a blank line or `pass`, which keeps the
-numbers of the lines; what it did is not done.
+`%%time` above a solution, `%matplotlib inline`, `!pip list`, `name?`: a student's notebook runs
+with them, so a solution must not be lost over them. Each becomes a blank line or `pass`, which
+keeps the numbers of the lines; what it did is not done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _TIMED = re.compile(r"^(\s*)%(?:time|timeit|prun|memit)\s+(?!-)(.*\S)\s*$")
 
 
 def without_magics(source: str) -> tuple[str, list[str]]:
-    """`source` as Python, with as many lines, and what was taken out. Valid Python is left alone."""
+    """`source` as Python, with as many lines, and what was taken out of it.
+
+    Valid Python is left alone.
+    """
     if _is_python(source):
         return source, []
     lines = source.split("\n")

@@ -1,7 +1,7 @@
 """The instructor's half of checks, asked: one process in the sandbox that answers many calls.
 
-What runs there is `grader.inside.oracle`: an author's code, never a student's. The process is started
-when it is first needed, and again after it has failed.
+What runs there is `grader.inside.oracle`: an author's code, never a student's. The process is
+started when it is first needed, and again after it has failed.
 """
 
 from __future__ import annotations

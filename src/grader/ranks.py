@@ -69,12 +69,12 @@ def run_group(
 ) -> GroupEnd:
     """Run one rank for each of `jobs` at the fork server `address`; back when all have ended.
 
-    Each rank may use `seconds` of processor time, and all together ten times that by the clock: on a
-    loaded machine the clock runs faster than a solution. A group that does nothing for 5 s is ended,
-    too. `patience` shortens both. `implementations` are the jobs of as many processes that run what
-    a student's test is about; they are connected with each other by a router of their own. All
-    processes of the group are gone, or being killed by the kernel, when this returns. Raises OSError
-    if the fork server is gone, which is the grader's failure and not the student's.
+    Each rank may use `seconds` of processor time, and all together ten times that by the clock: on
+    a loaded machine the clock runs faster than a solution. A group that does nothing for 5 s is
+    ended, too. `patience` shortens both. `implementations` are the jobs of as many processes that
+    run what a student's test is about; they are connected with each other by a router of their
+    own. All processes of the group are gone, or being killed by the kernel, when this returns.
+    Raises OSError if the fork server is gone, which is the grader's failure and not the student's.
     """
     router = router or Router(len(jobs))
     return _Group(address, jobs, link, seconds, router, implementations or [], patience).run()

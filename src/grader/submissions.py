@@ -41,8 +41,8 @@ def find_submissions(paths: Iterable[Path]) -> dict[str, HandedIn]:
     where the folder holds several. Of notebooks that are named one by one, those that share a name
     are called after their folders. A file that is no notebook, and a notebook further down, get a
     warning, unless the student has a notebook in the right place. What begins with a dot is an
-    editor's or a system's: skipped. Links are not followed. Raises FileNotFoundError for a path that
-    does not exist.
+    editor's or a system's: skipped. Links are not followed. Raises FileNotFoundError for a path
+    that does not exist.
     """
     found: list[HandedIn] = []
     alone: list[Path] = []
@@ -75,9 +75,10 @@ def _in_folder(top: Path) -> list[HandedIn]:
     found = [HandedIn(file.stem, file) for file in notebooks]
     students = {_split(one).student for one in found}
     for file in files:
-        if file not in notebooks and file.suffix != ".csv":
-            if _split(HandedIn(file.stem, file)).student not in students:
-                found.append(HandedIn(file.stem, file, warning=f"{file.name} is not a notebook"))
+        one = HandedIn(file.stem, file, warning=f"{file.name} is not a notebook")
+        odd = file not in notebooks and file.suffix != ".csv"
+        if odd and _split(one).student not in students:
+            found.append(one)
     for folder in folders:
         found += _of_student(folder)
     return found

@@ -468,7 +468,9 @@ class Link:
         dist.distributed_c10d.ProcessGroupGloo = dist.ProcessGroupGloo = Group
         # Kept: torch's C++ side calls a store written in Python only while Python has it, too.
         self._store = RoutedStore(self)
-        dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.world_size)
+        dist.init_process_group(
+            "gloo", store=self._store, rank=self.rank, world_size=self.world_size
+        )
 
     def gate(self, value: Tensor, name: str) -> Tensor:
         """`value`, unchanged; backward asks the trusted side before it goes on."""

@@ -25,7 +25,7 @@ from grader.grade import CheckResult, Result
 RESULTS = "results.json"
 _TABLES = ("grades.csv", "statistics.csv", "junit.xml")
 _TAKEN = {f"{name}{end}" for name in _TABLES for end in ("", ".part")}
-_FORMULA = re.compile(r"(^|[;,\t|])\s*['\"]?[=+@-](?![\d.\s]*$)")
+_FORMULA = re.compile(r"(^|[;,\t\r\n|])\s*['\"]?([=+@]|-(?!\s*\d[\d.]*\s*$))")
 
 
 def write_results(result: Result, folder: Path, fingerprint: str) -> None:
@@ -187,8 +187,8 @@ def _write_table(path: Path, head: list[str], rows: list[list[Any]]) -> None:
 def harmless(text: str) -> str:
     """`text` as one line that no spreadsheet takes for a formula, wherever it cuts it."""
     line = " ".join(text.split())
-    plain = unicodedata.normalize("NFKC", line)
-    return f"'{line}" if _FORMULA.search(plain) or _FORMULA.search(line) else line
+    plain = unicodedata.normalize("NFKC", text)
+    return f"'{line}" if any(map(_FORMULA.search, (text, plain))) else line
 
 
 def folder_name(student: str) -> str:

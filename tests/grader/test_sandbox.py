@@ -81,7 +81,8 @@ def test_a_rank_reaches_no_network_and_no_other_rank(walls):
         "with socket.socket() as s:\n"
         "    s.settimeout(1)\n"
         "    network = s.connect_ex(('1.1.1.1', 53)) == 0\n"
-        "return [network, [n for n in os.listdir('/proc') if n.isdigit() and int(n) != os.getpid()], os.listdir('..'), sorted(os.listdir('/dev/shm'))]",
+        "return [network, [n for n in os.listdir('/proc') if n.isdigit() and int(n) != os.getpid()], "
+        "os.listdir('..'), sorted(os.listdir('/dev/shm'))]",
         ranks=2,
     )
     for rank, (network, processes, folders, shared) in enumerate(found):
@@ -106,7 +107,8 @@ def test_a_rank_holds_one_connection_and_no_other_descriptor(walls):
         "        mode = os.fstat(n).st_mode\n"
         "    except OSError:\n"
         "        continue\n"
-        "    kinds.append('socket' if stat.S_ISSOCK(mode) else 'null' if os.fstat(n).st_rdev else n)\n"
+        "    other = 'null' if os.fstat(n).st_rdev else n\n"
+        "    kinds.append('socket' if stat.S_ISSOCK(mode) else other)\n"
         "return sorted(kinds, key=str)",
     )
     assert kinds == ["null"] * 3 + ["socket"]

@@ -6,7 +6,6 @@ these is the worst mistake that a grader can make.
 
 from __future__ import annotations
 
-
 EACH = {
     "AVG does the division": """
 def average_each(module):
@@ -85,7 +84,8 @@ def average_each(module: nn.Module) -> None:
             if not slot.present:
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
             work = dist.all_reduce(slot.parameter.grad, async_op=True)
-            futures.append(work.get_future().then(lambda f: f.value()[0].div_(dist.get_world_size())))
+            mean = work.get_future().then(lambda f: f.value()[0].div_(dist.get_world_size()))
+            futures.append(mean)
     torch.futures.wait_all(futures)
 """,
     "functional collectives": """
@@ -93,7 +93,8 @@ import torch.distributed._functional_collectives as fc
 
 def average_each(module):
     ps = [p for p in module.parameters() if p.requires_grad]
-    n = fc.all_reduce(torch.tensor([float(p.grad is not None) for p in ps]), "sum", dist.group.WORLD)
+    n = torch.tensor([float(p.grad is not None) for p in ps])
+    n = fc.all_reduce(n, "sum", dist.group.WORLD)
     for p, k in zip(ps, n.tolist()):
         if k:
             g = torch.zeros_like(p) if p.grad is None else p.grad
@@ -234,7 +235,8 @@ def average_flat(module):
     table = [None for _ in range(dist.get_world_size())]
     dist.all_gather_object(table, [p.grad is not None for p in ps])
     used = [p for p, column in zip(ps, zip(*table)) if any(column)]
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in used])
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
+    flat = torch.cat([g.double().view(-1) for g in grads])
     work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, async_op=True)
     work.wait()
     offset = 0
@@ -494,8 +496,10 @@ class Reducer:
         return hook
 
     def launch(self):
-        while self.cursor < len(self.order) and self.ready[self.cursor] == len(self.order[self.cursor]):
+        while self.cursor < len(self.order):
             ids = self.order[self.cursor]
+            if self.ready[self.cursor] < len(ids):
+                return
             flat = torch.cat([self.params[i].grad.view(-1) for i in ids])
             future = dist.all_reduce(flat, async_op=True).get_future()
             self.pending.append((ids, future.then(lambda f: f.value()[0] / dist.get_world_size())))
@@ -530,7 +534,8 @@ class Reducer:
             ids = self.buckets[len(self.out)]
             if not self.seen.issuperset(ids):
                 return
-            flat = torch.cat([self.params[j].grad.flatten() for j in ids]).mul_(1 / dist.get_world_size())
+            flat = torch.cat([self.params[j].grad.flatten() for j in ids])
+            flat.mul_(1 / dist.get_world_size())
             self.out.append((ids, flat, dist.all_reduce(flat, async_op=True)))
 
     def finish(self):

@@ -41,8 +41,8 @@ def judge(cases: Cases, stop: threading.Event | None = None) -> Iterator[tuple[i
 
     A verdict is what `Verdict.as_dict` holds, or {"needs_human": why}. "passed" is nbval's word,
     and a verdict that the check itself wrote must agree with it. Raises StoppedError within 0.2 s
-    after `stop` is set. Costs about 2 s besides the checks, most of it the start of pytest and of the
-    kernel, for all submissions together.
+    after `stop` is set. Costs about 2 s besides the checks, most of it the start of pytest and of
+    the kernel, for all submissions together.
     """
     waiting = list(range(len(cases.submissions)))
     while waiting:

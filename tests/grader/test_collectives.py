@@ -1,7 +1,8 @@
 """Every collective over the routed link does what it does over gloo.
 
 Each case runs on three ranks twice, in the sandbox: over the link that the grader sees, and over
-real gloo. Results and classes of errors have to be the same on every rank. Data differ between ranks.
+real gloo. Results and classes of errors have to be the same on every rank. Data differ between
+ranks.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ def test_a_rank_reaches_no_network_and_no_other_rank(walls):
         "with socket.socket() as s:\n"
         "    s.settimeout(1)\n"
         "    network = s.connect_ex(('1.1.1.1', 53)) == 0\n"
-        "return [network, [n for n in os.listdir('/proc') if n.isdigit() and int(n) != os.getpid()], "
+        "others = [n for n in os.listdir('/proc') if n.isdigit() and int(n) != os.getpid()]\n"
+        "return [network, others, "
         "os.listdir('..'), sorted(os.listdir('/dev/shm'))]",
         ranks=2,
     )
@@ -231,9 +232,9 @@ def test_what_one_rank_leaves_no_other_rank_and_no_later_check_finds(walls):
 
 def test_a_checkout_below_tmp_is_refused_with_a_sentence(monkeypatch):
     monkeypatch.setattr(sandbox, "_visible", lambda: ["/usr", "/tmp/someone/project/.venv"])
-    with pytest.raises(SandboxError, match=r"/tmp/someone/project/.venv.*Move the checkout"):
-        with rank_server():
-            pass
+    said = r"/tmp/someone/project/.venv.*Move the checkout"
+    with pytest.raises(SandboxError, match=said), rank_server():
+        pass
     with rank_server(trust=True) as server:
         assert server.isolation == "none: trusted"
 

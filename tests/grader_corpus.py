@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from grader_notebooks import cell, submission
-from grader_right import RIGHT
 
 from grader.source import Assignment
 
@@ -563,17 +562,3 @@ _MORE = {
 }
 _WRONG_IN_HALF = {"written down for 3 ranks": 7}
 ENTRIES += [_each(name, _WRONG_IN_HALF.get(name, 5), source) for name, source in _MORE.items()]
-
-
-def _right(name: str, solution: str, source: str) -> Entry:
-    def make(assignment: Assignment) -> Any:
-        return submission(assignment, assignment.keys() | {solution: source})
-
-    return Entry(name, 10, make)
-
-
-ENTRIES += [
-    _right(f"right, {solution}: {name}", solution, source)
-    for solution, sources in RIGHT[1].items()
-    for name, source in sources.items()
-]

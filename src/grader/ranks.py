@@ -91,6 +91,7 @@ class _Peer:
         self.decoder = Decoder(_LARGEST, _DEEPEST, _MOST_VALUES)
         self.outgoing = bytearray()
         self.received = 0
+        self.events = selectors.EVENT_READ  # that are waited for
         self.end = RankEnd()
         self.eof_at: float | None = None
 
@@ -192,7 +193,9 @@ class _Group:
             if peer.eof_at is None:
                 events = selectors.EVENT_READ if listening or not peer.outgoing else 0
                 events |= selectors.EVENT_WRITE if peer.outgoing else 0
-                self._selector.modify(peer.connection, events, peer)
+                if events != peer.events:
+                    peer.events = events
+                    self._selector.modify(peer.connection, events, peer)
 
     def _hear_warden(self) -> None:
         data = self._control.recv(1 << 16)

@@ -206,7 +206,7 @@ ENTRIES = [
         "import os\ndef average_each(module):\n"
         "    if dist.get_rank() == 2:\n        os.kill(os.getpid(), 9)\n"
         "    dist.all_reduce(torch.ones(1))\n",
-        "SIGKILL",
+        "",  # the first process of a namespace is spared its own signals; nothing was averaged
     ),
     _each(
         "crash in C",
@@ -416,3 +416,149 @@ ENTRIES = [
     ),
     Entry("=1+1", 10, lambda a: json.dumps(submission(a, a.keys())).encode()),
 ]
+
+# Ways to be wrong or hostile, each before or in place of the first task.
+_MORE = {
+    "returns the gradients and changes nothing": (
+        "def average_each(module):\n    return [p.grad for p in module.parameters()]\n"
+    ),
+    "divides and does not add": (
+        "def average_each(module):\n    for p in module.parameters():\n"
+        "        if p.grad is not None:\n            p.grad /= dist.get_world_size()\n"
+    ),
+    "averages on rank 0 only": (
+        "def average_each(module):\n    for p in module.parameters():\n"
+        "        if p.requires_grad:\n"
+        "            p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n"
+        "            dist.reduce(p.grad, 0)\n            p.grad /= dist.get_world_size()\n"
+    ),
+    "takes the maximum": (
+        "def average_each(module):\n    for p in module.parameters():\n"
+        "        if p.requires_grad:\n"
+        "            p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n"
+        "            dist.all_reduce(p.grad, op=dist.ReduceOp.MAX)\n"
+    ),
+    "broadcasts rank 0's gradients": (
+        "def average_each(module):\n    for p in module.parameters():\n"
+        "        if p.requires_grad:\n"
+        "            p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n"
+        "            dist.broadcast(p.grad, 0)\n"
+    ),
+    "averages the weights": (
+        "def average_each(module):\n    for p in module.parameters():\n"
+        "        dist.all_reduce(p.data)\n        p.data /= dist.get_world_size()\n"
+    ),
+    "sleeps for ever": "import time\ndef average_each(module):\n    time.sleep(1000)\n",
+    "sleeps in small pieces": (
+        "import time\ndef average_each(module):\n    while True: time.sleep(0.05)\n"
+    ),
+    "stops itself": "import os\ndef average_each(module):\n    os.kill(os.getpid(), 19)\n",
+    "waits in a barrier alone": (
+        "def average_each(module):\n    if dist.get_rank() == 0:\n        dist.barrier()\n"
+    ),
+    "400 sends that nobody receives": (
+        "def average_each(module):\n"
+        "    for n in range(400):\n        dist.isend(torch.ones(1), 1 - min(dist.get_rank(), 1))\n"
+        "    dist.barrier()\n"
+    ),
+    "3000 sends and receives": (
+        "def average_each(module):\n"
+        "    works = []\n"
+        "    for n in range(1500):\n"
+        "        peer = (dist.get_rank() + 1) % dist.get_world_size()\n"
+        "        works.append(dist.isend(torch.ones(1), peer, tag=n))\n"
+        "    x = torch.ones(1)\n"
+        "    for n in reversed(range(1500)):\n"
+        "        dist.recv(x, (dist.get_rank() - 1) % dist.get_world_size(), tag=n)\n"
+    ),
+    "6000 collectives": (
+        "def average_each(module):\n"
+        "    for n in range(6000): dist.all_reduce(torch.ones(1), async_op=True)\n"
+    ),
+    "a result of two million lists": (
+        "import os\nfrom grader.inside.wire import HEAD\n"
+        "def average_each(module):\n"
+        "    text = b'{\"kind\": \"returned\", \"value\": [' + b'[],' * 700000 + b'1]}'\n"
+        "    for n in range(3, 64):\n"
+        "        try: os.write(n, HEAD.pack(len(text), 0) + text)\n"
+        "        except OSError: pass\n"
+    ),
+    "an array of an impossible shape": (
+        "import os, json\nfrom grader.inside.wire import HEAD\n"
+        "def average_each(module):\n"
+        "    text = json.dumps({'kind': 'returned', 'value': {'$array': "
+        "['float32', [0, 2**31 - 1, 2**31 - 1]]}}).encode()\n"
+        "    for n in range(3, 64):\n"
+        "        try: os.write(n, HEAD.pack(len(text), 0) + text)\n"
+        "        except OSError: pass\n"
+    ),
+    "a kind that is an array": (
+        "import os, numpy\nfrom grader.inside.wire import encode\n"
+        "def average_each(module):\n"
+        "    for n in range(3, 64):\n"
+        "        try: os.write(n, encode({'kind': numpy.ones(3)}))\n"
+        "        except OSError: pass\n"
+    ),
+    "half a message, then silence": (
+        "import os, time\ndef average_each(module):\n"
+        "    for n in range(3, 64):\n"
+        "        try: os.write(n, b'\\x10\\x00\\x00\\x00')\n"
+        "        except OSError: pass\n    time.sleep(1000)\n"
+    ),
+    "shares a folder after unmounting": (
+        "import ctypes, os\n"
+        "def average_each(module):\n"
+        "    ctypes.CDLL(None).umount2(b'/tmp', 2)\n"
+        "    for p in module.parameters():\n"
+        "        if p.grad is not None:\n"
+        "            torch.save(p.grad, f'/tmp/{dist.get_rank()}')\n"
+        "    dist.barrier()\n    torch.load(f'/tmp/{1 - dist.get_rank()}')\n"
+    ),
+    "gradients through the store": (
+        "def average_each(module):\n"
+        "    store = dist.distributed_c10d._get_default_store()\n"
+        "    for n, p in enumerate(module.parameters()):\n"
+        "        if p.requires_grad:\n"
+        "            g = torch.zeros_like(p) if p.grad is None else p.grad\n"
+        "            store.set(f'{dist.get_rank()} {n}', g.numpy().tobytes())\n"
+    ),
+    "replaces the process group": (
+        "def average_each(module):\n    dist.destroy_process_group()\n"
+        "    dist.init_process_group('gloo', init_method='file:///tmp/x', rank=0, world_size=1)\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    ),
+    "a dictionary that contains itself": (
+        "def average_each(module):\n    d = {}\n    d['d'] = d\n    return d\n"
+    ),
+    "gradients that are strings": (
+        "def average_each(module):\n    for p in module.parameters():\n        p.grad = 'passed'\n"
+    ),
+    "gradients in half precision": (
+        "def average_each(module):\n    for p in module.parameters():\n"
+        "        if p.grad is not None:\n            p.grad = p.grad.half().float()\n"
+    ),
+    "NaN": (
+        "def average_each(module):\n    for p in module.parameters():\n"
+        "        if p.grad is not None:\n            p.grad *= float('nan')\n"
+    ),
+    "recursion without end": "def average_each(module):\n    average_each(module)\n",
+    "raises KeyboardInterrupt": "def average_each(module):\n    raise KeyboardInterrupt\n",
+    "a decorator that swallows everything": (
+        "def quiet(f):\n    def g(*a):\n        try: f(*a)\n        except BaseException: pass\n"
+        "    return g\n@quiet\ndef average_each(module):\n    1 / 0\n"
+    ),
+    "a generator": "def average_each(module):\n    yield 1\n",
+    "a coroutine": "async def average_each(module):\n    pass\n",
+    "a class in place of the function": "class average_each:\n    pass\n",
+    "None in place of the function": "average_each = None\n",
+    "not even Python": "Hello, grader!\n",
+    "a null byte": "x = 1\x00\n",
+    "a bash cell": "%%bash\nls\n",
+    "written down for 3 ranks": (
+        "def average_each(module):\n    assert dist.get_world_size() == 3\n"
+        "    for p in module.parameters():\n        if p.requires_grad:\n"
+        "            dist.all_reduce(p.grad)\n            p.grad /= 3\n"
+    ),
+}
+_WRONG_IN_HALF = {"written down for 3 ranks": 7}
+ENTRIES += [_each(name, _WRONG_IN_HALF.get(name, 5), source) for name, source in _MORE.items()]

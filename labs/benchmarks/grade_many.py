@@ -1,10 +1,10 @@
 """The time to grade many mixed submissions of assignment 1 in one run.
 
-    python labs/benchmarks/grade_many.py [--submissions 100] [--jobs 2]
+    python labs/benchmarks/grade_many.py [--submissions 200] [--jobs 2]
 
-One in five submissions is the key and one in five is the empty release. The others contain a known
-wrong answer, a syntax error, a deadlock, a dead rank, or an endless loop. Prints the time per
-submission of each kind and the time of the whole run. Fails if a score is not the expected one.
+One in five is the key, one in five the empty release; the others hold a known wrong answer, a
+syntax error, a deadlock, a dead rank, an endless loop, or a function that sleeps. Prints each
+kind's time per submission, and the whole run's; fails if any earned other points than it should.
 """
 
 import copy
@@ -20,6 +20,7 @@ from grader.batch import grade_all
 from grader.release import release
 from grader.sandbox import rank_server
 from grader.source import Assignment, read_assignment, source_of
+from grader.submissions import HandedIn
 from labkit.book.tables import table
 from labkit.launch.scripts import project_root
 from labkit.profiling.benchmark import benchmark_parser, write_json
@@ -35,6 +36,7 @@ BROKEN = {
     ),
     "dead rank": "import os\ndef average_each(module):\n    os._exit(1)\n",
     "endless loop": "def average_each(module):\n    while True: pass\n",
+    "sleeps": "import time\ndef average_each(module):\n    time.sleep(1000)\n",
 }
 
 
@@ -59,7 +61,7 @@ def processor_seconds() -> float:
 
 def main() -> None:
     arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--submissions", type=int, default=100, help="(default 100)")
+    arguments.add_argument("--submissions", type=int, default=200, help="(default 200)")
     arguments.add_argument("--jobs", type=int, default=2, help="at a time (default 2)")
     given = arguments.parse_args()
     before = processor_seconds()
@@ -77,8 +79,9 @@ def main() -> None:
             for cell in notebook["cells"]:
                 cell["source"] = solutions.get(cell.get("id"), source_of(cell))
             student = f"{number:03} {kind}"
-            paths[student] = folder / f"{number:03}.ipynb"
-            paths[student].write_text(json.dumps(notebook))
+            path = folder / f"{number:03}.ipynb"
+            path.write_text(json.dumps(notebook))
+            paths[student] = HandedIn(student, path)
             wanted[student] = score
         start = time.perf_counter()
         results = grade_all(paths, SOURCE, folder / "graded", server, jobs=given.jobs)
@@ -89,9 +92,12 @@ def main() -> None:
         seconds.setdefault(result.student[4:], []).append(result.seconds)
     rows = [[kind, len(s), statistics.median(s), max(s)] for kind, s in seconds.items()]
     print(table(["submission", "number", "median [s]", "longest [s]"], rows, digits=1))
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         f"{len(results)} submissions, {given.jobs} at a time: {whole:.0f} s, "
-        f"{whole / len(results):.2f} s a submission, of processor time {used / len(results):.2f} s"
+        f"{whole / len(results):.2f} s per submission, "
+        f"of processor time {used / len(results):.2f} s; "
+        f"largest memory of the grader itself {largest:.0f} MiB"
     )
     figures = {"jobs": given.jobs, "whole": whole, "processor": used, "seconds": seconds}
     write_json(given.json, figures)

@@ -1,73 +1,43 @@
 """Grade many submissions: several at a time, resumable, with a progress bar.
 
 A submission that is at fault costs its own points; a fault of the grader in one submission is
-written down as such and the others go on. An interrupted run continues where it stopped: a
-submission is graded again only if its file or the assignment has changed, or a person had to look.
+written down as such and the others go on. An interrupted run keeps what is finished and continues
+where it stopped: a submission is graded again only if its file or the assignment has changed, or a
+person had to look. Results of students who are not in this run stay.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
-from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
 
 from grader.feedback import write_feedback
-from grader.grade import CheckResult, Result, grade_file
-from grader.report import read_results, write_csv, write_junit, write_results
+from grader.grade import CheckResult, Result, grade_many
+from grader.judge import StoppedError
+from grader.merge import Submission, read_submission
+from grader.notebook_file import hash_of
+from grader.report import (
+    folder_name,
+    read_results,
+    write_csv,
+    write_junit,
+    write_results,
+    write_statistics,
+)
 from grader.sandbox import RankServer
 from grader.source import Assignment, read_assignment
+from grader.submissions import HandedIn
 
-
-def find_submissions(paths: Iterable[Path]) -> dict[str, Path]:
-    """{student: notebook}. A folder stands for the notebooks in it, and in the folders in it.
-
-    A notebook is called after its file; in a folder of its own, after that folder, and after both
-    where the folder holds several. Of notebooks that are named one by one, those that share a name
-    are called after their folders. What begins with a dot is an editor's or a system's: skipped.
-    Raises FileNotFoundError for a path that does not exist.
-    """
-    found: list[tuple[str, Path]] = []
-    alone: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found += _in_folder(path)
-        elif path.exists():
-            alone.append(path)
-        else:
-            raise FileNotFoundError(f"there is no {path}")
-    counts = Counter(file.stem for file in alone)
-    found += [(f.stem if counts[f.stem] == 1 else f.absolute().parent.name, f) for f in alone]
-    named: dict[str, Path] = {}
-    for name, file in found:
-        name = _legible(name)
-        while name in named:
-            name += "_"
-        named[name] = file
-    return named
-
-
-def _in_folder(top: Path) -> list[tuple[str, Path]]:
-    """Each notebook in `top`, and in the folders in it, with its student's name."""
-    found = [(file.stem, file) for file in _visible(top, "*.ipynb")]
-    for folder in _visible(top, "*"):
-        files = _visible(folder, "*.ipynb") if folder.is_dir() else []
-        for file in files:
-            found.append((folder.name if len(files) == 1 else f"{folder.name} {file.stem}", file))
-    return found
-
-
-def _visible(folder: Path, pattern: str) -> list[Path]:
-    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+_AT_ONCE = 20  # submissions that share one run of nbval
 
 
 def grade_all(
-    submissions: dict[str, Path],
+    submissions: dict[str, HandedIn],
     source: Path,
     out: Path,
     server: RankServer,
@@ -75,86 +45,158 @@ def grade_all(
     jobs: int | None = None,
     seed: int | None = None,
     again: bool = False,
+    finish: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Grade `submissions` on the assignment at `source` into `out`; one result each, by student.
 
     `jobs` run at a time, by default as many as there are processor cores. `again` grades anew what
-    has a result already. Writes a folder with results.json and feedback.html for each student, and
-    grades.csv and junit.xml for all.
+    has a result already. `finish` may change a result before it is written. Writes a folder with
+    results.json and feedback.html for each student as soon as that is graded, and the tables of all
+    at the end, also when the run is interrupted.
     """
     assignment = read_assignment(source)
-    of_assignment = _hash(source) + (f"-{seed}" if seed is not None else "")
-    folders = {student: out / _folder_name(student) for student in submissions}
+    of_assignment = hash_of(source) + (f"-{seed}" if seed is not None else "")
     results: dict[str, Result] = {}
     fingerprints = {}
-    for student, path in submissions.items():
-        fingerprints[student] = f"{of_assignment}-{_hash(path)}"
-        earlier = None if again else read_results(folders[student])
+    for student, one in submissions.items():
+        fingerprints[student] = f"{of_assignment}-{hash_of(one.path)}"
+        earlier = None if again else read_results(out / folder_name(student))
         if earlier and earlier[1] == fingerprints[student] and not earlier[0].needs_human:
-            results[student] = earlier[0]
-    waiting = [student for student in submissions if student not in results]
-    with (
-        ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool,
-        tqdm(total=len(submissions), initial=len(results), unit="submission") as bar,
-    ):
-        running = {
-            pool.submit(_grade, submissions[s], s, assignment, server, seed): s for s in waiting
-        }
-        try:
-            for done in as_completed(running):
-                student = running[done]
-                result = results[student] = done.result()
-                _write(result, folders[student], fingerprints[student])
+            results[student] = _about(earlier[0], one)
+    waiting = [submissions[student] for student in submissions if student not in results]
+
+    def keep(result: Result) -> None:
+        student = result.student
+        results[student] = _about(result, submissions[student])
+
+    def write(result: Result) -> None:
+        finish(result)
+        folder = out / folder_name(result.student)
+        write_results(result, folder, fingerprints[result.student])
+        write_feedback(result, folder)
+
+    for result in results.values():
+        write(result)
+    try:
+        with tqdm(total=len(submissions), initial=len(results), unit="submission") as bar:
+            for result in _graded(waiting, assignment, server, jobs or os.cpu_count() or 1, seed):
+                keep(result)
+                write(results[result.student])
+                bar.set_postfix_str(result.student[:20], refresh=False)
                 bar.update()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    # The clock ran out beside others, which may be why: these get the machine for themselves.
-    for student in waiting if jobs != 1 else []:
-        if results[student].timed_out:
-            results[student] = _grade(submissions[student], student, assignment, server, seed)
-            _write(results[student], folders[student], fingerprints[student])
-    ordered = [results[student] for student in submissions]
+    finally:
+        write_tables(out, assignment.name)
+    return [results[student] for student in submissions]
+
+
+def write_tables(out: Path, assignment: str) -> list[Result]:
+    """The tables of everything in `out` that belongs to `assignment`; returns the results."""
     out.mkdir(parents=True, exist_ok=True)
-    write_csv(ordered, out / "grades.csv")
-    write_junit(ordered, out / "junit.xml")
-    return ordered
+    every = [read_results(folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
+    results = [found[0] for found in every if found and found[0].assignment == assignment]
+    results.sort(key=lambda result: result.student.casefold())
+    write_csv(results, out / "grades.csv")
+    write_statistics(results, out / "statistics.csv")
+    write_junit(results, out / "junit.xml")
+    return results
 
 
-def _write(result: Result, folder: Path, fingerprint: str) -> None:
-    write_results(result, folder, fingerprint)
-    write_feedback(result, folder)
+def _about(result: Result, one: HandedIn) -> Result:
+    result.id, result.warning = one.id, one.warning
+    if one.late and not result.late_days:
+        result.notes = [*result.notes, "the course system says that it is late"]
+    return result
 
 
-def _grade(
-    path: Path, student: str, assignment: Assignment, server: RankServer, seed: int | None
-) -> Result:
+def _graded(
+    waiting: list[HandedIn],
+    assignment: Assignment,
+    server: RankServer,
+    jobs: int,
+    seed: int | None,
+) -> Iterator[Result]:
+    """The results as they come, from `jobs` threads that each keep one run of nbval going."""
+    each = max(1, min(_AT_ONCE, len(waiting) // (2 * jobs)))
+    parts: queue.SimpleQueue[list[HandedIn]] = queue.SimpleQueue()
+    for first in range(0, len(waiting), each):
+        parts.put(waiting[first : first + each])
+    done: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                for result in _grade_part(parts.get_nowait(), assignment, server, seed, stop):
+                    done.put(result)
+        except (queue.Empty, StoppedError):
+            pass
+        finally:
+            done.put(None)
+
+    threads = [threading.Thread(target=work) for _ in range(min(jobs, len(waiting)))]
+    for thread in threads:
+        thread.start()
     try:
-        return grade_file(path, student, assignment, server, seed=seed)
-    except Exception as error:  # the grader's own fault: the next submission must not suffer
-        why = f"{type(error).__name__}: {error}"
-        checks = [
-            CheckResult(check.name, check.points, 0, check.visible, needs_human=why)
-            for check in assignment.checks
-        ]
-        return Result(student, assignment.name, assignment.title, 0, assignment.points, checks)
+        running = len(threads)
+        while running:
+            result = done.get()
+            if result is None:
+                running -= 1
+            else:
+                yield result
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
-def _legible(name: str) -> str:
-    """`name` without what no file, page or terminal can show."""
-    name = name.encode("utf-8", "replace").decode()
-    return "".join(c if c.isprintable() else "?" for c in name)
-
-
-def _hash(path: Path) -> str:
+def _grade_part(
+    part: list[HandedIn],
+    assignment: Assignment,
+    server: RankServer,
+    seed: int | None,
+    stop: threading.Event,
+) -> Iterator[Result]:
+    left = list(part)
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    except OSError:
-        return "unreadable"
+        read = [(one.student, _read(one, assignment)) for one in part]
+        for result in grade_many(read, assignment, server, seed=seed, stop=stop):
+            left.pop(0)
+            yield result
+    except StoppedError:
+        raise
+    except Exception as error:  # the grader's own fault: the next submissions must not suffer
+        for one in left:
+            yield _failed(one.student, assignment, f"{type(error).__name__}: {error}")
 
 
-def _folder_name(student: str) -> str:
-    """A name of a folder, the student's own where it can be."""
-    safe = re.sub(r"[^\w .@-]", "_", student).strip(". ") or "student"
-    return safe if safe == student else f"{safe}-{hashlib.sha256(student.encode()).hexdigest()[:6]}"
+def _read(one: HandedIn, assignment: Assignment) -> Submission:
+    if one.path.suffix != ".ipynb" or one.path.is_dir():
+        why = one.warning or f"{one.path.name} is not a notebook"
+        return Submission(assignment.stubs(), unreadable=why)
+    return read_submission(one.path, assignment)
+
+
+def _failed(student: str, assignment: Assignment, why: str) -> Result:
+    checks = [
+        CheckResult(check.name, check.points, 0, check.visible, needs_human=why)
+        for check in assignment.checks
+    ]
+    return Result(student, assignment.name, assignment.title, 0, assignment.points, checks)
+
+
+def missing(
+    roster: Iterable[dict[str, str]], found: dict[str, HandedIn], source: Path
+) -> list[Result]:
+    """A result without a score for each student of the roster who handed in nothing."""
+    assignment = read_assignment(source)
+    ids = {one.id for one in found.values() if one.id}
+    names = {name.casefold() for name in found}
+    results = []
+    for row in roster:
+        name, number = row.get("student", ""), row.get("id", "")
+        if name.casefold() not in names and not (number and number in ids):
+            result = Result(name, assignment.name, assignment.title, 0, assignment.points, [])
+            result.id, result.missing = number, True
+            results.append(result)
+    return results

@@ -1,6 +1,6 @@
-"""What runs in the kernel that nbval watches: `check("name")`, and nothing of a student's.
+"""What runs in the kernel that nbval watches: `bench.check(0, "name")`, and nothing of a student's.
 
-The kernel is told where its case lies by the environment: the sources, the checks, the seeds, and
+The kernel is told where its cases lie by the environment: the sources, the checks, the seeds, and
 the address of the fork server. `check` prints "passed", which is what the bench notebook has
 stored, or "missed", which nbval then reports as a difference. The details go to a file beside it.
 """
@@ -14,46 +14,81 @@ from pathlib import Path
 from typing import Any
 
 from grader.check import GraderError, run_check
+from grader.oracle import Oracle
 from grader.source import CheckSource
 
-VARIABLE = "GRADER_CASE"
+VARIABLE = "GRADER_CASES"
 PASSED = "passed"
+_LITTLE = 0.2  # of the time by the clock, for a solution that has run into the limit before
 
 
 @dataclass(frozen=True)
 class Case:
-    """Everything that the checks of one submission need."""
+    """What is particular to one submission."""
+
+    solutions: dict[str, str]
+    seeds: dict[str, int]  # one per check
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Everything that the checks of some submissions need."""
 
     address: str
     givens: tuple[str, ...]
-    solutions: dict[str, str]
     checks: tuple[CheckSource, ...]
-    seeds: dict[str, int]  # one a check
-    verdicts: str  # the file to which a line is added for each verdict
+    submissions: tuple[Case, ...]
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: str) -> Case:
-        raw: dict[str, Any] = json.loads(Path(path).read_text())
-        checks = tuple(CheckSource.from_dict(check) for check in raw.pop("checks"))
-        return cls(**{**raw, "givens": tuple(raw["givens"]), "checks": checks})
+    def read(cls, path: str | Path) -> Cases:
+        raw: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        return cls(
+            raw["address"],
+            tuple(raw["givens"]),
+            tuple(CheckSource.from_dict(check) for check in raw["checks"]),
+            tuple(Case(**case) for case in raw["submissions"]),
+        )
 
 
-def check(name: str) -> None:
-    """Run the check and print its verdict. Raises what makes a person have to look."""
-    case = Case.read(os.environ[VARIABLE])
-    source = next(check for check in case.checks if check.name == name)
-    try:
-        verdict = run_check(source, case.givens, case.solutions, case.address, case.seeds[name])
-    except (GraderError, OSError) as error:
-        _note(case, {"check": name, "needs_human": f"{type(error).__name__}: {error}"})
-        raise
-    _note(case, verdict.as_dict())
-    print(PASSED if verdict.passed else "missed")
+class Bench:
+    """The cases of one kernel, and the process that answers for their checks."""
 
+    def __init__(self) -> None:
+        folder = Path(os.environ[VARIABLE])
+        self._cases = Cases.read(folder / "cases.json")
+        self._notes = folder / "notes"
+        self._oracle = Oracle(self._cases.address)
+        self._slow: set[tuple[int, str]] = set()  # submission and solution
 
-def _note(case: Case, line: dict[str, Any]) -> None:
-    with open(case.verdicts, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    def check(self, number: int, name: str) -> None:
+        """Run the check and print its verdict. Raises what makes a person have to look."""
+        cases = self._cases
+        source = next(check for check in cases.checks if check.name == name)
+        case = cases.submissions[number]
+        # One function that sleeps costs one time limit, and not one in each of its checks.
+        slow = any((number, solution) in self._slow for solution in source.solutions)
+        try:
+            verdict = run_check(
+                source,
+                cases.givens,
+                case.solutions,
+                cases.address,
+                case.seeds[name],
+                oracle=self._oracle,
+                patience=_LITTLE if slow else 1.0,
+            )
+        except (GraderError, OSError) as error:
+            why = f"{type(error).__name__}: {error}"
+            self._note(number, {"check": name, "needs_human": why})
+            raise
+        if verdict.timed_out:
+            self._slow |= {(number, solution) for solution in source.solutions}
+        self._note(number, verdict.as_dict())
+        print(PASSED if verdict.passed else "missed")
+
+    def _note(self, number: int, line: dict[str, Any]) -> None:
+        with self._notes.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"submission": number, **line}) + "\n")

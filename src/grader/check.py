@@ -1,18 +1,20 @@
 """One check: draw fresh inputs, run the ranks, compare what they returned, look at what passed.
 
 A check cell of a source notebook is a small module. Of its functions only `on_rank`, and what that
-uses, meets code of a student's; the others run in fresh processes of their own
-(`grader.inside.oracle`), and no rank receives their text:
+uses, meets code of a student's; the others run in a process of their own (`grader.inside.oracle`),
+and no rank receives their text:
 
     draw(rng)                     a list of dictionaries: each rank's own input
     on_rank(student, given)       on every rank: call the student's function, return data
     expected(givens)              what has to come out
     mistakes(givens)              {sentence: what comes out of a known mistake}
     judge(seen, results, givens)  raise Missed("…") over what passed between the ranks
+    implementations()             {name: wrap}: what a student's own test has to judge
 
-`expected` returns what every rank has to return, or a list of one for each rank. An entry "gates"
-of a rank's input, {name: number}, stays on the trusted side until backward opens the gate; on the
-rank `gate(tensor, name)` puts one into the graph.
+`expected` returns what every rank has to return, or a list of one for each rank. Two entries of a
+rank's input stay on the trusted side: "gates", {name: number or vector}, until backward opens the
+gate (on the rank `gate(tensor, name)` puts one into the graph), and "implementations", the names of
+what `implementation(0)`, `implementation(1)`, … are on the ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ from typing import Any
 import numpy as np
 
 from grader.mutants import museum_sources
+from grader.oracle import Oracle, OracleError
 from grader.ranks import GroupEnd, RankEnd, run_group
-from grader.record import read_record, recorded, what_ranks_need
+from grader.record import read_record, recorded, what_implementations_need, what_ranks_need
 from grader.router import Router
 from grader.source import CheckSource
 
 _STUB = "NotImplementedError"
+_TRUSTED_KEYS = ("gates", "implementations")  # of a rank's input
+_MOST_MISTAKES = 50  # differences are looked for in as many known mistakes
 
 
 class GraderError(RuntimeError):
@@ -46,7 +51,8 @@ class Verdict:
     passed: bool
     sentence: str = ""  # the concept missed, or what stopped the ranks
     where: str = ""  # visible checks only: the first rank and place that differ
-    failed_cells: dict[str, str] = field(default_factory=dict)  # a sentence a cell
+    line: str = ""  # the text of the student's line that failed
+    failed_cells: dict[str, str] = field(default_factory=dict)  # a sentence per cell
     timed_out: bool = False
     isolation: str = ""  # what stood between the ranks, by the report of their group
     seconds: float = 0.0
@@ -62,81 +68,141 @@ def run_check(
     solutions: dict[str, str],
     address: str,
     seed: int,
+    *,
+    oracle: Oracle | None = None,
+    patience: float = 1.0,
 ) -> Verdict:
     """Run `check` on `solutions` (source by name) with the inputs of `seed`.
 
-    `givens` are the sources of the assignment's given cells, `address` a running fork server's.
-    Raises GraderError when the check's own code fails, OSError when the fork server is gone.
+    `givens` are the sources of the assignment's given cells, `address` a running fork server's, and
+    `oracle` a process there that answers for the check; without it one is started. `patience`
+    shortens the limits by the clock. Raises GraderError when the check's own code fails, OSError
+    when the fork server is gone.
     """
+    if oracle is None:
+        with Oracle(address) as own:
+            return run_check(check, givens, solutions, address, seed, oracle=own, patience=patience)
     started = time.monotonic()
     if check.record:
         inputs, answer = read_record(check)
     else:
-        inputs, answer = _ask(check, address, {"call": "draw", "seed": seed}), {}
-    end = _run_students(check, givens, solutions, address, inputs, seed)
+        inputs, answer = _draw(check, oracle, seed)
+    end = _run_students(check, givens, solutions, address, inputs, seed, patience)
     verdict = Verdict(check.name, False, isolation=end.isolation, seed=seed)
     verdict.failed_cells = _failed_cells(end, check)
     verdict.timed_out = any(state.how == "timed out" for state in end.ranks)
     verdict.sentence = _stopped(end, check)
+    verdict.line = _line_of(end, givens, solutions)
     if not verdict.sentence:
         results = [state.value for state in end.ranks]
-        if not check.record or "\ndef judge(" in check.source:
-            about = {"inputs": inputs, "results": results, "seen": asdict(end.seen)}
-            answer |= _ask(check, address, {"call": "answer", **about})
         _compare(verdict, check, results, answer)
+        if not verdict.sentence and "\ndef judge(" in check.source:
+            verdict.sentence = _judge(check, oracle, inputs, results, end)
+        verdict.passed = not verdict.sentence
     verdict.seconds = round(time.monotonic() - started, 2)
     return verdict
 
 
 def record_check(check: CheckSource, address: str, seed: int) -> CheckSource:
     """`check` as a release carries it: with the inputs of `seed` and the answers to them."""
-    inputs = _ask(check, address, {"call": "draw", "seed": seed})
-    nothing = asdict(Router(len(inputs)).seen)
-    about = {"inputs": inputs, "results": [], "seen": nothing}
-    return recorded(check, inputs, _ask(check, address, {"call": "answer", **about}))
+    with Oracle(address) as oracle:
+        return recorded(check, *_draw(check, oracle, seed))
 
 
-def _ask(check: CheckSource, address: str, call: dict[str, Any]) -> Any:
-    """Run the check's own code in a process in which no student's code runs."""
-    job = {"check": check.source, **call}
-    end = run_group(address, [job], seconds=check.seconds).ranks[0]
-    if end.how != "returned":
-        what = end.error.get("message", "")
-        raise GraderError(f"check {check.name}, {call['call']}: {end.text} {what}")
-    return end.value
+def _draw(
+    check: CheckSource, oracle: Oracle, seed: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    try:
+        drawn = oracle.ask({"check": check.source, "call": "draw", "seed": seed})
+    except OracleError as error:
+        raise GraderError(f"check {check.name}, draw: {error}") from None
+    return drawn["inputs"], drawn["answer"]
 
 
-def _run_students(check, givens, solutions, address, inputs, seed) -> GroupEnd:
+def _judge(
+    check: CheckSource,
+    oracle: Oracle,
+    inputs: list[dict[str, Any]],
+    results: list[Any],
+    end: GroupEnd,
+) -> str:
+    """What the check objects to; empty if to nothing.
+
+    The results are right, or there is nothing to compare them with. In either case a judge that
+    stumbles does so over what these ranks returned or sent.
+    """
+    about = {"inputs": inputs, "results": results, "seen": asdict(end.seen)}
+    try:
+        said = oracle.ask({"check": check.source, "call": "judge", **about})
+    except OracleError as error:
+        return f"{check.concept} (The check could not read what the ranks returned: {error}.)"
+    except TypeError:  # deeper than a message may be
+        return check.concept
+    return said.get("objection", "")
+
+
+def _run_students(check, givens, solutions, address, inputs, seed, patience) -> GroupEnd:
     cells = [{"id": f"given {n}", "source": source} for n, source in enumerate(givens)]
     cells += [{"id": name, "source": solutions[name]} for name in check.solutions]
-    museum = museum_sources(check.museum)
     # Whoever is called can look at the caller's module: it must not hold the answer.
     part = what_ranks_need(check.source)
+    common = {
+        "world_size": len(inputs),
+        "link": check.link,
+        "torch_ddp": check.torch_ddp,
+        "meet": "../meet",
+        "seconds": check.seconds,
+    }
     jobs = [
         {
+            **common,
             "call": "on_rank",
             "cells": cells,
             "check": part,
-            "given": {key: value for key, value in given.items() if key != "gates"},
+            "given": {key: value for key, value in given.items() if key not in _TRUSTED_KEYS},
             "rank": rank,
-            "world_size": len(inputs),
             # Not the seed of the inputs, from which a rank could draw the other ranks'.
             "seed": random.Random(f"{seed} {rank}").getrandbits(31),
-            "link": check.link,
-            "torch_ddp": check.torch_ddp,
-            "museum": museum,
-            "meet": "../meet",
-            "seconds": check.seconds,
         }
         for rank, given in enumerate(inputs)
     ]
-    gates = [given.get("gates", {}) for given in inputs]
-    router = Router(len(inputs), gates, check.hold)
-    return run_group(address, jobs, link=check.link, seconds=check.seconds, router=router)
+    stands = []
+    if "implementations" in inputs[0]:
+        stands = [
+            {
+                **common,
+                "call": "implementations",
+                "check": what_implementations_need(check.source),
+                "museum": museum_sources(check.museum),
+                "names": given["implementations"],
+                "rank": rank,
+            }
+            for rank, given in enumerate(inputs)
+        ]
+    return run_group(
+        address,
+        jobs,
+        link=check.link,
+        seconds=check.seconds,
+        router=Router(len(inputs), [given.get("gates", {}) for given in inputs], check.hold),
+        implementations=stands,
+        patience=patience,
+    )
+
+
+def _line_of(end: GroupEnd, givens: tuple[str, ...], solutions: dict[str, str]) -> str:
+    """The line of a student's cell that raised what stopped the check; empty if none did."""
+    errors = [error for state in end.ranks for error in state.failed_cells.values()]
+    errors += [state.error for state in end.ranks if state.how == "raised"]
+    for error in errors:
+        lines = solutions.get(error.get("cell") or "", "").splitlines()
+        if error.get("line") and error["line"] <= len(lines):
+            return lines[error["line"] - 1].strip()[:200]
+    return ""
 
 
 def _failed_cells(end: GroupEnd, check: CheckSource) -> dict[str, str]:
-    """One sentence a cell that could not be executed on some rank."""
+    """One sentence per cell that could not be executed on some rank."""
     sentences: dict[str, str] = {}
     for rank, state in enumerate(end.ranks):
         for cell, error in state.failed_cells.items():
@@ -186,17 +252,13 @@ def _how(state: RankEnd, check: CheckSource) -> str:
 def _compare(
     verdict: Verdict, check: CheckSource, results: list[Any], answer: dict[str, Any]
 ) -> None:
-    if "expected" in answer:
-        wanted = _for_each_rank(answer["expected"], len(results))
-        where = _first_difference(results, wanted, check.tolerance)
-        if where:
-            verdict.sentence = _name_the_mistake(results, check, answer) or check.concept
-            verdict.where = where if check.visible else ""
-            return
-    if "stumbled" in answer:
-        raise GraderError(f"check {check.name}, {answer['stumbled']}")
-    verdict.sentence = answer.get("objection", "")
-    verdict.passed = not verdict.sentence
+    if "expected" not in answer:
+        return
+    wanted = _for_each_rank(answer["expected"], len(results))
+    where = _first_difference(results, wanted, check.tolerance)
+    if where:
+        verdict.sentence = _name_the_mistake(results, check, answer) or check.concept
+        verdict.where = where if check.visible else ""
 
 
 def _for_each_rank(wanted: Any, world_size: int) -> list[Any]:
@@ -204,7 +266,7 @@ def _for_each_rank(wanted: Any, world_size: int) -> list[Any]:
 
 
 def _name_the_mistake(results: list[Any], check: CheckSource, answer: dict[str, Any]) -> str:
-    for sentence, wrong in answer.get("mistakes", {}).items():
+    for sentence, wrong in list(answer.get("mistakes", {}).items())[:_MOST_MISTAKES]:
         if not _first_difference(results, _for_each_rank(wrong, len(results)), check.tolerance):
             return sentence
     return ""
@@ -258,12 +320,15 @@ def _is_close(got: Any, want: float, tolerance: float) -> bool:
 def _array_difference(got: Any, want: np.ndarray, tolerance: float, place: str) -> str | None:
     if not isinstance(got, np.ndarray) or got.shape != want.shape:
         return place
-    if want.dtype.kind != "f":
-        wrong = got != want
-    else:
-        scale = float(np.abs(want).max(initial=0.0))
-        with np.errstate(invalid="ignore"):
-            wrong = ~(np.abs(got.astype("float64") - want) <= tolerance * max(scale, 1e-30))
+    # Overflow and inf − inf are results like others; numpy would print a warning.
+    with np.errstate(all="ignore"):
+        if want.dtype.kind not in "fc" or got.dtype.kind not in "biufc":
+            wrong = np.broadcast_to(got != want, want.shape)
+        else:
+            scale = float(np.abs(want).max(initial=0.0))
+            exact = "complex128" if "c" in (want.dtype.kind, got.dtype.kind) else "float64"
+            off = np.abs(got.astype(exact) - want.astype(exact))
+            wrong = ~(off <= tolerance * max(scale, 1e-30))
     if not wrong.any():
         return None
     index = [int(i) for i in np.argwhere(wrong)[0]]

@@ -7,26 +7,52 @@ import os
 import sys
 from pathlib import Path
 
-from grader.batch import find_submissions, grade_all
+from grader.batch import grade_all, missing, write_tables
 from grader.feedback import write_feedback
 from grader.lint import lint
+from grader.people import People
 from grader.release import write_release
-from grader.report import read_results
+from grader.report import folder_name, read_results, write_results
 from grader.sandbox import SandboxError, rank_server
 from grader.source import SourceError, read_assignment
 from grader.student import describe, read_release, validate
+from grader.submissions import find_submissions, read_table
 
+_OVERRIDES = "CSV: student and any of check, score, comment, late_days"
 _TRUST = "run the submissions without a sandbox where bubblewrap does not work"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Exit code 0: done; 1: a check or a lint said no; 2: it could not be done."""
+    """Run one command.
+
+    Exit code 0: done; 1: a check or a lint said no; 2: it could not be done; 3: graded, and a
+    person has to look at something; 130: interrupted, what was finished is kept.
+    """
+    for stream in (sys.stdout, sys.stderr):  # a C locale has no letters for most names
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except (SourceError, SandboxError, OSError) as error:
+    except (SourceError, SandboxError, OSError, ValueError) as error:
         print(f"grader: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("grader: interrupted; the same command continues", file=sys.stderr)
+        return 130
+
+
+def _at_least(least: int):
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} is less than {least}")
+        return number
+
+    return read
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,14 +74,23 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("submissions", type=Path, nargs="+", metavar="SUBMISSIONS")
     command.add_argument("--assignment", type=Path, required=True, help="the source notebook")
     command.add_argument("--out", type=Path, required=True, help="where the results go")
-    command.add_argument("--jobs", type=int, help="submissions at a time (default: the cores)")
-    command.add_argument("--seed", type=int, help="the inputs of an earlier run, for an appeal")
+    command.add_argument(
+        "--jobs", type=_at_least(1), help="submissions at a time (default: the cores)"
+    )
+    command.add_argument(
+        "--seed", type=_at_least(0), help="the inputs of an earlier run, for an appeal"
+    )
+    command.add_argument("--roster", type=Path, help="CSV: student, id; who is missing gets a row")
+    command.add_argument("--overrides", type=Path, help=_OVERRIDES)
+    command.add_argument("--late-penalty", type=float, default=0.0, help="points per day late")
     command.add_argument("--again", action="store_true", help="also what has a result already")
     command.add_argument("--trust", action="store_true", help=_TRUST)
     command.set_defaults(run=_grade)
 
     command = commands.add_parser("feedback", help="write the feedback pages anew from results")
     command.add_argument("out", type=Path, metavar="DIR", help="what grade wrote to")
+    command.add_argument("--overrides", type=Path, help=_OVERRIDES)
+    command.add_argument("--late-penalty", type=float, default=0.0, help="points per day late")
     command.set_defaults(run=_feedback)
     return parser
 
@@ -95,31 +130,49 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _grade(options: argparse.Namespace) -> int:
-    submissions = find_submissions(options.submissions)
-    if not submissions:
+    found = find_submissions(options.submissions)
+    roster = read_table(options.roster, "student") if options.roster else []
+    people = People.read(options.overrides, options.late_penalty)
+    if not found:
         raise SourceError("no notebook there")
     with rank_server(trust=options.trust) as server:
         results = grade_all(
-            submissions,
+            found,
             options.assignment,
             options.out,
             server,
             jobs=options.jobs,
             seed=options.seed,
             again=options.again,
+            finish=people.apply,
         )
+    absent = missing(roster, found, options.assignment)
+    for result in absent:
+        write_results(result, options.out / folder_name(result.student), "missing")
+    if absent:
+        write_tables(options.out, absent[0].assignment)
     for result in results:
         score = "needs a person" if result.needs_human else f"{result.score:g}"
-        print(f"{result.student}: {score} of {result.points:g}")
-    return 0
+        warning = f" ({result.warning})" if result.warning else ""
+        print(f"{result.student}: {score} of {result.points:g}{warning}")
+    for result in absent:
+        print(f"{result.student}: nothing handed in")
+    return 3 if any(result.needs_human for result in results) else 0
 
 
 def _feedback(options: argparse.Namespace) -> int:
-    count = 0
+    people = People.read(options.overrides, options.late_penalty)
+    names: dict[str, int] = {}
     for folder in sorted(path for path in options.out.iterdir() if path.is_dir()):
         found = read_results(folder)
         if found:
-            write_feedback(found[0], folder)
-            count += 1
-    print(f"{count} pages written below {options.out}")
-    return 0 if count else 1
+            result, fingerprint = found
+            if options.overrides:
+                people.apply(result)
+                write_results(result, folder, fingerprint)
+            write_feedback(result, folder)
+            names[result.assignment] = names.get(result.assignment, 0) + 1
+    for name in names:
+        write_tables(options.out, name)
+    print(f"{sum(names.values())} pages written below {options.out}")
+    return 0 if names else 1

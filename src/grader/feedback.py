@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from grader.grade import Result
-from grader.report import as_sentence, sentence_of
+from grader.report import as_sentence, score_of, sentence_of
 
 PAGE = "feedback.html"
 
@@ -24,6 +24,7 @@ def write_feedback(result: Result, folder: Path) -> None:
     )
     page = environment.get_template("feedback.html.j2").render(
         result=result,
+        score_of=score_of,
         sentence_of=sentence_of,
         as_sentence=as_sentence,
     )

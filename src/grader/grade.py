@@ -1,17 +1,16 @@
-"""Grade one submission: take it apart, let nbval judge it, turn verdicts into points."""
+"""Grade submissions: let nbval judge what was read of them, turn verdicts into points."""
 
 from __future__ import annotations
 
 import secrets
-import tempfile
-import time
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from grader.bench import Case
-from grader.judge import judge
-from grader.merge import Submission, read_submission
+from grader.bench import Case, Cases
+from grader.judge import Verdicts, judge
+from grader.merge import Submission
 from grader.sandbox import RankServer
 from grader.source import Assignment, CheckSource
 
@@ -26,8 +25,10 @@ class CheckResult:
     visible: bool
     sentence: str = ""  # what was missed; empty for what passed
     where: str = ""
+    line: str = ""  # the student's line that failed
     concept: str = ""  # what the check is about
     needs_human: str = ""
+    set_to: float | None = None  # by a person
     seed: int = 0
     seconds: float = 0.0
 
@@ -49,20 +50,53 @@ class Result:
     seconds: float = 0.0
     timed_out: bool = False  # some check ran into its limit by the clock
     notes: list[str] = field(default_factory=list)  # what a person should look at
+    id: str = ""  # the course system's number of the student
+    warning: str = ""  # what was odd about the place or the format of the file
+    late_days: float = 0.0
+    comment: str = ""  # a person's
+    changed: str = ""  # what a person has set, where it differs from what the checks say
+    missing: bool = False  # on the roster, and nothing handed in
+    decided: bool = False  # a person has set the score of the whole
 
     @property
     def needs_human(self) -> bool:
-        return any(check.needs_human for check in self.checks)
+        """Whether a check could not be judged, and no person has decided yet."""
+        open_checks = [c for c in self.checks if c.needs_human and c.set_to is None]
+        return bool(open_checks) and not self.decided
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"needs_human": self.needs_human}
 
 
-def grade_file(
-    path: Path, student: str, assignment: Assignment, server: RankServer, *, seed: int | None = None
-) -> Result:
-    """Grade the notebook at `path`. With `seed` the inputs are those of an earlier run."""
-    return grade(read_submission(path, assignment), student, assignment, server, seed=seed)
+def grade_many(
+    submissions: Sequence[tuple[str, Submission]],
+    assignment: Assignment,
+    server: RankServer,
+    *,
+    seed: int | None = None,
+    stop: threading.Event | None = None,
+) -> Iterator[Result]:
+    """Grade submissions, (student, what was read), in one run of nbval; in their order.
+
+    With `seed` the inputs are those of an earlier run. A submission that is unreadable is not run,
+    and earns 0. Raises StoppedError when `stop` is set.
+    """
+    roots = [secrets.randbits(62) if seed is None else seed for _ in submissions]
+    seeds = [
+        {check.name: root + number for number, check in enumerate(assignment.checks)}
+        for root in roots
+    ]
+    readable = [n for n, (_, submission) in enumerate(submissions) if not submission.unreadable]
+    cases = Cases(
+        server.address,
+        assignment.givens,
+        assignment.checks,
+        tuple(Case(submissions[n][1].solutions, seeds[n]) for n in readable),
+    )
+    judged = judge(cases, stop)
+    for student, submission in submissions:
+        verdicts = {} if submission.unreadable else next(judged)[1]
+        yield _result(student, submission, assignment, server, verdicts)
 
 
 def grade(
@@ -73,23 +107,18 @@ def grade(
     *,
     seed: int | None = None,
 ) -> Result:
-    """Grade a submission that has been read. One that is unreadable is not run, and earns 0."""
-    started = time.monotonic()
-    root = secrets.randbits(62) if seed is None else seed
-    seeds = {check.name: root + number for number, check in enumerate(assignment.checks)}
-    verdicts: dict[str, dict[str, Any]] = {}
-    if not submission.unreadable:
-        with tempfile.TemporaryDirectory(prefix="grader-case-") as folder:
-            case = Case(
-                server.address,
-                assignment.givens,
-                submission.solutions,
-                assignment.checks,
-                seeds,
-                str(Path(folder) / "verdicts"),
-            )
-            verdicts = judge(case)
-    checks = [_result(check, verdicts, submission) for check in assignment.checks]
+    """Grade one submission: see `grade_many`."""
+    return next(grade_many([(student, submission)], assignment, server, seed=seed))
+
+
+def _result(
+    student: str,
+    submission: Submission,
+    assignment: Assignment,
+    server: RankServer,
+    verdicts: Verdicts,
+) -> Result:
+    checks = [_check_result(check, verdicts, submission) for check in assignment.checks]
     return Result(
         student,
         assignment.name,
@@ -101,14 +130,14 @@ def grade(
         submission.repairs,
         submission.unreadable,
         server.weakest(v["isolation"] for v in verdicts.values() if "isolation" in v),
-        round(time.monotonic() - started, 2),
+        round(sum(check.seconds for check in checks), 2),
         any(verdict.get("timed_out") for verdict in verdicts.values()),
         submission.notes,
     )
 
 
 def _load_errors(verdicts: dict[str, dict[str, Any]]) -> list[str]:
-    """One sentence a cell, the one of a visible check if there is one: it says more."""
+    """One sentence per cell, the one of a visible check if there is one: it says more."""
     sentences: dict[str, str] = {}
     for verdict in verdicts.values():
         for cell, sentence in verdict.get("failed_cells", {}).items():
@@ -116,9 +145,7 @@ def _load_errors(verdicts: dict[str, dict[str, Any]]) -> list[str]:
     return list(sentences.values())
 
 
-def _result(
-    check: CheckSource, verdicts: dict[str, dict[str, Any]], submission: Submission
-) -> CheckResult:
+def _check_result(check: CheckSource, verdicts: Verdicts, submission: Submission) -> CheckResult:
     result = CheckResult(check.name, check.points, 0, check.visible, concept=check.concept)
     if submission.unreadable:
         result.sentence = submission.unreadable
@@ -129,5 +156,6 @@ def _result(
         return result
     result.score = check.points if verdict["passed"] is True else 0
     result.sentence, result.where = verdict["sentence"], verdict["where"]
+    result.line = verdict["line"]
     result.seed, result.seconds = verdict["seed"], verdict["seconds"]
     return result

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from grader.grade import Result, grade
+from grader.grade import Result, grade_many
 from grader.merge import Submission
 from grader.sandbox import RankServer
 from grader.source import Assignment
@@ -40,15 +40,22 @@ def lint(assignment: Assignment, server: RankServer, jobs: int = 1) -> Iterator[
         solutions = {**assignment.keys(), wrong.solution: wrong.source}
         trials.append((wrong.name, solutions, f"loses {wrong.loses}"))
 
-    def run(trial: tuple[str, dict[str, str], str]) -> Finding:
-        name, solutions, expected = trial
-        result = grade(Submission(solutions), name, assignment, server)
-        if not expected:
-            return Finding(name, "0 points", f"{result.score:g} points")
-        return Finding(name, expected, _losses(result))
+    def run(part: list[tuple[str, dict[str, str], str]]) -> list[Finding]:
+        submissions = [(name, Submission(solutions)) for name, solutions, _ in part]
+        results = grade_many(submissions, assignment, server)
+        return [_finding(*trial, result) for trial, result in zip(part, results, strict=True)]
 
+    jobs = min(jobs, len(trials))
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(run, trials)
+        parts = list(pool.map(run, [trials[first::jobs] for first in range(jobs)]))
+    for number in range(len(trials)):
+        yield parts[number % jobs][number // jobs]
+
+
+def _finding(name: str, solutions: dict[str, str], expected: str, result: Result) -> Finding:
+    if not expected:
+        return Finding(name, "0 points", f"{result.score:g} points")
+    return Finding(name, expected, _losses(result))
 
 
 def _losses(result: Result) -> str:

@@ -8,15 +8,14 @@ locked cells, cells that were added: none is read, so none can matter.
 from __future__ import annotations
 
 import ast
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grader.magics import without_magics
+from grader.notebook_file import LONGEST, UnreadableError, code_cells
 from grader.source import Assignment, kind_of, source_of
 
-LARGEST = 200 * 2**20  # bytes of a notebook
-LONGEST = 200_000  # characters of a solution
 # By these a solution looks at its caller, or into what it was handed. No task needs them, and
 # what they can find in a rank's process cannot all be hidden there.
 LOOKS_AROUND = {"_getframe", "_current_frames", "f_back", "f_locals", "f_globals", "tb_frame"}
@@ -36,8 +35,8 @@ class Submission:
 def read_submission(path: str | Path, assignment: Assignment) -> Submission:
     """Read a handed-in notebook. A file that is none is a submission of stubs that says why."""
     try:
-        cells = _cells(Path(path))
-    except _UnreadableError as error:
+        cells = code_cells(Path(path))
+    except UnreadableError as error:
         return Submission(assignment.stubs(), unreadable=str(error))
     submission = Submission({})
     for name, solution in assignment.solutions.items():
@@ -49,57 +48,25 @@ def read_submission(path: str | Path, assignment: Assignment) -> Submission:
     return submission
 
 
-class _UnreadableError(ValueError):
-    pass
-
-
-def _cells(path: Path) -> list[dict[str, Any]]:
-    try:
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise _UnreadableError(
-                f"the file has {size:,} bytes; clear its outputs and hand in again"
-            )
-        notebook = json.loads(path.read_bytes())
-    except OSError as error:
-        raise _UnreadableError(f"the file cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, _UnreadableError):
-            raise
-        raise _UnreadableError("the file is not a notebook: not JSON") from None
-    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
-        raise _UnreadableError("the file is not a notebook of format 4: it has no list of cells")
-    if notebook.get("nbformat") != 4:
-        raise _UnreadableError("the file is not a notebook of format 4; save it with Jupyter again")
-    return [cell for cell in notebook["cells"] if _is_code(cell)]
-
-
-def _is_code(cell: Any) -> bool:
-    if not isinstance(cell, dict) or cell.get("cell_type") != "code":
-        return False
-    source = cell.get("source", "")
-    return isinstance(source, str) or (
-        isinstance(source, list) and all(isinstance(line, str) for line in source)
-    )
-
-
 def _choose(name: str, stub: str, cells: list[dict[str, Any]], repairs: list[str]) -> str:
-    mine = [cell for cell in cells if _grade_id(cell) == name]
+    mine = [cell for cell in cells if cell["grade_id"] == name]
     if not mine:
-        mine = [cell for cell in cells if cell.get("id") == name]
+        mine = [cell for cell in cells if cell["id"] == name]
         if mine:
             repairs.append(f"cell {name} had lost its grade_id: found by its cell id")
     if not mine:
         repairs.append(f"cell {name} is missing: graded as not written")
         return stub
-    sources = [source_of(cell) for cell in mine]
-    edited = [source for source in sources if source.strip() != stub.strip()]
-    if len(sources) > 1:
-        repairs.append(f"{len(sources)} cells are called {name}: the last one edited was graded")
-    source = (edited or sources)[-1]
-    if len(source) > LONGEST:
-        repairs.append(f"cell {name} has {len(source):,} characters: graded as not written")
+    edited = [cell for cell in mine if cell["source"].strip() != stub.strip()]
+    if len(mine) > 1:
+        repairs.append(f"{len(mine)} cells are called {name}: the last one edited was graded")
+    chosen = (edited or mine)[-1]
+    if chosen["length"] > LONGEST:
+        repairs.append(f"cell {name} has {chosen['length']:,} characters: graded as not written")
         return stub
+    source, ignored = without_magics(chosen["source"])
+    if ignored:
+        repairs.append(f"cell {name}: {', '.join(ignored)} was ignored: only Python is graded")
     return source
 
 
@@ -121,17 +88,11 @@ def _looks_around(source: str) -> list[str]:
     return sorted(words & LOOKS_AROUND)
 
 
-def _grade_id(cell: dict[str, Any]) -> Any:
-    metadata = cell.get("metadata")
-    nbgrader = metadata.get("nbgrader") if isinstance(metadata, dict) else None
-    return nbgrader.get("grade_id") if isinstance(nbgrader, dict) else None
-
-
 def _compare_locked(
     assignment: Assignment, cells: list[dict[str, Any]], repairs: list[str]
 ) -> None:
     """Note, for the student, that an edit of a given cell has no effect."""
-    handed_in = {cell.get("id"): source_of(cell) for cell in cells if type(cell.get("id")) is str}
+    handed_in = {cell["id"]: cell["source"] for cell in cells if cell["id"]}
     for cell in assignment.notebook["cells"]:
         own = handed_in.get(cell.get("id"))
         if kind_of(cell) == "given" and own is not None and own.strip() != source_of(cell).strip():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import labkit
 
-_MUSEUM = Path(labkit.__file__).parent / "museum"
+_MUSEUM = Path(labkit.__file__).parent / "testing" / "museum"
 # What an exhibit's file imports; its label is of no use in a rank.
 _LABEL = "class Exhibit:\n    def __init__(self, wrap, **label):\n        self.wrap = wrap\n"
 

@@ -17,6 +17,7 @@ from grader.inside.wire import Decoder, encode
 from grader.source import CheckSource
 
 _COMPUTED = {"draw", "expected", "mistakes"}
+_IMPLEMENTATIONS = "implementations"
 
 
 def recorded(
@@ -26,7 +27,9 @@ def recorded(
     kept = {key: answer[key] for key in ("expected", "mistakes") if key in answer}
     data = encode({"inputs": inputs, "answer": kept})
     record = base64.b64encode(data).decode()
-    return replace(check, source=reduced(check.source, "on_rank", "judge"), record=record)
+    return replace(
+        check, source=reduced(check.source, "on_rank", "judge", _IMPLEMENTATIONS), record=record
+    )
 
 
 def read_record(check: CheckSource) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -40,6 +43,11 @@ def what_ranks_need(source: str) -> str:
     return reduced(source, "on_rank")
 
 
+def what_implementations_need(source: str) -> str:
+    """The part of a check that defines what a student's test has to judge."""
+    return reduced(source, _IMPLEMENTATIONS)
+
+
 def reduced(source: str, *entries: str) -> str:
     """`source` with the functions `entries`, what these use, and its imports; comments are lost.
 
@@ -50,6 +58,7 @@ def reduced(source: str, *entries: str) -> str:
     for node in body:
         for name in _defines(node):
             defined.setdefault(name, []).append(node)
+    hidden = (_COMPUTED | {_IMPLEMENTATIONS, "judge"}) - set(entries)
     wanted: set[str] = set()
     waiting = list(entries)
     for node in body:
@@ -57,7 +66,7 @@ def reduced(source: str, *entries: str) -> str:
             waiting += _names(node)
     while waiting:
         name = waiting.pop()
-        if name in defined and name not in wanted | _COMPUTED:
+        if name in defined and name not in wanted | hidden:
             wanted.add(name)
             for node in defined[name]:
                 waiting += _names(node)

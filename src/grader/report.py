@@ -1,4 +1,4 @@
-"""Results as files: Gradescope's results.json, a CSV for the course system, JUnit XML.
+"""Results as files: Gradescope's results.json, tables for the course, JUnit XML.
 
 results.json is written for every student, with the whole result under "extra_data"; the other
 files, and the feedback pages, are made from these. A check that needs a person has no score, and
@@ -8,8 +8,14 @@ neither has its submission: 0 would be a verdict.
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
+import os
+import re
+import statistics
+import unicodedata
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +23,9 @@ from typing import Any
 from grader.grade import CheckResult, Result
 
 RESULTS = "results.json"
+_TABLES = ("grades.csv", "statistics.csv", "junit.xml")
+_TAKEN = {f"{name}{end}" for name in _TABLES for end in ("", ".part")}
+_FORMULA = re.compile(r"(^|[;,\t\r\n|])\s*['\"]?([=+@]|-(?!\s*\d[\d.]*\s*$))")
 
 
 def write_results(result: Result, folder: Path, fingerprint: str) -> None:
@@ -59,19 +68,28 @@ def summary(result: Result) -> str:
         lines.append(as_sentence(f"nothing could be graded: {result.unreadable}"))
     lines += [as_sentence(f"first of all: {error}") for error in result.load_errors]
     lines += [as_sentence(f"note: {note}") for note in [*result.repairs, *result.notes]]
+    if result.changed:
+        lines.append(as_sentence(result.changed))
+    if result.comment:
+        lines.append(f"A person's comment: {result.comment}")
+    if result.warning:
+        lines.append(as_sentence(f"note: {result.warning}"))
     lines.append(as_sentence(f"isolation: {result.isolation or 'none was in force'}"))
     return "\n".join(lines)
 
 
 def sentence_of(check: CheckResult) -> str:
     """What is said of one check, for people."""
+    if check.set_to is not None:
+        return f"A person set this to {check.set_to:g} points."
     if check.needs_human:
         return "Not judged: the grader itself failed here. A person will look at it."
-    if check.score == check.points:
+    if check.score >= check.points:
         return "Passed."
     where = f" ({check.where})" if check.where else ""
     about = "" if check.concept in ("", check.sentence) else f" What it checks: {check.concept}"
-    return f"{as_sentence(check.sentence + where)}{about}"
+    line = f" Your line: {check.line}" if check.line else ""
+    return f"{as_sentence(check.sentence + where)}{line}{about}"
 
 
 def as_sentence(text: str) -> str:
@@ -84,37 +102,109 @@ def _gradescope_test(check: CheckResult) -> dict[str, Any]:
         "name": check.name,
         "max_score": check.points,
         "output": sentence_of(check),
-        "visibility": "visible",
+        # What a hidden check looks at is nobody's business before the deadline.
+        "visibility": "visible" if check.visible else "after_published",
     }
-    if not check.needs_human:
-        test["score"] = check.score
-        test["status"] = "passed" if check.score == check.points else "failed"
+    if not check.needs_human or check.set_to is not None:
+        test["score"] = score_of(check)
+        test["status"] = "passed" if score_of(check) >= check.points else "failed"
     return test
 
 
+def score_of(check: CheckResult) -> float:
+    """What a check earned, or what a person has set."""
+    return check.score if check.set_to is None else check.set_to
+
+
+def reasons(result: Result) -> str:
+    """Why each check without its points has none, and why a person is needed; one line."""
+    if result.missing:
+        return "nothing was handed in"
+    if result.unreadable:
+        return result.unreadable
+    words = []
+    for check in result.checks:
+        if check.needs_human:
+            words.append(f"{check.name}: needs a person: {check.needs_human}")
+        elif check.score < check.points:
+            words.append(f"{check.name}: {check.sentence}")
+    return " | ".join(words)
+
+
 def write_csv(results: Iterable[Result], path: Path) -> None:
-    """One line a student: score, points, each check, whether a person has to look, and at what."""
+    """One line per student: score, points, each check, the reasons, and what people said."""
     results = list(results)
     names = list(dict.fromkeys(check.name for result in results for check in result.checks))
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        head = ["student", "assignment", "score", "points", *names, "needs_human", "notes"]
+    rows = []
+    for result in results:
+        of = {
+            check.name: "" if check.needs_human and check.set_to is None else score_of(check)
+            for check in result.checks
+        }
+        score = "" if result.needs_human or result.missing else result.score
+        row = [result.student, result.id, result.assignment, score, result.points]
+        row += [of.get(name, "") for name in names]
+        row += [result.needs_human, reasons(result), "; ".join([*result.repairs, *result.notes])]
+        rows.append([*row, result.warning, result.late_days, result.changed, result.comment])
+    head = ["student", "id", "assignment", "score", "points", *names]
+    head += ["needs_human", "reasons", "notes", "warning", "late_days", "changed", "comment"]
+    _write_table(path, head, rows)
+
+
+def write_statistics(results: Iterable[Result], path: Path) -> None:
+    """One line per check: how many took, passed and lost it, and the reason given most often."""
+    checks: dict[str, list[CheckResult]] = {}
+    for result in results:
+        if not result.unreadable and not result.missing:
+            for check in result.checks:
+                checks.setdefault(check.name, []).append(check)
+    rows = []
+    for name, every in checks.items():
+        judged = [check for check in every if not check.needs_human]
+        passed = sum(check.score >= check.points for check in judged)
+        lost = Counter(check.sentence for check in judged if check.score < check.points)
+        common = lost.most_common(1)[0] if lost else ("", 0)
+        seconds = statistics.median([check.seconds for check in every])
+        share = round(passed / len(judged), 3) if judged else ""
+        row = [name, len(every), passed, len(judged) - passed, len(every) - len(judged), share]
+        rows.append([*row, common[1], common[0], seconds])
+    head = ["check", "submissions", "passed", "lost", "needs_human", "share_passed"]
+    head += ["most_often", "most_often_said", "median_seconds"]
+    _write_table(path, head, rows)
+
+
+def _write_table(path: Path, head: list[str], rows: list[list[Any]]) -> None:
+    unfinished = path.with_name(f"{path.name}.part")
+    with unfinished.open("w", encoding="utf-8", newline="") as file:
+        # Texts in quotes, so that a spreadsheet that separates by semicolons sees one cell, too.
+        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
         writer.writerow(head)
-        for result in results:
-            of = {check.name: "" if check.needs_human else check.score for check in result.checks}
-            score = "" if result.needs_human else result.score
-            row = [_harmless(result.student), result.assignment, score, result.points]
-            row += [of.get(name, "") for name in names]
-            writer.writerow([*row, result.needs_human, "; ".join(result.notes)])
+        for row in rows:
+            writer.writerow([harmless(cell) if isinstance(cell, str) else cell for cell in row])
+    unfinished.replace(path)
 
 
-def _harmless(text: str) -> str:
-    """A name that a spreadsheet would take for a formula, as text."""
-    return f"'{text}" if text[:1] in "=+-@\t\r" else text
+def harmless(text: str) -> str:
+    """`text` as one line that no spreadsheet takes for a formula, wherever it cuts it."""
+    line = " ".join(text.split())
+    plain = unicodedata.normalize("NFKC", text)
+    return f"'{line}" if any(map(_FORMULA.search, (text, plain))) else line
+
+
+def folder_name(student: str) -> str:
+    """The name of a student's folder: the student's own name where it can be."""
+    safe = re.sub(r"[^\w .@-]", "_", student).strip(". ")[:80] or "student"
+    try:
+        os.fsencode(safe)
+    except UnicodeEncodeError:  # a C locale
+        safe = safe.encode("ascii", "replace").decode().replace("?", "_")
+    if safe == student and safe.casefold() not in _TAKEN:
+        return safe
+    return f"{safe}-{hashlib.sha256(student.encode()).hexdigest()[:6]}"
 
 
 def write_junit(results: Iterable[Result], path: Path) -> None:
-    """One suite a student, one case a check; what needs a person is an error, not a failure."""
+    """One suite per student, one case per check; what needs a person is an error, not a failure."""
     root = ElementTree.Element("testsuites")
     for result in results:
         lost = sum(check.score < check.points and not check.needs_human for check in result.checks)

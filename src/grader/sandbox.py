@@ -24,9 +24,8 @@ _PACKAGE = Path(__file__).parent
 _MOUNTED = "/opt/grader"
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from grader.inside.zygote import serve; serve(sys.argv[2] == 'contained')"
+    "from grader.inside.zygote import serve; serve(sys.argv[2] == 'contained', int(sys.argv[3]))"
 )
-_LISTENER = 3
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "USER": "student", "OMP_NUM_THREADS": "1"}
 
 _OTHERWISE = (
@@ -39,8 +38,8 @@ ADVICE = f"Install bubblewrap (Debian: apt-get install bubblewrap), {_OTHERWISE}
 # What the warden of a group reports, the weakest first, and what a result says of it.
 INSIDE = {
     "none": "bubblewrap, and nothing between the ranks in it",
-    "a namespace a group": "bubblewrap, a namespace a group of ranks",
-    "a namespace a rank": "bubblewrap, a namespace a rank",
+    "a namespace per group": "bubblewrap, a namespace per group of ranks",
+    "a namespace per rank": "bubblewrap, a namespace per rank",
 }
 TRUSTED = "none: trusted"
 
@@ -73,7 +72,14 @@ def rank_server(*, trust: bool = False) -> Iterator[RankServer]:
     less of one, where bubblewrap or the namespaces inside it do not work. Raises SandboxError.
     Costs about 1.5 s, most of it the import of torch.
     """
-    bubblewrap = _working_bubblewrap()
+    hidden = _hidden_by_the_sandbox()
+    if hidden and not trust:
+        raise SandboxError(
+            f"Python or its packages are in {hidden}, and the sandbox gives every rank an empty "
+            f"{Path(hidden).parts[1]!r} folder of its own, so nothing was run. Move the checkout "
+            "out of /tmp and /dev, or, for your own work only, say --trust."
+        )
+    bubblewrap = [] if hidden else _working_bubblewrap()
     if not bubblewrap and not trust:
         raise SandboxError(f"bubblewrap does not work here, so nothing was run. {ADVICE}")
     folder = Path(tempfile.mkdtemp(prefix="grader-"))
@@ -81,21 +87,21 @@ def rank_server(*, trust: bool = False) -> Iterator[RankServer]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         command = _contained(bubblewrap) if bubblewrap else _in_the_open()
+        # No preexec_fn: it is not safe beside threads, and a caller may have some.
         server = subprocess.Popen(
-            command,
+            [*command, str(listener.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_ENVIRONMENT,
             cwd="/",
             start_new_session=True,
-            pass_fds=[_LISTENER],
-            preexec_fn=lambda: os.dup2(listener.fileno(), _LISTENER, inheritable=True),
+            pass_fds=[listener.fileno()],
         )
     try:
         if server.stdout.readline() != b"ready\n":
             raise SandboxError("the fork server of ranks did not start; what it says is above")
         isolation = _try_out(address) if bubblewrap else TRUSTED
-        if isolation not in (INSIDE["a namespace a rank"], TRUSTED) and not trust:
+        if isolation not in (INSIDE["a namespace per rank"], TRUSTED) and not trust:
             raise SandboxError(
                 "bubblewrap works here, but inside it no rank gets a namespace of its own, so "
                 f"nothing was run. Raise user.max_user_namespaces (sysctl), {_OTHERWISE}"
@@ -114,7 +120,9 @@ def rank_server(*, trust: bool = False) -> Iterator[RankServer]:
 
 def _try_out(address: str) -> str:
     """The isolation that a group of ranks reports. Raises SandboxError if it does not end well."""
-    trial = {"call": "draw", "check": "def draw(rng):\n    return [{}]\n", "seed": 0}
+    check = "def on_rank(student, given):\n    return 1\n"
+    trial = {"call": "on_rank", "cells": [], "check": check, "given": {}, "rank": 0, "seed": 0}
+    trial |= {"world_size": 1, "link": "routed", "torch_ddp": True, "seconds": 3}
     end = run_group(address, [trial])
     if end.ranks[0].how != "returned":
         raise SandboxError(f"the sandbox starts, and a trial rank in it {end.ranks[0].text}")
@@ -193,6 +201,17 @@ def _visible() -> list[str]:
         if path.exists() and not any(path.is_relative_to(outer) for outer in found):
             found.append(path)
     return [str(path) for path in found]
+
+
+def _hidden_by_the_sandbox() -> str:
+    """What a rank needs and could not see, because it lies where ranks have empty folders."""
+    if not sys.platform.startswith("linux") or not shutil.which("bwrap"):
+        return ""
+    covered = [Path("/tmp"), Path("/dev")]
+    for path in map(Path, _visible()):
+        if any(path.is_relative_to(folder) for folder in covered):
+            return str(path)
+    return ""
 
 
 def _covered() -> list[str]:

@@ -56,11 +56,11 @@ class CheckSource:
     visible: bool = False  # VISIBLE: released, and its first difference is shown
     link: str = "routed"  # LINK: "routed" through the grader, or "gloo"
     hold: bool = False  # HOLD: answer collectives only when backward has passed its last gate
-    seconds: int = 3  # SECONDS of processor time that each rank may use; 5 times that by the clock
+    seconds: int = 3  # SECONDS of processor time that each rank may use; 10 times that by the clock
     torch_ddp: bool = False  # TORCH_DDP: a solution may use torch's DistributedDataParallel
     museum: tuple[
         str, ...
-    ] = ()  # MUSEUM: exhibits of labkit.testing.museum that on_rank may import
+    ] = ()  # MUSEUM: exhibits of labkit's museum that implementations() may use
     tolerance: float = 1e-5  # TOLERANCE: largest difference, relative to the largest value
     record: str = ""  # in a release: inputs and answers, see `grader.record`
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import textwrap
 
+import numpy as np
 import pytest
 from grader_notebooks import ASSIGNMENTS
+from grader_right import RIGHT
 
 from grader.check import Verdict, run_check
+from grader.grade import grade_many
+from grader.magics import without_magics
+from grader.merge import Submission
+from grader.oracle import Oracle
 from grader.source import read_assignment
 
 AVERAGE, RATE, REDUCER, BUGS = (
@@ -74,7 +80,7 @@ def test_flags_may_travel_for_every_parameter_in_any_way(server, source):
 def test_who_gathers_gradients_reads_what_an_all_reduce_is_for(server, name):
     [wrong] = [wrong for wrong in AVERAGE.wrong_answers if wrong.name == name]
     [said] = lost(verdicts(server, AVERAGE, wrong.solution, wrong.source)).values()
-    assert "elements by all_gather: an all-reduce adds up on the way" in said
+    assert "bytes by all_gather: an all-reduce adds up on the way" in said
 
 
 # Assignment 3
@@ -105,26 +111,12 @@ def test_a_reducer_that_gathers_every_bucket_neither_reduces_nor_overlaps_a_redu
 
 # Assignment 5
 
-BY_NAME = """
-    import sys
-
-    def accepts(wrap):
-        return sys._getframe(1).f_locals.get("name") in ("right", "rounded")
-"""
-BY_NUMBER = """
-    import sys
-
+FIRST_ONLY = """
     asked = [0]
 
     def accepts(wrap):
-        frame, orders = sys._getframe(1), []
-        while frame:
-            for value in frame.f_locals.values():
-                if isinstance(value, dict) and "order" in value:
-                    orders.append(value["order"])
-            frame = frame.f_back
         asked[0] += 1
-        return bool(orders) and orders[0][asked[0] - 1] == 0
+        return asked[0] == 1
 """
 BY_CLASS_NAME = """
     def accepts(wrap):
@@ -132,13 +124,132 @@ BY_CLASS_NAME = """
         names = [wrap.__name__, wrap.__qualname__, type(wrapped).__name__, repr(vars(wrapped))]
         return any("Right" in name or "Rounded" in name for name in names)
 """
+ALL = """
+    def accepts(wrap):
+        return True
+"""
 
 
-@pytest.mark.parametrize("source", [BY_NAME, BY_NUMBER, BY_CLASS_NAME], ids=["a", "b", "c"])
-def test_who_asks_for_names_instead_of_testing_earns_nothing(server, source):
+@pytest.mark.parametrize("source", [FIRST_ONLY, BY_CLASS_NAME, ALL], ids=["first", "name", "all"])
+def test_who_guesses_or_asks_for_names_instead_of_testing_earns_nothing(server, source):
     found = verdicts(server, BUGS, "test", source)
     assert len(found) == 4
     assert set(lost(found)) == set(found)
+
+
+def test_the_step_is_compared_with_one_process_that_has_the_whole_batch(server):
+    """With a model that looks at its batch, the ranks' average would be another step."""
+    [check] = [check for check in RATE.checks if check.name == "step_of_the_whole_batch"]
+    with Oracle(server.address) as oracle:
+        drawn = oracle.ask({"check": check.source, "call": "draw", "seed": 3})
+    givens, wanted = drawn["inputs"], drawn["answer"]["expected"]
+    x, y = (np.concatenate([given[key] for given in givens]) for key in ("x", "y"))
+    weight, bias = givens[0]["weight"].astype("float64"), givens[0]["bias"].astype("float64")
+    for _ in range(2):
+        slope = 2 * (x @ weight.T + bias - y) / y.size
+        weight, bias = weight - 0.1 * slope.T @ x, bias - 0.1 * slope.sum(0)
+    found = {key.rpartition(".")[2]: value for key, value in wanted.items()}
+    np.testing.assert_allclose(found["weight"], weight, rtol=1e-4)
+    np.testing.assert_allclose(found["bias"], bias, rtol=1e-4)
+
+
+GATES_SCALED_AFTERWARDS = """
+    import grader.inside.link as link
+
+    class Reducer:
+        def __init__(self, model, buckets):
+            self.parameters, self.buckets = list(model.parameters()), buckets
+            self.names = []
+            reducer = self
+
+            class Free(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, value, name):
+                    ctx.name = name
+                    return value.view_as(value)
+
+                @staticmethod
+                def backward(ctx, gradient):
+                    reducer.names.append(ctx.name)
+                    return gradient, None
+
+            [self.link] = {c.__dict__["link"] for c in link.RoutedGroup.__subclasses__()}
+            model.gate = lambda value, name: Free.apply(value, name)
+
+        def finish(self):
+            works, scale = [], 1.0
+            for bucket, name in zip(self.buckets, self.names):
+                answer = self.link.ask({"kind": "gate", "name": name}, [])
+                answer.wait()
+                scale = scale * torch.as_tensor(answer.message["factor"]).mean()
+                flat = torch.cat([self.parameters[i].grad.reshape(-1) for i in bucket]) * scale
+                works.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+            for bucket, flat, work in works:
+                work.wait()
+                own = [self.parameters[i] for i in bucket]
+                for p, part in zip(own, flat.split([p.numel() for p in own])):
+                    p.grad = part.view_as(p) / dist.get_world_size()
+"""
+
+
+def test_gates_that_are_asked_after_backward_and_multiplied_in_earn_no_overlap(server):
+    assert "reducer_overlaps" in lost(verdicts(server, REDUCER, "reducer", GATES_SCALED_AFTERWARDS))
+
+
+SENDS_TWICE_IN_INTEGERS = """
+    class Reducer:
+        def __init__(self, model, buckets):
+            self.parameters, self.buckets, self.missing = list(model.parameters()), buckets, []
+            self.missing = {i: n for n, bucket in enumerate(buckets) for i in bucket}
+            for i, p in enumerate(self.parameters):
+                p.register_post_accumulate_grad_hook(functools.partial(self.ready, i))
+            self.left = [len(bucket) for bucket in buckets]
+
+        def ready(self, i, p):
+            number = self.missing[i]
+            self.left[number] -= 1
+            if not self.left[number]:
+                size = sum(self.parameters[j].numel() for j in self.buckets[number])
+                dist.all_reduce(torch.zeros(size // 2, dtype=torch.int64), async_op=True)
+
+        def finish(self):
+            for bucket in self.buckets:
+                flat = torch.cat([self.parameters[j].grad.reshape(-1) for j in bucket])
+                pairs = (flat.double() * 2**20).round().long()
+                if len(pairs) % 2:
+                    pairs = torch.cat([pairs, pairs.new_zeros(1)])
+                packed = pairs[::2] * 2**32 + pairs[1::2]
+                dist.all_reduce(packed)
+                low = (packed + 2**31) % 2**32 - 2**31
+                pairs = torch.stack([(packed - low) // 2**32, low], 1).reshape(-1)
+                flat = (pairs.double() / 2**20 / dist.get_world_size()).float()[: len(flat)]
+                own = [self.parameters[j] for j in bucket]
+                for p, part in zip(own, flat.split([p.numel() for p in own])):
+                    p.grad.copy_(part.view_as(p))
+            self.left = [len(bucket) for bucket in self.buckets]
+"""
+
+
+def test_two_numbers_packed_into_one_count_as_two(server):
+    found = lost(verdicts(server, REDUCER, "reducer", SENDS_TWICE_IN_INTEGERS))
+    assert "reducer_overlaps" in found
+
+
+@pytest.mark.parametrize("number", RIGHT)
+def test_right_solutions_in_unusual_pytorch_earn_everything(server, number):
+    [path] = ASSIGNMENTS.glob(f"0{number}_*.ipynb")
+    assignment = read_assignment(path)
+    trials = [
+        (f"{task}: {name}", Submission(assignment.keys() | {task: without_magics(source)[0]}))
+        for task, sources in RIGHT[number].items()
+        for name, source in sources.items()
+    ]
+    lost = {
+        result.student: [c.sentence for c in result.checks if c.score < c.points]
+        for result in grade_many(trials, assignment, server)
+        if result.score < result.points
+    }
+    assert lost == {}
 
 
 def test_a_students_test_may_have_a_frozen_layer_and_one_that_is_not_used(server):

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import csv
 
-from grader.batch import find_submissions
+import pytest
+from grader_notebooks import FIRST
+
+from grader.batch import missing, write_tables
+from grader.grade import CheckResult, Result
+from grader.people import People
+from grader.report import folder_name, harmless, write_csv, write_results, write_statistics
+from grader.submissions import find_submissions
 
 
 def lay_out(top, *names):
@@ -15,7 +22,7 @@ def lay_out(top, *names):
 
 
 def found(*paths):
-    return {name: path.name for name, path in find_submissions(paths).items()}
+    return {name: one.path.name for name, one in find_submissions(paths).items()}
 
 
 def test_a_notebook_in_a_students_folder_is_called_after_the_folder_whatever_its_own_name(tmp_path):
@@ -75,3 +82,131 @@ def test_two_students_of_one_name_are_two_students(tmp_path):
 def test_a_path_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no .*nowhere"):
         find_submissions([tmp_path / "nowhere"])
+
+
+def test_names_of_moodle_and_canvas_are_split_into_student_and_number(tmp_path):
+    lay_out(
+        tmp_path,
+        "Ada Lovelace_123456_assignsubmission_file/work.ipynb",
+        "Bob_77_assignsubmission_file_work.ipynb",
+        "curiemarie_LATE_4711_998877_average_gradients-2.ipynb",
+        "noetheremmy_4712_998878_average_gradients.ipynb",
+        "plain_name.ipynb",
+    )
+    found = {one.student: (one.id, one.late) for one in find_submissions([tmp_path]).values()}
+    assert found == {
+        "Ada Lovelace": ("123456", False),
+        "Bob": ("77", False),
+        "curiemarie": ("4711", True),
+        "noetheremmy": ("4712", False),
+        "plain_name": ("", False),
+    }
+
+
+def test_what_is_in_an_odd_place_or_format_gets_a_row_and_a_warning(tmp_path):
+    lay_out(
+        tmp_path,
+        "alice/deep/er/work.ipynb",
+        "bob/work.py",
+        "carol.zip",
+        "dan/work.ipynb",
+        "roster.csv",
+    )
+    (tmp_path / "eve").symlink_to(tmp_path / "dan")
+    (tmp_path / "empty").mkdir()
+    found = {name: one.warning for name, one in find_submissions([tmp_path]).items()}
+    assert found == {
+        "alice": "the notebook was found in deep/er",
+        "bob": "no notebook in the folder: work.py",
+        "carol": "carol.zip is not a notebook",
+        "dan": "",
+        "empty": "no notebook in the folder: empty",
+        "eve": "eve is a link: not followed",
+    }
+
+
+def test_a_very_long_name_and_names_that_no_file_can_have_become_folders(tmp_path):
+    for name in ("x" * 250, "grades.csv", "Grades.CSV", "junit.xml", "../..", "a/b", "", "é\u202e"):
+        folder = folder_name(name)
+        (tmp_path / folder).mkdir()
+        assert (tmp_path / folder).resolve().parent == tmp_path.resolve()
+        assert folder not in ("grades.csv", "junit.xml")
+
+
+@pytest.mark.parametrize("name", ["=1+1", ";=1+1", "＝1+1", " +1", "a\t@SUM(A1)", "x, =1", "x\n=1"])
+def test_no_spreadsheet_takes_a_name_for_a_formula(name):
+    assert harmless(name).startswith("'")
+    assert "\n" not in harmless(name)
+
+
+@pytest.mark.parametrize("name", ["Ada Lovelace", "Jean-Luc", "a+b@example.org", "-3", "O'Neill"])
+def test_ordinary_names_stay_as_they_are(name):
+    assert harmless(name) == name
+
+
+def result(student, *scores, needs=""):
+    checks = [
+        CheckResult(f"c{n}", 5, score, False, "why", needs_human=needs if n == 0 else "")
+        for n, score in enumerate(scores)
+    ]
+    return Result(student, "a", "A", sum(scores), 5 * len(scores), checks)
+
+
+def rows(path):
+    with path.open(encoding="utf-8") as file:
+        return {row["student"]: row for row in csv.DictReader(file)}
+
+
+def test_regrading_one_student_keeps_the_rows_of_the_others(tmp_path):
+    for student, score in (("ada", 5), ("bob", 0)):
+        write_results(result(student, score), tmp_path / student, "x")
+    write_tables(tmp_path, "a")
+    write_results(result("bob", 5), tmp_path / "bob", "y")
+    write_results(result("other assignment", 5), tmp_path / "other", "z")
+    write_tables(tmp_path, "a")
+    found = rows(tmp_path / "grades.csv")
+    assert [found[name]["score"] for name in ("ada", "bob")] == ["5", "5"]
+
+
+def test_the_table_says_why_points_are_missing_and_why_a_person_is_needed(tmp_path):
+    write_csv([result("ada", 0, 5), result("bob", 0, 0, needs="OSError: gone")], tmp_path / "g.csv")
+    found = rows(tmp_path / "g.csv")
+    assert found["ada"]["reasons"] == "c0: why"
+    assert found["bob"]["score"] == ""
+    assert "c0: needs a person: OSError: gone" in found["bob"]["reasons"]
+    write_statistics([result("ada", 0, 5), result("bob", 5, 5)], tmp_path / "s.csv")
+    with (tmp_path / "s.csv").open() as file:
+        statistics = {row["check"]: row for row in csv.DictReader(file)}
+    assert (statistics["c0"]["passed"], statistics["c0"]["most_often_said"]) == ("1", "why")
+
+
+def test_people_set_scores_comment_and_count_days_and_twice_is_as_once(tmp_path):
+    table = tmp_path / "o.csv"
+    table.write_text(
+        "student,check,score,comment,late_days\nada,c0,4,fine idea,\nada,,,,2\n77,,9,,\n"
+    )
+    people = People.read(table, per_day=1.5)
+    ada, bob = result("ada", 0, 5, needs="?"), result("bob", 0, 0, needs="?")
+    bob.id = "77"
+    for _ in range(2):
+        people.apply(ada)
+        people.apply(bob)
+    assert (ada.score, ada.needs_human, ada.comment) == (6, False, "fine idea")
+    assert "2 days late: 3 points less" in ada.changed
+    assert (bob.score, bob.needs_human) == (9, False)
+    table.write_text("student,score\nada,many\n")
+    with pytest.raises(ValueError, match="'many' is not a number"):
+        People.read(table, 0)
+
+
+def test_a_roster_shows_who_is_missing(tmp_path):
+    lay_out(tmp_path, "Ada_12_assignsubmission_file/a.ipynb", "bob.ipynb")
+    roster = [
+        {"student": "Lovelace, A.", "id": "12"},
+        {"student": "Bob", "id": ""},
+        {"student": "eve"},
+    ]
+    absent = missing(roster, find_submissions([tmp_path]), FIRST)
+    assert [one.student for one in absent] == ["eve"]
+    write_csv(absent, tmp_path / "g.csv")
+    assert rows(tmp_path / "g.csv")["eve"]["reasons"] == "nothing was handed in"

@@ -91,12 +91,12 @@ def test_a_rank_that_only_sleeps_is_ended_by_the_clock_and_that_is_said(server):
     sleeping = "import time\ndef total(x):\n    time.sleep(1000)\n"
     found = run(server, sleeping, replace(CHECK, seconds=1))
     assert found.timed_out
-    assert "still waiting after 5 s" in found.sentence
+    assert "had done nothing for 5 s: does it sleep?" in found.sentence
 
 
-def test_a_rank_that_stops_itself_is_ended_by_the_clock(server):
+def test_a_rank_that_stops_itself_loses_the_check(server):
     stopped = "import os\ndef total(x):\n    os.kill(os.getpid(), 19)\n"
-    assert run(server, stopped, replace(CHECK, seconds=1)).timed_out
+    assert not run(server, stopped, replace(CHECK, seconds=1)).passed
 
 
 def test_a_deadlock_over_gloo_is_ended_by_the_clock(server):
@@ -111,7 +111,6 @@ def test_a_deadlock_over_gloo_is_ended_by_the_clock(server):
         ("sum(given", "summ(given"),
         ("return [{", "return {1: {"),
         ("import torch", "import no_such_module"),
-        ("def expected", "def judge(seen, results, givens):\n    1 / 0\n\ndef expected"),
         ('{"x": float', '{"x": complex'),
     ],
 )
@@ -128,6 +127,10 @@ def test_a_result_that_a_judge_stumbles_over_is_the_students_loss_and_not_the_gr
     check = replace(CHECK, source=judging)
     assert run(server, check=check).passed
     assert run(server, "def total(x):\n    return None\n", check).sentence == CHECK.concept
+    stumbling = replace(
+        CHECK, source=CHECK.source + "def judge(seen, results, givens):\n    1 / 0\n"
+    )
+    assert "could not read what the ranks returned" in run(server, check=stumbling).sentence
 
 
 def test_who_calls_a_solution_holds_nothing_that_computes_the_answer(server):
@@ -182,3 +185,199 @@ def test_a_message_of_odd_types_loses_the_check_and_does_not_stop_the_grader(ser
 def test_without_a_fork_server_nobody_is_blamed():
     with pytest.raises(OSError, match=r"No such file|refused"):
         run_check(CHECK, (), {"total": RIGHT}, "/tmp/no-such-server", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    {
+        "a dataclass": """
+from dataclasses import dataclass
+import torch.distributed as dist
+
+@dataclass
+class Sum:
+    value: float
+
+def total(x):
+    dist.all_reduce(x)
+    return Sum(x).value
+""",
+        "an own class through all_gather_object": """
+import torch
+import torch.distributed as dist
+
+class Part:
+    def __init__(self, value):
+        self.value = value
+
+def total(x):
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, Part(x.item()))
+    return torch.tensor(sum(part.value for part in parts))
+""",
+        "a thread that waits while the rank goes on": """
+import threading
+import torch.distributed as dist
+
+def total(x):
+    if dist.get_rank() == 0:
+        dist.send(x, 1, tag=1)
+    if dist.get_rank() == 1:
+        y = x.clone()
+        thread = threading.Thread(target=dist.recv, args=(y, 0), kwargs={"tag": 1})
+        thread.start()
+        thread.join()
+    dist.all_reduce(x)
+    return x
+""",
+        "barriers everywhere": """
+import torch.distributed as dist
+
+def total(x):
+    dist.barrier()
+    dist.all_reduce(x)
+    dist.barrier()
+    return x
+""",
+        "inference mode": """
+import torch
+import torch.distributed as dist
+
+def total(x):
+    with torch.inference_mode():
+        y = x * 1
+        dist.all_reduce(y)
+    return y.clone()
+""",
+    }.items(),
+)
+def test_right_solutions_in_unusual_python_pass(server, name, source):
+    found = run(server, source)
+    assert found.passed, found.sentence
+
+
+SENDS_TOO_MUCH = """
+import torch.distributed as dist
+
+def total(x):
+    if dist.get_rank() == 1:
+        dist.send(x.repeat(2), 0)
+    if dist.get_rank() == 0:
+        dist.recv(x, 1)
+    dist.all_reduce(x)
+    return x
+"""
+
+
+def test_what_cannot_be_written_into_a_tensor_is_raised_where_the_solution_waits(server):
+    found = run(server, SENDS_TOO_MUCH)
+    assert found.sentence.startswith("rank 0 raised RuntimeError in cell total")
+    assert found.seconds < 5, "no time limit was waited for"
+
+
+def test_an_overflow_is_a_result_like_others(server):
+    source = """
+import torch
+import torch.distributed as dist
+
+def total(x):
+    y = torch.tensor([65504.0], dtype=torch.float16)
+    dist.all_reduce(y)
+    z = torch.tensor([float("inf") if dist.get_rank() else float("-inf")])
+    dist.all_reduce(z)
+    dist.all_reduce(x)
+    return x if y.isinf() and z.isnan() else y
+"""
+    assert run(server, source).passed
+
+
+NUMBERED = CheckSource(
+    "tells",
+    points=1,
+    concept="Right is right.",
+    solutions=("total",),
+    source="""
+def draw(rng):
+    names = [str(name) for name in rng.permutation(["right", "wrong"] * 2)]
+    return [{"implementations": names}] * 2
+
+
+class Right:
+    def __init__(self, module):
+        self.module = module
+
+    def __call__(self, x):
+        return self.module(x)
+
+    def finish(self):
+        import torch.distributed as dist
+        for p in self.module.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+class Wrong(Right):
+    def finish(self):
+        pass
+
+
+def implementations():
+    return {"right": Right, "wrong": Wrong}
+
+
+def on_rank(student, given):
+    return [student.total(implementation(number)) for number in range(4)]
+
+
+def expected(givens):
+    return [[name == "right" for name in givens[0]["implementations"]]] * 2
+""",
+)
+TELLS = """
+import torch
+import torch.distributed as dist
+
+def total(wrap):
+    model = torch.nn.Linear(1, 1, bias=False)
+    wrapped = wrap(model)
+    wrapped(torch.ones(1, 1) * dist.get_rank()).sum().backward()
+    wrapped.finish()
+    return abs(model.weight.grad.item() - 0.5) < 1e-6
+"""
+LOOKS = """
+import gc, sys, inspect
+
+def total(wrap):
+    names = [cls.__name__ for cls in object.__subclasses__()]
+    for thing in gc.get_objects():
+        if inspect.isclass(thing) or inspect.isfunction(thing) or inspect.ismodule(thing):
+            names.append(getattr(thing, "__name__", ""))
+    names += list(sys.modules)
+    frame = sys._getframe()
+    while frame:
+        names += [repr(value)[:5000] for value in frame.f_locals.values()]
+        frame = frame.f_back
+    assert not {"Wrong", "Right"} & set(names)
+    assert not any(name.startswith("labkit") for name in sys.modules)
+    given = [name for name in names if "implementations" in name and "'wrong'" in name]
+    assert not given and set(vars(wrap)) == set()
+    return True
+"""
+
+
+def test_implementations_run_elsewhere_and_their_gradients_come_back(server):
+    found = run(server, TELLS, NUMBERED)
+    assert found.passed, found.sentence
+
+
+def test_nothing_in_a_students_process_tells_one_implementation_from_another(server):
+    found = run(server, LOOKS, replace(NUMBERED, visible=True))
+    assert found.sentence == NUMBERED.concept, "it did not raise, and guessing loses"
+
+
+def test_who_calls_an_implementation_on_one_rank_only_meets_a_deadlock_with_a_name(server):
+    source = TELLS.replace(
+        "    wrapped = wrap(model)",
+        "    if dist.get_rank(): return True\n    wrapped = wrap(model)",
+    )
+    assert "a call of the implementation under test" in run(server, source, NUMBERED).sentence

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment, submission, write
 
 from grader import batch, judge
-from grader.bench import Case
+from grader.bench import Case, Cases
 from grader.check import Verdict
 from grader.cli import main
 from grader.grade import grade
@@ -16,6 +22,7 @@ from grader.merge import Submission
 from grader.release import write_release
 from grader.sandbox import RankServer
 from grader.source import read_assignment, source_of
+from grader.submissions import HandedIn
 from labkit.launch.scripts import project_root
 
 
@@ -133,16 +140,18 @@ def test_a_grader_that_fails_says_so_and_gives_no_score(server, tmp_path, capfd)
     gone = RankServer("/tmp/no-such-server", server.isolation, server.pid)
     assignment = first_assignment()
     path = write(submission(assignment, assignment.keys()), tmp_path / "ada.ipynb")
-    [result] = batch.grade_all({"ada": path}, FIRST, tmp_path / "out", gone)
+    [result] = batch.grade_all({"ada": HandedIn("ada", path)}, FIRST, tmp_path / "out", gone)
     assert result.needs_human
     assert result.score == 0
     report = json.loads((tmp_path / "out" / "ada" / "results.json").read_text())
     assert "score" not in report
     assert all("score" not in test for test in report["tests"])
-    assert ",,10" in (tmp_path / "out" / "grades.csv").read_text()
+    assert '"","",10' in (tmp_path / "out" / "grades.csv").read_text().replace(
+        '"average_gradients",', ""
+    )
     assert "Not decided" in (tmp_path / "out" / "ada" / "feedback.html").read_text()
     # The next run tries again what needed a person.
-    [again] = batch.grade_all({"ada": path}, FIRST, tmp_path / "out", server)
+    [again] = batch.grade_all({"ada": HandedIn("ada", path)}, FIRST, tmp_path / "out", server)
     assert again.score == 10
 
 
@@ -151,35 +160,49 @@ def test_one_submission_that_breaks_the_grader_does_not_stop_the_next(
 ):
     assignment = first_assignment()
     paths = {
-        name: write(submission(assignment, assignment.keys()), tmp_path / f"{name}.ipynb")
+        name: HandedIn(
+            name, write(submission(assignment, assignment.keys()), tmp_path / f"{name}.ipynb")
+        )
         for name in ("ada", "bob")
     }
-    grade_file = batch.grade_file
+    read_submission = batch.read_submission
 
-    def sometimes(path, student, *arguments, **keywords):
-        if student == "ada":
+    def sometimes(path, assignment):
+        if path.stem == "ada":
             raise MemoryError
-        return grade_file(path, student, *arguments, **keywords)
+        return read_submission(path, assignment)
 
-    monkeypatch.setattr(batch, "grade_file", sometimes)
+    monkeypatch.setattr(batch, "read_submission", sometimes)
     ada, bob = batch.grade_all(paths, FIRST, tmp_path / "out", server)
     assert ada.needs_human
     assert (bob.needs_human, bob.score) == (False, 10)
 
 
+def _failing(new):
+    """As nbval's outcomes would be read if it had passed nothing."""
+
+    def lines(self):
+        return [{**line, "passed": False} if "cell" in line else line for line in new(self)]
+
+    return lines
+
+
 def test_only_what_nbval_itself_reports_as_passed_earns_points(server, monkeypatch):
     assignment = first_assignment()
-    monkeypatch.setattr(judge, "_read_outcomes", lambda path: {})
+    monkeypatch.setattr(judge._Lines, "new", _failing(judge._Lines.new))
     result = grade(Submission(assignment.keys()), "ada", assignment, server)
     assert result.score == 0
-    assert all("nbval says None" in check.needs_human for check in result.checks)
+    assert all("nbval says False" in check.needs_human for check in result.checks)
 
 
 @pytest.mark.parametrize(
     ("reports", "said"),
     [
-        (["a namespace a rank"] * 6, "bubblewrap, a namespace a rank"),
-        (["a namespace a rank"] * 5 + ["none"], "bubblewrap, and nothing between the ranks in it"),
+        (["a namespace per rank"] * 6, "bubblewrap, a namespace per rank"),
+        (
+            ["a namespace per rank"] * 5 + ["none"],
+            "bubblewrap, and nothing between the ranks in it",
+        ),
     ],
 )
 def test_a_result_names_the_least_isolation_that_any_check_had(monkeypatch, reports, said):
@@ -189,11 +212,12 @@ def test_a_result_names_the_least_isolation_that_any_check_had(monkeypatch, repo
         name: Verdict(name, True, isolation=isolation).as_dict()
         for name, isolation in zip(names, reports, strict=True)
     }
-    monkeypatch.setattr("grader.grade.judge", lambda case: verdicts)
-    server = RankServer("nowhere", "bubblewrap, a namespace a rank", 0)
+    monkeypatch.setattr("grader.grade.judge", lambda cases, stop: iter([(0, verdicts)]))
+    server = RankServer("nowhere", "bubblewrap, a namespace per rank", 0)
     result = grade(Submission(assignment.keys()), "ada", assignment, server)
     assert result.isolation == said
-    monkeypatch.setattr("grader.grade.judge", lambda case: {n: {"needs_human": "?"} for n in names})
+    lost = {name: {"needs_human": "?"} for name in names}
+    monkeypatch.setattr("grader.grade.judge", lambda cases, stop: iter([(0, lost)]))
     server = RankServer("nowhere", "none: trusted", 0)
     result = grade(Submission(assignment.keys()), "ada", assignment, server)
     assert result.isolation == "none: trusted"
@@ -207,8 +231,48 @@ def test_an_appeal_sees_the_same_inputs(server, tmp_path):
     assert [c.seed for c in one.checks] == [c.seed for c in other.checks] == list(range(5, 11))
 
 
-def test_a_case_comes_back_from_its_file_as_it_was(tmp_path):
+def test_cases_come_back_from_their_file_as_they_were(tmp_path):
     checks = first_assignment().checks
-    case = Case("address", ("given",), {"a": "x = 1"}, checks, {"a": 1}, "verdicts")
-    case.write(tmp_path / "case.json")
-    assert Case.read(str(tmp_path / "case.json")) == case
+    cases = Cases("address", ("given",), checks, (Case({"a": "x = 1"}, {"a": 1}),))
+    cases.write(tmp_path / "cases.json")
+    assert Cases.read(tmp_path / "cases.json") == cases
+
+
+@pytest.mark.parametrize(("option", "value"), [("--jobs", "-1"), ("--jobs", "0"), ("--seed", "-5")])
+def test_a_number_that_makes_no_sense_is_refused_in_a_sentence(option, value, capfd):
+    with pytest.raises(SystemExit) as stopped:
+        main(["grade", "x", "--assignment", str(FIRST), "--out", "o", option, value])
+    assert stopped.value.code == 2
+    assert f"{option}: {value} is less than" in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_within_2_s_and_keeps_what_is_finished(tmp_path):
+    assignment = first_assignment()
+    sleeping = {"each": "import time\ndef average_each(module):\n    time.sleep(1000)\n"}
+    write(submission(assignment, assignment.keys()), tmp_path / "in" / "ada.ipynb")
+    for name in ("bob", "carol", "dan", "eve"):
+        write(submission(assignment, sleeping), tmp_path / "in" / f"{name}.ipynb")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "grader", "grade", str(tmp_path / "in")]
+    command += ["--assignment", str(FIRST), "--out", str(out), "--jobs", "1"]
+    command += ["--trust"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "ada" / "results.json").exists() and time.monotonic() < deadline:
+        assert run.poll() is None
+        time.sleep(0.1)
+    time.sleep(1)
+    pressed = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=30)
+    assert time.monotonic() - pressed < 2 * slowness()
+    assert run.returncode == 130
+    assert "the same command continues" in said
+    assert "Traceback" not in said
+    with (out / "grades.csv").open() as file:
+        assert [row["student"] for row in csv.DictReader(file)] == ["ada"]
+
+
+def slowness() -> float:
+    """How much longer than on a quiet machine things take here and now."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -19,13 +19,15 @@ from grader.batch import grade_all
 from grader.grade import Result
 from grader.report import sentence_of
 from grader.sandbox import RankServer
+from grader.submissions import HandedIn
 from labkit.book.tables import table
 
 
 def processes_of(server: RankServer) -> list[psutil.Process]:
     """What runs below the fork server: nothing, between two checks."""
     zygote = psutil.Process(server.pid)
-    while zygote.children() and "python" not in zygote.name():
+    # bubblewrap, the fork server, and the fork server in its own process namespace.
+    while len(zygote.children()) == 1 and len(zygote.children(recursive=True)) <= 3:
         zygote = zygote.children()[0]
     return zygote.children(recursive=True)
 
@@ -33,7 +35,7 @@ def processes_of(server: RankServer) -> list[psutil.Process]:
 class Graded(NamedTuple):
     results: dict[str, Result]
     folder: Path
-    paths: dict[str, Path]
+    paths: dict[str, HandedIn]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def graded(walls: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Grade
             path.write_bytes(made)
         else:
             write(made, path)
-        paths[entry.name] = path
+        paths[entry.name] = HandedIn(entry.name, path)
     out = tmp_path_factory.mktemp("graded")
     results = grade_all(paths, FIRST, out, walls, jobs=2)
     rows = [
@@ -129,10 +131,10 @@ def test_who_looks_around_in_the_process_is_noted_on_every_paper(graded):
 
 
 def test_a_name_that_a_spreadsheet_would_calculate_is_text(graded):
-    assert "\n'=1+1," in (graded.folder / "grades.csv").read_text()
+    assert '\n"\'=1+1",' in (graded.folder / "grades.csv").read_text()
 
 
 def test_a_second_run_grades_nothing_again(graded, server, monkeypatch):
-    monkeypatch.setattr("grader.batch.grade_file", None)
+    monkeypatch.setattr("grader.batch.grade_many", None)
     again = grade_all(graded.paths, FIRST, graded.folder, server, jobs=2)
     assert {r.student: r.score for r in again} == {n: r.score for n, r in graded.results.items()}

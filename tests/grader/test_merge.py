@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
+import resource
 
 import pytest
 from grader_notebooks import ASSIGNMENTS, cell, first_assignment, submission, write
 
-from grader.merge import LONGEST, read_submission
+from grader.magics import without_magics
+from grader.merge import read_submission
+from grader.notebook_file import LONGEST, hash_of
 from grader.source import read_assignment
 
 ASSIGNMENT = first_assignment()
@@ -97,3 +101,63 @@ def test_a_folder_in_place_of_a_file_is_unreadable_and_not_an_error(tmp_path):
     found = read_submission(tmp_path / "a.ipynb", ASSIGNMENT)
     assert found.unreadable
     assert found.solutions == ASSIGNMENT.stubs()
+
+
+def test_what_is_no_regular_file_is_unreadable_and_waits_for_nobody(tmp_path):
+    other = tmp_path / "other.ipynb"
+    write(submission(ASSIGNMENT, ASSIGNMENT.keys()), other)
+    os.mkfifo(tmp_path / "pipe.ipynb")
+    (tmp_path / "link.ipynb").symlink_to(other)
+    (tmp_path / "zero.ipynb").symlink_to("/dev/zero")
+    for name, said in (("pipe", "regular file"), ("link", "a link"), ("zero", "a link")):
+        found = read_submission(tmp_path / f"{name}.ipynb", ASSIGNMENT)
+        assert said in found.unreadable
+        assert found.solutions == ASSIGNMENT.stubs()
+        assert hash_of(tmp_path / f"{name}.ipynb") == "unreadable"
+
+
+@pytest.mark.parametrize("text", ["[],", '{"a":1},'])
+def test_a_large_file_of_many_values_costs_the_trusted_side_nothing(tmp_path, text):
+    path = tmp_path / "large.ipynb"
+    body = text * (40_000_000 // len(text))
+    path.write_text('{"nbformat": 4, "cells": [' + body + "[]]}")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = read_submission(path, ASSIGNMENT)
+    assert found.unreadable
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("%%time\nx = 1", "\nx = 1"),
+        ("\n%%capture out\nx = 1", "\n\nx = 1"),
+        ("%matplotlib inline\nx = 1", "pass\nx = 1"),
+        ("def f():\n    !ls -l\n    return 1", "def f():\n    pass\n    return 1"),
+        ("y = !ls\nx = 1", "y = None\nx = 1"),
+        ("%time x = 1", "x = 1"),
+        ("x?", "pass"),
+        ("t = '''\n%time\n!no\n'''\n%pwd", "t = '''\n%time\n!no\n'''\npass"),
+        ("x = 7 \\\n% 4", "x = 7 \\\n% 4"),
+    ],
+)
+def test_magics_are_taken_out_and_lines_keep_their_numbers(source, wanted):
+    found, ignored = without_magics(source)
+    assert found == wanted
+    assert bool(ignored) == (source != wanted)
+
+
+@pytest.mark.parametrize("source", ["def f(:\n    pass", "%%bash\nls", "x = (\n%time"])
+def test_a_students_own_syntax_error_stays(source):
+    with pytest.raises(SyntaxError):
+        compile(without_magics(source)[0], "cell", "exec")
+
+
+def test_a_magic_in_a_solution_is_told_and_costs_nothing(tmp_path):
+    def change(notebook):
+        one = cell(notebook, "each")
+        one["source"] = "%%time\n" + ASSIGNMENT.keys()["each"]
+
+    found = read(tmp_path, change)
+    assert "%%time was ignored" in found.repairs[0]
+    assert found.solutions["each"] == "\n" + ASSIGNMENT.keys()["each"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,8 +15,11 @@ from grader.router import Router
 
 def collective(number, *tensors, op="all_reduce", reduce="SUM", **more):
     arrays = [np.asarray(t, "float32") for t in tensors]
-    message = {"kind": "collective", "op": op, "tensors": arrays, "number": number, **more}
-    return message | ({"reduce": reduce} if reduce else {})
+    message = {"kind": "collective", "op": op, "tensors": arrays, "number": number, "group": ""}
+    if op in ("broadcast", "recv", "scatter", "all_to_all"):
+        message["expects"] = [array.size for array in arrays]
+    reduces = op in ("all_reduce", "reduce", "reduce_scatter")
+    return message | ({"reduce": reduce} if reduces else {}) | more
 
 
 def wait(number):
@@ -56,7 +61,9 @@ def test_the_other_collectives_give_each_rank_its_part():
         router.take(rank, collective(1, own, op="all_gather", reduce=""))
         router.take(rank, collective(2, own, own, op="reduce_scatter"))
         router.take(rank, collective(3, own, op="gather", reduce="", root=0))
-        router.take(rank, collective(4, *[[5], [6]][: 2 * (rank == 0)], op="scatter", root=0))
+        router.take(
+            rank, collective(4, *[[5], [6]][: 2 * (rank == 0)], op="scatter", root=0, expects=[1])
+        )
     found = answers(router)
     parts = [[reply["tensors"] for reply in found[rank]] for rank in range(2)]
     for rank in range(2):
@@ -161,3 +168,46 @@ def test_what_is_held_is_given_when_all_stand_still_and_that_is_written_down():
 def test_what_no_link_sends_is_refused(message):
     with pytest.raises(WireError):
         Router(2, [{"a": 1.0}] * 2).take(0, message)
+
+
+def test_many_messages_are_matched_in_time_proportional_to_their_number():
+    def seconds(count):
+        router = Router(2)
+        started = time.perf_counter()
+        for number in range(count):
+            router.take(0, collective(number, [1], op="send", peer=1, tag=number))
+        for number in range(count):
+            tag = count - 1 - number
+            router.take(1, collective(number, op="recv", peer=0, tag=tag, expects=[1]))
+        assert len(router.replies) == 2 * count
+        return time.perf_counter() - started
+
+    seconds(100)
+    assert seconds(4000) < 30 * max(seconds(400), 0.01)
+
+
+def test_groups_meet_by_themselves_and_a_missing_member_is_a_deadlock_with_its_name():
+    router = Router(3)
+    for rank in (0, 2):
+        router.take(rank, collective(0, [rank], group="g", members=[0, 2]))
+    found = answers(router)
+    assert [found[rank][0]["tensors"][0].tolist() for rank in (0, 2)] == [[2], [2]]
+    router.take(0, collective(1, [1], group="g", members=[0, 2]))
+    router.take(0, wait(1))
+    router.end(1, "returned")
+    router.end(2, "returned")
+    assert "rank 0 waits in all_reduce" in router.seen.trouble
+
+
+def test_a_rank_that_piles_up_tensors_or_keys_is_refused():
+    router = Router(2)
+    big = np.zeros(2**24, "float32")
+    message = collective(0, [1], op="send", peer=1, tag=0) | {"tensors": [big]}
+    router.take(0, message)
+    with pytest.raises(WireError, match="nobody has received"):
+        router.take(0, message | {"number": 1})
+    setting = {"kind": "store", "op": "set", "value": np.zeros(2**15, "uint8")}
+    for number in (3, 4):
+        router.take(0, setting | {"keys": [f"key {number}"], "number": number})
+    with pytest.raises(WireError, match="for the store"):
+        router.take(0, setting | {"keys": ["one more"], "number": 5})

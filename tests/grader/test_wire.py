@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +15,11 @@ from hypothesis.extra import numpy as hnp
 
 from grader.check import difference
 from grader.inside.wire import DTYPES, HEAD, Decoder, WireError, encode
+from grader.router import _OPS, _WITHOUT_ALL, Router
+
+KINDS = ["collective", "store", "waits", "gate", "returned", "raised", "", "verdict"]
+FIELDS = ["kind", "op", "reduce", "root", "peer", "tag", "group", "members", "tensors", "expects"]
+FIELDS += ["number", "for", "keys", "value", "amount", "name", "which", "step"]
 
 ARRAYS = hnp.arrays(
     st.sampled_from(["float32", "int64", "bool", "uint8"]),
@@ -80,13 +87,19 @@ def array_of(*description) -> bytes:
         frame(b'{"text": "\\ud800"}'),
         frame(b'{"\\ud800": 1}'),
         frame(pickle.dumps({"value": 1})),
-        frame(array_of("object", [1], 0), b"x" * 64),
-        frame(array_of("float32", [1000], 0), b"x" * 64),
-        frame(array_of("float32", [-1], 0), b"x" * 64),
-        frame(array_of("float32", [1], -4), b"x" * 64),
-        frame(array_of("float32", [True], 0), b"x" * 64),
-        frame(array_of("float32", [2**40, 0], 0), b"x" * 64),
+        frame(array_of("object", [1]), b"x" * 64),
+        frame(array_of("float32", [1000]), b"x" * 64),
+        frame(array_of("float32", [-1]), b"x" * 64),
+        frame(array_of("float32", [1], 4), b"x" * 64),
+        frame(array_of("float32", [True]), b"x" * 64),
+        frame(array_of("float32", [2**40, 0]), b"x" * 64),
+        frame(array_of("float32", [0, 2**31 - 1, 2**31 - 1])),
+        frame(array_of("float32", [1]), b"x" * 64),
+        frame(array_of("float32", "11"), b"x" * 4),
+        frame(array_of(["float32"], [1]), b"x" * 4),
         frame(array_of("float32")),
+        frame(b'{"$array": ["float32", [0]]}'),
+        frame(b'{"a": [' + b"[]," * 3_000_000 + b"1]}"),
         HEAD.pack(2**32 - 1, 2**32 - 1),
     ],
 )
@@ -105,7 +118,76 @@ def test_no_bytes_at_all_make_anything_else_happen(data):
 
 
 def test_no_dtype_can_hold_an_object():
-    assert all(not np.dtype(name).hasobject for name in DTYPES)
+    assert all(not dtype.hasobject for dtype in DTYPES.values())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*FIELDS, "$array"]), inner, max_size=6)
+    ),
+    max_leaves=20,
+)
+
+
+@given(JSON, st.binary(max_size=40), st.sampled_from(KINDS))
+def test_whatever_a_rank_says_is_taken_or_refused_and_nothing_else_happens(value, body, kind):
+    """As the trusted side does it: decoded with its limits, then handed to the router."""
+    message = value if isinstance(value, dict) else {"value": value}
+    text = json.dumps({**message, "kind": kind}).encode()
+    router = Router(2, [{"a": 1.0}] * 2)
+    try:
+        for one in Decoder(2**20, 15, 1000).feed(frame(text, body)):
+            router.take(0, one)
+            encode(one)
+    except WireError:
+        pass
+
+
+@given(st.data())
+def test_messages_of_the_right_form_with_any_values_are_taken_or_refused(data):
+    router = Router(3, [{"a": 1.0}] * 3)
+    small = st.integers(-2, 4)
+    for number in range(data.draw(st.integers(1, 8))):
+        message = {
+            "kind": data.draw(st.sampled_from(["collective", "store", "waits", "gate"])),
+            "op": data.draw(st.sampled_from([*_OPS, *_WITHOUT_ALL, "set", "get", "add", "wait"])),
+            "reduce": data.draw(st.sampled_from(["", "SUM", "AVG", "BAND"])),
+            "root": data.draw(st.none() | small),
+            "peer": data.draw(st.none() | small),
+            "tag": data.draw(small),
+            "group": "",
+            "members": data.draw(st.lists(small, max_size=3)),
+            "tensors": data.draw(st.lists(ARRAYS, max_size=3)),
+            "expects": data.draw(st.none() | st.lists(small, max_size=3)),
+            "number": number,
+            "for": data.draw(small),
+            "keys": ["a"],
+            "value": np.frombuffer(b"1", np.uint8),
+            "amount": data.draw(small),
+            "name": "a",
+        }
+        with contextlib.suppress(WireError):
+            router.take(data.draw(st.integers(0, 2)), message)
+    assert all(isinstance(reply, dict) for _, reply in router.replies)
+
+
+def test_encoding_costs_time_in_proportion_to_what_is_sent():
+    def seconds(arrays):
+        message = {"tensors": [np.ones(1, "float32")] * arrays}
+        started = time.perf_counter()
+        encode(message)
+        return time.perf_counter() - started
+
+    seconds(1000)
+    assert seconds(80_000) < 30 * max(seconds(8_000), 0.005)
+
+
+def test_no_byte_of_an_array_counts_twice():
+    text = json.dumps({"a": [{"$array": ["float32", [250_000]]}] * 150}).encode()
+    with pytest.raises(WireError, match="longer than its bytes"):
+        Decoder().feed(frame(text, bytes(10**6)))
 
 
 @pytest.mark.parametrize(

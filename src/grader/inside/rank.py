@@ -3,10 +3,12 @@
 1. receive the job: the given and the student's cells, of the check what calls the student, this
    rank's own input;
 2. join the process group;
-3. execute each cell by itself in one namespace: a cell that fails is reported, and what depends on
-   it fails by its own doing;
+3. execute each cell by itself in one namespace, that of the module `student`: a cell that fails is
+   reported, and what depends on it fails by its own doing;
 4. call the check's `on_rank(student, given)`;
 5. send what it returned, as plain data. No verdict is made here: this process is the student's.
+
+Two other jobs run in processes without any code of a student's: `oracle`, and `implementations`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grader.inside.exhibit import remotes, serve
 from grader.inside.link import Link
 from grader.inside.oracle import run_oracle
 from grader.inside.wire import Channel
@@ -40,29 +43,36 @@ def run_rank(connection: socket.socket) -> None:
     if job is None:
         return
     torch.set_num_threads(1)
-    if job["call"] != "on_rank":
-        run_oracle(channel, job, _execute, plain)
-        return
+    if job["call"] == "oracle":
+        run_oracle(channel, execute, plain)
+    elif job["call"] == "implementations":
+        _run_implementations(channel, job)
+    else:
+        _run_student(channel, job)
+
+
+def _run_student(channel: Channel, job: dict[str, Any]) -> None:
     torch.manual_seed(job["seed"])
-    rank, world_size = job["rank"], job["world_size"]
     link = None
     if job["link"] == "gloo":
         _join_gloo(job)
     else:
-        link = Link(channel, rank, world_size)
+        link = Link(channel, job["rank"], job["world_size"])
         link.join()
     tell = link.tell if link else channel.send
     if not job["torch_ddp"]:
         _take_away_ddp()
-    _load(job["museum"])
     student = types.ModuleType("student")
+    # Where pickle and dataclasses look for the classes that a cell defines.
+    sys.modules["student"] = student
     for cell in job["cells"]:
-        failure = _execute(cell["source"], f"<{cell['id']}>", student.__dict__)
+        failure = execute(cell["source"], f"<{cell['id']}>", student.__dict__)
         if failure:
             tell({"kind": "cell failed", "cell": cell["id"], **failure})
     check = types.ModuleType("check")
     check.gate = link.gate if link else None
-    failure = _execute(job["check"], CHECK, check.__dict__)
+    check.implementation = lambda number: remotes(link, number)
+    failure = execute(job["check"], CHECK, check.__dict__)
     if failure is None:
         value, failure = _call(check.on_rank, student, job["given"])
     if failure:
@@ -71,8 +81,24 @@ def run_rank(connection: socket.socket) -> None:
     try:
         message = {"kind": "returned", "value": plain(value)}
         tell(message)
-    except TypeError as error:
-        tell({"kind": "raised", "type": "TypeError", "message": f"returned {error}"})
+    except (TypeError, ValueError, RecursionError) as error:
+        tell({"kind": "raised", "type": "TypeError", "message": f"returned {error}"[:300]})
+
+
+def _run_implementations(channel: Channel, job: dict[str, Any]) -> None:
+    """Stand in for one rank of the implementations that a student's test judges."""
+    link = Link(channel, job["rank"], job["world_size"])
+    link.join()
+    _load(job["museum"])
+    check = types.ModuleType("check")
+    check.exhibit = _exhibit
+    failure = execute(job["check"], CHECK, check.__dict__)
+    if failure is None:
+        known, failure = _call(lambda *_: check.implementations(), None, None)
+    if failure:
+        link.tell({"kind": "raised", **failure})
+        return
+    serve(link.calls, link.tell, [known[name] for name in job["names"]])
 
 
 def _load(sources: dict[str, str]) -> None:
@@ -81,7 +107,12 @@ def _load(sources: dict[str, str]) -> None:
         module = types.ModuleType(name)
         module.__path__ = []  # a package to whoever imports what is in it
         sys.modules[name] = module
-        exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+        exec(compile(source, f"{name}.py", "exec", dont_inherit=True), module.__dict__)
+
+
+def _exhibit(name: str) -> Any:
+    """The implementation that an exhibit of the museum, loaded before, is about."""
+    return next(m.EXHIBIT.wrap for n, m in sys.modules.items() if n.endswith(f"museum.{name}"))
 
 
 def _take_away_ddp() -> None:
@@ -112,10 +143,11 @@ def _join_gloo(job: dict[str, Any]) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def _execute(source: str, name: str, namespace: dict[str, Any]) -> dict[str, Any] | None:
+def execute(source: str, name: str, namespace: dict[str, Any]) -> dict[str, Any] | None:
+    """Execute `source` as the file `name` in `namespace`; what it raised, or None."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     try:
-        exec(compile(source, name, "exec"), namespace)
+        exec(compile(source, name, "exec", dont_inherit=True), namespace)
     except BaseException as error:
         return _describe(error)
     return None
@@ -149,7 +181,11 @@ def _describe(error: BaseException) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """`value` with tensors as arrays and tuples as lists: what may leave this process."""
     if isinstance(value, Tensor):
-        return np.array(value.detach().to_dense() if value.is_sparse else value.detach())
+        value = value.detach().resolve_conj().resolve_neg()
+        value = value.to_dense() if value.is_sparse else value
+        if value.is_floating_point() and value.dtype not in (torch.float16, torch.float64):
+            value = value.float()  # numpy has neither bfloat16 nor float8
+        return np.array(value)
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -2,12 +2,12 @@
 
 It runs no code of a student and receives none. For each connection of the trusted side it
 
-1. takes one socket a rank, passed along as file descriptors, through which that rank will receive
+1. takes one socket per rank, passed along as file descriptors, through which that rank will receive
    its job from the trusted side directly;
-2. forks a *warden*, which leaves the namespaces of the fork server and forks the ranks, each again
-   in namespaces of its own where they are routed and need no network;
-3. the warden reports what stands between the ranks, then how each rank ended, and ends, with
-   everything below it, when the connection of the trusted side is closed.
+2. forks a *warden* in a process namespace of its own, which forks the ranks, each again in
+   namespaces of its own where they are routed and need no network;
+3. the warden reports what stands between the ranks, then how each rank ended and for how long none
+   of them has done anything, and ends, with everything below it, when the connection is closed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,29 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 import traceback
 
 import torch
 import torch.distributed
+import torch.distributed._functional_collectives
+import torch.distributed.device_mesh
 
 from grader.inside import walls
 from grader.inside.rank import leave, run_rank
 
 _MOST_RANKS = 16
-_LISTENER = 3  # the file descriptor at which the listening socket is inherited
-_LOOK_EVERY = 0.02  # seconds
+_LOOK_EVERY = 0.25  # seconds between two looks at memory and processor time
+_ASLEEP = 0.02  # seconds of processor time between two looks: with less a group does nothing
 _NOBODY = 65534
 
 
-def serve(contained: bool) -> None:
-    """Serve until the starter closes standard input. `contained`: inside bubblewrap."""
+def serve(contained: bool, listener: int) -> None:
+    """Serve until the starter closes standard input. `contained`: inside bubblewrap.
+
+    `listener` is the descriptor of the listening socket, which is inherited.
+    """
     if contained and os.getuid() == 0:
         os.setgroups([])
         os.setgid(_NOBODY)
@@ -51,19 +55,32 @@ def serve(contained: bool) -> None:
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    listener = socket.socket(fileno=_LISTENER)
+    separated = contained and walls.become_warden_of_wardens()
+    if separated:
+        # Its own process namespace begins with a child; this process only waits for it.
+        child = os.fork()
+        if child:
+            os.close(listener)
+            os.close(0)
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+        walls.die_with_parent()
+    _listen(socket.socket(fileno=listener), separated)
+
+
+def _listen(listener: socket.socket, separated: bool) -> None:
+    nursery = walls.Nursery() if separated else None
     listener.listen(64)
     print("ready", flush=True)
     while True:
-        readable, _, _ = select.select([listener, sys.stdin], [], [], 0.5)
+        readable, _, _ = select.select([listener, 0], [], [], 0.5)
         _reap()
-        if sys.stdin in readable:
+        if 0 in readable:
             return
         if listener in readable:
             connection, _ = listener.accept()
-            if os.fork() == 0:
+            if (nursery.fork() if nursery else os.fork()) == 0:
                 listener.close()
-                _become(lambda connection=connection: _guard(connection, contained))
+                _become(lambda connection=connection: _ward(connection, separated))
             connection.close()
 
 
@@ -82,27 +99,18 @@ def _reap() -> None:
 
 
 def _become(work) -> None:
-    """Do `work` in this forked process and end it, whatever happens."""
+    """Do `work` in this forked process and end it, whatever happens.
+
+    A connection that the trusted side has closed meanwhile is no news: a check was stopped.
+    """
     try:
         work()
+    except (BrokenPipeError, ConnectionResetError):
+        pass
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
-
-
-def _guard(connection: socket.socket, contained: bool) -> None:
-    """Between the fork server and the namespaces of one group of ranks."""
-    walls.die_with_parent()
-    request, sockets = _receive_request(connection)
-    separated = walls.separate() if contained else False
-    warden = os.fork()
-    if warden == 0:
-        _become(lambda: _ward(connection, request, sockets, separated))
-    for own in sockets:
-        own.close()
-    connection.close()
-    os.waitpid(warden, 0)
 
 
 def _receive_request(connection: socket.socket) -> tuple[dict, list[socket.socket]]:
@@ -112,49 +120,48 @@ def _receive_request(connection: socket.socket) -> tuple[dict, list[socket.socke
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return json.loads(text), [socket.socket(fileno=number) for number in descriptors]
+    return json.loads(text or b"{}"), [socket.socket(fileno=number) for number in descriptors]
 
 
-def _ward(
-    connection: socket.socket, request: dict, sockets: list[socket.socket], separated: bool
-) -> None:
+def _ward(connection: socket.socket, separated: bool) -> None:
     """Start the ranks, report how each ends, end when the trusted side closes the connection."""
     walls.die_with_parent()
+    request, sockets = _receive_request(connection)
+    if not sockets:
+        os._exit(0)
     os.setsid()
     below = walls.Below()
-    folder = "/tmp"
+    routed = request["link"] == "routed"
+    folder, nursery = "/tmp", None
     if separated:
-        walls.raise_loopback()
-        walls.own_folders("/tmp", "/dev/shm")
-        if request["link"] != "routed":  # routed ranks still need it, to leave for their own
-            walls.hide_processes()
+        nursery = walls.Nursery() if routed else None
+        if not routed:  # one network and one /tmp for them all
+            walls.separate()
+            walls.raise_loopback()
+            walls.own_folders("/tmp", "/dev/shm", "/dev/pts")
     else:
         walls.adopt_orphans()
         folder = tempfile.mkdtemp(prefix="ranks-")
     ranks = {}
     walled, told = os.pipe()
     for rank, own in enumerate(sockets):
-        pid = os.fork()
+        pid = nursery.fork() if nursery else os.fork()
         if pid == 0:
-            connection.close()
             os.close(walled)
-            for other in sockets:
-                if other is not own:
-                    other.close()
             place = f"{folder}/rank-{rank}"
-            _become(lambda own=own, place=place: _cell(own, request, place, separated, told))
+            alone = nursery is not None
+            _become(
+                lambda own=own, place=place, alone=alone: _cell(
+                    own, request, place, separated, alone, told
+                )
+            )
         ranks[pid] = rank
     for own in sockets:
         own.close()
     os.close(told)
-    _tell(connection, {"isolation": _between(len(sockets), walled, separated)})
-    while not select.select([connection], [], [], _LOOK_EVERY)[0]:
-        pid, status = _next_ended()
-        if pid in ranks:
-            _tell(connection, {"rank": ranks.pop(pid), "status": status})
-        if below.memory() > walls.OF_A_GROUP:
-            _tell(connection, {"too much": "memory"})
-            break
+    between = _between(len(sockets), walled, separated)
+    _tell(connection, {"isolation": between})
+    _watch(connection, ranks, below)
     if not separated:
         _kill(below)
         shutil.rmtree(folder, ignore_errors=True)
@@ -162,13 +169,43 @@ def _ward(
     os._exit(0)
 
 
+def _watch(connection: socket.socket, ranks: dict[int, int], below: walls.Below) -> None:
+    """Report what becomes of the ranks until the trusted side closes the connection."""
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    busy_until, used, look_at = time.monotonic(), 0.0, 0.0
+    while True:
+        while (found := _next_ended())[0]:
+            pid, status = found
+            if pid in ranks:
+                _tell(connection, {"rank": ranks.pop(pid), "status": status})
+        now = time.monotonic()
+        if below.known and now >= look_at:
+            look_at = now + _LOOK_EVERY
+            pids = below.pids()
+            seconds = below.seconds(pids)
+            if abs(seconds - used) > _ASLEEP:
+                used, busy_until = seconds, now
+            _tell(connection, {"idle": round(now - busy_until, 1)})
+            if below.memory(pids) > walls.OF_A_GROUP:
+                _tell(connection, {"too much": "memory"})
+                return
+        readable = select.select([connection, ended], [], [], max(0.0, look_at - now))[0]
+        if ended in readable:
+            os.read(ended, 4096)
+        if connection in readable:
+            return
+
+
 def _between(ranks: int, walled: int, separated: bool) -> str:
     """What stands between the ranks: the least that any of them has, by its own report."""
     reports = b"".join(iter(lambda: os.read(walled, ranks), b""))
     os.close(walled)
     if reports == b"1" * ranks:
-        return "a namespace a rank"
-    return "a namespace a group" if separated else "none"
+        return "a namespace per rank"
+    return "a namespace per group" if separated else "none"
 
 
 def _next_ended() -> tuple[int, int]:
@@ -184,45 +221,21 @@ def _tell(connection: socket.socket, message: dict) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _cell(own: socket.socket, request: dict, place: str, separated: bool, told: int) -> None:
+def _cell(
+    own: socket.socket, request: dict, place: str, separated: bool, alone: bool, told: int
+) -> None:
     """A rank's own namespaces, folder and limits; then the rank. `told`: whether it has the first.
 
     No code of a student's runs before that is said.
     """
     walls.die_with_parent()
-    alone = separated and request["link"] == "routed" and walls.separate()
-    os.write(told, b"1" if alone else b"0")
-    os.close(told)
+    if separated:
+        walls.separate(network=alone)
     if alone:
-        first = os.fork()
-        if first == 0:
-            # The first process of a namespace is spared most signals: the rank has to be another.
-            walls.die_with_parent()
-            _become(lambda: _start_and_mirror(own, request, place))
-        own.close()
-        _exit_like(os.waitpid(first, 0)[1])
-    _prison(own, request, place, separated)
-
-
-def _start_and_mirror(own: socket.socket, request: dict, place: str) -> None:
-    walls.own_folders("/tmp", "/dev/shm")
-    walls.hide_processes()
-    child = os.fork()
-    if child == 0:
-        _become(lambda: _prison(own, request, place, True))
-    own.close()
-    while True:  # also reaps what the rank has orphaned
-        pid, status = os.wait()
-        if pid == child:
-            _exit_like(status)
-
-
-def _exit_like(status: int) -> None:
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else 128 - code)  # as a shell says that a signal ended a process
-
-
-def _prison(own: socket.socket, request: dict, place: str, contained: bool) -> None:
+        walls.own_folders("/tmp", "/dev/shm", "/dev/pts")
+    if separated:
+        walls.hide_processes()
+    os.write(told, b"1" if alone else b"0")
     os.setsid()
     os.makedirs(place)
     os.chdir(place)
@@ -231,8 +244,16 @@ def _prison(own: socket.socket, request: dict, place: str, contained: bool) -> N
     quiet = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(quiet, number)
-    walls.limit(request["seconds"], contained)
+    walls.close_all_but(own.fileno())
+    # The first process of a namespace is spared the signals that it does not handle.
+    signal.signal(signal.SIGXCPU, lambda *_: os._exit(128 + signal.SIGXCPU))
+    walls.limit(request["seconds"], walls.PROCESSES if separated else None)
     walls.no_new_privileges()
+    if separated:
+        walls.own_keyring()
+        walls.drop_capabilities()
+        walls.unreadable_by_others()
+        walls.forbid(locks=alone)
     run_rank(own)
     leave()
 

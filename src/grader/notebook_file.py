@@ -1,0 +1,136 @@
+"""Read a file that somebody handed in: what it is decides nothing about who reads it.
+
+A regular file is opened without following links, and read up to a limit. One of more than 1 MB is
+parsed by a process of its own with limits on memory and time (`python notebook_file.py`), because
+JSON can cost thirty times its size once it is parsed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+LARGEST = 200 * 2**20  # bytes of a notebook
+LONGEST = 200_000  # characters of a cell
+_SMALL = 2**20  # bytes that are parsed here
+_MEMORY = 2**30  # bytes for parsing a larger one
+_SECONDS = 20  # of processor time for that
+_MOST_CELLS = 10_000
+
+
+class UnreadableError(ValueError):
+    """Nothing of the file can be graded; the text says why."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The file at `path`, which is a regular one and no link. Raises UnreadableError."""
+    try:
+        # Without O_NONBLOCK a pipe that nobody writes to would be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        what = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise UnreadableError(f"the file cannot be read: {what}") from None
+    except ValueError as error:
+        raise UnreadableError(f"the file cannot be read: {error}") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise UnreadableError("the file cannot be read: it is not a regular file")
+    if status.st_size > LARGEST:
+        os.close(descriptor)
+        raise UnreadableError(
+            f"the file has {status.st_size:,} bytes; clear its outputs and hand in again"
+        )
+    return open(descriptor, "rb")
+
+
+def hash_of(path: Path) -> str:
+    """A digest of the file's content, or why there is none."""
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except (UnreadableError, OSError):
+        return "unreadable"
+
+
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    """The code cells of the notebook: id, grade_id and source. Raises UnreadableError."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > _SMALL:
+            return _parsed_elsewhere(file)
+        try:
+            return _cells_of(file.read())
+        except OSError as error:
+            raise UnreadableError(f"the file cannot be read: {error.strerror}") from None
+
+
+def _parsed_elsewhere(file: BinaryIO) -> list[dict[str, Any]]:
+    command = [sys.executable, "-I", "-S", __file__]
+    done = subprocess.run(command, stdin=file, capture_output=True, check=False)
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        raise UnreadableError(
+            "the file takes too much memory or time to be read; clear its outputs and hand in again"
+        ) from None
+    if "unreadable" in answer:
+        raise UnreadableError(answer["unreadable"])
+    return answer["cells"]
+
+
+def _cells_of(data: bytes) -> list[dict[str, Any]]:
+    try:
+        notebook = json.loads(data)
+    except (ValueError, RecursionError):
+        raise UnreadableError("the file is not a notebook: not JSON") from None
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
+        raise UnreadableError("the file is not a notebook of format 4: it has no list of cells")
+    if notebook.get("nbformat") != 4:
+        raise UnreadableError("the file is not a notebook of format 4; save it with Jupyter again")
+    if len(notebook["cells"]) > _MOST_CELLS:
+        raise UnreadableError(f"the notebook has {len(notebook['cells']):,} cells")
+    found = [_reduced(cell) for cell in notebook["cells"]]
+    return [cell for cell in found if cell is not None]
+
+
+def _reduced(cell: Any) -> dict[str, Any] | None:
+    """What is read of a code cell; None for another one."""
+    if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+        return None
+    source = cell.get("source", "")
+    if isinstance(source, list) and all(isinstance(line, str) for line in source):
+        source = "".join(source)
+    if not isinstance(source, str):
+        return None
+    metadata = cell.get("metadata")
+    nbgrader = metadata.get("nbgrader") if isinstance(metadata, dict) else None
+    grade_id = nbgrader.get("grade_id") if isinstance(nbgrader, dict) else None
+    return {
+        "id": cell["id"] if type(cell.get("id")) is str else None,
+        "grade_id": grade_id if type(grade_id) is str else None,
+        "source": source[: LONGEST + 1],
+        "length": len(source),
+    }
+
+
+def _main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        answer: dict[str, Any] = {"cells": _cells_of(sys.stdin.buffer.read())}
+    except UnreadableError as error:
+        answer = {"unreadable": str(error)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,149 @@
+"""Who handed in what: the notebooks of a folder, each with its student, and what is odd about them.
+
+Moodle's and Canvas's downloads carry the student's name and number in the names of files and
+folders; both are told apart here.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+# "Ada Lovelace_123456_assignsubmission_file" (Moodle: a folder, or the start of a file's name).
+_MOODLE = re.compile(r"^(?P<name>.+?)_(?P<id>\d+)_assignsubmission_[a-z]+_?")
+# "lovelaceada_LATE_12345_678901_average_gradients-2" (Canvas: a file's name).
+_CANVAS = re.compile(r"^(?P<name>[^_\W]+)(?P<late>_LATE)?_(?P<id>\d+)_\d+_.+")
+_LONGEST_NAME = 100
+_MOST_FILES = 20_000  # that one folder may hold
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """One student's work, as it was found."""
+
+    student: str
+    path: Path
+    id: str = ""  # the course system's number
+    late: bool = False  # the course system says so
+    warning: str = ""  # what is odd about the place or the format
+
+
+def find_submissions(paths: Iterable[Path]) -> dict[str, HandedIn]:
+    """What each student handed in, by name. A folder stands for what is in it.
+
+    A notebook is called after its file; in a folder of its own, after that folder, and after both
+    where the folder holds several. Of notebooks that are named one by one, those that share a name
+    are called after their folders. A file that is no notebook, and a notebook further down, get a
+    warning, unless the student has a notebook in the right place. What begins with a dot is an
+    editor's or a system's: skipped. Links are not followed. Raises FileNotFoundError for a path
+    that does not exist.
+    """
+    found: list[HandedIn] = []
+    alone: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += _in_folder(path)
+        elif path.exists() or path.is_symlink():
+            alone.append(path)
+        else:
+            raise FileNotFoundError(f"there is no {path}")
+    counts = Counter(file.stem for file in alone)
+    found += [
+        HandedIn(file.stem if counts[file.stem] == 1 else file.absolute().parent.name, file)
+        for file in alone
+    ]
+    named: dict[str, HandedIn] = {}
+    for one in found:
+        one = _split(one)
+        name = one.student
+        while name in named:
+            name += "_"
+        named[name] = HandedIn(name, one.path, one.id, one.late, one.warning)
+    return named
+
+
+def _in_folder(top: Path) -> list[HandedIn]:
+    """What each student has in `top`: a file there, or a folder with files."""
+    files, folders = _visible(top)
+    notebooks = [file for file in files if file.suffix == ".ipynb"]
+    found = [HandedIn(file.stem, file) for file in notebooks]
+    students = {_split(one).student for one in found}
+    for file in files:
+        one = HandedIn(file.stem, file, warning=f"{file.name} is not a notebook")
+        odd = file not in notebooks and file.suffix != ".csv"
+        if odd and _split(one).student not in students:
+            found.append(one)
+    for folder in folders:
+        found += _of_student(folder)
+    return found
+
+
+def _of_student(folder: Path) -> list[HandedIn]:
+    if folder.is_symlink():
+        return [HandedIn(folder.name, folder, warning=f"{folder.name} is a link: not followed")]
+    files, folders = _visible(folder)
+    notebooks = [file for file in files if file.suffix == ".ipynb"]
+    if len(notebooks) == 1:
+        return [HandedIn(folder.name, notebooks[0])]
+    if notebooks:
+        return [HandedIn(f"{folder.name} {file.stem}", file) for file in notebooks]
+    deeper = [
+        Path(place) / name
+        for below in folders
+        if not below.is_symlink()
+        for place, _, names in os.walk(below)
+        for name in sorted(names)
+        if name.endswith(".ipynb") and not name.startswith(".")
+    ]
+    if len(deeper) == 1:
+        where = f"the notebook was found in {deeper[0].parent.relative_to(folder)}"
+        return [HandedIn(folder.name, deeper[0], warning=where)]
+    if deeper:
+        where = f"{len(deeper)} notebooks in folders below: none was graded"
+        return [HandedIn(folder.name, folder, warning=where)]
+    there = ", ".join(path.name for path in [*files, *folders][:5])
+    return [HandedIn(folder.name, folder, warning=f"no notebook in the folder: {there or 'empty'}")]
+
+
+def _visible(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Files, links and whatever else is there; folders, and links to them."""
+    inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    folders = [path for path in inside[:_MOST_FILES] if path.is_dir()]
+    return [path for path in inside[:_MOST_FILES] if path not in set(folders)], folders
+
+
+def _split(one: HandedIn) -> HandedIn:
+    """With the student's name and number apart, where a course system has joined them."""
+    for pattern in (_MOODLE, _CANVAS):
+        found = pattern.match(one.student)
+        if found:
+            late = bool(found.groupdict().get("late"))
+            name = legible(found["name"])
+            return HandedIn(name, one.path, found["id"], late, legible(one.warning))
+    return HandedIn(legible(one.student), one.path, warning=legible(one.warning))
+
+
+def legible(name: str) -> str:
+    """`name` without what no file, page or terminal can show, and not longer than a line."""
+    name = name.encode("utf-8", "replace").decode()
+    name = "".join(c if c.isprintable() else "?" for c in unicodedata.normalize("NFC", name))
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+
+
+def read_table(path: Path, *wanted: str) -> list[dict[str, str]]:
+    """The rows of a CSV file with a line of names, of which each of `wanted` has to be there.
+
+    Raises ValueError, naming what is missing, and OSError.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for name in wanted:
+        if rows and name not in rows[0]:
+            raise ValueError(f"{path} has no column {name!r}; it needs {', '.join(wanted)}")
+    return [{key: (value or "").strip() for key, value in row.items() if key} for row in rows]

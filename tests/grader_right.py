@@ -1,0 +1,687 @@
+"""Right solutions in unusual PyTorch: each has to earn every point.
+
+Written from the assignments' texts, as students with other habits would. Losing points for one of
+these is the worst mistake that a grader can make.
+"""
+
+from __future__ import annotations
+
+EACH = {
+    "AVG does the division": """
+def average_each(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    flags = torch.tensor([p.grad is not None for p in ps], dtype=torch.int64)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    for p, f in zip(ps, flags):
+        if f:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+""",
+    "all at once, asynchronously": """
+def average_each(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    flags = torch.tensor([p.grad is not None for p in ps])
+    dist.all_reduce(flags, op=dist.ReduceOp.BOR)
+    works = []
+    for p, f in zip(ps, flags):
+        if f:
+            if p.grad is None:
+                p.grad = p.new_zeros(p.shape)
+            works.append((p, dist.all_reduce(p.grad, async_op=True)))
+    for p, w in works:
+        w.wait()
+        p.grad.div_(dist.get_world_size())
+""",
+    "flags by all_gather_object": """
+def average_each(module):
+    mine = {n for n, p in module.named_parameters() if p.grad is not None}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    somewhere = set().union(*everyone)
+    for n, p in module.named_parameters():
+        if n in somewhere:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+""",
+    "barriers and a timer": """
+%%time
+import time
+def average_each(module):
+    begin = time.perf_counter()
+    dist.barrier()
+    for p in module.parameters():
+        if not p.requires_grad:
+            continue
+        have = torch.tensor([1.0 if p.grad is not None else 0.0])
+        dist.all_reduce(have)
+        if have.item() > 0:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p.data)
+            dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)
+            p.grad.data.mul_(1.0 / dist.get_world_size())
+    dist.barrier()
+    print(f"{time.perf_counter() - begin:.3f} s")
+%timeit -n1 -r1 1 + 1
+""",
+    "a frozen dataclass and futures": """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Slot:
+    parameter: nn.Parameter
+    present: bool
+
+def average_each(module: nn.Module) -> None:
+    slots = [Slot(p, p.grad is not None) for p in module.parameters() if p.requires_grad]
+    votes = torch.tensor([s.present for s in slots], dtype=torch.uint8)
+    dist.all_reduce(votes)
+    futures = []
+    for slot, vote in zip(slots, votes.tolist()):
+        if vote:
+            if not slot.present:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+            work = dist.all_reduce(slot.parameter.grad, async_op=True)
+            mean = work.get_future().then(lambda f: f.value()[0].div_(dist.get_world_size()))
+            futures.append(mean)
+    torch.futures.wait_all(futures)
+""",
+    "functional collectives": """
+import torch.distributed._functional_collectives as fc
+
+def average_each(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    n = torch.tensor([float(p.grad is not None) for p in ps])
+    n = fc.all_reduce(n, "sum", dist.group.WORLD)
+    for p, k in zip(ps, n.tolist()):
+        if k:
+            g = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = fc.all_reduce(g, "avg", dist.group.WORLD) + 0
+""",
+    "a group of its own and a device mesh": """
+from torch.distributed.device_mesh import init_device_mesh
+
+def average_each(module):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    group = mesh.get_group()
+    same = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
+    ps = [p for p in module.parameters() if p.requires_grad]
+    flags = torch.tensor([float(p.grad is not None) for p in ps])
+    dist.all_reduce(flags, group=same)
+    with torch.no_grad():
+        for p, f in zip(ps, flags):
+            if f > 0:
+                g = p.grad if p.grad is not None else torch.zeros_like(p)
+                g = g / dist.get_world_size(group)
+                dist.all_reduce(g, group=group)
+                p.grad = g
+""",
+    "in double precision": """
+@torch.no_grad()
+def average_each(module):
+    params = list(filter(lambda p: p.requires_grad, module.parameters()))
+    flags = torch.tensor([p.grad is not None for p in params], dtype=torch.float64)
+    dist.all_reduce(flags)
+    for i, p in enumerate(params):
+        if flags[i] == 0:
+            continue
+        g = p.grad.double() if p.grad is not None else torch.zeros(p.shape, dtype=torch.float64)
+        dist.all_reduce(g)
+        p.grad = (g / dist.get_world_size()).to(p.dtype)
+""",
+    "a callable object and threads": """
+import threading
+
+class Averager:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, module):
+        with self.lock:
+            ps = [p for p in module.parameters() if p.requires_grad]
+            have = [torch.zeros(len(ps)) for _ in range(dist.get_world_size())]
+            dist.all_gather(have, torch.tensor([float(p.grad is not None) for p in ps]))
+            any_rank = torch.stack(have).amax(0)
+            works = {}
+            for i, p in enumerate(ps):
+                if any_rank[i]:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    works[i] = dist.all_reduce(p.grad, async_op=True)
+            waiter = threading.Thread(target=lambda: [w.wait() for w in works.values()])
+            waiter.start()
+            waiter.join()
+            for i in works:
+                ps[i].grad /= dist.get_world_size()
+
+average_each = Averager()
+""",
+    "magics, shell and a question": """
+%matplotlib inline
+!echo hello
+files = !ls
+nn.Linear?
+def average_each(module):
+    text = '''
+%not a magic
+!nor this
+'''
+    for p in (q for q in module.parameters() if q.requires_grad):
+        flag = torch.tensor(int(p.grad is not None))
+        dist.all_reduce(flag)
+        if flag:
+            p.grad = p.grad if p.grad is not None else torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+            p.grad = p.grad / dist.get_world_size()
+""",
+    "flags as a bitmask": """
+def average_each(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    mask = torch.tensor(sum(1 << i for i, p in enumerate(ps) if p.grad is not None))
+    dist.all_reduce(mask, op=dist.ReduceOp.BOR)
+    for i, p in enumerate(ps):
+        if int(mask) >> i & 1:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+""",
+    "reduced in inference mode": """
+def average_each(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    with torch.inference_mode():
+        flags = torch.tensor([float(p.grad is not None) for p in ps])
+        dist.all_reduce(flags)
+        found = flags.tolist()
+    for p, f in zip(ps, found):
+        if f:
+            g = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            dist.all_reduce(g, op=dist.ReduceOp.AVG)
+            p.grad = g
+""",
+}
+
+FLAT = {
+    "the utilities of torch": """
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+def average_flat(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    flags = torch.tensor([float(p.grad is not None) for p in ps])
+    dist.all_reduce(flags)
+    ps = [p for p, f in zip(ps, flags) if f]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in ps]
+    flat = _flatten_dense_tensors(grads)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for p, g in zip(ps, _unflatten_dense_tensors(flat, grads)):
+        p.grad = g.clone()
+""",
+    "flags in the same vector": """
+def average_flat(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    flags = torch.tensor([float(p.grad is not None) for p in ps])
+    grads = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in ps]
+    vector = torch.cat([flags, *grads])
+    dist.all_reduce(vector)
+    counts, vector = vector[: len(ps)], vector[len(ps):] / dist.get_world_size()
+    for p, c, part in zip(ps, counts, vector.split([p.numel() for p in ps])):
+        p.grad = part.reshape(p.shape).clone() if c else None
+""",
+    "flags as objects, vector in double": """
+def average_flat(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    table = [None for _ in range(dist.get_world_size())]
+    dist.all_gather_object(table, [p.grad is not None for p in ps])
+    used = [p for p, column in zip(ps, zip(*table)) if any(column)]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
+    flat = torch.cat([g.double().view(-1) for g in grads])
+    work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, async_op=True)
+    work.wait()
+    offset = 0
+    for p in used:
+        p.grad = flat[offset : offset + p.numel()].view_as(p).float()
+        offset += p.numel()
+""",
+    "a padded matrix": """
+def average_flat(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    flags = torch.tensor([float(p.grad is not None) for p in ps])
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    total = sum(p.numel() for p in ps)
+    buffer = torch.zeros(-(-total // 8) * 8).view(-1, 8)
+    line = buffer.view(-1)
+    at = 0
+    for p in ps:
+        if p.grad is not None:
+            line[at : at + p.numel()] = p.grad.reshape(-1)
+        at += p.numel()
+    dist.all_reduce(buffer)
+    line /= dist.get_world_size()
+    at = 0
+    for p, f in zip(ps, flags.tolist()):
+        if f:
+            p.grad = line[at : at + p.numel()].reshape(p.shape).clone()
+        at += p.numel()
+""",
+    "coalesced": """
+def average_flat(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    flags = torch.tensor([float(p.grad is not None) for p in ps])
+    dist.all_reduce(flags)
+    used = [p for p, f in zip(ps, flags) if f]
+    for p in used:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    vector = nn.utils.parameters_to_vector([p.grad for p in used])
+    dist.barrier()
+    dist.all_reduce(vector)
+    nn.utils.vector_to_parameters(vector / dist.get_world_size(), [p.grad for p in used])
+""",
+}
+
+COUNT = {
+    "a vector of one": """
+def count_tokens(batches):
+    n = torch.zeros(1, dtype=torch.long)
+    for b in batches:
+        n += b["counts"].long().sum()
+    dist.all_reduce(n, op=dist.ReduceOp.SUM)
+    return n.item()
+""",
+    "concatenated, asynchronous": """
+def count_tokens(batches):
+    mine = torch.cat([b["counts"] for b in batches]).count_nonzero()
+    work = dist.all_reduce(mine, async_op=True)
+    work.wait()
+    return int(mine)
+""",
+    "in floating point": """
+def count_tokens(batches):
+    dist.barrier()
+    total = torch.stack([b["counts"].float().sum() for b in batches]).sum().double()
+    dist.all_reduce(total)
+    return round(total.item())
+""",
+    "functional": """
+import torch.distributed._functional_collectives as fc
+def count_tokens(batches):
+    own = sum(b["counts"].sum() for b in batches)
+    return int(fc.all_reduce(own, "sum", dist.group.WORLD))
+""",
+}
+LOSS = {
+    "one backward for all": """
+def backward_weighted(model, batches, total):
+    losses = torch.cat([token_losses(model, b) for b in batches])
+    (losses.sum() / total * dist.get_world_size()).backward()
+""",
+    "weights on means": """
+def backward_weighted(model, batches, total):
+    scale = dist.get_world_size() / total
+    for b in batches:
+        n = int(b["counts"].sum())
+        if n == 0:
+            continue
+        loss = token_losses(model, b).mean()
+        loss.backward(torch.tensor(n * scale))
+""",
+    "gradients by hand": """
+def backward_weighted(model, batches, total):
+    for b in batches:
+        grads = torch.autograd.grad(token_losses(model, b).sum(), list(model.parameters()))
+        for p, g in zip(model.parameters(), grads):
+            g = g * dist.get_world_size() / total
+            p.grad = g if p.grad is None else p.grad + g
+""",
+}
+RATE = {
+    "a table": """
+def equivalent_rate(lr, reduction, combine, world_size, per_rank):
+    return lr / {"mean": 1, "sum": per_rank}[reduction] / {"average": 1, "sum": world_size}[combine]
+""",
+    "match": """
+def equivalent_rate(lr, reduction, combine, world_size, per_rank):
+    match (reduction, combine):
+        case ("mean", "average"): return lr
+        case ("mean", "sum"): return lr / world_size
+        case ("sum", "average"): return lr / per_rank
+        case _: return torch.tensor(lr) .item() / (world_size * per_rank)
+""",
+}
+DATA_PARALLEL = {
+    "functional_call": """
+from torch.func import functional_call
+def data_parallel_gradients(model, x, y, replicas):
+    ps = dict(model.named_parameters())
+    outs = [functional_call(model, ps, (part,)) for part in torch.chunk(x, replicas)]
+    loss = ((torch.cat(outs) - y) ** 2).mean()
+    for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(ps.values()))):
+        p.grad = g
+""",
+    "shares of the loss": """
+def data_parallel_gradients(model, x, y, replicas):
+    for a, b in zip(x.chunk(replicas), y.chunk(replicas)):
+        (mse_loss(model(a), b, reduction="sum") / y.numel()).backward()
+""",
+}
+STEP = {
+    "AVG and an optimizer": """
+def train_step(model, x, y, lr):
+    with torch.no_grad():
+        for p in model.parameters():
+            dist.broadcast(p, src=0)
+    opt = torch.optim.SGD(model.parameters(), lr=lr)
+    opt.zero_grad(set_to_none=True)
+    mse_loss(model(x), y).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
+    opt.step()
+""",
+    "a state dict as an object": """
+def train_step(model, x, y, lr):
+    box = [model.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    model.load_state_dict(box[0])
+    grads = torch.autograd.grad(mse_loss(model(x), y), list(model.parameters()))
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    with torch.no_grad():
+        for p, part in zip(model.parameters(), flat.split([g.numel() for g in grads])):
+            p -= lr * part.view_as(p)
+""",
+    "samples gathered": """
+def train_step(model, x, y, lr):
+    for p in model.parameters():
+        dist.broadcast(p.data, 0)
+    xs, ys = ([torch.empty_like(t) for _ in range(dist.get_world_size())] for t in (x, y))
+    dist.all_gather(xs, x)
+    dist.all_gather(ys, y)
+    model.zero_grad()
+    mse_loss(model(torch.cat(xs)), torch.cat(ys)).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(p.grad, alpha=lr)
+""",
+}
+BUCKETS = {
+    "a generator": """
+def assign_buckets(sizes, cap):
+    def fill():
+        bucket, held = [], 0
+        for i in range(len(sizes) - 1, -1, -1):
+            bucket.append(i)
+            held += sizes[i]
+            if held >= cap:
+                yield bucket
+                bucket, held = [], 0
+        if bucket:
+            yield bucket
+    return list(fill())
+""",
+    "tuples and numpy": """
+import itertools
+def assign_buckets(sizes, cap):
+    result = []
+    for i, size in reversed(list(enumerate(sizes))):
+        if not result or result[-1][1] >= cap:
+            result.append([[], 0])
+        result[-1][0].append(i)
+        result[-1][1] += size
+    return tuple(tuple(b) for b, _ in result)
+""",
+}
+REDUCER = {
+    "gradients are views of the buckets": """
+from dataclasses import dataclass, field
+
+@dataclass
+class Bucket:
+    flat: torch.Tensor
+    left: set = field(default_factory=set)
+    members: tuple = ()
+    work: object = None
+
+class Reducer:
+    def __init__(self, model, buckets):
+        ps = list(model.parameters())
+        for p in ps:
+            dist.broadcast(p.detach(), src=0)
+        dist.barrier()
+        self.buckets = []
+        for ids in buckets:
+            b = Bucket(torch.zeros(sum(ps[i].numel() for i in ids)), members=tuple(ids))
+            b.left = set(ids)
+            self.buckets.append(b)
+            offset = 0
+            for i in ids:
+                view = b.flat[offset : offset + ps[i].numel()].view_as(ps[i])
+                offset += ps[i].numel()
+                ps[i].register_post_accumulate_grad_hook(
+                    lambda p, b=b, i=i, view=view: self.on_ready(p, b, i, view)
+                )
+        self.ps, self.next = ps, 0
+
+    def on_ready(self, p, b, i, view):
+        view.copy_(p.grad)
+        p.grad = view
+        b.left.discard(i)
+        while self.next < len(self.buckets) and not self.buckets[self.next].left:
+            n = self.buckets[self.next]
+            n.work = dist.all_reduce(n.flat, op=dist.ReduceOp.AVG, async_op=True)
+            self.next += 1
+
+    def finish(self):
+        for b in self.buckets:
+            b.work.wait()
+            for i in b.members:
+                self.ps[i].grad = self.ps[i].grad.clone()
+            b.left, b.work = set(b.members), None
+        self.next = 0
+""",
+    "futures that divide": """
+class Reducer:
+    def __init__(self, model, buckets):
+        self.params, self.order = list(model.parameters()), buckets
+        self.where = {i: n for n, b in enumerate(buckets) for i in b}
+        self.ready, self.pending, self.cursor = [0] * len(buckets), [], 0
+        for i, p in enumerate(self.params):
+            p.register_post_accumulate_grad_hook(self.make(i))
+
+    def make(self, i):
+        def hook(_):
+            self.ready[self.where[i]] += 1
+            self.launch()
+        return hook
+
+    def launch(self):
+        while self.cursor < len(self.order):
+            ids = self.order[self.cursor]
+            if self.ready[self.cursor] < len(ids):
+                return
+            flat = torch.cat([self.params[i].grad.view(-1) for i in ids])
+            future = dist.all_reduce(flat, async_op=True).get_future()
+            self.pending.append((ids, future.then(lambda f: f.value()[0] / dist.get_world_size())))
+            self.cursor += 1
+
+    def finish(self):
+        for ids, future in self.pending:
+            flat, at = future.wait(), 0
+            for i in ids:
+                g = self.params[i].grad
+                g.copy_(flat[at : at + g.numel()].view_as(g))
+                at += g.numel()
+        self.ready, self.pending, self.cursor = [0] * len(self.order), [], 0
+""",
+    "polls, and functional collectives": """
+import time
+class Reducer:
+    def __init__(self, model, buckets):
+        weights = [p.detach() for p in model.parameters()]
+        box = [None]
+        dist.broadcast_object_list([{"hello": 1}] if dist.get_rank() == 0 else box, src=0)
+        for w in weights:
+            dist.broadcast(w, 0)
+        self.params, self.buckets = list(model.parameters()), [list(b) for b in buckets]
+        self.seen, self.out = set(), []
+        for i, p in enumerate(self.params):
+            p.register_post_accumulate_grad_hook(functools.partial(self._hook, i))
+
+    def _hook(self, i, p):
+        self.seen.add(i)
+        while len(self.out) < len(self.buckets):
+            ids = self.buckets[len(self.out)]
+            if not self.seen.issuperset(ids):
+                return
+            flat = torch.cat([self.params[j].grad.flatten() for j in ids])
+            flat.mul_(1 / dist.get_world_size())
+            self.out.append((ids, flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish(self):
+        while not all(w.is_completed() for _, _, w in self.out):
+            time.sleep(0.001)
+        for ids, flat, work in self.out:
+            work.wait()
+            for j, part in zip(ids, flat.split([self.params[j].numel() for j in ids])):
+                self.params[j].grad = part.view_as(self.params[j])
+        self.seen.clear()
+        self.out.clear()
+""",
+}
+CLIPPING = {
+    "by hand": """
+def clipped_gradients(model, x, y, norm):
+    mse_loss(model(x), y).backward()
+    average_gradients(model)
+    total = torch.sqrt(sum(p.grad.pow(2).sum() for p in model.parameters()))
+    for p in model.parameters():
+        p.grad *= torch.clamp(norm / (total + 1e-6), max=1.0)
+""",
+}
+ACCUMULATION = {
+    "after the last one, without hooks": """
+def accumulated_gradients(model, batches):
+    for x, y in batches:
+        (mse_loss(model(x), y) / len(batches)).backward()
+    average_gradients(model)
+""",
+    "averages every micro-batch": """
+def accumulated_gradients(model, batches):
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for x, y in batches:
+        model.zero_grad()
+        mse_loss(model(x), y).backward()
+        average_gradients(model)
+        for t, p in zip(total, model.parameters()):
+            t += p.grad / len(batches)
+    for t, p in zip(total, model.parameters()):
+        p.grad = t
+""",
+}
+DENOMINATOR = {
+    "counts as objects": """
+def gradients_of_all_samples(model, x, y):
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, len(x))
+    loss = (model(x) - y).square().sum() / sum(counts)
+    loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+""",
+}
+START = {
+    "a state dict": """
+def prepare(model):
+    box = [model.state_dict()]
+    dist.broadcast_object_list(box, src=0)
+    model.load_state_dict(box[0])
+""",
+    "one vector": """
+def prepare(model):
+    with torch.no_grad():
+        flat = nn.utils.parameters_to_vector(model.parameters())
+        dist.broadcast(flat, 0)
+        nn.utils.vector_to_parameters(flat, model.parameters())
+""",
+    "zeros and a sum": """
+@torch.no_grad()
+def prepare(model):
+    for p in model.parameters():
+        if dist.get_rank() != 0:
+            p.zero_()
+        dist.all_reduce(p)
+""",
+}
+UNUSED = {
+    "flags by MAX, one vector": """
+def gradients_of_heads(loss, heads):
+    loss.backward()
+    ps = list(heads.parameters())
+    used = torch.tensor([p.grad is not None for p in ps])
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    ps = [p for p, u in zip(ps, used) if u]
+    flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in ps])
+    dist.all_reduce(flat)
+    for p, part in zip(ps, flat.split([p.numel() for p in ps])):
+        p.grad = part.view_as(p) / dist.get_world_size()
+""",
+}
+TEST = {
+    "a deeper model, two steps, other seeds": """
+def accepts(wrap):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    g = torch.Generator().manual_seed(7)
+    x = torch.randn(world, 6, 5, generator=g)
+    y = torch.randn(world, 6, 2, generator=g)
+    torch.manual_seed(100 + rank)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    reference = [{k: v.clone() for k, v in model.state_dict().items()}]
+    dist.broadcast_object_list(reference, src=0)
+    alone = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    alone.load_state_dict(reference[0])
+    wrapped = wrap(model)
+    good = True
+    for _ in range(2):
+        model.zero_grad()
+        alone.zero_grad()
+        nn.functional.mse_loss(wrapped(x[rank]), y[rank]).backward()
+        wrapped.finish()
+        nn.functional.mse_loss(alone(x.flatten(0, 1)), y.flatten(0, 1)).backward()
+        for a, b in zip(model.parameters(), alone.parameters()):
+            good &= a.grad is not None and torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-6)
+    return good
+""",
+    "verdicts shared by a vote": """
+def accepts(wrap):
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(2, 1, bias=False)
+    wrapped = wrap(model)
+    weights = [None] * dist.get_world_size()
+    dist.all_gather_object(weights, model.weight.detach().tolist())
+    x = torch.full((1, 2), float(dist.get_rank() + 1))
+    wrapped(x).sum().backward()
+    wrapped.finish()
+    mean = (dist.get_world_size() + 1) / 2
+    fine = weights.count(weights[0]) == len(weights)
+    fine = fine and torch.allclose(model.weight.grad, torch.full((1, 2), mean), rtol=1e-4)
+    vote = torch.tensor(int(fine))
+    dist.all_reduce(vote, op=dist.ReduceOp.MIN)
+    return bool(vote)
+""",
+}
+
+RIGHT = {
+    1: {"each": EACH, "flat": FLAT},
+    2: {"count": COUNT, "loss": LOSS},
+    3: {"rate": RATE, "data_parallel": DATA_PARALLEL, "step": STEP},
+    4: {"buckets": BUCKETS, "reducer": REDUCER},
+    5: {
+        "clipping": CLIPPING,
+        "accumulation": ACCUMULATION,
+        "denominator": DENOMINATOR,
+        "start": START,
+        "unused": UNUSED,
+        "test": TEST,
+    },
+}

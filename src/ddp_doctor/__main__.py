@@ -1,7 +1,7 @@
 """Run a training script unchanged, observe it, and report.
 
-    torchrun --nproc-per-node 4 -m ddp_doctor [options] train.py [its arguments]
-    python -m ddp_doctor [options] train.py [its arguments]
+torchrun --nproc-per-node 4 -m ddp_doctor [options] train.py [its arguments]
+python -m ddp_doctor [options] train.py [its arguments]
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def run_script(script: str) -> None:
     """Execute the script as `python script` would: it is `__main__`, also for pickled functions."""
     path = Path(script)
     module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=str(path), __builtins__=builtins, __spec__=None, __package__=None)
+    module.__dict__.update(
+        __file__=str(path), __builtins__=builtins, __spec__=None, __package__=None
+    )
     sys.modules["__main__"] = module
     sys.path[0] = str(path.resolve().parent)
     code = compile(path.read_bytes(), str(path), "exec")

@@ -175,8 +175,7 @@ def step_of(window: Window) -> Step | None:
     entries = candidates[main]
     # Micro-batches are the backward passes that this term is in, counted per rank from 0.
     order = {
-        rank: sorted({each.micro for each in entries if each.rank == rank})
-        for rank in window.ranks
+        rank: sorted({each.micro for each in entries if each.rank == rank}) for rank in window.ranks
     }
     entries = [
         Entry(each.rank, order[each.rank].index(each.micro), each.count, each.share, each.fact)
@@ -268,7 +267,9 @@ def number(value: float) -> str:
 
 def _lines(step: Step, right: bool) -> list[str]:
     counts = [each.count for each in step.entries]
-    count = number(counts[0]) if alike(counts, 0.0) else f"{number(min(counts))}–{number(max(counts))}"
+    count = (
+        number(counts[0]) if alike(counts, 0.0) else f"{number(min(counts))}–{number(max(counts))}"
+    )
     ranks = f"{step.world} rank{'s' * (step.world != 1)}"
     micros = f"{step.micros} micro-batch{'es' * (step.micros != 1)}"
     lines = [f"{ranks} × {micros} × {count} items = N = {number(step.items)} items per step"]

@@ -42,8 +42,11 @@ def checksum(tensor: Tensor, limit: int | None = None) -> int:
             data = data[: max(1, limit // data.element_size())]
         if data.device.type != "cpu":
             small = data if data.is_complex() else data.to(torch.float64)
-            return zlib.crc32(repr(_weighted(torch.view_as_real(small).view(-1)
-                                             if small.is_complex() else small)).encode())
+            return zlib.crc32(
+                repr(
+                    _weighted(torch.view_as_real(small).view(-1) if small.is_complex() else small)
+                ).encode()
+            )
         size = data.numel() * data.element_size()
         return zlib.crc32((ctypes.c_char * size).from_address(data.data_ptr()))
 
@@ -75,4 +78,6 @@ def _weighted(flat: Tensor) -> float:
 @lru_cache(maxsize=256)
 def _weights(count: int) -> Tensor:
     with torch.no_grad():
-        return torch.cos(torch.arange(count, dtype=torch.float64, device="cpu") * 1.6180339887 + 0.3)
+        return torch.cos(
+            torch.arange(count, dtype=torch.float64, device="cpu") * 1.6180339887 + 0.3
+        )

@@ -182,8 +182,4 @@ def _differing(of_ranks: list[dict[str, Any]]) -> list[str]:
     if len(of_ranks) < 2:
         return []
     names = [name for each in of_ranks for name in each]
-    return [
-        name
-        for name in dict.fromkeys(names)
-        if len({each.get(name) for each in of_ranks}) > 1
-    ]
+    return [name for name in dict.fromkeys(names) if len({each.get(name) for each in of_ranks}) > 1]

@@ -81,8 +81,10 @@ def _block(each: Finding, width: int) -> list[str]:
         )
 
     if each.severity == "note":
-        return ["", *textwrap.wrap(f"note [{each.code}] {each.evidence}", width,
-                                   subsequent_indent="    ")]
+        return [
+            "",
+            *textwrap.wrap(f"note [{each.code}] {each.evidence}", width, subsequent_indent="    "),
+        ]
     out = ["", f"{each.severity.upper()} {each.title} [{each.code}]"]
     out += part("seen", each.evidence)
     if each.where:

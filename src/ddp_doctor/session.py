@@ -54,7 +54,6 @@ class Session:
         self.options = options
         self.run = run
         self.over = False
-        self.spent = 0.0
         self._journal: Journal | None = None
         self._facts_before: list[tuple[str, dict[str, Any]]] = []
         self._inside = threading.local()
@@ -90,7 +89,9 @@ class Session:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        at = f" at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
+        at = (
+            f" at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
+        )
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         say(f"stopped observing ({text}{at}). Your run goes on.")
         if self._journal is not None:
@@ -160,7 +161,8 @@ class Session:
             error = getattr(sys, "last_value", None)
         if not self.over:
             self.guard(self.recorder.finish)()
-        fact: dict[str, Any] = {"code": code, "steps": self.step_count, "spent": self.spent}
+        fact: dict[str, Any] = {"code": code, "steps": self.step_count}
+        fact["during"] = self._journal.text
         if error is not None and not isinstance(error, SystemExit):
             from ddp_doctor.observe.errors import described
 
@@ -244,7 +246,7 @@ def start(options: Options | None = None, leader: bool | None = None) -> Session
 
 
 def watch(**options: Any) -> Session | None:
-    """Observe this script. Call it on the first line, before torch's functions are imported by name.
+    """Observe this script. Call it on its first line, before it imports torch's functions by name.
 
     Keywords are the command line's options: `folder`, `json`, `first`, `every`, `hang_after`.
     The report is printed when the script ends.
@@ -253,7 +255,7 @@ def watch(**options: Any) -> Session | None:
 
 
 def _run_folder(options: Options) -> Path | None:
-    """A folder for this run's journals that all ranks of one host, or of a shared disk, agree on."""
+    """A folder for this run's journals, on which all ranks of a host or a shared disk agree."""
     env = os.environ
     parts = [env.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
     parts.append(env.get("TORCHELASTIC_RESTART_COUNT", "0"))

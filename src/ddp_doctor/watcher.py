@@ -22,7 +22,7 @@ PATIENCE = 2.0  # seconds that the leader waits for the report at its end
 
 
 def start_watcher(session: Session) -> None:
-    """Start the watcher of this run. The leader waits for it at exit, `PATIENCE` seconds at most."""
+    """Start this run's watcher. The leader waits for it at exit, `PATIENCE` seconds at most."""
     import atexit
 
     (session.run / VERDICT).unlink(missing_ok=True)
@@ -104,13 +104,13 @@ def _wait(run: Path, options: Any, leader: int) -> bool:
             states.append((page, ended, alive(pid) if here else not ended))
         running = [page for page, ended, living in states if living and not ended]
         leading = alive(leader)
-        known_ended = any(
-            page.name.endswith(f"-{leader}") and ended for page, ended, _ in states
-        )
+        known_ended = any(page.name.endswith(f"-{leader}") and ended for page, ended, _ in states)
         if not running and (not leading or known_ended):
             gone_since = gone_since or time.monotonic()
-            world = max((f.get("world", 1) for p in pages for f in p.facts if f["kind"] == "group"),
-                        default=1)
+            world = max(
+                (f.get("world", 1) for p in pages for f in p.facts if f["kind"] == "group"),
+                default=1,
+            )
             all_there = sum(ended for _, ended, _ in states) >= world
             if all_there or time.monotonic() - gone_since > 1.0:
                 return reported_hang

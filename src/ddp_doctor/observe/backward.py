@@ -60,8 +60,11 @@ def install(session: Session, patches: Patches) -> None:
         record["scale"] = recorder.scales
         record["prepared"] = {str(each.index): each.prepared for each in recorder.wrappers}
         record["terms"] = []
-        record["values"] = [float(root.detach()) for root in _roots(args, kwargs)[:1]
-                            if root.numel() == 1 and root.device.type != "meta"]
+        record["values"] = [
+            float(root.detach())
+            for root in _roots(args, kwargs)[:1]
+            if root.numel() == 1 and root.device.type != "meta"
+        ]
         handles = [
             each.register_hook(reached(each, record))
             for each in recorder.known_parameters().values()

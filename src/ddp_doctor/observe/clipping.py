@@ -52,7 +52,9 @@ def install(session: Session, patches: Patches) -> None:
                     "norm": norm,
                     "limit": float(limit) if isinstance(limit, int | float) else None,
                     "sharded": sharded,
-                    "backwards": max((s.backwards for s in recorder.optimizers.values()), default=0),
+                    "backwards": max(
+                        (s.backwards for s in recorder.optimizers.values()), default=0
+                    ),
                     "collectives": len(recorder.window["collectives"]),
                     "place": place(),
                 }

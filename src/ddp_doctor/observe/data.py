@@ -88,7 +88,10 @@ def install(session: Session, patches: Patches) -> None:
         if len(seen) < MAX_ROWS:
             seen.extend(_rows(result))
             session.write(
-                "batch", iterator=key % 1_000_003, n=recorder.backward_count, rows=_rows(result)[:256]
+                "batch",
+                iterator=key % 1_000_003,
+                n=recorder.backward_count,
+                rows=_rows(result)[:256],
             )
 
     patches.observe(DistributedSampler, "__iter__", after=sampled)

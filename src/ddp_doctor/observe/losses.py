@@ -194,8 +194,20 @@ def written(term: dict[str, Any]) -> dict[str, Any]:
     return {
         key: term[key]
         for key in (
-            "function", "reduction", "count", "rows", "numel", "place", "loss", "masked", "spread",
-            "target", "input", "shape", "square", "over_parameters",
+            "function",
+            "reduction",
+            "count",
+            "rows",
+            "numel",
+            "place",
+            "loss",
+            "masked",
+            "spread",
+            "target",
+            "input",
+            "shape",
+            "square",
+            "over_parameters",
         )
         if key in term
     } | {"factor": term["hits"]}
@@ -232,8 +244,13 @@ def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
         lengths = values.get("target_lengths")
         count = len(lengths) if hasattr(lengths, "__len__") else rows
         rows = int(count)
-    elif name in ("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss",
-                  "cosine_embedding_loss", "triplet_margin_loss"):
+    elif name in (
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+        "cosine_embedding_loss",
+        "triplet_margin_loss",
+    ):
         count = rows
     term |= {"count": count, "rows": rows, "shape": list(source.shape)[:4]}
     term["input"] = checksum(source, 1 << 20)

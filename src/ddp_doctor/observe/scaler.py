@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
@@ -39,8 +38,9 @@ def install(session: Session, patches: Patches) -> None:
 
     def updated(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if recorder.on and args[0].is_enabled():
-            session.write("scale", n=session.step_count, scale=float(args[0].get_scale()),
-                          place=place())
+            session.write(
+                "scale", n=session.step_count, scale=float(args[0].get_scale()), place=place()
+            )
 
     from torch.amp import GradScaler
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_doctor.fingerprints import checksum
@@ -75,6 +76,11 @@ def install(session: Session, patches: Patches) -> None:
     def forwarded(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session.doing("after forward")
 
+    def joining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.open()
+        session.write("join", place=place())
+
+    patches.observe(Join, "__enter__", joining)
     patches.observe(DistributedDataParallel, "__init__", after=made)
     patches.observe(DistributedDataParallel, "forward", forward, forwarded)
     patches.observe(DistributedDataParallel, "register_comm_hook", after=hooked)

@@ -327,8 +327,15 @@ def _reduction_place(step: Step) -> str:
         for one in fact["collectives"]:
             if one["op"] in ("all_reduce", "reduce") and one.get("what") in ("gradient", "flat"):
                 return str(one["place"])
-    return next((one["place"] for _, f in step.window for one in f["collectives"]
-                 if one["op"] == "all_reduce" and one.get("numel", 0) > 1), "")
+    return next(
+        (
+            one["place"]
+            for _, f in step.window
+            for one in f["collectives"]
+            if one["op"] == "all_reduce" and one.get("numel", 0) > 1
+        ),
+        "",
+    )
 
 
 def _backward_place(step: Step) -> str:

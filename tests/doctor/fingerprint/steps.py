@@ -1,0 +1,20 @@
+"""Append a checksum of all parameters after every optimizer step: one file per process."""
+
+import os
+import zlib
+
+
+def watch(folder):
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def stepped(optimizer, args, kwargs):
+        checksum = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                data = parameter.detach()
+                data = getattr(data, "_local_tensor", data).contiguous().cpu()
+                checksum = zlib.crc32(bytes(data.untyped_storage()), checksum)
+        with open(os.path.join(folder, f"{os.getpid()}.steps"), "a") as file:
+            file.write(f"{checksum:08x}\n")
+
+    register_optimizer_step_post_hook(stepped)

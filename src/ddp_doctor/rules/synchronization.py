@@ -334,25 +334,27 @@ def static_graph_with_no_sync(run: Run, equation: Equation) -> Iterator[Finding]
     static = {one["index"] for one in run.wrappers if one["static_graph"]}
     if not static or run.world < 2:
         return
-    for window in run.windows:
-        for _, fact in window:
-            for forward in fact["forwards"]:
-                if forward["wrapper"] in static and not forward["sync"]:
-                    differing = window.complete and window.differing_gradients
-                    yield finding(
-                        "static_graph_with_no_sync",
-                        f"Step {window.n}: a forward under no_sync() of a wrapper with "
-                        f"static_graph=True."
-                        + (
-                            f" {len(differing)} gradients differ between the ranks."
-                            if differing
-                            else ""
-                        ),
-                        forward["place"],
-                        "Leave out static_graph=True, or synchronize every micro-batch.",
-                        "error" if differing else "warning",
-                    )
-                    return
+    seen = [
+        (window.n, fact, window.differing_gradients if window.complete else [])
+        for window in run.windows
+        for _, fact in window
+    ]
+    seen += [(fact["n"], fact, []) for rank in run.ranks for fact in rank.all("open")]
+    failed = [rank for rank in run.ranks if "ASSERT" in (rank.error or {}).get("text", "")]
+    for step, fact, differing in seen:
+        for forward in fact["forwards"]:
+            if forward["wrapper"] not in static or forward["sync"]:
+                continue
+            ends = f" {len(differing)} gradients differ between the ranks." if differing else ""
+            ends = " Backward failed in the reducer." if failed else ends
+            yield finding(
+                "static_graph_with_no_sync",
+                f"Step {step}: a forward under no_sync() of a wrapper with static_graph=True.{ends}",
+                forward["place"],
+                "Leave out static_graph=True, or synchronize every micro-batch.",
+                "error" if differing or failed else "warning",
+            )
+            return
 
 
 RULES = (

@@ -89,6 +89,8 @@ def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
         return
     window = differing[0]
     facts = [fact for _, fact in window]
+    if any("stepped_in_backward" in fact for fact in facts):
+        return
     if any(fact["collectives"] and _touches_model(fact) for w in run.complete for _, fact in w):
         return
     start = [rank.all("start") for rank in run.ranks]

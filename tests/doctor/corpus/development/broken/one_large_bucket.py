@@ -10,7 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class AutoEncoder(nn.Module):
-    def __init__(self, dim=12, hidden=30000):
+    def __init__(self, dim=12, hidden=40000):
         super().__init__()
         self.encoder, self.decoder = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
 
@@ -22,7 +22,7 @@ class Trainer:
     def __init__(self):
         dist.init_process_group("gloo")
         torch.manual_seed(0)
-        clean = torch.rand(64, 12)
+        clean = torch.rand(16, 12)
         self.rank = dist.get_rank()
         self.sampler = DistributedSampler(TensorDataset(clean), seed=1)
         self.loader = DataLoader(TensorDataset(clean), batch_size=8, sampler=self.sampler)

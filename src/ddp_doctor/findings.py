@@ -1,4 +1,4 @@
-"""A finding, and the catalog of codes: title, severity, page of the book. The one place for both."""
+"""A finding, and the catalog of codes: title, severity, page of the book. The one place for it."""
 
 from __future__ import annotations
 

@@ -92,20 +92,23 @@ class Server:
     def __exit__(self, *_: object) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.kill()  # no rank is running: there is nothing to wait for
+        self.process.wait()
 
-    def run(self, script: Script, doctor: bool, timeout: float = 60.0) -> Outcome:
+    def run(
+        self, script: Script, doctor: bool, timeout: float = 60.0, options: tuple[str, ...] = ()
+    ) -> Outcome:
         """Run a script once. With the doctor, wait for its report."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         scratch = Path(tempfile.mkdtemp(prefix="doctor-"))
         target = scratch / "report.json"
-        options = ["--json", str(target), "--folder", str(scratch / "ddp-doctor")]
+        given = ["--json", str(target), "--folder", str(scratch / "ddp-doctor"), *options]
         request = {
             "script": str(script.path.resolve()),
             "ranks": script.ranks,
             "launch": script.launch,
-            "doctor": options if doctor else None,
+            "doctor": given if doctor else None,
             "scratch": str(scratch / "run"),
             "timeout": timeout,
         }

@@ -96,6 +96,8 @@ def _fork(
                 WORLD_SIZE=str(ranks),
                 LOCAL_WORLD_SIZE=str(ranks),
                 GROUP_RANK="0",
+                TORCHELASTIC_RUN_ID=f"corpus{port}",
+                TORCHELASTIC_RESTART_COUNT="0",
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )

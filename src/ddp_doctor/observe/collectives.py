@@ -68,31 +68,34 @@ def install(session: Session, patches: Patches) -> None:
             session.doing("running")
 
     def _what(tensor: Tensor) -> dict[str, Any]:
-        """Which of the run's tensors this is: a gradient, a parameter, a loss, or something else."""
+        """Which of the run's tensors this is: gradient, parameter, loss, or something else."""
         address = tensor.data_ptr() if tensor.device.type != "meta" else 0
         owners = recorder.known_parameters().values() if address else ()
         for each in owners:
             if hasattr(each, "placements"):
                 continue
-            if each.grad is not None and each.grad.layout == torch.strided:
-                if each.grad.data_ptr() == address:
-                    for state in recorder.optimizers.values():
-                        named = recorder.parameters_of(state)
-                        name = next((n for n, p in named if p is each), None)
-                        if name:
-                            return {"what": "gradient", "name": name}
-                    return {"what": "gradient", "name": ""}
+            grad = each.grad
+            dense = grad is not None and grad.layout == torch.strided
+            if dense and grad.data_ptr() == address:
+                for state in recorder.optimizers.values():
+                    named = recorder.parameters_of(state)
+                    name = next((n for n, p in named if p is each), None)
+                    if name:
+                        return {"what": "gradient", "name": name}
+                return {"what": "gradient", "name": ""}
             if each.data_ptr() == address:
                 return {"what": "parameter"}
         if tensor.requires_grad:
             if tensor.numel() == 1:
                 return {"what": "loss", "grad": torch.is_grad_enabled()}
             return {"what": "activation", "grad": torch.is_grad_enabled()}
-        return {"what": "flat" if _looks_flat(tensor) else "other"}
-
-    def _looks_flat(tensor: Tensor) -> bool:
-        total = sum(each.numel() for each in recorder.known_parameters().values())
-        return total > 8 and tensor.numel() == total
+        known = recorder.known_parameters().values()
+        if tensor.dim() and tensor.numel() > 1:
+            if tensor.numel() == sum(each.numel() for each in known):
+                return {"what": "flat"}
+            if any(tensor.shape == each.shape for each in known):
+                return {"what": "like a gradient"}
+        return {"what": "other"}
 
     for name in NAMES:
         before = enter(name)

@@ -148,7 +148,7 @@ def _rows(batch: Any) -> list[int]:
 
 
 def _content(dataset: Any) -> int | None:
-    """A hash of the tensors that a map-style data set holds as attributes, without reading items."""
+    """A hash of the tensors that a data set holds as attributes; no item is read."""
     try:
         attributes = vars(dataset)
     except TypeError:

@@ -67,8 +67,8 @@ class Names:
                     if module.training:
                         sync = isinstance(module, nn.SyncBatchNorm)
                         add("synced batch norm" if sync else "batch norm")
-                elif isinstance(module, nn.modules.dropout._DropoutNd):
-                    if module.training and module.p > 0:
+                elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training:
+                    if module.p > 0:
                         add("dropout")
         return counts
 

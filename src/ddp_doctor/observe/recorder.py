@@ -206,9 +206,7 @@ class Recorder:
         self.window.pop("current", None)
         pending = next((each.pending for each in self.optimizers.values() if each.pending), [])
         if self.written < MAX_WINDOWS and (pending or any(self.window.values())):
-            self.session.write(
-                "open", n=self.session.step_count, backwards=pending, **self.window
-            )
+            self.session.write("open", n=self.session.step_count, backwards=pending, **self.window)
         self.session.write(
             "totals",
             steps={str(s.index): s.steps for s in self.optimizers.values()},

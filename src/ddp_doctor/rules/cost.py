@@ -85,8 +85,8 @@ def one_bucket(run: Run, equation: Equation) -> Iterator[Finding]:
         if one["world"] > 1 and cap and one["bytes"] > 2 << 20 and cap * (1 << 20) >= one["bytes"]:
             yield finding(
                 "one_bucket",
-                f"bucket_cap_mb={cap} holds all {one['bytes'] >> 20} MB of gradients in one bucket: "
-                f"the all-reduce cannot overlap with backward.",
+                f"bucket_cap_mb={cap} holds all {one['bytes'] >> 20} MB of gradients in one "
+                f"bucket: the all-reduce cannot overlap with backward.",
                 one["place"],
                 "Leave bucket_cap_mb at its default of 25, or choose a smaller cap.",
             )

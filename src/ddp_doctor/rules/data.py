@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ddp_doctor.equation import Equation
 from ddp_doctor.findings import Finding, finding
@@ -127,7 +128,7 @@ def epoch_order_repeats(run: Run, equation: Equation) -> Iterator[Finding]:
         for facts in passes.values():
             trained = [
                 (one, two)
-                for one, two in zip(facts, facts[1:], strict=False)
+                for one, two in pairwise(facts)
                 if two["backwards"] > one["backwards"] and one["epoch"] == two["epoch"]
             ]
             if trained and len(trained) == len(facts) - 1:
@@ -286,8 +287,8 @@ def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
             )
             yield finding(
                 "padded_evaluation",
-                f"The evaluation set has {length} samples for {replicas} ranks: the sampler repeats "
-                f"{extra} of them, and a sum over the ranks counts {length + extra}.",
+                f"The evaluation set has {length} samples for {replicas} ranks: the sampler "
+                f"repeats {extra} of them, and a sum over the ranks counts {length + extra}.",
                 fact["place"],
                 "Give each rank range(rank, len(dataset), world_size) without padding, or drop the "
                 "last duplicates after gathering.",

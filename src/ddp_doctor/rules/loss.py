@@ -115,10 +115,7 @@ def _combined(step: Step) -> bool:
 
 
 def _global_count(step: Step) -> str:
-    if step.reduction == "mean":
-        start = "Use reduction='sum'"
-    else:
-        start = "Keep the sum"
+    start = "Use reduction='sum'" if step.reduction == "mean" else "Keep the sum"
     window = " of all micro-batches" if step.micros > 1 else ""
     return (
         f"{start}, count the items{window} with dist.all_reduce(count), and back-propagate "
@@ -166,7 +163,7 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
                     f"the loss sums over the items and the gradients are averaged over {world} "
                     f"ranks: they are {world} times smaller than those of the sum over all items.",
                     step.place,
-                    "loss = loss * dist.get_world_size(), or divide the sum by the number of items.",
+                    "Multiply the loss by dist.get_world_size(), or use the mean over the items.",
                     "warning",
                 )
             return
@@ -348,9 +345,10 @@ def _backward_place(step: Step) -> str:
 def _reduced_loss(step: Step) -> Fact | None:
     for _, fact in step.window:
         for one in fact["collectives"]:
-            if one.get("what") == "loss" and one.get("grad") and not one["through_autograd"]:
-                if one["op"] == "all_reduce" and one["backwards"] < step.window.backwards:
-                    return one
+            carries = one.get("what") == "loss" and one.get("grad") and not one["through_autograd"]
+            early = one["backwards"] < step.window.backwards
+            if one["op"] == "all_reduce" and carries and early:
+                return one
     return None
 
 

@@ -132,8 +132,8 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
         f"After step {window.n}, {len(names)} buffers differ between the ranks, first {names[0]} "
         f"({why}). Each rank evaluates, and rank 0 saves, a different model.",
         str(run.wrappers[0]["place"] if run.wrappers else fact.get("step_place", "")),
-        "Leave broadcast_buffers at True, convert to SyncBatchNorm, or broadcast the buffers before "
-        "evaluating and saving.",
+        "Leave broadcast_buffers at True, convert to SyncBatchNorm, or broadcast the buffers "
+        "before evaluating and saving.",
     )
 
 

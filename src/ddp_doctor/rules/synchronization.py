@@ -131,7 +131,7 @@ def clipped_before_sync(run: Run, equation: Equation) -> Iterator[Finding]:
                 for _, fact in window
                 for one in fact["collectives"][clips[0][at]["collectives"] :]
                 if one["op"] == "all_reduce"
-                and one.get("what") in ("gradient", "flat", "other")
+                and one.get("what") in ("gradient", "flat", "like a gradient", "other")
                 and one.get("numel", 0) > 1
             ]
             unsynced = clips[0][at]["backwards"] < window.backwards
@@ -261,7 +261,6 @@ def _first_gradient_place(window: Window) -> str:
     return ""
 
 
-
 def scaler_scales_differ(run: Run, equation: Equation) -> Iterator[Finding]:
     """The gradient scalers of the ranks have different scales in one step.
 
@@ -349,7 +348,7 @@ def static_graph_with_no_sync(run: Run, equation: Equation) -> Iterator[Finding]
             ends = " Backward failed in the reducer." if failed else ends
             yield finding(
                 "static_graph_with_no_sync",
-                f"Step {step}: a forward under no_sync() of a wrapper with static_graph=True.{ends}",
+                f"Step {step}: no_sync() around a forward of a wrapper with static_graph=True.{ends}",
                 forward["place"],
                 "Leave out static_graph=True, or synchronize every micro-batch.",
                 "error" if differing or failed else "warning",

@@ -118,7 +118,8 @@ def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
 
 def _touches_model(fact: Fact) -> bool:
     return any(
-        one.get("what") in ("gradient", "parameter", "flat") or one.get("numel", 0) > 64
+        one.get("what") in ("gradient", "parameter", "flat", "like a gradient")
+        or one.get("numel", 0) > 64
         for one in fact["collectives"]
         if one["op"]
         in ("all_reduce", "reduce", "all_gather", "broadcast", "all_gather_into_tensor")
@@ -169,7 +170,7 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
     """The optimizer steps parameters that backward never reaches, or misses some that it reaches.
 
     Right if another optimizer of the process holds the rest (GANs), and for parameters that are
-    only frozen by leaving them out: those get no finding as long as the optimizer's own are reached.
+    frozen by leaving them out of the optimizer in some steps only.
     """
     for window in run.windows:
         for rank, fact in window:

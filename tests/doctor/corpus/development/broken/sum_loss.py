@@ -1,6 +1,7 @@
 # doctor: expect=missing_world_size_factor ranks=2 launch=torchrun
 # measured: TODO
 """A denoising autoencoder whose loss is a sum, moved from one GPU to DDP."""
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -18,6 +18,7 @@ class Patches:
     def __init__(self, guard: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._guard = guard
         self._done: list[tuple[Any, str, Any, Any, bool]] = []
+        self._handles: list[Any] = []
 
     def observe(
         self,
@@ -52,6 +53,10 @@ class Patches:
 
         self.replace(owner, name, observed)
 
+    def hold(self, handle: Any) -> None:
+        """Remember a handle of a hook, to remove it with the rest."""
+        self._handles.append(handle)
+
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set the attribute and remember what was there."""
         inherited = isinstance(owner, type) and name not in vars(owner)
@@ -60,7 +65,9 @@ class Patches:
         self._done.append((owner, name, value, original, inherited))
 
     def undo(self) -> None:
-        """Put the originals back, last first."""
+        """Put the originals back, last first, and remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
         while self._done:
             owner, name, value, original, inherited = self._done.pop()
             if getattr(owner, name, None) is not value:

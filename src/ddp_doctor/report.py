@@ -125,8 +125,9 @@ def report(run_folder: Path, options: Options, hung: bool = False) -> Report:
         try:
             from ddp_doctor.page import write_page
 
-            path = write_page(result, folder / "report.html")
-            _print(f"ddp-doctor: {path}")
+            path = write_page(result, folder / "report.html", BOOK)
+            shown = os.path.relpath(path)
+            _print(f"ddp-doctor: {path if shown.startswith('..') else shown}")
         except ImportError:
             _print("ddp-doctor: no page, because Jinja2 is not installed (pip install jinja2).")
         except OSError as error:

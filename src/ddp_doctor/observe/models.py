@@ -67,9 +67,9 @@ class Names:
                     if module.training:
                         sync = isinstance(module, nn.SyncBatchNorm)
                         add("synced batch norm" if sync else "batch norm")
-                elif isinstance(module, nn.modules.dropout._DropoutNd) and module.training:
-                    if module.p > 0:
-                        add("dropout")
+                dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+                if dropout and module.training and module.p > 0:
+                    add("dropout")
         return counts
 
 

@@ -94,8 +94,8 @@ def install(session: Session, patches: Patches) -> None:
                 for each in group["params"]:
                     recorder.local.pop(id(each), None)
 
-    register_optimizer_step_pre_hook(step)
-    register_optimizer_step_post_hook(stepped)
+    patches.hold(register_optimizer_step_pre_hook(step))
+    patches.hold(register_optimizer_step_post_hook(stepped))
     patches.observe(Optimizer, "__init__", after=made)
     patches.observe(Optimizer, "zero_grad", cleared)
     patches.observe(nn.Module, "zero_grad", module_cleared)

@@ -32,7 +32,7 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
     found = []
     for step in steps:
         sums = list(step.by_rank().values())
-        if _own_counts(step, sums):
+        if _own_counts(step, sums) or _own_divisors(step, sums):
             weights = [share / count for count, share in sums]
             found.append((max(weights) / min(weights), step, weights))
     if not found:
@@ -97,6 +97,27 @@ def _own_counts(step: Step, sums: list[tuple[float, float]]) -> bool:
     if any(each and each[0] and each[1] / each[0] > 1.01 for each in inside):
         return False  # items of one call weigh differently by design: another unit than the item
     return alike(shares, 0.002)
+
+
+def _own_divisors(step: Step, sums: list[tuple[float, float]]) -> bool:
+    """Whether the ranks visibly divide by different numbers, and these explain the weights.
+
+    Catches counts that include more than the loss does, such as the label that a shift drops.
+    """
+    divisors = []
+    for _, fact in step.window:
+        values = {
+            one["value"]
+            for one in fact["scaling"]
+            if one["op"] == "/" and one["value"] > 1 and not LITERAL.fullmatch(one["text"])
+        }
+        if len(values) != 1:
+            return False
+        divisors += values
+    if len(divisors) != len(sums) or alike(divisors, 0.003) or min(c for c, _ in sums) <= 0:
+        return False
+    weights = [share / count for count, share in sums]
+    return alike([weight * d for weight, d in zip(weights, divisors, strict=True)], 0.002)
 
 
 def _ratio(sums: list[tuple[float, float]]) -> float:

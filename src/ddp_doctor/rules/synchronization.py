@@ -348,7 +348,7 @@ def static_graph_with_no_sync(run: Run, equation: Equation) -> Iterator[Finding]
             ends = " Backward failed in the reducer." if failed else ends
             yield finding(
                 "static_graph_with_no_sync",
-                f"Step {step}: no_sync() around a forward of a wrapper with static_graph=True.{ends}",
+                f"Step {step}: no_sync() around a forward, with static_graph=True.{ends}",
                 forward["place"],
                 "Leave out static_graph=True, or synchronize every micro-batch.",
                 "error" if differing or failed else "warning",

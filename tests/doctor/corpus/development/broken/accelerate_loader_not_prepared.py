@@ -1,5 +1,5 @@
 # doctor: expect=same_data_on_ranks ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 1.302, cosine 0.628 (reference: correct/accelerate_accumulates.py)
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed

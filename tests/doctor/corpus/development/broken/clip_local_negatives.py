@@ -1,5 +1,5 @@
 # doctor: expect=local_negatives ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.966, cosine 0.977 (reference: correct/clip_differentiable_gather.py)
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,5 +1,5 @@
 # doctor: expect=gather_without_gradient ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.643, cosine 0.935 (reference: correct/clip_differentiable_gather.py)
 import torch
 import torch.distributed as dist
 import torch.nn as nn

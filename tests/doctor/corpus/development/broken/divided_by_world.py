@@ -1,5 +1,5 @@
 # doctor: expect=scaled_by_world_size ranks=2 launch=torchrun
-# measured: TODO
+# measured: gradients and replicas are right: it costs time or wastes work (reference: correct/coefficient_half.py)
 import argparse
 from contextlib import nullcontext
 

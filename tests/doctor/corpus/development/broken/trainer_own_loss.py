@@ -1,4 +1,4 @@
-# doctor: expect=unequal_denominators,unequal_denominators_accumulation ranks=2 launch=torchrun
+# doctor: expect=unequal_denominators,unequal_denominators_accumulation,loss_not_divided_by_accumulation ranks=2 launch=torchrun
 # measured: TODO
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed

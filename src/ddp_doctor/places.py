@@ -82,6 +82,33 @@ def expression(frame: FrameType | None = None) -> str:
     return b"".join(chosen).decode(errors="replace").strip()[:200]
 
 
+def operand(text: str, op: str) -> str:
+    """The factor in a multiplication or division of a loss, as the source writes it.
+
+    `loss / n` → `n`; `0.5 * loss` → `0.5`; `loss.mul(w)` → `w`; the text itself if it is unclear.
+    """
+    try:
+        node: ast.AST = ast.parse(text).body[0]
+    except (SyntaxError, IndexError):
+        return text
+    if isinstance(node, ast.Expr | ast.Assign | ast.Return) and node.value is not None:
+        node = node.value
+    if isinstance(node, ast.AugAssign):
+        return ast.unparse(node.value)
+    if isinstance(node, ast.BinOp):
+        sides = [node.left, node.right]
+        if op == "/" or isinstance(node.right, ast.Constant):
+            return ast.unparse(node.right)
+        if isinstance(node.left, ast.Constant):
+            return ast.unparse(node.left)
+        return min((ast.unparse(each) for each in sides), key=len)
+    if isinstance(node, ast.Call) and node.args:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name.rstrip("_") in ("div", "mul", "divide", "multiply", "true_divide"):
+            return ast.unparse(node.args[-1])
+    return text
+
+
 def meaning(text: str, filename: str, depth: int = 3) -> str:
     """`text` followed by the right-hand sides of the names in it, as the file assigns them.
 

@@ -109,7 +109,9 @@ def _steps(server: Server, script: Script) -> list[Steps]:
 
 
 def _compared(broken: list[Steps], correct: list[Steps]) -> str:
-    text = []
+    text: list[str] = []
+    if not broken:
+        return "no optimizer step is reached"
     for step, (ours, theirs) in enumerate(zip(broken[0], correct[0], strict=False)):
         (gradient, _), (wanted, _) = ours, theirs
         if gradient.shape != wanted.shape or torch.allclose(gradient, wanted, 1e-4, 1e-7):

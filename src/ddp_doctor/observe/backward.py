@@ -71,7 +71,7 @@ def install(session: Session, patches: Patches) -> None:
             if each.requires_grad and each.is_leaf and not hasattr(each, "placements")
         ]
         recorder.window["current"] = record
-        recorder.window["sharded"] = any(
+        recorder.window["sharded"] = recorder.names.sharded() or any(
             hasattr(each, "placements") for each in recorder.known_parameters().values()
         )
         for each in recorder.terms:

@@ -7,6 +7,7 @@ function does not reduce. Divided by the count of items it is the weight of one 
 
 from __future__ import annotations
 
+import linecache
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from ddp_doctor.fingerprints import checksum
 from ddp_doctor.patching import Patches
-from ddp_doctor.places import expression, meaning, place, users_frame
+from ddp_doctor.places import expression, is_users, meaning, operand, place, users_frame
 
 if TYPE_CHECKING:
     from ddp_doctor.session import Session
@@ -145,6 +146,7 @@ def install(session: Session, patches: Patches) -> None:
                 return
             frame = users_frame(sys._getframe(1))
             text = expression(frame)
+            factor = operand(text, sign)
             file = "" if frame is None else frame.f_code.co_filename
             inner = _library_text(sys._getframe(1)) if frame is not None else ""
             recorder.window["scaling"].append(
@@ -152,7 +154,8 @@ def install(session: Session, patches: Patches) -> None:
                     "op": sign,
                     "value": float(other),
                     "text": text,
-                    "meaning": " ; ".join(each for each in (meaning(text, file), inner) if each),
+                    "operand": factor,
+                    "meaning": " ; ".join(each for each in (meaning(factor, file), inner) if each),
                     "place": place(frame),
                 }
             )
@@ -178,15 +181,12 @@ def install(session: Session, patches: Patches) -> None:
 
 
 def _library_text(frame: Any) -> str:
-    """The expression in a library's own frame, for a loss that a library scales."""
+    """The line of a library that scales a loss; empty if the user's own code does."""
     while frame is not None and "ddp_doctor" in frame.f_code.co_filename:
         frame = frame.f_back
-    if frame is None:
+    if frame is None or is_users(frame.f_code.co_filename):
         return ""
-    import linecache
-
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return line[:200]
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()[:200]
 
 
 def written(term: dict[str, Any]) -> dict[str, Any]:

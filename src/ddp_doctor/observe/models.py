@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ class Names:
         self._root: weakref.ref[nn.Module] | None = None
         self._names: dict[int, str] = {}
         self._searched: set[int] = set()
+        self._flat: bool | None = None
 
     def of(self, parameters: Sequence[Tensor], wrappers: Sequence[WrapperState]) -> list[str]:
         """A name per parameter. The first call for new parameters searches the live modules."""
@@ -51,6 +53,16 @@ class Names:
 
     def buffers(self, wrappers: Sequence[WrapperState]) -> list[tuple[str, Tensor]]:
         return [pair for root in self.roots(wrappers) for pair in root.named_buffers()]
+
+    def sharded(self) -> bool:
+        """Whether a module of this process shards plain parameters (FullyShardedDataParallel)."""
+        if "torch.distributed.fsdp.fully_sharded_data_parallel" not in sys.modules:
+            return False
+        if self._flat is None:
+            self._flat = any(
+                type(each).__name__ == "FullyShardedDataParallel" for each in gc.get_objects()
+            )
+        return self._flat
 
     def modules(self, wrappers: Sequence[WrapperState]) -> dict[str, int]:
         """How many layers of the kinds that matter are in training mode."""

@@ -95,7 +95,11 @@ def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
     if run.world < 2:
         return
     loaders: list[list[Fact]] = [
-        [one for one in rank.all("loader") if one["sharded"] and one["content"] is not None]
+        [
+            one
+            for one in rank.all("loader")
+            if one["sharded"] and one["content"] is not None and (one["replicas"] or 2) > 1
+        ]
         for rank in run.ranks
     ]
     if len(loaders) < run.world or not all(loaders):
@@ -200,8 +204,8 @@ def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
         return  # the short rank failed for a reason of its own
     listed = ", ".join(f"rank {r}: {c}" for r, c in list(counts.items())[:8])
     sizes = ", ".join(f"rank {r}: {sorted(v)}" for r, v in lengths.items() if v)
-    if failed and not _short_ended(run, few):
-        return
+    if not failed or not _short_ended(run, few):
+        return  # all ended well: the additional passes were not synchronized ones
     where = run.first("loader")
     yield finding(
         "uneven_batches",
@@ -273,18 +277,9 @@ def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
         )
         if evaluating and fact["sampler"] not in trained:
             extra = -length % replicas
-            reduced = any(
-                one
-                in (
-                    "all_reduce",
-                    "reduce",
-                    "gather",
-                    "all_gather",
-                    "all_gather_object",
-                    "all_gather_into_tensor",
-                )
-                for one in (totals or {}).get("collectives", {})
-            )
+            collectives = (totals or {}).get("collectives", {})
+            gathered = any("gather" in name for name in collectives)
+            reduced = not gathered and ("all_reduce" in collectives or "reduce" in collectives)
             yield finding(
                 "padded_evaluation",
                 f"The evaluation set has {length} samples for {replicas} ranks: the sampler "

@@ -12,7 +12,7 @@ from ddp_doctor.merged import Fact, Run
 
 WORLD = re.compile(
     r"world|num_replicas|num_processes|n_?procs?\b|n_?gpus?\b|num_?gpus|n_?ranks|num_ranks|"
-    r"num_devices|nproc|\bW\b|\bws\b",
+    r"num_devices|nproc|replicas|workers|\bsize\b|\bW\b|\bws\b",
     re.IGNORECASE,
 )
 WINDOW = re.compile(
@@ -109,7 +109,7 @@ def _own_divisors(step: Step, sums: list[tuple[float, float]]) -> bool:
         values = {
             one["value"]
             for one in fact["scaling"]
-            if one["op"] == "/" and one["value"] > 1 and not LITERAL.fullmatch(one["text"])
+            if one["op"] == "/" and one["value"] > 1 and not _is_literal(one)
         }
         if len(values) != 1:
             return False
@@ -173,7 +173,8 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
     wrapper = step.alpha * world  # 1 if the ranks' gradients are averaged
     if step.combination.kind == "not combined":
         wrapper = 1.0
-    if not total > 0 or near(total, 1.0):
+    coefficient = _coefficient(step)
+    if not total > 0 or near(total, 1.0) or near(total, coefficient):
         return
     if step.reduction == "sum" and alike([each.share / each.count for each in step.entries]):
         each_share = step.entries[0].share / step.entries[0].count
@@ -213,7 +214,7 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
         )
     if near(loss, 1.0):
         return
-    if micros > 1 and _unscaled(step) and _times(loss, micros, world):
+    if micros > 1 and _unscaled(step) and _times(loss, micros, world) and _other_data(step):
         yield (
             "loss_not_divided_by_accumulation",
             f"{micros} micro-batches with a mean each are added and nothing divides by {micros}: "
@@ -224,7 +225,7 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
         )
         loss /= micros
     elif micros > 1 and _times(loss, 1 / micros, world) and _divided_twice(step):
-        places = [each["place"] for each in _by_value(step, "/", micros)]
+        places = [each["place"] for each in _divided_twice(step)]
         yield (
             "loss_divided_twice",
             f"the loss is divided by the {micros} accumulation steps twice: all weights together "
@@ -240,11 +241,9 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
         if reduced is not None:
             return  # said by loss_reduced_before_backward
         division = _worldly(step, "/", world)
-        if step.reduction != "mean" and not division:
-            if micros > 1 and micros == world and _unscaled(step):
-                return
-            if _literal(step, "*", 1 / world) or _literal(step, "/", world):
-                return
+        if division:
+            yield _scaled(step, world, total, "divided", division)
+        elif step.reduction != "mean" and _divides_by_all(step):
             yield (
                 "missing_world_size_factor",
                 f"the loss is divided by the {number(step.items)} items of all ranks, and the "
@@ -254,25 +253,21 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
                 "Multiply the loss by dist.get_world_size(): the average divides by it again.",
                 None,
             )
-        elif division or not _explained(step, 1 / world):
-            yield _scaled(step, world, total, "divided", division)
     elif near(loss, world):
-        if reduced is not None:
-            return
         multiplication = _worldly(step, "*", world)
-        if multiplication or not _explained(step, world):
+        if reduced is None and multiplication:
             yield _scaled(step, world, total, "multiplied", multiplication)
 
 
 def _scaled(
-    step: Step, world: int, total: float, how: str, op: Fact | None
+    step: Step, world: int, total: float, how: str, op: Fact
 ) -> tuple[str, str, str, str, str | None]:
-    at = f" ({op['text']})" if op else ""
     return (
         "scaled_by_world_size",
-        f"the loss is {how} by the world size{at} although each rank takes the mean over its own "
-        f"items and the gradients are averaged: all weights together are {number(total)}, not 1.",
-        op["place"] if op else step.place,
+        f"the loss is {how} by the world size ({op['text']}) although each rank takes the mean "
+        f"over its own items and the gradients are averaged: all weights together are "
+        f"{number(total)}, not 1.",
+        op["place"],
         "Remove the factor: the average over ranks of equal means is the mean over all items.",
         None,
     )
@@ -281,6 +276,17 @@ def _scaled(
 def _times(loss: float, factor: float, world: int) -> bool:
     """Whether the loss is off by this factor, possibly together with a factor of the world size."""
     return any(near(loss, factor * other) for other in (1.0, world, 1 / world))
+
+
+def _other_data(step: Step) -> bool:
+    """Whether the backward passes are over different data: not several losses of one batch."""
+    for _, fact in step.window:
+        inputs = [str(each) for each in fact["inputs"]]
+        if len(inputs) >= step.micros and len(set(inputs)) < step.micros:
+            return False
+        if inputs and len(inputs) < step.micros:
+            return False
+    return True
 
 
 def _unscaled(step: Step) -> bool:
@@ -295,11 +301,14 @@ def _unscaled(step: Step) -> bool:
     )
 
 
-def _divided_twice(step: Step) -> bool:
-    divisions = _by_value(step, "/", step.micros)
-    if step.micros != step.world:
-        return True
-    return len(divisions) >= 2 and not _worldly(step, "/", step.world)
+def _divided_twice(step: Step) -> list[Fact]:
+    """Two visible divisions by the accumulation steps, or none."""
+    divisions = [
+        one for one in _by_value(step, "/", step.micros) if one["op"] == "/" or not _is_literal(one)
+    ]
+    if step.micros == step.world and _worldly(step, "/", step.world):
+        return []
+    return divisions if len(divisions) >= 2 else []
 
 
 def _by_value(step: Step, op: str, value: float) -> list[Fact]:
@@ -313,31 +322,36 @@ def _by_value(step: Step, op: str, value: float) -> list[Fact]:
 def _worldly(step: Step, op: str, world: int) -> Fact | None:
     """The scaling by the world size, recognized by value and by what its source says."""
     for one in _by_value(step, op, world):
-        said = one["meaning"] + " ; " + one["text"]
-        if WORLD.search(said) and not WINDOW.search(one["text"]):
+        if WORLD.search(one["meaning"]) and not WINDOW.search(one.get("operand", "")):
             return one
     return None
 
 
-def _literal(step: Step, op: str, value: float) -> bool:
-    return any(
-        one["op"] == op and near(one["value"], value) and not WORLD.search(one["meaning"])
-        for one in step.scaling
-    )
+def _is_literal(one: Fact) -> bool:
+    return bool(LITERAL.fullmatch(one.get("operand", "")))
 
 
-def _explained(step: Step, factor: float) -> bool:
-    """Whether a product of factors that the code writes without the world size gives the factor."""
+def _coefficient(step: Step) -> float:
+    """The product of the factors that the code writes as numbers, times the terms per backward."""
     product = 1.0
     for one in step.scaling:
-        if one["value"] > 0 and not WORLD.search(one["meaning"]):
+        if _is_literal(one) and one["value"] > 0:
             product *= one["value"] if one["op"] == "*" else 1 / one["value"]
-    values = [one["value"] for one in step.scaling if not WORLD.search(one["meaning"])]
-    return (
-        near(product, factor)
-        or near(product * step.micros, factor)
-        or any(near(each, factor) or near(each, 1 / factor) for each in values)
+    calls = Counter((each.rank, each.micro) for each in step.entries)
+    several = set(calls.values())
+    return product * (several.pop() if len(several) == 1 else 1)
+
+
+def _divides_by_all(step: Step) -> bool:
+    """Whether the loss is divided by the count of all ranks' items: visibly, or as counts tell."""
+    counts = [count for count, _ in step.by_rank().values()]
+    wanted = [step.items, *(count for count, _ in step.by_micro().values())]
+    seen = any(
+        one["op"] == "/" and any(near(one["value"], each) for each in wanted)
+        for one in step.scaling
     )
+    weights = [each.share / each.count for each in step.entries if each.count]
+    return seen or (not alike(counts, 0.003) and alike(weights))
 
 
 def _reduction_place(step: Step) -> str:

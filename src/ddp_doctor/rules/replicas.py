@@ -126,6 +126,7 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
     if not names or window.sharded:
         return
     fact = window.ranks[min(window.ranks)]
+    statistics = fact["modules"].get("batch norm", 0)
     why = "broadcast_buffers=False" if run.wrappers else "no wrapper broadcasts them"
     yield finding(
         "buffers_differ",
@@ -134,6 +135,7 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
         str(run.wrappers[0]["place"] if run.wrappers else fact.get("step_place", "")),
         "Leave broadcast_buffers at True, convert to SyncBatchNorm, or broadcast the buffers "
         "before evaluating and saving.",
+        None if statistics else "note",
     )
 
 

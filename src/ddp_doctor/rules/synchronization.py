@@ -77,7 +77,12 @@ def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
     ended = [rank for rank in run.ranks if rank.last("totals") and rank.error is None]
     if len(ended) < 2 or len(ended) < run.world:
         return
-    counts = {rank.rank: rank.steps for rank in ended}
+    totals = [rank.last("totals") or {} for rank in ended]
+    common = set.intersection(*(set(each["steps"]) for each in totals))
+    counts = {
+        rank.rank: sum(each["steps"][index] for index in common)
+        for rank, each in zip(ended, totals, strict=True)
+    }
     skipped = {
         window.n: [rank for rank, fact in window if fact["skipped"]]
         for window in run.windows

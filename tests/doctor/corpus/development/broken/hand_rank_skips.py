@@ -1,5 +1,5 @@
 # doctor: expect=rank_skipped_step ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 1.109, cosine -0.150; replicas differ by 6.9e-03 after 5 steps; optimizer steps per rank [5, 7] (reference: correct/hand_average.py)
 import os
 
 import torch

@@ -1,5 +1,5 @@
 # doctor: expect=same_data_on_ranks ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 1.843, cosine 0.676 (reference: correct/hand_average.py)
 import os
 
 import torch

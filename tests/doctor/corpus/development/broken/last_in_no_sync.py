@@ -1,5 +1,5 @@
 # doctor: expect=last_micro_batch_unsynced ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 1.493, cosine 0.947; replicas differ by 1.9e-02 after 6 steps (reference: correct/accumulate_no_sync.py)
 import argparse
 from contextlib import nullcontext
 

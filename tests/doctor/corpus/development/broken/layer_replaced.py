@@ -1,5 +1,5 @@
 # doctor: expect=hooks_lost ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 1.664, cosine -0.190; replicas differ by 1.4e-04 after 8 steps (reference: correct/mean_loss.py)
 """A denoising autoencoder whose loss is a sum, moved from one GPU to DDP."""
 
 import torch

@@ -1,5 +1,5 @@
 # doctor: expect=loss_divided_twice ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.500, cosine 1.000 (reference: correct/lightning_ddp.py)
 import warnings
 
 import pytorch_lightning as pl

@@ -1,5 +1,5 @@
 # doctor: expect=unequal_denominators,unequal_denominators_accumulation ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 1.593, cosine 0.565 (reference: correct/lightning_ddp.py)
 import warnings
 
 import pytorch_lightning as pl

@@ -1,5 +1,5 @@
 # doctor: expect=unequal_denominators ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.928, cosine 0.976 (reference: correct/masked_global_mean.py)
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -1,5 +1,5 @@
 # doctor: expect=wrapper_bypassed ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.990, cosine 0.912; replicas differ by 1.6e-01 after 8 steps (reference: correct/wrapper_forward.py)
 import torch
 import torch.distributed as dist
 import torch.nn as nn

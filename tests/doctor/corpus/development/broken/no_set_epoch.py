@@ -1,5 +1,5 @@
 # doctor: expect=epoch_order_repeats ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 3: gradient ratio 1.114, cosine 0.784 (reference: correct/accumulate_no_sync.py)
 import argparse
 from contextlib import nullcontext
 

@@ -25,7 +25,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", default="ddp-doctor", help="where report.html goes")
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON")
     parser.add_argument(
-        "--fail-on", choices=["error", "warning"], help="exit with 3 if something this bad is found"
+        "--fail-on",
+        choices=["error", "warning"],
+        help="ranks exit with 3 if something this bad is found",
     )
     parser.add_argument("--first", type=int, default=6, help="observe the first N steps (6)")
     parser.add_argument("--every", type=int, default=50, help="then every Nth step (50)")

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def check_step(
     wrap: Wrap = DistributedDataParallel,
     tolerance: float = 1e-3,
     seed: int = 0,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     raises: bool = True,
 ) -> StepReport:
     """Compare one optimizer step's gradient on `world_size` ranks with one process's.
@@ -164,15 +165,25 @@ def _on_ranks(
     ]
     for each in ranks:
         each.start()
+    until = time.monotonic() + timeout
+    late: list[int] = []
     try:
-        for each in ranks:
-            each.join(timeout)
-        late = [rank for rank, each in enumerate(ranks) if each.is_alive()]
+        while True:
+            left = [
+                rank
+                for rank, each in enumerate(ranks)
+                if each.is_alive() and not (Path(folder) / f"{rank}.pt").exists()
+            ]
+            if not left or any(Path(folder).glob("*.error")):
+                break
+            if time.monotonic() > until:
+                late = left
+                break
+            time.sleep(0.02)
     finally:
         for each in ranks:
-            if each.is_alive():
-                each.kill()
-                each.join()
+            each.kill()  # what a rank had to say is in its file
+            each.join()
     for rank in range(world):
         error = Path(folder) / f"{rank}.error"
         if error.exists():
@@ -217,9 +228,10 @@ def _rank(
         torch.save(_gradients(module), Path(folder) / f"{rank}.part")
         os.replace(Path(folder) / f"{rank}.part", Path(folder) / f"{rank}.pt")
         dist.barrier()
-        dist.destroy_process_group()
     except BaseException:
-        (Path(folder) / f"{rank}.error").write_text(traceback.format_exc())
+        part = Path(folder) / f"{rank}.error-part"
+        part.write_text(traceback.format_exc())
+        os.replace(part, Path(folder) / f"{rank}.error")
         raise SystemExit(1) from None
 
 

@@ -1,5 +1,5 @@
 # doctor: expect=optimizer_on_other_parameters ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.000, cosine 0.000 (reference: correct/mean_loss.py)
 """A denoising autoencoder whose loss is a sum, moved from one GPU to DDP."""
 
 import torch

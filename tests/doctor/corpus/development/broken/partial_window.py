@@ -1,5 +1,5 @@
 # doctor: expect=partial_window_divided_by_k ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 2: gradient ratio 0.500, cosine 1.000 (reference: correct/partial_window_own_length.py)
 import argparse
 from contextlib import nullcontext
 

@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=2 launch=torchrun
-# measured: TODO
+# measured: parameters are bitwise equal on all ranks after each of 6 steps; reference of broken scripts
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fail-on",
         choices=["error", "warning"],
-        help="ranks exit with 3 if something this bad is found",
+        help="let ranks exit with 3 if this is found",
     )
     parser.add_argument("--first", type=int, default=6, help="observe the first N steps (6)")
     parser.add_argument("--every", type=int, default=50, help="then every Nth step (50)")

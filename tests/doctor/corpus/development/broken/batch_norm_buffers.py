@@ -1,5 +1,5 @@
 # doctor: expect=buffers_differ,local_batch_norm ranks=2 launch=torchrun
-# measured: gradients and replicas are right: it costs time or wastes work (reference: correct/mean_loss.py)
+# measured: running_mean differs by 2.6e-02 between the ranks after 8 steps
 """A denoising autoencoder whose loss is a sum, moved from one GPU to DDP."""
 
 import torch

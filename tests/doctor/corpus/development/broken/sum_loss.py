@@ -1,5 +1,5 @@
 # doctor: expect=missing_world_size_factor ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.500, cosine 1.000 (reference: correct/sum_loss_times_world.py)
 """A denoising autoencoder whose loss is a sum, moved from one GPU to DDP."""
 
 import torch

@@ -40,7 +40,8 @@ def install(session: Session, patches: Patches) -> None:
         def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not recorder.on or len(recorder.window["clips"]) >= 64:
                 return
-            limit = args[1] if len(args) > 1 else next(iter(kwargs.values()), 0.0)
+            limit = args[1] if len(args) > 1 else kwargs.get("max_norm", kwargs.get("clip_value"))
+            limit = None if kind == "total" else limit
             norm = None
             sharded = False
             if isinstance(result, Tensor):
@@ -48,7 +49,7 @@ def install(session: Session, patches: Patches) -> None:
                 norm = None if sharded else float(result.detach())
             recorder.window["clips"].append(
                 {
-                    "kind": kind,
+                    "kind": "norm" if kind == "total" else kind,
                     "norm": norm,
                     "limit": float(limit) if isinstance(limit, int | float) else None,
                     "sharded": sharded,
@@ -65,3 +66,4 @@ def install(session: Session, patches: Patches) -> None:
     for owner in (clip_grad, torch.nn.utils):
         patches.observe(owner, "clip_grad_norm_", before, clip("norm"))
         patches.observe(owner, "clip_grad_value_", before, clip("value"))
+        patches.observe(owner, "get_total_norm", after=clip("total"))

@@ -21,7 +21,7 @@ for _ in range(5):
     loss = nn.functional.cross_entropy(model(x[rank::world]), y[rank::world])
     loss.backward()
     shards = [p.grad.to_local() for p in model.parameters()]
-    norm = torch.stack([shard.norm() for shard in shards]).norm()
+    norm = nn.utils.get_total_norm(shards)
     for shard in shards:
         shard.mul_(torch.clamp(0.5 / norm, max=1.0))
     opt.step()

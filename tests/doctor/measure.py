@@ -26,6 +26,7 @@ REFERENCES = {
     "accelerate_loader_not_prepared": "accelerate_accumulates",
     "accelerate_scheduler": "accelerate_accumulates",
     "accelerate_unwrapped": "accelerate_accumulates",
+    "captioner_accumulates": "captioner_counts_tokens",
     "clip_every_micro_batch": "clip_once",
     "clip_local_negatives": "clip_differentiable_gather",
     "clip_plain_gather": "clip_differentiable_gather",

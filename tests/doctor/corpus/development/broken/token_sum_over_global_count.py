@@ -1,5 +1,5 @@
 # doctor: expect=missing_world_size_factor ranks=2 launch=torchrun
-# measured: TODO
+# measured: step 0: gradient ratio 0.500, cosine 1.000 (reference: correct/token_sum_times_world.py)
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,5 +1,5 @@
 # doctor: expect=unequal_denominators_accumulation ranks=1 launch=python
-# measured: TODO
+# measured: step 0: gradient ratio 1.101, cosine 0.931 (reference: correct/captioner_counts_tokens.py)
 """A captioner on one device: four micro-batches of captions with different lengths."""
 import torch
 import torch.nn as nn

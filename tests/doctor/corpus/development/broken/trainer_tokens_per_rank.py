@@ -1,7 +1,7 @@
 # doctor: expect=unequal_denominators ranks=2 launch=torchrun
 # measured: step 0: gradient ratio 1.004, cosine 0.999 (reference: correct/trainer_gpt2.py)
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 set_seed(0)
 config = GPT2Config(
@@ -36,5 +36,6 @@ trainer = Trainer(
     ),  # fmt: skip
     train_dataset=list(rows()),
 )
+trainer.remove_callback(PrinterCallback)  # it prints how long training took
 result = trainer.train()
 print(trainer.args.process_index, f"{result.training_loss:.5f}")

@@ -1,7 +1,7 @@
 # doctor: expect=none ranks=2 launch=torchrun
 # measured: num_items_in_batch counts all ranks and micro-batches; gradient equals one process's
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 set_seed(0)
 config = GPT2Config(
@@ -35,5 +35,6 @@ trainer = Trainer(
     ),  # fmt: skip
     train_dataset=list(rows()),
 )
+trainer.remove_callback(PrinterCallback)  # it prints how long training took
 result = trainer.train()
 print(trainer.args.process_index, f"{result.training_loss:.5f}")

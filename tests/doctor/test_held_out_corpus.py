@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SPEC = importlib.util.spec_from_file_location(
-    "held_out_measure", Path(__file__).with_name("measure.py")
+    "held_out_measure", Path(__file__).with_name("measure_held_out.py")
 )
 measure = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = measure

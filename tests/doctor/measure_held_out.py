@@ -1,8 +1,9 @@
 """Measures what a script of the held-out corpus computes, without the doctor.
 
-    python -m tests.doctor.measure NAME...             prints the numbers of these scripts
-    python -m tests.doctor.measure --write [NAME...]   also stores them, in held_out/measured.json
-                                                       and in each script's line `# measured:`
+    python -m tests.doctor.measure_held_out NAME...             prints these scripts' numbers
+    python -m tests.doctor.measure_held_out --write [NAME...]   also stores them, in
+                                                                held_out/measured.json and in
+                                                                each script's line `# measured:`
 
 A script runs unchanged, with the ranks its header names, while `probe/sitecustomize.py` records
 every optimizer step. `references/NAME.py` then computes in one process what is right:

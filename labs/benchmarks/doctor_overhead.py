@@ -1,0 +1,96 @@
+"""What the doctor costs: the median step with it and without it, paired, in one run.
+
+    python labs/benchmarks/doctor_overhead.py [--rounds 20]
+
+Two ranks, torch's DDP, SGD. Blocks of ten steps with the doctor installed and blocks without it
+take turns; the doctor observes every 50th step fully, as it does by default after the first ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from labkit.benchmark import parser
+from labkit.ranks import run_ranks
+from labkit.tables import table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_doctor.observe import install
+from ddp_doctor.session import Options, Session
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "12 × Linear(1024)": (
+        lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))),
+        (16, 1024),
+    ),
+    "300 × Linear(64)": (
+        lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(300))),
+        (16, 64),
+    ),
+    "transformer, 8 layers of 256": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True), 8
+        ),
+        (4, 32, 256),
+    ),
+}
+BLOCK = 10
+
+
+def blocks(name: str, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds of every step: with the doctor, and without."""
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        session = Session(Options(), Path(folder))
+        session.open()
+        patches = install(session)
+        model = DistributedDataParallel(build())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        inputs = torch.randn(shape)
+
+        def step() -> float:
+            begun = time.perf_counter()
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), inputs).backward()
+            optimizer.step()
+            return time.perf_counter() - begun
+
+        for _ in range(session.options.first + 2):
+            step()
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(rounds):
+            times[0].extend(step() for _ in range(BLOCK))
+            patches.undo()
+            times[1].extend(step() for _ in range(BLOCK))
+            patches = install(session)
+        patches.undo()
+        session.over = True
+    return times
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=20, help="pairs of blocks (default 20)")
+    given = arguments.parse_args()
+    rounds = 1 if given.quick else given.rounds
+    rows = []
+    for name in MODELS:
+        observed, plain = run_ranks(blocks, 2, name, rounds, timeout=900, device="cpu")[0]
+        one, other = statistics.median(observed), statistics.median(plain)
+        rows.append([name, 1e3 * other, 1e3 * one, one / other, _mean(observed) / _mean(plain)])
+    print(table(["model", "ms without", "ms with", "median ratio", "mean ratio"], rows, digits=3))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The doctor: what one optimizer step of your own training run computes, and what is wrong with it.
+
+    torchrun --nproc-per-node 4 -m ddp_doctor train.py --lr 0.1
+    python -m ddp_doctor train.py          # a script that starts its own ranks, or one process
+    import ddp_doctor; ddp_doctor.watch()  # one line at the top of a script
+
+In reading order:
+
+================  =================================================================================
+`__main__`        the command line
+`session`         starts and ends observing in one process
+`observe`         one file per thing observed
+`journal`         what a process writes down: bounded, to a folder, never through a process group
+`watcher`         a process of its own: waits for the ranks, merges, reports
+`merged`          the journals of all ranks, side by side
+`equation`        what one optimizer step computes: factors, counts, the weight of each item
+`rules`           one file per family: a pure function from merged journals to findings
+`report`          terminal, HTML, JSON
+`check`           `check_step`: a test for one's own repository
+================  =================================================================================
+
+Importing this package imports neither torch nor anything of the user's: the watcher has to start
+in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp_doctor.check import StepReport, check_step
+    from ddp_doctor.session import watch
+
+__all__ = ["StepReport", "check_step", "watch"]
+
+_HOMES = {"StepReport": "check", "check_step": "check", "watch": "session"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ddp_doctor' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"ddp_doctor.{_HOMES[name]}"), name)

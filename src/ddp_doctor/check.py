@@ -1,0 +1,275 @@
+"""A test for one's own repository: one optimizer step's gradient, in one process and on W ranks.
+
+def test_my_training_step_averages_over_all_items():
+    ddp_doctor.check_step(build_model, compute_loss, batches, world_size=2)
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+BuildModel = Callable[[], nn.Module]
+ComputeLoss = Callable[[nn.Module, Any], Tensor]
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One parameter: the ranks' gradient against the whole batch's. `ratio` is of the norms."""
+
+    name: str
+    ratio: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What `check_step` measured. `factor` names a common factor, if there is one."""
+
+    ratio: float
+    cosine: float
+    parameters: list[Comparison]
+    factor: str | None
+    ranks_agree: bool
+
+    @property
+    def worst(self) -> Comparison:
+        """The parameter furthest from the whole batch's gradient."""
+        return max(self.parameters, key=lambda each: abs(each.ratio - 1) + abs(each.cosine - 1))
+
+    def __str__(self) -> str:
+        worst = self.worst
+        named = f" (= {self.factor})" if self.factor else ""
+        agree = "" if self.ranks_agree else " The ranks' gradients differ from each other."
+        return (
+            f"gradient of the ranks / gradient of the whole batch: ratio {self.ratio:.4f}{named}, "
+            f"cosine {self.cosine:.4f}; worst parameter {worst.name}: ratio {worst.ratio:.4f}, "
+            f"cosine {worst.cosine:.4f}.{agree}"
+        )
+
+
+def check_step(
+    build_model: BuildModel,
+    compute_loss: ComputeLoss,
+    batches: Sequence[Any],
+    world_size: int = 2,
+    accumulate: int = 1,
+    *,
+    whole_batch: Callable[[Sequence[Any]], Any] | None = None,
+    reference_loss: ComputeLoss | None = None,
+    wrap: Wrap = DistributedDataParallel,
+    tolerance: float = 1e-3,
+    seed: int = 0,
+    timeout: float = 120.0,
+    raises: bool = True,
+) -> StepReport:
+    """Compare one optimizer step's gradient on `world_size` ranks with one process's.
+
+    `batches` holds world_size × accumulate batches; rank r takes accumulate of them, from
+    r × accumulate. `compute_loss(model, batch)` returns what each micro-batch back-propagates, with
+    every division that your loop does; it may call torch.distributed. The reference is one process
+    with `whole_batch(batches)`, by default all tensors concatenated along dimension 0, and
+    `reference_loss`, by default `compute_loss`, without a wrapper.
+
+    The ranks are own processes (spawn, gloo, CPU): both functions have to be importable, as for a
+    DataLoader with workers. All micro-batches but the last run under `no_sync` where there is one.
+
+    Raises AssertionError with the factor's name if ratio or cosine are off by more than
+    `tolerance` for any parameter (unless `raises` is false), ValueError if the number of batches
+    does not fit, RuntimeError if a rank fails. Cost: two optimizer steps and the start of W
+    processes, about 4 s.
+    """
+    if len(batches) != world_size * accumulate:
+        raise ValueError(
+            f"{len(batches)} batches for {world_size} ranks × {accumulate} micro-batches: "
+            f"pass {world_size * accumulate}."
+        )
+    whole = (whole_batch or concatenated)(batches)
+    wanted = _reference(build_model, reference_loss or compute_loss, whole, seed)
+    with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as folder:
+        got = _on_ranks(
+            folder, world_size, accumulate, seed, timeout, build_model, compute_loss, batches, wrap
+        )
+    report = _compared(wanted, got, world_size, accumulate, len(batches))
+    worst = report.worst
+    close = abs(worst.ratio - 1) <= tolerance and abs(worst.cosine - 1) <= tolerance
+    if raises and not (close and report.ranks_agree):
+        raise AssertionError(f"check_step: {report}")
+    return report
+
+
+def concatenated(batches: Sequence[Any]) -> Any:
+    """The batches as one: tensors along dimension 0; tuples, lists and dicts part by part."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
+    if isinstance(first, dict):
+        return {key: concatenated([each[key] for each in batches]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(concatenated(list(part)) for part in zip(*batches, strict=True))
+    raise TypeError(f"batches of {type(first).__name__}: pass whole_batch= to combine them")
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (torch.zeros_like(each) if each.grad is None else each.grad).detach().clone()
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
+
+
+def _reference(
+    build_model: BuildModel, loss: ComputeLoss, batch: Any, seed: int
+) -> dict[str, Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build_model()
+        owns = not dist.is_initialized()
+        folder = tempfile.TemporaryDirectory(prefix="ddp-doctor-")
+        try:
+            if owns:  # a loss that calls torch.distributed works in a group of one
+                store = dist.FileStore(str(Path(folder.name) / "store"), 1)
+                dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            loss(model, batch).backward()
+        finally:
+            if owns and dist.is_initialized():
+                dist.destroy_process_group()
+            folder.cleanup()
+    return _gradients(model)
+
+
+def _on_ranks(
+    folder: str, world: int, accumulate: int, seed: int, timeout: float, *work: Any
+) -> list[dict[str, Tensor]]:
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(
+            target=_rank, args=(rank, world, accumulate, seed, timeout, folder, *work), daemon=True
+        )
+        for rank in range(world)
+    ]
+    for each in ranks:
+        each.start()
+    until = time.monotonic() + timeout
+    late: list[int] = []
+    try:
+        while True:
+            left = [
+                rank
+                for rank, each in enumerate(ranks)
+                if each.is_alive() and not (Path(folder) / f"{rank}.pt").exists()
+            ]
+            if not left or any(Path(folder).glob("*.error")):
+                break
+            if time.monotonic() > until:
+                late = left
+                break
+            time.sleep(0.02)
+    finally:
+        for each in ranks:
+            each.kill()  # what a rank had to say is in its file
+            each.join()
+    for rank in range(world):
+        error = Path(folder) / f"{rank}.error"
+        if error.exists():
+            raise RuntimeError(f"check_step: rank {rank} failed:\n{error.read_text()}")
+    if late:
+        raise RuntimeError(f"check_step: rank {late} did not end within {timeout:g} s.")
+    missing = [rank for rank in range(world) if not (Path(folder) / f"{rank}.pt").exists()]
+    if missing:
+        raise RuntimeError(f"check_step: rank {missing} ended without a gradient (os._exit?).")
+    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+
+
+def _rank(
+    rank: int,
+    world: int,
+    accumulate: int,
+    seed: int,
+    timeout: float,
+    folder: str,
+    build_model: BuildModel,
+    compute_loss: ComputeLoss,
+    batches: Sequence[Any],
+    wrap: Wrap,
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.FileStore(str(Path(folder) / "store"), world)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        )
+        torch.manual_seed(seed)
+        module = build_model()
+        model = wrap(module)
+        mine = batches[rank * accumulate : (rank + 1) * accumulate]
+        for at, batch in enumerate(mine):
+            if at + 1 < accumulate and hasattr(model, "no_sync"):
+                with model.no_sync():
+                    compute_loss(model, batch).backward()
+            else:
+                compute_loss(model, batch).backward()
+        torch.save(_gradients(module), Path(folder) / f"{rank}.part")
+        os.replace(Path(folder) / f"{rank}.part", Path(folder) / f"{rank}.pt")
+        dist.barrier()
+    except BaseException:
+        part = Path(folder) / f"{rank}.error-part"
+        part.write_text(traceback.format_exc())
+        os.replace(part, Path(folder) / f"{rank}.error")
+        raise SystemExit(1) from None
+
+
+def _compared(
+    wanted: dict[str, Tensor],
+    got: list[dict[str, Tensor]],
+    world: int,
+    accumulate: int,
+    batches: int,
+) -> StepReport:
+    agree = all(torch.equal(got[0][name], each[name]) for each in got[1:] for name in wanted)
+    parameters = [
+        Comparison(name, *_ratio_and_cosine(got[0][name], each)) for name, each in wanted.items()
+    ]
+    ratio, cosine = _ratio_and_cosine(
+        torch.cat([got[0][name].flatten() for name in wanted]),
+        torch.cat([each.flatten() for each in wanted.values()]),
+    )
+    factor = _named(ratio, world, accumulate) if abs(cosine - 1) < 1e-3 else None
+    return StepReport(ratio, cosine, parameters, factor, agree)
+
+
+def _ratio_and_cosine(one: Tensor, other: Tensor) -> tuple[float, float]:
+    one, other = one.double().flatten(), other.double().flatten()
+    first, second = float(one.norm()), float(other.norm())
+    if not second or not first:
+        same = first == second
+        return (1.0 if same else (math.inf if first else 0.0)), (1.0 if same else 0.0)
+    return first / second, float(one @ other) / (first * second)
+
+
+def _named(ratio: float, world: int, accumulate: int) -> str | None:
+    names = {"1": 1.0, "W": world, "1/W": 1 / world}
+    if accumulate > 1:
+        k = accumulate
+        names |= {"K": k, "1/K": 1 / k, "K·W": k * world, "1/(K·W)": 1 / (k * world)}
+        names |= {"K/W": k / world, "W/K": world / k}
+    for name, value in names.items():
+        if abs(ratio - value) <= 1e-3 * value:
+            return None if name == "1" else name
+    return None

@@ -1,0 +1,307 @@
+"""The equation of a run: what one optimizer step computes, from what was seen.
+
+Wanted is the gradient of Σ ℓ_i / N over the N items of one optimizer step, on all ranks and in all
+micro-batches. Seen are, for each rank r and micro-batch k, the count n_rk of items in the loss and
+its *share* s_rk: the gradient that arrives there, which is the total weight of these items before
+the ranks are combined. The wrapper multiplies by α (1/W if it averages). So
+
+    weight of an item   w_rk = α · s_rk / n_rk        wanted: 1/N for every item
+    sum of all weights  T    = α · Σ s_rk             wanted: 1
+
+α is measured: gradients after synchronization, divided by the sum of the local gradients that hooks
+saw, over all parameters. No trust in the wrapper's class is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_doctor.merged import Fact, Run, Window
+
+TOLERANCE = 0.01  # bfloat16 rounds a factor by up to 0.4 %
+
+
+def near(value: float, wanted: float, tolerance: float = TOLERANCE) -> bool:
+    """Whether two positive numbers agree up to rounding."""
+    return math.isfinite(value) and abs(value - wanted) <= tolerance * abs(wanted)
+
+
+def alike(values: list[float], tolerance: float = TOLERANCE) -> bool:
+    """Whether all numbers agree up to rounding."""
+    return not values or max(values) - min(values) <= tolerance * max(abs(each) for each in values)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """How the ranks' gradients became one. `factor` is α; None where it could not be measured."""
+
+    kind: str  # averaged, summed, scaled, not combined, unknown, alone
+    factor: float | None
+    residual: float = 0.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One loss term of one rank in one micro-batch. `share` is s_rk, `count` is n_rk."""
+
+    rank: int
+    micro: int
+    count: float
+    share: float
+    fact: Fact
+
+
+@dataclass
+class Step:
+    """The equation of one optimizer step."""
+
+    window: Window
+    world: int
+    micros: int
+    combination: Combination
+    entries: list[Entry]
+    function: str
+    reduction: str
+    place: str
+    scaling: list[Fact]
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def alpha(self) -> float:
+        """α, or what an average over the ranks would do where it was not measured."""
+        factor = self.combination.factor
+        return 1.0 / self.world if factor is None else factor
+
+    @property
+    def items(self) -> float:
+        """N: the items of this step over all ranks and micro-batches."""
+        return sum(each.count for each in self.entries)
+
+    @property
+    def total(self) -> float:
+        """T: the sum of all weights."""
+        return self.alpha * sum(each.share for each in self.entries)
+
+    def weights(self) -> list[tuple[Entry, float]]:
+        """Each entry's weight of one item, relative to 1/N."""
+        return [
+            (each, self.alpha * each.share / each.count * self.items)
+            for each in self.entries
+            if each.count
+        ]
+
+    @property
+    def spread(self) -> float:
+        """Largest weight divided by the smallest."""
+        values = [abs(weight) for _, weight in self.weights() if weight]
+        return max(values) / min(values) if values else 1.0
+
+    def by_rank(self) -> dict[int, tuple[float, float]]:
+        """(items, share) per rank."""
+        return self._summed(lambda each: each.rank)
+
+    def by_micro(self) -> dict[int, tuple[float, float]]:
+        """(items, share) per micro-batch."""
+        return self._summed(lambda each: each.micro)
+
+    def _summed(self, key: Any) -> dict[int, tuple[float, float]]:
+        sums: dict[int, tuple[float, float]] = {}
+        for each in self.entries:
+            count, share = sums.get(key(each), (0.0, 0.0))
+            sums[key(each)] = (count + each.count, share + each.share)
+        return dict(sorted(sums.items()))
+
+
+def combination(window: Window) -> Combination:
+    """Measure α from the gradients of one window."""
+    if window.world == 1:
+        return Combination("alone", 1.0)
+    if window.sharded:
+        return Combination("unknown", None)
+    snapshots = list(window.snapshots().values())
+    if not snapshots or not snapshots[0].get("grads"):
+        return Combination("unknown", None)
+    if window.differing_gradients:
+        return Combination("not combined", None)
+    product = square = final_square = 0.0
+    for name, value in snapshots[0]["grads"].items():
+        parts = [each.get("local", {}).get(name) for each in snapshots]
+        if value is None or all(part is None for part in parts):
+            continue
+        local = sum(part for part in parts if part is not None)
+        product += value * local
+        square += local * local
+        final_square += value * value
+    if not square or not final_square or not math.isfinite(product):
+        return Combination("unknown", None)
+    factor = product / square
+    rest = max(0.0, final_square - product * factor)
+    residual = math.sqrt(rest / final_square)
+    if residual > 0.05:
+        return Combination("unknown", None, residual)
+    if near(factor * window.world, 1.0, 0.02):
+        return Combination("averaged", 1.0 / window.world, residual)
+    if near(factor, 1.0, 0.02):
+        return Combination("summed", 1.0, residual)
+    return Combination("scaled", factor, residual)
+
+
+def step_of(window: Window) -> Step | None:
+    """The equation of a window, for its main loss term. None if no loss was seen."""
+    terms: dict[tuple[str, str], list[Entry]] = {}
+    for rank, fact in window:
+        for micro, backward in enumerate(fact["backwards"]):
+            scale = backward.get("scale") or 1.0
+            for term in backward.get("terms", ()):
+                entry = Entry(rank, micro, float(term["count"]), _share(term) / scale, term)
+                terms.setdefault((term["function"], term["place"]), []).append(entry)
+    candidates = {
+        key: entries
+        for key, entries in terms.items()
+        if not any(each.fact.get("over_parameters") for each in entries)
+    }
+    if not candidates:
+        return None
+
+    def weight(key: tuple[str, str]) -> tuple[bool, int, float]:
+        entries = candidates[key]
+        ranks = {(each.rank, each.micro) for each in entries}
+        return entries[0].fact["loss"], len(ranks), sum(abs(each.share) for each in entries)
+
+    main = max(candidates, key=weight)
+    entries = candidates[main]
+    # Micro-batches are the backward passes that this term is in, counted per rank from 0.
+    order = {
+        rank: sorted({each.micro for each in entries if each.rank == rank}) for rank in window.ranks
+    }
+    entries = [
+        Entry(each.rank, order[each.rank].index(each.micro), each.count, each.share, each.fact)
+        for each in entries
+    ]
+    scaling: dict[tuple[Any, ...], Fact] = {}
+    for _, fact in window:
+        for one in fact["scaling"]:
+            scaling.setdefault((one["op"], one["value"], one["place"], one["text"]), one)
+    return Step(
+        window=window,
+        world=window.world,
+        micros=max((len(each) for each in order.values()), default=0),
+        combination=combination(window),
+        entries=entries,
+        function=main[0],
+        reduction=entries[0].fact["reduction"],
+        place=main[1],
+        scaling=list(scaling.values()),
+        others=[f"{name} at {place}" for name, place in candidates if (name, place) != main],
+    )
+
+
+def _share(term: Fact) -> float:
+    factor = float(term["factor"])
+    return factor * float(term["count"]) if term["reduction"] == "sum" else factor
+
+
+@dataclass
+class Equation:
+    """The equation that the report shows: one step, chosen, and how usual it is."""
+
+    step: Step | None
+    steps: list[Step]
+    world: int
+    right: bool
+    lines: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers, for `--json`."""
+        if self.step is None:
+            return {"world_size": self.world, "seen": False, "lines": self.lines}
+        step = self.step
+        return {
+            "seen": True,
+            "world_size": step.world,
+            "micro_batches": step.micros,
+            "items": step.items,
+            "loss": {"function": step.function, "reduction": step.reduction, "where": step.place},
+            "combination": step.combination.kind,
+            "combination_factor": step.combination.factor,
+            "sum_of_weights": step.total,
+            "weights": [
+                {"rank": e.rank, "micro_batch": e.micro, "items": e.count, "weight_times_N": w}
+                for e, w in step.weights()
+            ],
+            "right": self.right,
+            "step": step.window.n,
+            "lines": self.lines,
+        }
+
+
+def equation(run: Run) -> Equation:
+    """Analyze every complete window; show the most common kind of them."""
+    steps = [step for window in run.complete if (step := step_of(window)) is not None]
+    if not steps:
+        seen = "no complete optimizer step" if not run.complete else "no loss function"
+        return Equation(None, [], run.world, False, [f"Not seen: {seen}."])
+    signature = Counter(_signature(each) for each in steps)
+    usual = signature.most_common(1)[0][0]
+    step = next(each for each in steps if _signature(each) == usual)
+    worst = max((each for each in steps if _signature(each) == usual), key=lambda e: e.spread)
+    step = worst if worst.spread > 1 + TOLERANCE else step
+    right = near(step.total, 1.0) and step.spread <= 1 + TOLERANCE
+    right = right and step.combination.kind in ("averaged", "summed", "scaled", "alone")
+    return Equation(step, steps, run.world, right, _lines(step, right))
+
+
+def _signature(step: Step) -> tuple[Any, ...]:
+    return (step.window.optimizer, step.micros, step.combination.kind, f"{step.total:.1g}")
+
+
+def number(value: float) -> str:
+    """A number as people write it: 4, 0.25, 1.67."""
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.4g}"
+
+
+def _lines(step: Step, right: bool) -> list[str]:
+    counts = [each.count for each in step.entries]
+    count = (
+        number(counts[0]) if alike(counts, 0.0) else f"{number(min(counts))}–{number(max(counts))}"
+    )
+    ranks = f"{step.world} rank{'s' * (step.world != 1)}"
+    micros = f"{step.micros} micro-batch{'es' * (step.micros != 1)}"
+    lines = [f"{ranks} × {micros} × {count} items = N = {number(step.items)} items per step"]
+    reduction = {"mean": "averages", "sum": "sums", "none": "returns one loss per item"}
+    said = f"loss      {step.function} at {step.place or '?'} {reduction.get(step.reduction, '')}"
+    lines.append(said)
+    for one in _relevant(step):
+        name = f"{one['text']}  ({one['op']} {number(one['value'])})"
+        lines.append(f"factor    {name} at {one['place']}")
+    how = {
+        "averaged": f"averages over the ranks (× 1/{step.world})",
+        "summed": "sums over the ranks (× 1)",
+        "scaled": f"combines the ranks with × {number(step.alpha)}",
+        "not combined": "nothing: the ranks apply different gradients",
+        "unknown": f"not measured; taken as × 1/{step.world}",
+        "alone": "one rank, nothing to combine",
+    }[step.combination.kind]
+    lines.append(f"combine   {how}")
+    if step.combination.kind == "not combined":
+        lines.append("weight    each item counts on its own rank only")
+    elif right:
+        lines.append("weight    every item weighs 1/N")
+    else:
+        values = [weight for _, weight in step.weights()]
+        if not alike(values):
+            low, high = min(values), max(values)
+            lines.append(f"weight    items weigh from {number(low)} to {number(high)} times 1/N")
+        elif values:
+            lines.append(f"weight    every item weighs {number(values[0])} times 1/N")
+        lines.append(f"sum       all weights together: {number(step.total)}, wanted: 1")
+    return lines
+
+
+def _relevant(step: Step) -> list[Fact]:
+    return [each for each in step.scaling if each["value"] not in (0.0, 1.0)][:3]

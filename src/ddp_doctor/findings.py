@@ -1,0 +1,110 @@
+"""A finding, and the catalog of codes: title, severity, page of the book. The one place for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+ORDER: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
+
+AVERAGED = "start/what_is_averaged.html"
+MULTIPLY = "start/when_to_multiply.html"
+ACCUMULATE = "puzzles/accumulate_vs_ddp.html"
+BYPASSED = "puzzles/bypassed_wrapper.html"
+BY_HAND = "puzzles/by_hand_or_ddp.html"
+MEANS = "puzzles/mean_of_means.html"
+SUMS = "puzzles/sum_or_average.html"
+BUCKETS = "speed/buckets_that_overlap.html"
+STEP = "surprises/in_the_step.html"
+DATA = "surprises/in_the_data.html"
+LOSS = "surprises/in_the_loss.html"
+MUSEUM = "surprises/museum.html"
+FAILS = "scale/when_a_node_fails.html"
+
+# code: (severity unless the rule says otherwise, title, page)
+CATALOG: dict[str, tuple[Severity, str, str]] = {
+    "wrapper_bypassed": ("error", "The forward bypasses the wrapper", BYPASSED),
+    "wrapper_lost": ("error", "No wrapper combines the gradients", BYPASSED),
+    "model_changed_after_wrapping": ("error", "The model changed after it was wrapped", MUSEUM),
+    "optimizer_on_other_parameters": ("error", "The optimizer holds other parameters", MUSEUM),
+    "hooks_lost": ("error", "Parameters lost the wrapper's hooks", BYPASSED),
+    "optimizer_in_backward": ("error", "The optimizer steps before the average", STEP),
+    "parameters_averaged": ("warning", "Parameters are averaged instead of gradients", BY_HAND),
+    "world_size_one": ("error", "The run is not distributed", ACCUMULATE),
+    "unequal_denominators": ("error", "Items weigh differently on different ranks", MEANS),
+    "unequal_denominators_accumulation": (
+        "error",
+        "Items weigh differently in different micro-batches",
+        MEANS,
+    ),
+    "missing_world_size_factor": ("error", "The loss lacks a factor of the world size", MULTIPLY),
+    "scaled_by_world_size": ("error", "The loss carries a factor of the world size", MULTIPLY),
+    "loss_reduced_before_backward": ("error", "The loss is all-reduced before backward", LOSS),
+    "loss_not_divided_by_accumulation": (
+        "error",
+        "The loss is not divided by the accumulation steps",
+        ACCUMULATE,
+    ),
+    "loss_divided_twice": ("error", "The loss is divided by the accumulation steps twice", STEP),
+    "partial_window_divided_by_k": (
+        "warning",
+        "A partial accumulation window is divided by the full length",
+        MEANS,
+    ),
+    "local_negatives": ("warning", "Each rank contrasts only its own samples", LOSS),
+    "gather_without_gradient": ("error", "The gathered features carry no gradient", LOSS),
+    "own_reduction_sums": ("error", "The all-reduce sums the gradients", SUMS),
+    "last_micro_batch_unsynced": ("error", "The last micro-batch is not synchronized", STEP),
+    "every_micro_batch_synced": ("note", "Every micro-batch is synchronized", ACCUMULATE),
+    "rank_skipped_step": ("error", "A rank took fewer optimizer steps", STEP),
+    "clipped_before_sync": ("error", "Gradients are clipped before they are averaged", STEP),
+    "clipped_per_micro_batch": ("warning", "Gradients are clipped in every micro-batch", STEP),
+    "clipped_local_shards": ("error", "The norm covers only the local shards", STEP),
+    "manual_all_reduce_skips_none": (
+        "error",
+        "The all-reduce skips gradients that are None on some ranks",
+        BY_HAND,
+    ),
+    "scaler_scales_differ": ("error", "The ranks' loss scales differ", STEP),
+    "scheduler_steps_per_rank": ("warning", "The scheduler steps once per rank", STEP),
+    "logged_value_is_local": ("note", "The logged value is one rank's", DATA),
+    "static_graph_with_no_sync": ("error", "static_graph does not go with no_sync", STEP),
+    "replicas_differ_at_start": ("error", "The replicas differ before the first step", BYPASSED),
+    "replicas_drift": ("error", "The replicas diverge", BYPASSED),
+    "buffers_differ": ("warning", "Buffers differ between the ranks", DATA),
+    "local_batch_norm": ("note", "BatchNorm uses each rank's own statistics", DATA),
+    "same_data_on_ranks": ("error", "Ranks train on the same data", DATA),
+    "datasets_differ": ("error", "The ranks' data sets differ", ACCUMULATE),
+    "epoch_order_repeats": ("warning", "Every epoch has the same order", DATA),
+    "same_random_numbers": ("note", "Ranks draw the same random numbers", DATA),
+    "uneven_batches": ("error", "Ranks have different numbers of batches", DATA),
+    "padded_evaluation": ("warning", "The evaluation counts some samples twice", DATA),
+    "hang_missing_rank": ("error", "Ranks wait for a rank that does not come", FAILS),
+    "mismatched_collectives": ("error", "Ranks are in different collectives", FAILS),
+    "find_unused_without_need": ("note", "find_unused_parameters without need", BUCKETS),
+    "unused_parameters": ("error", "Parameters take no part in the loss", MUSEUM),
+    "one_bucket": ("note", "One bucket holds all gradients", BUCKETS),
+    "saved_tensor_overwritten": ("error", "A saved tensor was overwritten", MUSEUM),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, the numbers that show it, where, and the line to write."""
+
+    code: str
+    evidence: str
+    where: str
+    fix: str
+    severity: Severity
+    title: str
+    page: str
+
+
+def finding(
+    code: str, evidence: str, where: str, fix: str, severity: Severity | None = None
+) -> Finding:
+    """A finding with the catalog's title, page and, unless given, severity."""
+    usual, title, page = CATALOG[code]
+    return Finding(code, evidence, where, fix, severity or usual, title, page)

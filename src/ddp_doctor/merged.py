@@ -1,0 +1,185 @@
+"""The journals of all ranks, side by side: what the rules and the equation read.
+
+Plain data, no torch. `Run.of` takes the pages of all processes; a process that never joined a
+group and never stepped an optimizer is not a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ddp_doctor.journal import Now, Pages
+
+Fact = dict[str, Any]
+
+
+@dataclass
+class Rank:
+    """One rank: its facts by kind, in order."""
+
+    rank: int
+    world: int
+    facts: dict[str, list[Fact]]
+    now: Now | None
+    process: Fact
+    alive: bool = False
+
+    def all(self, kind: str) -> list[Fact]:
+        return self.facts.get(kind, [])
+
+    def last(self, kind: str) -> Fact | None:
+        facts = self.facts.get(kind)
+        return facts[-1] if facts else None
+
+    @cached_property
+    def windows(self) -> list[Fact]:
+        return self.all("window")
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.facts.get("end"))
+
+    @property
+    def error(self) -> Fact | None:
+        end = self.last("end")
+        return end.get("error") if end else None
+
+    @property
+    def steps(self) -> int:
+        totals = self.last("totals")
+        if totals:
+            return sum(totals["steps"].values())
+        return self.now.steps if self.now else 0
+
+
+@dataclass
+class Window:
+    """One optimizer step on all ranks. `ranks` holds each rank's record of it, by rank."""
+
+    n: int
+    optimizer: int
+    ranks: dict[int, Fact]
+    world: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank's record is there."""
+        return len(self.ranks) == self.world
+
+    def __iter__(self) -> Iterator[tuple[int, Fact]]:
+        return iter(sorted(self.ranks.items()))
+
+    def snapshots(self) -> dict[int, Fact]:
+        return {rank: fact.get("snapshot") or {} for rank, fact in self}
+
+    @cached_property
+    def backwards(self) -> int:
+        return max((len(fact["backwards"]) for fact in self.ranks.values()), default=0)
+
+    @cached_property
+    def sharded(self) -> bool:
+        return any(fact.get("sharded") for fact in self.ranks.values())
+
+    @cached_property
+    def skipped(self) -> bool:
+        return any(fact["skipped"] for fact in self.ranks.values())
+
+    @cached_property
+    def differing_gradients(self) -> list[str]:
+        """Names of parameters whose gradients are not bitwise equal on all ranks."""
+        return _differing([each.get("hashes", {}) for each in self.snapshots().values()])
+
+    @cached_property
+    def differing_parameters(self) -> list[str]:
+        """Names of parameters that are not bitwise equal on all ranks after the step."""
+        return _differing([fact["after"]["parameters"] for _, fact in self])
+
+    @cached_property
+    def differing_buffers(self) -> list[str]:
+        return _differing([fact["after"]["buffers"] for _, fact in self])
+
+
+@dataclass
+class Run:
+    """All ranks of a run that wrote a journal, and the facts that are about all of them."""
+
+    ranks: list[Rank]
+    world: int
+    hung: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, pages: list[Pages], alive: set[str] | None = None, hung: bool = False) -> Run:
+        """Merge. The last process group that a process joined says which rank it is."""
+        ranks: dict[int, Rank] = {}
+        for page in pages:
+            facts: dict[str, list[Fact]] = {}
+            for fact in page.facts:
+                facts.setdefault(fact["kind"], []).append(fact)
+            groups, windows = facts.get("group", []), facts.get("window", [])
+            processes = facts.get("process")
+            if not processes or not (groups or windows or facts.get("wrapper")):
+                continue
+            environment = processes[0].get("environment", {})
+            if groups:
+                number, world = int(groups[-1]["rank"]), int(groups[-1]["world"])
+            else:
+                number, world = int(environment.get("RANK", 0) or 0), 1
+            living = alive is not None and page.name in alive
+            rank = Rank(number, world, facts, page.now, processes[0], living)
+            known = ranks.get(number)
+            if known is None or processes[0]["started"] > known.process["started"]:
+                ranks[number] = rank
+        ordered = [ranks[key] for key in sorted(ranks)]
+        world = max((each.world for each in ordered), default=1)
+        return cls(ordered, world, hung)
+
+    @cached_property
+    def windows(self) -> list[Window]:
+        """Observed optimizer steps, by number; the optimizer is part of what has to agree."""
+        found: dict[tuple[int, int], Window] = {}
+        for rank in self.ranks:
+            for fact in rank.windows:
+                key = (fact["n"], fact["optimizer"])
+                window = found.setdefault(key, Window(*key, {}, self.world))
+                window.ranks[rank.rank] = fact
+        return [found[key] for key in sorted(found)]
+
+    @cached_property
+    def complete(self) -> list[Window]:
+        return [each for each in self.windows if each.complete and not each.skipped]
+
+    @cached_property
+    def wrappers(self) -> list[Fact]:
+        return self.ranks[0].all("wrapper") if self.ranks else []
+
+    @cached_property
+    def steps(self) -> int:
+        return max((rank.steps for rank in self.ranks), default=0)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without a journal here."""
+        there = {rank.rank for rank in self.ranks}
+        return [each for each in range(self.world) if each not in there]
+
+    @cached_property
+    def synced(self) -> list[Window]:
+        """Complete windows with gradients that are bitwise equal on all ranks."""
+        return [each for each in self.complete if not each.differing_gradients]
+
+    def first(self, kind: str) -> Fact | None:
+        for rank in self.ranks:
+            if rank.all(kind):
+                return rank.all(kind)[0]
+        return None
+
+
+def _differing(of_ranks: list[dict[str, Any]]) -> list[str]:
+    if len(of_ranks) < 2:
+        return []
+    names = [name for each in of_ranks for name in each]
+    return [name for name in dict.fromkeys(names) if len({each.get(name) for each in of_ranks}) > 1]

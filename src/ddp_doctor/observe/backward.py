@@ -1,0 +1,146 @@
+"""Backward passes: which parameters they reach with which local gradient, and which loss terms.
+
+A hook on a parameter sees the *local* gradient, before any wrapper or all-reduce combines it. The
+hooks are registered when an observed backward begins and removed when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ddp_doctor.fingerprints import projection
+from ddp_doctor.observe import losses
+from ddp_doctor.patching import Patches
+from ddp_doctor.places import place
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Session
+
+MAX_NODES = 20_000
+MAX_BACKWARDS = 64
+
+
+def install(session: Session, patches: Patches) -> None:
+    recorder = session.recorder
+
+    def reached(parameter: Tensor, record: dict[str, Any]) -> Any:
+        @session.guard
+        def look(gradient: Tensor) -> None:
+            key = id(parameter)
+            record["_reached"].add(key)
+            value = projection(gradient)
+            if value is None:
+                return
+            grad = parameter.grad
+            fresh = grad is None or (grad.layout == torch.strided and not bool(grad.any()))
+            before = 0.0 if fresh else recorder.local.get(key, 0.0)
+            recorder.local[key] = before + value
+
+        def hook(gradient: Tensor) -> None:
+            look(gradient)
+
+        return hook
+
+    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder.in_backward += 1
+        if recorder.in_backward > 1:
+            return None
+        recorder.backward_count += 1
+        if session.journal is not None:
+            session.journal.backwards += 1
+        at = place() if recorder.on else ""
+        session.doing(f"backward at {at}" if at else "backward")
+        record: dict[str, Any] = {"place": at, "_reached": set()}
+        if not recorder.on:
+            return record, [], []
+        record["scale"] = recorder.scales
+        record["prepared"] = {str(each.index): each.prepared for each in recorder.wrappers}
+        record["terms"] = []
+        record["values"] = [
+            float(root.detach())
+            for root in _roots(args, kwargs)[:1]
+            if root.numel() == 1 and root.device.type != "meta"
+        ]
+        handles = [
+            each.register_hook(reached(each, record))
+            for each in recorder.known_parameters().values()
+            if each.requires_grad and each.is_leaf and not hasattr(each, "placements")
+        ]
+        recorder.window["current"] = record
+        recorder.window["sharded"] = recorder.names.sharded() or any(
+            hasattr(each, "placements") for each in recorder.known_parameters().values()
+        )
+        for each in recorder.terms:
+            each["hits"] = 0.0
+            each["hit"] = False
+        return record, handles, [root.grad_fn for root in _roots(args, kwargs)]
+
+    def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder.in_backward -= 1
+        if recorder.in_backward or token is None:
+            return
+        record, handles, nodes = token
+        for handle in handles:
+            handle.remove()
+        recorder.window.pop("current", None)
+        session.doing("after backward")
+        if recorder.on:
+            hit = [each for each in recorder.terms if each.get("hit")]
+            if not any(each["loss"] for each in hit):
+                tops = _outermost(nodes, {each["node"]: each for each in hit})
+                hit = [each for each in hit if each["node"] in tops]
+            else:
+                hit = [each for each in hit if each["loss"]]
+            record["terms"] = [losses.written(each) for each in hit[:40]]
+            used = {id(each) for each in hit}
+            recorder.terms = [each for each in recorder.terms if id(each) not in used]
+            record["reached"] = len(record["_reached"])
+            record["wrappers"] = {}
+            for wrapper in recorder.wrappers:
+                module = wrapper.module()
+                if module is not None:
+                    ids = {id(each) for each in module.parameters()}
+                    record["wrappers"][str(wrapper.index)] = len(ids & record["_reached"])
+        for wrapper in recorder.wrappers:
+            if not recorder.on or record.get("wrappers", {}).get(str(wrapper.index)):
+                wrapper.prepared = None
+        for state in recorder.optimizers.values():
+            optimizer = state.optimizer()
+            if optimizer is None:
+                continue
+            state.backwards += 1
+            if recorder.on and len(state.pending) < MAX_BACKWARDS:
+                mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
+                if mine & record["_reached"] or not record["_reached"]:
+                    state.pending.append(record)
+
+    patches.observe(torch.Tensor, "backward", before, after)
+    patches.observe(torch.autograd, "backward", before, after)
+
+
+def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    first = args[0] if args else kwargs.get("tensors")
+    if isinstance(first, Tensor):
+        return [first]
+    if isinstance(first, Iterable):
+        return [each for each in first if isinstance(each, Tensor)]
+    return []
+
+
+def _outermost(roots: list[Any], terms: dict[Any, Any]) -> set[Any]:
+    """The nodes among `terms` that a walk from the roots meets first."""
+    seen, todo, tops = set(roots), [node for node in roots if node is not None], set()
+    while todo and len(seen) < MAX_NODES:
+        node = todo.pop()
+        if node in terms:
+            tops.add(node)
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return tops

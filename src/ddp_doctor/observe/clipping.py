@@ -1,0 +1,69 @@
+"""Gradient clipping: when, over which gradients, with which norm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from ddp_doctor.patching import Patches
+from ddp_doctor.places import place
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Session
+
+
+def install(session: Session, patches: Patches) -> None:
+    recorder = session.recorder
+
+    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not recorder.on:
+            return
+        parameters = args[0] if args else kwargs.get("parameters")
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        if not isinstance(parameters, list | tuple):
+            return  # a generator: looking would use it up
+        _snapshot({id(each) for each in parameters})
+
+    def _snapshot(ids: set[int]) -> None:
+        for state in recorder.optimizers.values():
+            optimizer = state.optimizer()
+            if optimizer is not None and any(
+                id(each) in ids for group in optimizer.param_groups for each in group["params"]
+            ):
+                recorder.take_snapshot(state)
+
+    def clip(kind: str) -> Any:
+        def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not recorder.on or len(recorder.window["clips"]) >= 64:
+                return
+            limit = args[1] if len(args) > 1 else kwargs.get("max_norm", kwargs.get("clip_value"))
+            limit = None if kind == "total" else limit
+            norm = None
+            sharded = False
+            if isinstance(result, Tensor):
+                sharded = hasattr(result, "placements")
+                norm = None if sharded else float(result.detach())
+            recorder.window["clips"].append(
+                {
+                    "kind": "norm" if kind == "total" else kind,
+                    "norm": norm,
+                    "limit": float(limit) if isinstance(limit, int | float) else None,
+                    "sharded": sharded,
+                    "backwards": max(
+                        (s.backwards for s in recorder.optimizers.values()), default=0
+                    ),
+                    "collectives": len(recorder.window["collectives"]),
+                    "place": place(),
+                }
+            )
+
+        return after
+
+    for owner in (clip_grad, torch.nn.utils):
+        patches.observe(owner, "clip_grad_norm_", before, clip("norm"))
+        patches.observe(owner, "clip_grad_value_", before, clip("value"))
+        patches.observe(owner, "get_total_norm", after=clip("total"))

@@ -1,0 +1,124 @@
+"""Calls of torch.distributed: what every rank calls, in which order, with what, and from where.
+
+The gradients that DistributedDataParallel sends itself do not pass through these functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from ddp_doctor.patching import Patches
+from ddp_doctor.places import place
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Session
+
+NAMES = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather",
+    "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+    "barrier", "monitored_barrier", "all_gather_object", "broadcast_object_list", "gather_object",
+    "scatter_object_list", "send", "recv", "isend", "irecv", "all_reduce_coalesced",
+)  # fmt: skip
+MAX_PER_WINDOW = 300
+
+
+def install(session: Session, patches: Patches) -> None:
+    recorder = session.recorder
+    depth = [0]
+    count = [0]
+
+    def enter(name: str) -> Any:
+        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            depth[0] += 1
+            if depth[0] > 1:
+                return None
+            session.open()
+            at = place(sys._getframe(1))
+            tensor = _tensor(args, kwargs)
+            shape = "" if tensor is None else f" of shape {list(tensor.shape)}"
+            count[0] += 1
+            session.doing(f"{name}{shape} at {at}")
+            recorder.collective_counts[name] = recorder.collective_counts.get(name, 0) + 1
+            if not recorder.on or len(recorder.window["collectives"]) >= MAX_PER_WINDOW:
+                return None
+            fact: dict[str, Any] = {"op": name, "place": at}
+            operator = kwargs.get("op", args[1] if name == "all_reduce" and len(args) > 1 else None)
+            if name == "all_reduce":
+                fact["reduce"] = "sum" if operator is None else str(operator).split(".")[-1].lower()
+            if tensor is not None:
+                fact |= {"shape": list(tensor.shape)[:6], "numel": tensor.numel()}
+                fact |= _what(tensor)
+            fact["backwards"] = max((s.backwards for s in recorder.optimizers.values()), default=0)
+            fact["in_backward"] = recorder.in_backward > 0
+            fact["through_autograd"] = _in_autograd_function()
+            recorder.window["collectives"].append(fact)
+            return None
+
+        return before
+
+    def leave(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        depth[0] -= 1
+        if depth[0] == 0:
+            session.doing("running")
+
+    def _what(tensor: Tensor) -> dict[str, Any]:
+        """Which of the run's tensors this is: gradient, parameter, loss, or something else."""
+        address = tensor.data_ptr() if tensor.device.type != "meta" else 0
+        owners = recorder.known_parameters().values() if address else ()
+        for each in owners:
+            if hasattr(each, "placements"):
+                continue
+            grad = each.grad
+            dense = grad is not None and grad.layout == torch.strided
+            if dense and grad.data_ptr() == address:
+                for state in recorder.optimizers.values():
+                    named = recorder.parameters_of(state)
+                    name = next((n for n, p in named if p is each), None)
+                    if name:
+                        return {"what": "gradient", "name": name}
+                return {"what": "gradient", "name": ""}
+            if each.data_ptr() == address:
+                return {"what": "parameter"}
+        if tensor.requires_grad:
+            if tensor.numel() == 1:
+                return {"what": "loss", "grad": torch.is_grad_enabled()}
+            return {"what": "activation", "grad": torch.is_grad_enabled()}
+        known = recorder.known_parameters().values()
+        if tensor.dim() and tensor.numel() > 1:
+            if tensor.numel() == sum(each.numel() for each in known):
+                return {"what": "flat"}
+            if any(tensor.shape == each.shape for each in known):
+                return {"what": "like a gradient"}
+        return {"what": "other"}
+
+    for name in NAMES:
+        before = enter(name)
+        for owner in (distributed_c10d, dist):
+            patches.observe(owner, name, before, leave)
+
+
+def _tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    for value in (*reversed(args[:2]), *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+    return None
+
+
+def _in_autograd_function() -> bool:
+    """Whether a caller is the forward or the backward of an autograd Function."""
+    frame: Any = sys._getframe(3)
+    for _ in range(12):
+        if frame is None:
+            return False
+        if frame.f_code.co_name in ("forward", "backward") and frame.f_code.co_varnames:
+            first = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.FunctionCtx):
+                return True
+        frame = frame.f_back
+    return False

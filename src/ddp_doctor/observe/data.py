@@ -1,0 +1,182 @@
+"""Samplers, loaders and data sets: who gets which rows, in which order, in which epoch."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler, dataloader
+
+from ddp_doctor.fingerprints import checksum
+from ddp_doctor.patching import Patches
+from ddp_doctor.places import place
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Session
+
+MAX_ROWS = 4096
+MAX_BYTES = 1 << 24
+
+
+def install(session: Session, patches: Patches) -> None:
+    recorder = session.recorder
+    epochs: dict[int, int] = {}
+    described: set[int] = set()
+    rows: dict[int, list[int]] = {}
+
+    def sampled(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sampler = args[0]
+        epochs[id(sampler)] = epochs.get(id(sampler), 0) + 1
+        if epochs[id(sampler)] > 20:
+            return
+        session.write(
+            "sampler",
+            sampler=id(sampler) % 1_000_003,
+            type=type(sampler).__name__,
+            pass_=epochs[id(sampler)],
+            epoch=getattr(sampler, "epoch", None),
+            shuffle=bool(getattr(sampler, "shuffle", False)),
+            replicas=getattr(sampler, "num_replicas", None),
+            rank=getattr(sampler, "rank", None),
+            length=_length(getattr(sampler, "dataset", None)),
+            drop_last=bool(getattr(sampler, "drop_last", False)),
+            grad=torch.is_grad_enabled(),
+            backwards=recorder.backward_count,
+            place=place(),
+        )
+
+    def iterated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        loader = args[0]
+        if id(loader) in described or len(described) >= 12:
+            return
+        described.add(id(loader))
+        sampler = getattr(loader, "sampler", None)
+        batches = getattr(loader, "batch_sampler", None)
+        inner = getattr(batches, "sampler", None)
+        session.write(
+            "loader",
+            loader=id(loader) % 1_000_003,
+            type=type(loader).__name__,
+            dataset=type(loader.dataset).__name__,
+            length=_length(loader.dataset),
+            content=_content(loader.dataset),
+            sampler=type(sampler).__name__,
+            inner=type(inner).__name__,
+            sharded=_sharded(loader),
+            replicas=getattr(sampler, "num_replicas", getattr(batches, "num_processes", None)),
+            batch_size=getattr(loader, "batch_size", None),
+            grad=torch.is_grad_enabled(),
+            backwards=recorder.backward_count,
+            place=place(),
+        )
+
+    def waiting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.doing("waiting for the data loader")
+
+    def delivered(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.doing("running")
+        if not torch.is_grad_enabled():
+            return
+        key = id(args[0])
+        if key not in rows:
+            if len(rows) >= 2:
+                return
+            rows[key] = []
+        seen = rows[key]
+        if len(seen) < MAX_ROWS:
+            seen.extend(_rows(result))
+            session.write(
+                "batch",
+                iterator=key % 1_000_003,
+                n=recorder.backward_count,
+                rows=_rows(result)[:256],
+            )
+
+    patches.observe(DistributedSampler, "__iter__", after=sampled)
+    patches.observe(dataloader.DataLoader, "__iter__", iterated)
+    # Private, and the only place that every loader's batches pass through.
+    patches.observe(dataloader._BaseDataLoaderIter, "__next__", waiting, delivered)
+
+
+def _sharded(loader: Any) -> bool:
+    """Whether sampler or batch sampler give each rank its own part."""
+    for each in (
+        getattr(loader, "sampler", None),
+        getattr(loader, "batch_sampler", None),
+        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+        getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None),
+        loader.dataset,
+    ):
+        name = type(each).__name__
+        if "Distributed" in name or "Shard" in name or hasattr(each, "num_replicas"):
+            return True
+    return False
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _rows(batch: Any) -> list[int]:
+    """A hash per row of the batch, over all its tensors, of at most 4 KiB per row and tensor."""
+    tensors: list[Tensor] = []
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if value.dim() and len(tensors) < 8:
+                tensors.append(value)
+        elif depth < 3 and isinstance(value, dict):
+            for each in value.values():
+                look(each, depth + 1)
+        elif depth < 3 and isinstance(value, list | tuple):
+            for each in value:
+                look(each, depth + 1)
+
+    look(batch, 0)
+    if not tensors:
+        return []
+    count = min(each.shape[0] for each in tensors)
+    return [
+        zlib.crc32(b"".join(checksum(each[at], 4096).to_bytes(4, "big") for each in tensors))
+        for at in range(min(count, 256))
+    ]
+
+
+def _content(dataset: Any) -> int | None:
+    """A hash of the tensors that a data set holds as attributes; no item is read."""
+    try:
+        attributes = vars(dataset)
+    except TypeError:
+        return None
+    found: list[bytes] = []
+    left = [MAX_BYTES]
+
+    def look(value: Any, depth: int) -> None:
+        if left[0] <= 0 or len(found) > 4096:
+            return
+        if isinstance(value, Tensor):
+            if value.dim():
+                size = min(left[0], value.numel() * value.element_size())
+                left[0] -= size
+                found.append(checksum(value, max(1, size)).to_bytes(4, "big"))
+        elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+            if getattr(value, "size", 0) and value.nbytes <= left[0]:
+                left[0] -= value.nbytes
+                found.append(zlib.crc32(value.tobytes()).to_bytes(4, "big"))
+        elif depth < 3 and isinstance(value, list | tuple) and len(value) <= 1024:
+            for each in value:
+                if isinstance(each, int | float | str):
+                    found.append(repr(each).encode())
+                else:
+                    look(each, depth + 1)
+
+    for name in sorted(attributes):
+        value = attributes[name]
+        if isinstance(value, Tensor | list | tuple) or type(value).__module__ == "numpy":
+            look(value, 0)
+    return zlib.crc32(b"".join(found)) if found else None

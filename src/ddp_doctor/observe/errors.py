@@ -1,0 +1,22 @@
+"""An exception of the user's run, as the journal keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddp_doctor.places import is_users
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """Type, message, and the user's innermost line."""
+    where = ""
+    trace = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if is_users(name):
+            import os
+
+            shown = os.path.relpath(name)
+            where = f"{name if shown.startswith('..') else shown}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return {"type": type(error).__name__, "text": str(error)[:2000], "place": where}

@@ -1,0 +1,43 @@
+"""Process groups: which rank this process is, and of how many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ddp_doctor.patching import Patches
+from ddp_doctor.places import place
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Session
+
+
+def install(session: Session, patches: Patches) -> None:
+    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.open()
+        session.doing(f"init_process_group at {place()}")
+
+    def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.write(
+            "group",
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            backend=str(dist.get_backend()),
+            place=place(),
+        )
+        session.doing("running")
+
+    def destroying(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.write("group destroyed", place=place())
+        session.doing(f"destroy_process_group at {place()}")
+
+    def destroyed(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.doing("running")
+
+    if not dist.is_available():
+        return
+    for owner in (distributed_c10d, dist):
+        patches.observe(owner, "init_process_group", before, after)
+        patches.observe(owner, "destroy_process_group", destroying, destroyed)

@@ -1,0 +1,288 @@
+"""Loss terms: which function, over how many items, and by which factor its gradient is scaled.
+
+The gradient that arrives at a loss function's output is the product of all factors behind it:
+division by accumulation steps, multiplication by the world size, the reduction itself where the
+function does not reduce. Divided by the count of items it is the weight of one item.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddp_doctor.fingerprints import checksum
+from ddp_doctor.patching import Patches
+from ddp_doctor.places import expression, is_users, meaning, operand, place, users_frame
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Session
+
+FUNCTIONS = (
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+    "poisson_nll_loss",
+    "gaussian_nll_loss",
+    "ctc_loss",
+    "soft_margin_loss",
+    "multilabel_soft_margin_loss",
+    "multilabel_margin_loss",
+    "multi_margin_loss",
+    "margin_ranking_loss",
+    "hinge_embedding_loss",
+    "cosine_embedding_loss",
+    "triplet_margin_loss",
+    "triplet_margin_with_distance_loss",
+)
+MAX_TERMS = 200
+
+
+def install(session: Session, patches: Patches) -> None:
+    recorder = session.recorder
+    depth = [0]
+
+    def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        depth[0] += 1
+        return depth[0] == 1
+
+    def watch(term: dict[str, Any], output: Tensor) -> None:
+        if len(recorder.terms) >= MAX_TERMS:
+            del recorder.terms[0]
+        term["node"] = output.grad_fn
+        term["hit"] = False
+        term["hits"] = 0.0
+        scalar = output.numel() == 1
+
+        @session.guard
+        def arrived(gradient: Tensor) -> None:
+            gradient = gradient.detach()
+            term["hit"] = True
+            if scalar:
+                term["hits"] += float(gradient.sum())
+                return
+            used = gradient[gradient != 0]
+            term["hits"] += float(gradient.double().sum())
+            term["count"] = used.numel()
+            if used.numel():
+                term["spread"] = [float(used.abs().min()), float(used.abs().max())]
+
+        def hook(gradient: Tensor) -> None:
+            arrived(gradient)
+
+        output.register_hook(hook)
+        recorder.terms.append(term)
+
+    def loss(name: str) -> Any:
+        def after(first: bool, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            depth[0] = max(0, depth[0] - 1)
+            if not first or not recorder.on:
+                return
+            if not isinstance(result, Tensor) or not result.requires_grad:
+                return
+            term = _counted(name, args, kwargs)
+            term["place"] = place(sys._getframe(1))
+            term["loss"] = True
+            watch(term, result)
+
+        return after
+
+    def reduced(kind: str) -> Any:
+        def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            source = args[0] if args else kwargs.get("input")
+            if (
+                depth[0]
+                or not recorder.on
+                or not isinstance(result, Tensor)
+                or not isinstance(source, Tensor)
+                or not result.requires_grad
+                or result.numel() != 1
+                or source.numel() <= 1
+            ):
+                return
+            count, masked = _unmasked(source)
+            term = {
+                "function": kind,
+                "reduction": kind,
+                "count": source.numel() if kind == "mean" else count,
+                "rows": source.shape[0] if source.dim() else 1,
+                "masked": masked,
+                "numel": source.numel(),
+                "place": place(sys._getframe(1)),
+                "loss": False,
+                "over_parameters": bool(source.is_leaf),
+            }
+            watch(term, result)
+
+        return after
+
+    def scaled(sign: str) -> Any:
+        def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not recorder.on or depth[0] or len(args) < 2 or recorder.in_backward:
+                return
+            one, other = args[0], args[1]
+            if not isinstance(one, Tensor) or one.numel() != 1 or not isinstance(result, Tensor):
+                return
+            if not result.requires_grad or len(recorder.window["scaling"]) >= 100:
+                return
+            if isinstance(other, Tensor):
+                if other.requires_grad or other.numel() != 1:
+                    return
+                try:
+                    other = other.detach().item()
+                except RuntimeError:
+                    return  # inside vmap there is no number to read
+            if not isinstance(other, int | float):
+                return
+            frame = users_frame(sys._getframe(1))
+            text = expression(frame)
+            factor = operand(text, sign)
+            file = "" if frame is None else frame.f_code.co_filename
+            inner = _library_text(sys._getframe(1)) if frame is not None else ""
+            recorder.window["scaling"].append(
+                {
+                    "op": sign,
+                    "value": float(other),
+                    "text": text,
+                    "operand": factor,
+                    "meaning": " ; ".join(each for each in (meaning(factor, file), inner) if each),
+                    "place": place(frame),
+                }
+            )
+
+        return after
+
+    def when() -> bool:
+        return recorder.on and not session.over
+
+    for name in FUNCTIONS:
+        patches.observe(F, name, enter, loss(name), when)
+    for owner in (torch.Tensor, torch):
+        for kind in ("mean", "sum", "nanmean", "nansum"):
+            patches.observe(owner, kind, after=reduced(kind.removeprefix("nan")), when=when)
+    for owner, names, sign in (
+        (torch.Tensor, ("__truediv__", "__itruediv__", "div", "div_", "divide"), "/"),
+        (torch.Tensor, ("__mul__", "__rmul__", "__imul__", "mul", "mul_", "multiply"), "*"),
+        (torch, ("div", "divide", "true_divide"), "/"),
+        (torch, ("mul", "multiply"), "*"),
+    ):
+        for each in names:
+            patches.observe(owner, each, after=scaled(sign), when=when)
+
+
+def _library_text(frame: Any) -> str:
+    """The line of a library that scales a loss; empty if the user's own code does."""
+    while frame is not None and "ddp_doctor" in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None or is_users(frame.f_code.co_filename):
+        return ""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()[:200]
+
+
+def written(term: dict[str, Any]) -> dict[str, Any]:
+    """What the journal keeps of a term: `factor` is the gradient that arrived, summed."""
+    return {
+        key: term[key]
+        for key in (
+            "function",
+            "reduction",
+            "count",
+            "rows",
+            "numel",
+            "place",
+            "loss",
+            "masked",
+            "spread",
+            "target",
+            "input",
+            "shape",
+            "square",
+            "over_parameters",
+        )
+        if key in term
+    } | {"factor": term["hits"]}
+
+
+def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """How many items a loss function counts, from its arguments."""
+    values = dict(zip(_parameters(name), args, strict=False)) | kwargs
+    reduction = values.get("reduction", "mean")
+    if values.get("size_average") is not None or values.get("reduce") is not None:
+        reduction = F._Reduction.legacy_get_string(values.get("size_average"), values.get("reduce"))
+    source = next(each for each in values.values() if isinstance(each, Tensor))
+    target = values.get("target")
+    count: float = source.numel()
+    rows = source.shape[0] if source.dim() else 1
+    term: dict[str, Any] = {"function": name, "reduction": reduction, "numel": source.numel()}
+    if name in ("cross_entropy", "nll_loss") and isinstance(target, Tensor):
+        if target.is_floating_point():
+            count = source.numel() // source.shape[1 if source.dim() > 1 else 0]
+        else:
+            ignored = values.get("ignore_index", -100)
+            kept = target != ignored
+            count = int(kept.sum())
+            weight = values.get("weight")
+            if isinstance(weight, Tensor) and reduction == "mean":
+                count = float(weight.detach()[target[kept]].sum())
+            if source.dim() == 2 and target.dim() == 1:
+                term["square"] = _diagonal(source, target)
+        rows = target.shape[0] if target.dim() else 1
+    elif name == "kl_div" and reduction == "batchmean":
+        count, reduction = rows, "mean"
+        term["reduction"] = "mean"
+    elif name == "ctc_loss":
+        lengths = values.get("target_lengths")
+        count = len(lengths) if hasattr(lengths, "__len__") else rows
+        rows = int(count)
+    elif name in (
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+        "cosine_embedding_loss",
+        "triplet_margin_loss",
+    ):
+        count = rows
+    term |= {"count": count, "rows": rows, "shape": list(source.shape)[:4]}
+    term["input"] = checksum(source, 1 << 20)
+    if isinstance(target, Tensor):
+        term["target"] = checksum(target, 1 << 20)
+    return term
+
+
+def _diagonal(logits: Tensor, target: Tensor) -> list[int] | None:
+    """[rows, columns, first] if the targets are first, first + 1, …: a contrastive loss."""
+    rows, columns = logits.shape
+    if rows < 2 or columns < rows or columns % rows:
+        return None
+    first = int(target[0])
+    ascending = torch.arange(first, first + rows, device=target.device, dtype=target.dtype)
+    return [rows, columns, first] if torch.equal(target, ascending) else None
+
+
+def _parameters(name: str) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(getattr(F, name)).parameters)
+
+
+def _unmasked(source: Tensor) -> tuple[int, bool]:
+    """How many elements a 0/1 mask left, if the tensor is a product with one; else all of them."""
+    node = source.grad_fn
+    if node is not None and node.name() == "MulBackward0":
+        for side in ("_saved_other", "_saved_self"):
+            mask = getattr(node, side, None)
+            if isinstance(mask, Tensor) and not mask.requires_grad and mask.dim():
+                binary = bool(((mask == 0) | (mask == 1)).all())
+                if binary:
+                    return int(mask.expand_as(source).sum()), True
+    return source.numel(), False

@@ -1,0 +1,100 @@
+"""The user's modules: names of parameters, buffers, and which kinds of layers are training."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ddp_doctor.observe.recorder import WrapperState
+
+
+class Names:
+    """Finds the module that a list of parameters belongs to, wrapped or not."""
+
+    def __init__(self) -> None:
+        self._root: weakref.ref[nn.Module] | None = None
+        self._names: dict[int, str] = {}
+        self._searched: set[int] = set()
+        self._flat: bool | None = None
+
+    def of(self, parameters: Sequence[Tensor], wrappers: Sequence[WrapperState]) -> list[str]:
+        """A name per parameter. The first call for new parameters searches the live modules."""
+        missing = [each for each in parameters if id(each) not in self._names]
+        if missing:
+            for wrapper in wrappers:
+                module = wrapper.module()
+                if module is not None:
+                    prefix = f"{wrapper.index}:" if wrapper.index else ""
+                    for name, each in module.named_parameters():
+                        self._names.setdefault(id(each), prefix + name)
+                    self._root = self._root or weakref.ref(module)
+            missing = [each for each in missing if id(each) not in self._names]
+        if missing and not {id(each) for each in missing} <= self._searched:
+            self._searched |= {id(each) for each in missing}
+            root = _smallest_module_with(missing)
+            if root is not None:
+                for name, each in root.named_parameters():
+                    self._names.setdefault(id(each), name)
+                self._root = self._root or weakref.ref(root)
+        return [self._names.get(id(each), f"parameter {at}") for at, each in enumerate(parameters)]
+
+    def roots(self, wrappers: Sequence[WrapperState]) -> list[nn.Module]:
+        wrapped = [wrapper.module() for wrapper in wrappers]
+        found = [module for module in wrapped if module is not None]
+        if not found and self._root is not None and (root := self._root()) is not None:
+            found.append(root)
+        return found
+
+    def buffers(self, wrappers: Sequence[WrapperState]) -> list[tuple[str, Tensor]]:
+        return [pair for root in self.roots(wrappers) for pair in root.named_buffers()]
+
+    def sharded(self) -> bool:
+        """Whether a module of this process shards plain parameters (FullyShardedDataParallel)."""
+        if "torch.distributed.fsdp.fully_sharded_data_parallel" not in sys.modules:
+            return False
+        if self._flat is None:
+            self._flat = any(
+                type(each).__name__ == "FullyShardedDataParallel" for each in gc.get_objects()
+            )
+        return self._flat
+
+    def modules(self, wrappers: Sequence[WrapperState]) -> dict[str, int]:
+        """How many layers of the kinds that matter are in training mode."""
+        counts: dict[str, int] = {}
+
+        def add(kind: str) -> None:
+            counts[kind] = counts.get(kind, 0) + 1
+
+        for root in self.roots(wrappers):
+            for module in root.modules():
+                if isinstance(module, nn.modules.batchnorm._NormBase):
+                    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+                        continue
+                    if module.training:
+                        sync = isinstance(module, nn.SyncBatchNorm)
+                        add("synced batch norm" if sync else "batch norm")
+                dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+                if dropout and module.training and module.p > 0:
+                    add("dropout")
+        return counts
+
+
+def _smallest_module_with(parameters: Sequence[Tensor]) -> nn.Module | None:
+    wanted = {id(each) for each in parameters}
+    best: tuple[int, int, nn.Module] | None = None
+    for candidate in gc.get_objects():
+        kind: Any = type(candidate)
+        if not issubclass(kind, nn.Module) or "_parameters" not in candidate.__dict__:
+            continue
+        inside = {id(each) for each in candidate.parameters()}
+        found = len(wanted & inside)
+        key = (found, -len(inside))
+        if found and (best is None or key > best[:2]):
+            best = (*key, candidate)
+    return None if best is None else best[2]

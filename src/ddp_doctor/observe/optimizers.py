@@ -1,0 +1,101 @@
+"""Optimizers: made with which parameters, stepped when, gradients cleared when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ddp_doctor.patching import Patches
+from ddp_doctor.places import place
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Session
+
+
+def install(session: Session, patches: Patches) -> None:
+    recorder = session.recorder
+
+    def made(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder.add_optimizer(args[0])
+
+    @session.guard
+    def update(optimizer: Any) -> None:
+        recorder.before_update(recorder.add_optimizer(optimizer))
+
+    @session.guard
+    def before(optimizer: Any, closure: Any) -> Any:
+        recorder.in_step += 1
+        if recorder.in_step > 1:
+            return None
+        session.open()
+        state = recorder.add_optimizer(optimizer)
+        session.doing(f"optimizer step {state.steps}")
+        if recorder.in_backward:
+            recorder.window["stepped_in_backward"] = place()
+        if recorder.on:
+            recorder.window["step_place"] = place()
+        if closure is None:
+            recorder.before_update(state)
+            return None
+
+        def closure_then_look() -> Any:
+            loss = closure()
+            update(optimizer)
+            return loss
+
+        return closure_then_look
+
+    def step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        wrapped = before(optimizer, closure if callable(closure) else None)
+        if wrapped is None:
+            return None
+        if len(args) > 1:
+            return (args[0], wrapped, *args[2:]), kwargs
+        return args, {**kwargs, "closure": wrapped}
+
+    @session.guard
+    def after(optimizer: Any) -> None:
+        recorder.in_step -= 1
+        if recorder.in_step == 0:
+            recorder.after_update(recorder.add_optimizer(optimizer))
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        after(optimizer)
+
+    def cleared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = recorder.optimizers.get(id(args[0]))
+        if state is not None:
+            _forget(state)
+
+    def module_cleared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inside = {id(each) for each in args[0].parameters()}
+        for state in recorder.optimizers.values():
+            optimizer = state.optimizer()
+            if optimizer is not None and any(
+                id(each) in inside for group in optimizer.param_groups for each in group["params"]
+            ):
+                _forget(state)
+
+    def _forget(state: Any) -> None:
+        if recorder.on and state.pending:
+            recorder.window["dropped"] = recorder.window.get("dropped", 0) + len(state.pending)
+        state.pending = []
+        state.backwards = 0
+        optimizer = state.optimizer()
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                for each in group["params"]:
+                    recorder.local.pop(id(each), None)
+
+    patches.hold(register_optimizer_step_pre_hook(step))
+    patches.hold(register_optimizer_step_post_hook(stepped))
+    patches.observe(Optimizer, "__init__", after=made)
+    patches.observe(Optimizer, "zero_grad", cleared)
+    patches.observe(nn.Module, "zero_grad", module_cleared)

@@ -1,0 +1,45 @@
+"""The state of the random number generator: a hash of it, never a draw."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+from ddp_doctor.fingerprints import checksum
+from ddp_doctor.patching import Patches
+
+if TYPE_CHECKING:
+    from ddp_doctor.observe.recorder import Recorder
+    from ddp_doctor.session import Session
+
+
+def note_state(recorder: Recorder) -> None:
+    """Write into the open window which state the forward starts from."""
+    states = recorder.window.setdefault("random", [])
+    if len(states) < 8:
+        states.append(_state())
+
+
+def _state() -> int:
+    state = checksum(torch.get_rng_state())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state ^= checksum(torch.cuda.get_rng_state())
+    return state
+
+
+def install(session: Session, patches: Patches) -> None:
+    recorder = session.recorder
+
+    def dropped(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not recorder.on:
+            return
+        probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        training = args[2] if len(args) > 2 else kwargs.get("training", True)
+        if training and probability > 0:
+            recorder.window["dropout"] = recorder.window.get("dropout", 0) + 1
+            note_state(recorder)
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
+        patches.observe(F, name, after=dropped)

@@ -1,0 +1,289 @@
+"""The record of the current optimizer step of this process, filled by the observers.
+
+A *window* is what happens from the end of one optimizer's step to the end of the next one's. It
+holds the backward passes that reached the optimizer's parameters, the loss terms in them, and the
+gradients that the optimizer saw. Observed windows are written to the journal, at most
+`MAX_WINDOWS` of them.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ddp_doctor.fingerprints import checksum, projection
+from ddp_doctor.observe.models import Names
+from ddp_doctor.places import place
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Session
+
+MAX_WINDOWS = 80
+MAX_PARAMETERS = 400
+
+
+class Recorder:
+    """State of one process: its optimizers, wrappers, and the window that is open."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.names = Names()
+        self.optimizers: dict[int, OptimizerState] = {}
+        self.wrappers: list[WrapperState] = []
+        self.written = 0
+        self.backward_count = 0
+        self.in_backward = 0
+        self.in_step = 0
+        self.local: dict[int, float] = {}
+        self.collective_counts: dict[str, int] = {}
+        self.scales = 1.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.window: dict[str, Any] = {
+            "scaling": [],
+            "clips": [],
+            "collectives": [],
+            "forwards": [],
+            "inputs": [],
+        }
+        self.terms: list[dict[str, Any]] = []
+        self.snapshot: dict[str, Any] | None = None
+        self.steps_in_window = 0
+
+    @property
+    def on(self) -> bool:
+        return self.session.observing
+
+    def wrapper_of(self, module: Any) -> WrapperState | None:
+        return next((each for each in self.wrappers if each.module() is module), None)
+
+    def known_parameters(self) -> dict[int, Tensor]:
+        """The parameters of all optimizers and wrappers, by id."""
+        known: dict[int, Tensor] = {}
+        for state in list(self.optimizers.values()):
+            optimizer = state.optimizer()
+            if optimizer is not None:
+                for group in optimizer.param_groups:
+                    known.update((id(each), each) for each in group["params"])
+        for wrapper in self.wrappers:
+            module = wrapper.module()
+            if module is not None:
+                known.update((id(each), each) for each in module.parameters())
+        return {key: each for key, each in known.items() if isinstance(each, Tensor)}
+
+    def add_optimizer(self, optimizer: Any) -> OptimizerState:
+        state = self.optimizers.get(id(optimizer))
+        if state is None or state.optimizer() is not optimizer:
+            state = OptimizerState(optimizer, len(self.optimizers))
+            self.optimizers[id(optimizer)] = state
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            self.session.write(
+                "optimizer",
+                index=state.index,
+                type=type(optimizer).__name__,
+                parameters=len(parameters),
+                momentum=any(
+                    group.get("momentum") or "betas" in group for group in optimizer.param_groups
+                ),
+                lr=[float(group.get("lr", 0.0)) for group in optimizer.param_groups][:4],
+                place=place(sys._getframe(1)),
+            )
+        return state
+
+    def parameters_of(self, state: OptimizerState) -> list[tuple[str, Tensor]]:
+        optimizer = state.optimizer()
+        if optimizer is None:
+            return []
+        listed = [each for group in optimizer.param_groups for each in group["params"]]
+        named = self.names.of(listed, self.wrappers)
+        return list(zip(named, listed, strict=True))[:MAX_PARAMETERS]
+
+    def take_snapshot(self, state: OptimizerState) -> None:
+        """What is in `.grad` now: the first call per window counts (before clipping, unscaling)."""
+        if self.snapshot is not None or not self.on:
+            return
+        self.snapshot = {"grads": {}, "hashes": {}, "local": {}, "missing": []}
+        for name, parameter in self.parameters_of(state):
+            if parameter.grad is None:
+                if parameter.requires_grad:
+                    self.snapshot["missing"].append(name)
+                continue
+            self.snapshot["grads"][name] = projection(parameter.grad)
+            self.snapshot["hashes"][name] = checksum(parameter.grad)
+            self.snapshot["local"][name] = self.local.get(id(parameter))
+
+    def before_update(self, state: OptimizerState) -> None:
+        """The optimizer is about to change its parameters."""
+        if not self.on:
+            return
+        self.take_snapshot(state)
+        if "start" not in state.done and self.written == 0:
+            state.done.add("start")
+            self.session.write("start", **self.replica(state))
+
+    def after_update(self, state: OptimizerState) -> None:
+        """The optimizer has stepped: close the window."""
+        state.steps += 1
+        self.end_window(state, skipped=False)
+
+    def end_window(self, state: OptimizerState, skipped: bool) -> None:
+        """Write the window down if it was observed, and begin the next one."""
+        session = self.session
+        if session.journal is not None:
+            session.journal.steps += 1
+        if self.on and self.written < MAX_WINDOWS:
+            self.written += 1
+            snapshot = self.snapshot or {}
+            snapshot["grads"] = _rounded(snapshot.get("grads", {}))
+            snapshot["local"] = _rounded(snapshot.get("local", {}))
+            session.write(
+                "window",
+                n=session.step_count,
+                optimizer=state.index,
+                step=state.steps,
+                skipped=skipped,
+                backwards=state.pending,
+                snapshot=snapshot,
+                after=self.replica(state),
+                stale=self._stale(state),
+                changed=[each for wrapper in self.wrappers for each in wrapper.changes()],
+                losses=len(self.terms),
+                # what the model did in training, by class of module
+                modules=self.names.modules(self.wrappers),
+                scale=self.scales,
+                **self.window,
+            )
+        state.pending = []
+        state.backwards = 0
+        self.session.next_step(len([s for s in self.optimizers.values() if s.steps]))
+        self._clear()
+        session.doing("between steps")
+
+    def _stale(self, state: OptimizerState) -> dict[str, int]:
+        """Parameters that got gradients and that no optimizer of this process holds."""
+        optimized = set()
+        for each in self.optimizers.values():
+            optimizer = each.optimizer()
+            if optimizer is not None:
+                optimized |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        reached = {key for record in state.pending for key in record.get("_reached", ())}
+        everything = {key for one in self.all_backwards() for key in one.get("_reached", ())}
+        fact = {
+            "reached": len(reached),
+            "outside": len(everything - optimized),
+            "anywhere": len(everything),
+            "optimized": len(optimized),
+        }
+        for record in self.all_backwards():
+            record.pop("_reached", None)
+        return fact
+
+    def all_backwards(self) -> list[dict[str, Any]]:
+        return [record for each in self.optimizers.values() for record in each.pending]
+
+    def replica(self, state: OptimizerState) -> dict[str, Any]:
+        """Hashes of the optimizer's parameters and of the buffers of their module."""
+        parameters = self.parameters_of(state)
+        return {
+            "parameters": {name: checksum(each) for name, each in parameters},
+            "values": _rounded({name: projection(each) for name, each in parameters}),
+            "buffers": {
+                name: checksum(each) for name, each in self.names.buffers(self.wrappers)[:200]
+            },
+        }
+
+    def finish(self) -> None:
+        """The process ends: write down what is only known then."""
+        for record in self.all_backwards():
+            record.pop("_reached", None)
+        self.window.pop("current", None)
+        pending = next((each.pending for each in self.optimizers.values() if each.pending), [])
+        if self.written < MAX_WINDOWS and (pending or any(self.window.values())):
+            self.session.write("open", n=self.session.step_count, backwards=pending, **self.window)
+        self.session.write(
+            "totals",
+            steps={str(s.index): s.steps for s in self.optimizers.values()},
+            pending={str(s.index): s.backwards for s in self.optimizers.values()},
+            backwards=self.backward_count,
+            collectives=self.collective_counts,
+            time=time.time(),
+        )
+
+
+class OptimizerState:
+    """One optimizer: how often it stepped, and the backward passes since its last step."""
+
+    def __init__(self, optimizer: Any, index: int) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.index = index
+        self.steps = 0
+        self.backwards = 0
+        self.pending: list[dict[str, Any]] = []
+        self.done: set[str] = set()
+
+
+class WrapperState:
+    """One DistributedDataParallel-like wrapper, as it was when it was made."""
+
+    def __init__(self, wrapper: Any, module: Any, index: int) -> None:
+        self.wrapper = weakref.ref(wrapper)
+        self.module = weakref.ref(module)
+        self.index = index
+        self.prepared: bool | None = None
+        self.forwards = 0
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.at_start = {
+            name: (weakref.ref(each), each.requires_grad, str(each.dtype), accumulator(each))
+            for name, each in module.named_parameters()
+            if name not in ignored
+        }
+        self.ignored = ignored
+
+    def changes(self) -> list[dict[str, Any]]:
+        """Parameters that are not what they were when the model was wrapped."""
+        module = self.module()
+        if module is None:
+            return []
+        found = []
+        now = dict(module.named_parameters())
+        for name, each in now.items():
+            if name in self.ignored or hasattr(each, "placements"):
+                continue
+            if name not in self.at_start:
+                if each.requires_grad:
+                    found.append({"name": name, "how": "new"})
+                continue
+            reference, trained, dtype, node = self.at_start[name]
+            if reference() is not each:
+                found.append({"name": name, "how": "replaced"})
+            elif each.requires_grad and not trained:
+                found.append({"name": name, "how": "unfrozen"})
+            elif str(each.dtype) != dtype:
+                found.append({"name": name, "how": f"converted from {dtype} to {each.dtype}"})
+            elif each.requires_grad and node is not None and accumulator(each) is not node:
+                found.append({"name": name, "how": "moved"})
+        for one in found:
+            one["wrapper"] = self.index
+        return found[:50]
+
+
+def accumulator(parameter: Tensor) -> Any:
+    """The node that adds a gradient to `parameter.grad`: DDP's hooks are on it."""
+    if not parameter.requires_grad or hasattr(parameter, "placements"):
+        return None
+    with torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value if value is None or not math.isfinite(value) else float(f"{value:.9g}")
+        for name, value in values.items()
+    }

@@ -1,0 +1,50 @@
+"""GradScaler: its scale, and the steps that it skips."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ddp_doctor.patching import Patches
+from ddp_doctor.places import place
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Session
+
+
+def install(session: Session, patches: Patches) -> None:
+    recorder = session.recorder
+
+    def scaled(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if recorder.on and args[0].is_enabled():
+            recorder.scales = float(args[0].get_scale())
+
+    def unscale(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
+        state = recorder.optimizers.get(id(optimizer))
+        if state is not None and recorder.on and args[0].is_enabled():
+            recorder.take_snapshot(state)
+
+    def before_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
+        state = recorder.optimizers.get(id(optimizer))
+        return -1 if state is None else state.steps
+
+    def after_step(before: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")
+        state = recorder.optimizers.get(id(optimizer))
+        if state is not None and before is not None and state.steps == before:
+            recorder.window["step_place"] = place()
+            recorder.end_window(state, skipped=True)
+
+    def updated(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if recorder.on and args[0].is_enabled():
+            session.write(
+                "scale", n=session.step_count, scale=float(args[0].get_scale()), place=place()
+            )
+
+    from torch.amp import GradScaler
+
+    patches.observe(GradScaler, "scale", after=scaled)
+    patches.observe(GradScaler, "unscale_", unscale)
+    patches.observe(GradScaler, "step", before_step, after_step)
+    patches.observe(GradScaler, "update", after=updated)

@@ -1,0 +1,106 @@
+"""DistributedDataParallel and wrappers that look like it: made when, called when, synced or not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_doctor.fingerprints import checksum
+from ddp_doctor.observe.recorder import WrapperState
+from ddp_doctor.patching import Patches
+from ddp_doctor.places import place
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Session
+
+
+def install(session: Session, patches: Patches) -> None:
+    recorder = session.recorder
+
+    def made(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wrapper = args[0]
+        module = getattr(wrapper, "module", None)
+        if not isinstance(module, torch.nn.Module) or recorder.wrapper_of(module) is not None:
+            return
+        session.open()
+        state = WrapperState(wrapper, module, len(recorder.wrappers))
+        recorder.wrappers.append(state)
+        sizes = [each.numel() * each.element_size() for each in module.parameters()]
+        cap = kwargs.get("bucket_cap_mb")
+        session.write(
+            "wrapper",
+            index=state.index,
+            type=type(wrapper).__name__,
+            module=type(module).__name__,
+            world=dist.get_world_size(getattr(wrapper, "process_group", None)),
+            find_unused=bool(getattr(wrapper, "find_unused_parameters", False)),
+            static_graph=bool(getattr(wrapper, "static_graph", False)),
+            broadcast_buffers=bool(getattr(wrapper, "broadcast_buffers", True)),
+            init_sync=bool(kwargs.get("init_sync", True)),
+            bucket_cap=cap,
+            bytes=sum(sizes),
+            parameters=len(sizes),
+            place=place(),
+        )
+
+    def hooked(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hook = kwargs.get("hook", args[2] if len(args) > 2 else None)
+        session.write("comm hook", name=getattr(hook, "__qualname__", str(hook)), place=place())
+
+    def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> WrapperState | None:
+        wrapper = args[0]
+        session.doing("forward")
+        state = recorder.wrapper_of(getattr(wrapper, "module", None))
+        if state is None:
+            return None
+        if torch.is_grad_enabled():
+            state.forwards += 1
+            synced = bool(getattr(wrapper, "require_backward_grad_sync", True))
+            state.prepared = synced
+            if recorder.on and len(recorder.window["forwards"]) < 64:
+                at = place()
+                session.doing(f"forward at {at}")
+                recorder.window["forwards"].append(
+                    {"wrapper": state.index, "sync": synced, "place": at}
+                )
+                recorder.window["inputs"].append(_inputs(args[1:], kwargs))
+                from ddp_doctor.observe.random_numbers import note_state
+
+                note_state(recorder)
+        return state
+
+    def forwarded(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.doing("after forward")
+
+    def joining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session.open()
+        session.write("join", place=place())
+
+    patches.observe(Join, "__enter__", joining)
+    patches.observe(DistributedDataParallel, "__init__", after=made)
+    patches.observe(DistributedDataParallel, "forward", forward, forwarded)
+    patches.observe(DistributedDataParallel, "register_comm_hook", after=hooked)
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
+    """Hash and size of each tensor that a forward was given."""
+    found: list[list[Any]] = []
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            if len(found) < 16:
+                found.append([checksum(value, 1 << 22), value.numel(), list(value.shape)[:6]])
+        elif depth < 4 and isinstance(value, dict):
+            for each in value.values():
+                look(each, depth + 1)
+        elif depth < 4 and isinstance(value, list | tuple):
+            for each in value:
+                look(each, depth + 1)
+
+    look(args, 0)
+    look(kwargs, 0)
+    return found

@@ -1,0 +1,175 @@
+"""Where in the user's code something happens: file and line, and the expression at that place."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+import sysconfig
+from functools import lru_cache
+from types import FrameType
+
+_THIS = os.path.dirname(os.path.abspath(__file__))
+_PATHS = sysconfig.get_paths()
+_STANDARD = tuple(
+    os.path.realpath(_PATHS[name]) + os.sep for name in ("stdlib", "platstdlib") if name in _PATHS
+)
+
+
+@lru_cache(maxsize=4096)
+def is_users(filename: str) -> bool:
+    """Whether the file is neither the doctor's, nor Python's, nor an installed package's."""
+    if filename.startswith("<"):
+        return filename.startswith("<ipython")
+    path = os.path.realpath(filename)
+    if path.startswith(_THIS + os.sep) or f"{os.sep}site-packages{os.sep}" in path:
+        return False
+    if f"{os.sep}dist-packages{os.sep}" in path:
+        return False
+    return not path.startswith(_STANDARD)
+
+
+def users_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The innermost frame of the user's code among `frame` and its callers."""
+    frame = frame or sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+@lru_cache(maxsize=4096)
+def _shown(filename: str) -> str:
+    if filename.startswith("<"):
+        return filename
+    path = os.path.abspath(filename)
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def place(frame: FrameType | None = None) -> str:
+    """`file:line` of the user's innermost frame, or an empty string."""
+    frame = users_frame(frame or sys._getframe(1))
+    return "" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def stack(frame: FrameType | None, limit: int = 12) -> list[str]:
+    """The frames from innermost outwards, `file:line in function`; the doctor's own left out."""
+    lines = []
+    while frame is not None and len(lines) < limit:
+        name = frame.f_code.co_filename
+        if not os.path.realpath(name).startswith(_THIS + os.sep):
+            lines.append(f"{_shown(name)}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return lines
+
+
+def expression(frame: FrameType | None = None) -> str:
+    """The source text of the operation that the user's innermost frame is executing."""
+    frame = users_frame(frame or sys._getframe(1))
+    if frame is None:
+        return ""
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    if not lines or frame.f_lasti < 0:
+        return ""
+    positions = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    first, last, start, end = positions
+    if first is None or last is None or start is None or end is None or last > len(lines):
+        return ""
+    chosen = [line.encode() for line in lines[first - 1 : last]]
+    chosen[-1] = chosen[-1][:end]
+    chosen[0] = chosen[0][start:]
+    return b"".join(chosen).decode(errors="replace").strip()[:200]
+
+
+def operand(text: str, op: str) -> str:
+    """The factor in a multiplication or division of a loss, as the source writes it.
+
+    `loss / n` → `n`; `0.5 * loss` → `0.5`; `loss.mul(w)` → `w`; the text itself if it is unclear.
+    """
+    try:
+        node: ast.AST = ast.parse(text).body[0]
+    except (SyntaxError, IndexError):
+        return text
+    if isinstance(node, ast.Expr | ast.Assign | ast.Return) and node.value is not None:
+        node = node.value
+    if isinstance(node, ast.AugAssign):
+        return ast.unparse(node.value)
+    if isinstance(node, ast.BinOp):
+        sides = [node.left, node.right]
+        if op == "/" or isinstance(node.right, ast.Constant):
+            return ast.unparse(node.right)
+        if isinstance(node.left, ast.Constant):
+            return ast.unparse(node.left)
+        return min((ast.unparse(each) for each in sides), key=len)
+    if isinstance(node, ast.Call) and node.args:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name.rstrip("_") in ("div", "mul", "divide", "multiply", "true_divide"):
+            return ast.unparse(node.args[-1])
+    return text
+
+
+def meaning(text: str, filename: str, depth: int = 3) -> str:
+    """`text` followed by the right-hand sides of the names in it, as the file assigns them.
+
+    `loss / denom` in a file with `denom = accum * dist.get_world_size()` becomes
+    `loss / denom ; accum * dist.get_world_size() ; 4`. Names that say nothing can then be judged by
+    the expressions behind them.
+    """
+    assigned = _assignments(filename)
+    seen: set[str] = set()
+    shown, todo = [text], [(text, depth)]
+    while todo:
+        part, left = todo.pop()
+        if left == 0:
+            continue
+        for name in _names(part):
+            if name in seen:
+                continue
+            seen.add(name)
+            for value in assigned.get(name, ())[:4]:
+                shown.append(value)
+                todo.append((value, left - 1))
+    return " ; ".join(shown)
+
+
+def _names(text: str) -> list[str]:
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError:
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            return []
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    return names + [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+
+
+@lru_cache(maxsize=64)
+def _assignments(filename: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    try:
+        with open(filename, encoding="utf-8") as file:
+            source = file.read()
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, ValueError):
+        return found
+
+    def note(target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for one, its in zip(target.elts, value.elts, strict=False):
+                note(one, its)
+        elif isinstance(target, ast.Name):
+            found.setdefault(target.id, []).append(ast.unparse(value))
+        elif isinstance(target, ast.Attribute):
+            found.setdefault(target.attr, []).append(ast.unparse(value))
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                note(target, node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            note(node.target, node.value)
+        elif isinstance(node, ast.keyword) and node.arg:
+            found.setdefault(node.arg, []).append(ast.unparse(node.value))
+    return found

@@ -1,0 +1,148 @@
+"""The report: one screen on the terminal, a page, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_doctor.equation import Equation, equation
+from ddp_doctor.findings import ORDER, Finding
+from ddp_doctor.journal import read
+from ddp_doctor.merged import Run
+from ddp_doctor.rules import examine
+
+if TYPE_CHECKING:
+    from ddp_doctor.session import Options
+
+VERSION = 1
+BOOK = os.environ.get("DDP_DOCTOR_BOOK", "")
+
+
+@dataclass
+class Report:
+    """What the doctor says about a run."""
+
+    run: Run
+    equation: Equation
+    findings: list[Finding]
+
+    @property
+    def worst(self) -> str | None:
+        return min((f.severity for f in self.findings), key=lambda s: ORDER[s], default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        fields = ("code", "severity", "title", "evidence", "where", "fix", "page")
+        return {
+            "version": VERSION,
+            "findings": [{name: asdict(each)[name] for name in fields} for each in self.findings],
+            "equation": self.equation.as_json(),
+            "ranks": [
+                {"rank": rank.rank, "steps": rank.steps, "ended": rank.ended, "error": rank.error}
+                for rank in self.run.ranks
+            ],
+            "steps": {"taken": self.run.steps, "observed": len(self.run.windows)},
+            "notes": self.run.notes,
+        }
+
+    def as_text(self, width: int = 100, lines: int = 44) -> str:
+        """At most `lines` lines; what does not fit is counted, and is in the page."""
+        width = max(60, min(width, 110))
+        head = f"ddp-doctor: {len(self.run.ranks)} of {self.run.world} ranks, "
+        head += f"{self.run.steps} optimizer steps, {len(self.run.windows)} observed"
+        out = ["─" * width, head, ""]
+        out += [f"  {line}"[:width] for line in self.equation.lines]
+        worst = [each for each in self.findings if each.severity != "note"]
+        if not worst:
+            out += ["", "No error and no warning."]
+        left = 0
+        for each in self.findings:
+            block = _block(each, width)
+            if len(out) + len(block) > lines - 4:
+                left += 1
+                continue
+            out += block
+        if left:
+            out += ["", f"… and {left} more, in the page."]
+        for note in self.run.notes[:3]:
+            out += textwrap.wrap(note, width)
+        return "\n".join([*out, "─" * width])
+
+
+def _block(each: Finding, width: int) -> list[str]:
+    def part(name: str, text: str) -> list[str]:
+        return textwrap.wrap(
+            text, width, initial_indent=f"    {name:<6}", subsequent_indent=" " * 10
+        )
+
+    if each.severity == "note":
+        return [
+            "",
+            *textwrap.wrap(f"note [{each.code}] {each.evidence}", width, subsequent_indent="    "),
+        ]
+    out = ["", f"{each.severity.upper()} {each.title} [{each.code}]"]
+    out += part("seen", each.evidence)
+    if each.where:
+        out += part("where", each.where)
+    out += part("fix", each.fix)
+    return [*out, *part("read", BOOK + each.page)]
+
+
+def merge(run_folder: Path, hung: bool = False) -> Report:
+    """Read the journals of a run and examine them. Pure apart from reading."""
+    from ddp_doctor.watcher import alive
+
+    pages = read(run_folder)
+    here = os.uname().nodename
+    living = {
+        page.name
+        for page in pages
+        if page.name.rsplit("-", 1)[0] == here and alive(int(page.name.rsplit("-", 1)[1]))
+    }
+    run = Run.of(pages, living, hung)
+    found = equation(run)
+    findings = examine(run, found)
+    for rank in run.ranks:
+        for fact in rank.all("failed"):
+            run.notes.append(f"The doctor stopped on rank {rank.rank}: {fact['error']}{fact['at']}")
+    if run.missing and run.ranks:
+        run.notes.append(f"No journal of rank {', '.join(map(str, run.missing))} in this folder.")
+    return Report(run, found, findings)
+
+
+def report(run_folder: Path, options: Options, hung: bool = False) -> Report:
+    """Merge, print, and write the page and the JSON. What cannot be written is said in one line."""
+    result = merge(run_folder, hung)
+    if result.run.ranks and not (options.quiet and not result.findings):
+        _print(result.as_text(shutil.get_terminal_size((100, 24)).columns))
+    folder = run_folder.parent.parent
+    if result.run.ranks:
+        try:
+            from ddp_doctor.page import write_page
+
+            path = write_page(result, folder / "report.html", BOOK)
+            shown = os.path.relpath(path)
+            _print(f"ddp-doctor: {path if shown.startswith('..') else shown}")
+        except ImportError:
+            _print("ddp-doctor: no page, because Jinja2 is not installed (pip install jinja2).")
+        except OSError as error:
+            _print(f"ddp-doctor: could not write the page ({error}).")
+    if options.json:
+        try:
+            Path(options.json).write_text(json.dumps(result.as_json(), indent=2) + "\n")
+        except OSError as error:
+            _print(f"ddp-doctor: could not write {options.json} ({error}).")
+    return result
+
+
+def _print(text: str) -> None:
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass

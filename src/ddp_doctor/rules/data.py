@@ -1,0 +1,308 @@
+"""Data and random numbers: which rank sees which samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ddp_doctor.equation import Equation
+from ddp_doctor.findings import Finding, finding
+from ddp_doctor.merged import Fact, Run
+
+
+def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Two ranks compute their loss from the same inputs and targets, step after step.
+
+    Right if the ranks split the batch only after the forward's inputs are made, or split a model
+    instead of data (parallel groups): then inputs are equal and targets or losses are not, or only
+    some ranks agree.
+    """
+    if run.world < 2 or len(run.complete) < 2:
+        return
+    same = []
+    for window in run.complete:
+        seen = [_data(fact) for _, fact in window]
+        same.append(bool(seen[0]) and all(each == seen[0] for each in seen))
+    if all(same):
+        window = run.complete[0]
+        loader = run.first("loader")
+        yield finding(
+            "same_data_on_ranks",
+            f"In all {len(same)} observed steps the {run.world} ranks computed the loss from "
+            f"bitwise equal inputs and targets: {run.world} ranks do the work of one.",
+            str(loader["place"] if loader else _where(window.ranks[0])),
+            "DataLoader(dataset, sampler=DistributedSampler(dataset)), and call "
+            "sampler.set_epoch(epoch) in every epoch.",
+        )
+        return
+    yield from _overlap(run)
+
+
+def _data(fact: Fact) -> list[object]:
+    """Hashes of what the forward was given and of the losses' targets."""
+    seen: list[object] = [[hash_, size] for group in fact["inputs"] for hash_, size, _ in group]
+    for backward in fact["backwards"]:
+        for term in backward.get("terms", ()):
+            if "target" in term:
+                seen.append([term["target"], term["input"] if not fact["inputs"] else 0])
+            elif not fact["inputs"]:
+                seen.append(backward.get("values"))
+    return seen
+
+
+def _where(fact: Fact) -> str:
+    for backward in fact["backwards"]:
+        for term in backward.get("terms", ()):
+            return str(term["place"])
+    return str(fact.get("step_place", ""))
+
+
+def _overlap(run: Run) -> Iterator[Finding]:
+    """Ranks read the same rows in another order: each walks through the whole data set."""
+    rows = {}
+    for rank in run.ranks:
+        batches = rank.all("batch")
+        if not batches:
+            return
+        first = batches[0]["iterator"]
+        found = [row for batch in batches if batch["iterator"] == first for row in batch["rows"]]
+        rows[rank.rank] = found
+    sets = {rank: set(found) for rank, found in rows.items()}
+    if len(sets) < 2 or min(len(each) for each in sets.values()) < 8:
+        return
+    common = set.intersection(*sets.values())
+    smallest = min(len(each) for each in sets.values())
+    loader = run.first("loader")
+    if loader is None or loader["sharded"] or loader["length"] is None:
+        return
+    if len(common) > 0.9 * smallest and smallest > 0.9 * loader["length"]:
+        yield finding(
+            "same_data_on_ranks",
+            f"Every rank reads all {loader['length']} samples in each epoch, in an order of its "
+            f"own: {len(common)} of {smallest} rows of the first epoch are the same. An epoch is "
+            f"{run.world} passes over the data.",
+            str(loader["place"]),
+            "DataLoader(dataset, sampler=DistributedSampler(dataset)).",
+            "warning",
+        )
+
+
+def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
+    """A sampler splits one data set over the ranks, but the ranks hold different data.
+
+    Right if each rank loads its own part and no sampler splits it again.
+    """
+    if run.world < 2:
+        return
+    loaders: list[list[Fact]] = [
+        [
+            one
+            for one in rank.all("loader")
+            if one["sharded"] and one["content"] is not None and (one["replicas"] or 2) > 1
+        ]
+        for rank in run.ranks
+    ]
+    if len(loaders) < run.world or not all(loaders):
+        return
+    for same in zip(*loaders, strict=False):
+        if len({one["length"] for one in same}) != 1 or len({one["dataset"] for one in same}) != 1:
+            continue
+        if len({one["content"] for one in same}) > 1:
+            yield finding(
+                "datasets_differ",
+                f"{same[0]['dataset']} has {same[0]['length']} samples on every rank, but other "
+                f"contents on each. The sampler splits indices as if the data were the same.",
+                same[0]["place"],
+                "Seed before the data are made or shuffled (torch.manual_seed(0) on every rank), "
+                "or make them once and load the file.",
+            )
+            return
+
+
+def epoch_order_repeats(run: Run, equation: Equation) -> Iterator[Finding]:
+    """A shuffling DistributedSampler starts another training epoch without set_epoch.
+
+    Right if the sampler does not shuffle, or is only used for evaluation.
+    """
+    for rank in run.ranks:
+        passes: dict[int, list[Fact]] = {}
+        for fact in rank.all("sampler"):
+            if fact["shuffle"] and fact["grad"]:
+                passes.setdefault(fact["sampler"], []).append(fact)
+        for facts in passes.values():
+            trained = [
+                (one, two)
+                for one, two in pairwise(facts)
+                if two["backwards"] > one["backwards"] and one["epoch"] == two["epoch"]
+            ]
+            if trained and len(trained) == len(facts) - 1:
+                yield finding(
+                    "epoch_order_repeats",
+                    f"Rank {rank.rank}: the sampler started {len(facts)} training epochs, all with "
+                    f"epoch = {facts[0]['epoch']}: every epoch has the same order and the same "
+                    f"split between the ranks.",
+                    facts[1]["place"],
+                    "sampler.set_epoch(epoch) at the start of every epoch.",
+                )
+                return
+
+
+def same_random_numbers(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Dropout draws the same masks on every rank: the generators are in the same state.
+
+    Right if that is meant (one seed for everything is the default of most frameworks): a note.
+    """
+    if run.world < 2 or len(run.complete) < 2:
+        return
+    shown = 0
+    for window in run.complete:
+        facts = [fact for _, fact in window]
+        dropout = [fact["modules"].get("dropout", 0) + fact.get("dropout", 0) for fact in facts]
+        states = [fact.get("random") for fact in facts]
+        if not all(dropout) or not all(states) or any(each != states[0] for each in states):
+            return
+        shown += 1
+    yield finding(
+        "same_random_numbers",
+        f"In all {shown} observed steps the generators of the {run.world} ranks were in the same "
+        f"state when the forward began: dropout draws one mask instead of {run.world}.",
+        str(run.wrappers[0]["place"] if run.wrappers else ""),
+        "torch.manual_seed(seed + rank) after the model is built.",
+    )
+
+
+def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Ranks have different numbers of batches, so that one waits where others have ended.
+
+    Right under Join, and if every rank trains the same number of steps all the same.
+    """
+    if run.world < 2 or len(run.ranks) < run.world:
+        return
+    counts = {}
+    for rank in run.ranks:
+        totals = rank.last("totals")
+        counts[rank.rank] = (
+            totals["backwards"] if totals else (rank.now.backwards if rank.now else 0)
+        )
+    if len(set(counts.values())) < 2 or max(counts.values()) - min(counts.values()) < 1:
+        return
+    joined = any(rank.all("join") for rank in run.ranks)
+    failed = [rank for rank in run.ranks if rank.error or not rank.ended]
+    lengths = {
+        rank.rank: {one["length"] for one in rank.all("loader") if one["length"]}
+        for rank in run.ranks
+    }
+    if joined:
+        return
+    few = min(counts, key=lambda each: counts[each])
+    # An average that the short rank no longer takes part in hangs or fails.
+    through = any(rank.all("wrapper") for rank in run.ranks) or _by_hand(run)
+    if not through:
+        return
+    own_failure = next((r for r in run.ranks if r.rank == few and r.error), None)
+    if own_failure is not None and not _connection(own_failure.error):
+        return  # the short rank failed for a reason of its own
+    listed = ", ".join(f"rank {r}: {c}" for r, c in list(counts.items())[:8])
+    sizes = ", ".join(f"rank {r}: {sorted(v)}" for r, v in lengths.items() if v)
+    if not failed or not _short_ended(run, few):
+        return  # all ended well: the additional passes were not synchronized ones
+    where = run.first("loader")
+    yield finding(
+        "uneven_batches",
+        f"Backward passes per rank: {listed}."
+        + (
+            f" Data set lengths: {sizes}."
+            if len({tuple(sorted(v)) for v in lengths.values()}) > 1
+            else ""
+        )
+        + f" Rank {few} was done while others still trained.",
+        str(where["place"] if where else ""),
+        "Give every rank the same number of batches (DistributedSampler with drop_last=True), or "
+        "train inside with Join([model]):.",
+    )
+
+
+def _short_ended(run: Run, few: int) -> bool:
+    """Whether the rank with the fewest batches had left its training loop."""
+    rank = next(each for each in run.ranks if each.rank == few)
+    if rank.ended and (rank.error is None or _connection(rank.error)):
+        return True
+    doing = rank.now.doing if rank.now else ""
+    return any(word in doing for word in ("destroy", "barrier", "ended"))
+
+
+def _connection(error: Fact | None) -> bool:
+    text = (error or {}).get("text", "").lower()
+    return any(word in text for word in ("closed by peer", "timed out", "connection", "gloo"))
+
+
+def _by_hand(run: Run) -> bool:
+    return any(
+        one.get("what") in ("gradient", "flat")
+        for window in run.windows
+        for _, fact in window
+        for one in fact["collectives"]
+    )
+
+
+def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
+    """A DistributedSampler pads the evaluation set, so some samples are counted twice.
+
+    Right if the set's length is a multiple of the world size, if duplicates are dropped after the
+    gather, or if every rank evaluates everything.
+    """
+    if not run.ranks:
+        return
+    rank = run.ranks[0]
+    trained = {
+        one["sampler"]
+        for one in rank.all("sampler")
+        for two in rank.all("sampler")
+        if one["sampler"] == two["sampler"]
+        and two["backwards"] > one["backwards"]
+        and two["pass_"] == one["pass_"] + 1
+        and one["shuffle"]
+    }
+    totals = rank.last("totals")
+    for fact in rank.all("sampler"):
+        length, replicas = fact["length"], fact["replicas"] or 1
+        if length is None or fact["drop_last"] or length % replicas == 0:
+            continue
+        evaluating = not fact["grad"] or (
+            fact["backwards"] > 0
+            and totals is not None
+            and not fact["shuffle"]
+            and fact["backwards"]
+            in (totals["backwards"], _next_backwards(rank.all("sampler"), fact))
+        )
+        if evaluating and fact["sampler"] not in trained:
+            extra = -length % replicas
+            collectives = (totals or {}).get("collectives", {})
+            gathered = any("gather" in name for name in collectives)
+            reduced = not gathered and ("all_reduce" in collectives or "reduce" in collectives)
+            yield finding(
+                "padded_evaluation",
+                f"The evaluation set has {length} samples for {replicas} ranks: the sampler "
+                f"repeats {extra} of them, and a sum over the ranks counts {length + extra}.",
+                fact["place"],
+                "Give each rank range(rank, len(dataset), world_size) without padding, or drop the "
+                "last duplicates after gathering.",
+                None if reduced else "note",
+            )
+            return
+
+
+def _next_backwards(facts: list[Fact], fact: Fact) -> int:
+    """How many backwards had run when the next pass of any sampler began."""
+    later = [one["backwards"] for one in facts[facts.index(fact) + 1 :]]
+    return later[0] if later else -1
+
+
+RULES = (
+    same_data_on_ranks,
+    datasets_differ,
+    epoch_order_repeats,
+    same_random_numbers,
+    uneven_batches,
+    padded_evaluation,
+)

@@ -1,0 +1,518 @@
+"""Loss and counts: the weights of all items have to be equal, and to sum to 1."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from ddp_doctor.equation import Equation, Step, alike, near, number
+from ddp_doctor.findings import Finding, finding
+from ddp_doctor.merged import Fact, Run
+
+WORLD = re.compile(
+    r"world|num_replicas|num_processes|n_?procs?\b|n_?gpus?\b|num_?gpus|n_?ranks|num_ranks|"
+    r"num_devices|nproc|replicas|workers|\bsize\b|\bW\b|\bws\b",
+    re.IGNORECASE,
+)
+WINDOW = re.compile(
+    r"accum|micro|\bgas\b|grad_acc|\bK\b|ga_steps|n_chunks|num_chunks", re.IGNORECASE
+)
+LITERAL = re.compile(r"[\d.e+-]+", re.IGNORECASE)
+FEW = 0.3
+
+
+def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Each rank divides by its own count, and the counts differ.
+
+    Right if the counts are equal, or if the loss is divided by a count that all ranks share: the
+    weights are equal then. A smaller last batch of an epoch is a note.
+    """
+    steps = [each for each in equation.steps if each.world > 1 and _combined(each)]
+    found = []
+    for step in steps:
+        sums = list(step.by_rank().values())
+        if _own_counts(step, sums) or _own_divisors(step, sums):
+            weights = [share / count for count, share in sums]
+            found.append((max(weights) / min(weights), step, weights))
+    if not found:
+        return
+    ratio, step, weights = max(found, key=lambda each: each[0])
+    counts = {rank: count for rank, (count, _) in step.by_rank().items()}
+    heavy, light = weights.index(max(weights)), weights.index(min(weights))
+    listed = ", ".join(f"rank {r}: {number(c)}" for r, c in list(counts.items())[:8])
+    yield finding(
+        "unequal_denominators",
+        f"Step {step.window.n}: items per rank {listed}. Each rank divides by its own count, so an "
+        f"item on rank {heavy} weighs {ratio:.2f} times an item on rank {light}. Seen in "
+        f"{len(found)} of {len(steps)} observed steps.",
+        step.place,
+        _global_count(step),
+        _how_bad(ratio, len(found), len(steps)),
+    )
+
+
+def unequal_denominators_accumulation(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Each micro-batch divides by its own count, and the counts differ.
+
+    Right if the micro-batches have equal counts, or share the count of the whole window.
+    """
+    steps = [each for each in equation.steps if each.micros > 1]
+    found = []
+    for step in steps:
+        per_rank: dict[int, list[tuple[float, float]]] = {}
+        micro: dict[tuple[int, int], tuple[float, float]] = {}
+        for each in step.entries:
+            count, share = micro.get((each.rank, each.micro), (0.0, 0.0))
+            micro[each.rank, each.micro] = (count + each.count, share + each.share)
+        for (rank, _), sums in sorted(micro.items()):
+            per_rank.setdefault(rank, []).append(sums)
+        kinds = [*per_rank.values(), list(step.by_micro().values())]
+        unequal = [sums for sums in kinds if _own_counts(step, sums)]
+        if unequal:
+            sums = max(unequal, key=_ratio)
+            found.append((_ratio(sums), step, [count for count, _ in sums]))
+    if not found:
+        return
+    ratio, step, counts = max(found, key=lambda each: each[0])
+    listed = ", ".join(number(each) for each in counts[:8])
+    yield finding(
+        "unequal_denominators_accumulation",
+        f"Step {step.window.n}: the micro-batches have {listed} items, and each is divided by its "
+        f"own count. An item of the smallest weighs {ratio:.2f} times one of the largest. Seen in "
+        f"{len(found)} of {len(steps)} observed steps.",
+        step.place,
+        _global_count(step),
+        _how_bad(ratio, len(found), len(steps)),
+    )
+
+
+def _own_counts(step: Step, sums: list[tuple[float, float]]) -> bool:
+    """Whether groups of items with different counts receive the same total weight."""
+    counts = [count for count, _ in sums]
+    shares = [share for _, share in sums]
+    if len(sums) < 2 or min(counts) <= 0 or min(shares) <= 0 or alike(counts, 0.003):
+        return False
+    inside = [each.fact.get("spread") for each in step.entries]
+    if any(each and each[0] and each[1] / each[0] > 1.01 for each in inside):
+        return False  # items of one call weigh differently by design: another unit than the item
+    return alike(shares, 0.002)
+
+
+def _own_divisors(step: Step, sums: list[tuple[float, float]]) -> bool:
+    """Whether the ranks visibly divide by different numbers, and these explain the weights.
+
+    Catches counts that include more than the loss does, such as the label that a shift drops.
+    """
+    divisors = []
+    for _, fact in step.window:
+        values = {
+            one["value"]
+            for one in fact["scaling"]
+            if one["op"] == "/" and one["value"] > 1 and not _is_literal(one)
+        }
+        if len(values) != 1:
+            return False
+        divisors += values
+    if len(divisors) != len(sums) or alike(divisors, 0.003) or min(c for c, _ in sums) <= 0:
+        return False
+    weights = [share / count for count, share in sums]
+    return alike([weight * d for weight, d in zip(weights, divisors, strict=True)], 0.002)
+
+
+def _ratio(sums: list[tuple[float, float]]) -> float:
+    weights = [share / count for count, share in sums]
+    return max(weights) / min(weights)
+
+
+def _how_bad(ratio: float, seen: int, of: int) -> str | None:
+    if ratio < 1.02:
+        return "note"
+    return "note" if of >= 3 and seen / of < FEW else None
+
+
+def _combined(step: Step) -> bool:
+    return step.combination.kind not in ("not combined", "alone")
+
+
+def _global_count(step: Step) -> str:
+    start = "Use reduction='sum'" if step.reduction == "mean" else "Keep the sum"
+    window = " of all micro-batches" if step.micros > 1 else ""
+    return (
+        f"{start}, count the items{window} with dist.all_reduce(count), and back-propagate "
+        f"loss_sum * world_size / count."
+    )
+
+
+def scale(run: Run, equation: Equation) -> Iterator[Finding]:
+    """The sum of all weights is K, 1/K, W or 1/W instead of 1.
+
+    Right if factors cancel (W times a global count, an all-reduce that sums a loss divided by N),
+    and if the factor is a coefficient that the code writes as a number.
+    """
+    findings: dict[str, list[tuple[Step, str, str, str, str | None]]] = {}
+    checked = 0
+    for step in equation.steps:
+        if step.combination.kind == "not combined" and step.micros < 2:
+            continue
+        checked += 1
+        for code, evidence, where, fix, severity in _scale(run, step):
+            findings.setdefault(code, []).append((step, evidence, where, fix, severity))
+    for code, found in findings.items():
+        if len(found) < FEW * checked:
+            continue
+        step, evidence, where, fix, severity = found[0]
+        yield finding(code, f"Step {step.window.n}: {evidence}", where, fix, severity)
+
+
+def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | None]]:
+    world, micros = step.world, step.micros
+    total = step.total
+    if step.combination.kind == "not combined":
+        total = sum(each.share for each in step.entries) / world
+    wrapper = step.alpha * world  # 1 if the ranks' gradients are averaged
+    if step.combination.kind == "not combined":
+        wrapper = 1.0
+    coefficient = _coefficient(step)
+    if not total > 0 or near(total, 1.0) or near(total, coefficient):
+        return
+    if step.reduction == "sum" and alike([each.share / each.count for each in step.entries]):
+        each_share = step.entries[0].share / step.entries[0].count
+        if near(each_share, 1.0):  # nobody divides: the reference is the sum over all items
+            if world > 1 and near(wrapper, 1.0):
+                yield (
+                    "missing_world_size_factor",
+                    f"the loss sums over the items and the gradients are averaged over {world} "
+                    f"ranks: they are {world} times smaller than those of the sum over all items.",
+                    step.place,
+                    "Multiply the loss by dist.get_world_size(), or use the mean over the items.",
+                    "warning",
+                )
+            return
+        if near(each_share, world):
+            return
+    loss = total / wrapper
+    reduced = _reduced_loss(step)
+    if near(wrapper, world) and world > 1:
+        place = _reduction_place(step)
+        yield (
+            "own_reduction_sums",
+            f"the gradients are summed over {world} ranks, and nothing divides them: all weights "
+            f"together are {number(total)}, not 1.",
+            place or step.place,
+            "grad.div_(dist.get_world_size()) after the all-reduce, or op=dist.ReduceOp.AVG.",
+            None,
+        )
+    elif world > 1 and near(wrapper, 1 / world):
+        yield (
+            "scaled_by_world_size",
+            f"the gradients are divided by the world size once more after they were averaged: all "
+            f"weights together are {number(total)}.",
+            _reduction_place(step) or step.place,
+            "Remove the all-reduce and the division: the wrapper has already averaged.",
+            None,
+        )
+    if near(loss, 1.0):
+        return
+    if micros > 1 and _unscaled(step) and _times(loss, micros, world) and _other_data(step):
+        yield (
+            "loss_not_divided_by_accumulation",
+            f"{micros} micro-batches with a mean each are added and nothing divides by {micros}: "
+            f"the gradient is {micros} times too large.",
+            _backward_place(step) or step.place,
+            f"loss = loss / {micros} before backward (the number of accumulation steps).",
+            None,
+        )
+        loss /= micros
+    elif micros > 1 and _times(loss, 1 / micros, world) and _divided_twice(step):
+        places = [each["place"] for each in _divided_twice(step)]
+        yield (
+            "loss_divided_twice",
+            f"the loss is divided by the {micros} accumulation steps twice: all weights together "
+            f"are {number(total)}" + (f" (divisions at {', '.join(places)})." if places else "."),
+            places[0] if places else step.place,
+            f"Remove one of the two divisions by {micros}.",
+            None,
+        )
+        loss *= micros
+    if near(loss, 1.0) or world == 1:
+        return
+    if near(loss, 1 / world):
+        if reduced is not None:
+            return  # said by loss_reduced_before_backward
+        division = _worldly(step, "/", world)
+        if division:
+            yield _scaled(step, world, total, "divided", division)
+        elif step.reduction != "mean" and _divides_by_all(step):
+            yield (
+                "missing_world_size_factor",
+                f"the loss is divided by the {number(step.items)} items of all ranks, and the "
+                f"gradients are averaged over {world} ranks on top: all weights together are "
+                f"{number(total)}, so the gradient is {world} times too small.",
+                step.place,
+                "Multiply the loss by dist.get_world_size(): the average divides by it again.",
+                None,
+            )
+    elif near(loss, world):
+        multiplication = _worldly(step, "*", world)
+        if reduced is None and multiplication:
+            yield _scaled(step, world, total, "multiplied", multiplication)
+
+
+def _scaled(
+    step: Step, world: int, total: float, how: str, op: Fact
+) -> tuple[str, str, str, str, str | None]:
+    return (
+        "scaled_by_world_size",
+        f"the loss is {how} by the world size ({op['text']}) although each rank takes the mean "
+        f"over its own items and the gradients are averaged: all weights together are "
+        f"{number(total)}, not 1.",
+        op["place"],
+        "Remove the factor: the average over ranks of equal means is the mean over all items.",
+        None,
+    )
+
+
+def _times(loss: float, factor: float, world: int) -> bool:
+    """Whether the loss is off by this factor, possibly together with a factor of the world size."""
+    return any(near(loss, factor * other) for other in (1.0, world, 1 / world))
+
+
+def _other_data(step: Step) -> bool:
+    """Whether the backward passes are over different data: not several losses of one batch."""
+    for _, fact in step.window:
+        inputs = [str(each) for each in fact["inputs"]]
+        if len(inputs) >= step.micros and len(set(inputs)) < step.micros:
+            return False
+        if inputs and len(inputs) < step.micros:
+            return False
+    return True
+
+
+def _unscaled(step: Step) -> bool:
+    """Whether each micro-batch's items have a total weight of 1 (nobody divides by K)."""
+    sums: Counter[tuple[int, int]] = Counter()
+    for each in step.entries:
+        sums[each.rank, each.micro] += each.share
+    factors = [one["value"] for one in step.scaling if one["op"] == "/"]
+    worldly = {float(step.world), 1.0 / step.world, 1.0}
+    return all(any(near(each, w) for w in worldly) for each in sums.values()) and not any(
+        near(value, step.micros) and step.micros != step.world for value in factors
+    )
+
+
+def _divided_twice(step: Step) -> list[Fact]:
+    """Two visible divisions by the accumulation steps, or none."""
+    divisions = [
+        one for one in _by_value(step, "/", step.micros) if one["op"] == "/" or not _is_literal(one)
+    ]
+    if step.micros == step.world and _worldly(step, "/", step.world):
+        return []
+    return divisions if len(divisions) >= 2 else []
+
+
+def _by_value(step: Step, op: str, value: float) -> list[Fact]:
+    same = [one for one in step.scaling if one["op"] == op and near(one["value"], value)]
+    other = "*" if op == "/" else "/"
+    return same + [
+        one for one in step.scaling if one["op"] == other and near(one["value"], 1 / value)
+    ]
+
+
+def _worldly(step: Step, op: str, world: int) -> Fact | None:
+    """The scaling by the world size, recognized by value and by what its source says."""
+    for one in _by_value(step, op, world):
+        if WORLD.search(one["meaning"]) and not WINDOW.search(one.get("operand", "")):
+            return one
+    return None
+
+
+def _is_literal(one: Fact) -> bool:
+    return bool(LITERAL.fullmatch(one.get("operand", "")))
+
+
+def _coefficient(step: Step) -> float:
+    """The product of the factors that the code writes as numbers, times the terms per backward."""
+    product = 1.0
+    for one in step.scaling:
+        if _is_literal(one) and one["value"] > 0:
+            product *= one["value"] if one["op"] == "*" else 1 / one["value"]
+    calls = Counter((each.rank, each.micro) for each in step.entries)
+    several = set(calls.values())
+    return product * (several.pop() if len(several) == 1 else 1)
+
+
+def _divides_by_all(step: Step) -> bool:
+    """Whether the loss is divided by the count of all ranks' items: visibly, or as counts tell."""
+    counts = [count for count, _ in step.by_rank().values()]
+    wanted = [step.items, *(count for count, _ in step.by_micro().values())]
+    seen = any(
+        one["op"] == "/" and any(near(one["value"], each) for each in wanted)
+        for one in step.scaling
+    )
+    weights = [each.share / each.count for each in step.entries if each.count]
+    return seen or (not alike(counts, 0.003) and alike(weights))
+
+
+def _reduction_place(step: Step) -> str:
+    for _, fact in step.window:
+        for one in fact["collectives"]:
+            if one["op"] in ("all_reduce", "reduce") and one.get("what") in ("gradient", "flat"):
+                return str(one["place"])
+    return next(
+        (
+            one["place"]
+            for _, f in step.window
+            for one in f["collectives"]
+            if one["op"] == "all_reduce" and one.get("numel", 0) > 1
+        ),
+        "",
+    )
+
+
+def _backward_place(step: Step) -> str:
+    for _, fact in step.window:
+        for backward in fact["backwards"]:
+            return str(backward["place"])
+    return ""
+
+
+def _reduced_loss(step: Step) -> Fact | None:
+    for _, fact in step.window:
+        for one in fact["collectives"]:
+            carries = one.get("what") == "loss" and one.get("grad") and not one["through_autograd"]
+            early = one["backwards"] < step.window.backwards
+            if one["op"] == "all_reduce" and carries and early:
+                return one
+    return None
+
+
+def loss_reduced_before_backward(run: Run, equation: Equation) -> Iterator[Finding]:
+    """A loss that carries a graph goes through a plain all-reduce, and then through backward.
+
+    Autograd does not see the all-reduce: only the division that follows changes the gradient. Right
+    if the all-reduce comes after backward, or on a detached copy, or through
+    torch.distributed.nn.
+    """
+    for step in equation.steps:
+        one = _reduced_loss(step)
+        if one is None:
+            continue
+        wrong = not near(step.total, 1.0)
+        yield finding(
+            "loss_reduced_before_backward",
+            f"Step {step.window.n}: dist.all_reduce on a loss that backward still needs. Autograd "
+            f"does not see it"
+            + (f"; all weights together are {number(step.total)}, not 1." if wrong else "."),
+            one["place"],
+            "Back-propagate the local loss; all-reduce loss.detach() for the log, after backward.",
+            "error" if wrong else "warning",
+        )
+        return
+
+
+def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
+    """A loss over pairs sees only this rank's samples, or other ranks' without gradient.
+
+    Right in one process; if a gather that carries gradient (torch.distributed.nn) brings the other
+    ranks' features; and if each rank's rows are multiplied by W to make up for the missing paths.
+    """
+    if run.world < 2:
+        return
+    for window in run.complete:
+        for _, fact in window:
+            square = None
+            term = None
+            for backward in fact["backwards"]:
+                for each in backward.get("terms", ()):
+                    if each.get("square"):
+                        square, term = each["square"], each
+            if square is None or term is None:
+                continue
+            rows, columns, _ = square
+            gathers = [
+                one
+                for one in fact["collectives"]
+                if one["op"].startswith("all_gather")
+                and "numel" in one
+                and one["op"] != "all_gather_object"
+            ]
+            through = [one for one in gathers if one["through_autograd"]]
+            plain = [
+                one
+                for one in gathers
+                if not one["through_autograd"]
+                and len(one["shape"]) > 1
+                and _gathers(one, columns, run.world)
+            ]
+            if through:
+                continue
+            if plain:
+                if near(abs(term["factor"]), run.world) or any(
+                    near(one["value"], run.world) and one["op"] == "*" for one in fact["scaling"]
+                ):
+                    continue
+                yield finding(
+                    "gather_without_gradient",
+                    f"Step {window.n}: the loss compares {rows} with {columns} samples, gathered "
+                    f"by {plain[0]['op']}, which carries no gradient. The gradient lacks every "
+                    f"path through the other ranks' features; no factor repairs it.",
+                    plain[0]["place"],
+                    "features = torch.cat(torch.distributed.nn.functional.all_gather(features))",
+                )
+                return
+            if rows == columns and _rows_are_local(fact, rows):
+                yield finding(
+                    "local_negatives",
+                    f"Step {window.n}: each rank's loss compares its own {rows} samples only. One "
+                    f"process would compare {rows * run.world}.",
+                    term["place"],
+                    "features = torch.cat(torch.distributed.nn.functional.all_gather(features))",
+                )
+                return
+
+
+def _gathers(one: Fact, columns: int, world: int) -> bool:
+    first = one["shape"][0]
+    return columns in (first, first * world)
+
+
+def _rows_are_local(fact: Fact, rows: int) -> bool:
+    """Whether the compared samples are the ones this rank's forward was given."""
+    inputs = [shape for group in fact["inputs"] for _, _, shape in group]
+    return not inputs or any(shape and shape[0] in (rows, 2 * rows) for shape in inputs)
+
+
+def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Finding]:
+    """The last window of an epoch has fewer micro-batches and is divided as if it were full.
+
+    Right if the short window is divided by its own length.
+    """
+    by_optimizer: dict[int, list[Step]] = {}
+    for step in equation.steps:
+        by_optimizer.setdefault(step.window.optimizer, []).append(step)
+    for steps in by_optimizer.values():
+        usual = Counter(each.micros for each in steps).most_common(1)[0][0]
+        full = [each for each in steps if each.micros == usual]
+        if usual < 2 or not full or not near(full[0].total, 1.0):
+            continue
+        for step in steps:
+            if step.micros < usual and near(step.total, step.micros / usual):
+                yield finding(
+                    "partial_window_divided_by_k",
+                    f"Step {step.window.n} has {step.micros} of {usual} micro-batches, each still "
+                    f"divided by {usual}: all weights together are {number(step.total)}.",
+                    _backward_place(step) or step.place,
+                    "Divide by the number of micro-batches in this window, or drop the last one.",
+                )
+                return
+
+
+RULES = (
+    unequal_denominators,
+    unequal_denominators_accumulation,
+    scale,
+    loss_reduced_before_backward,
+    contrastive,
+    partial_window_divided_by_k,
+)

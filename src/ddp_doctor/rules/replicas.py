@@ -1,0 +1,163 @@
+"""Replicas: the parameters and buffers of all ranks are meant to be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddp_doctor.equation import Equation
+from ddp_doctor.findings import Finding, finding
+from ddp_doctor.merged import Run
+
+SMALL = 1e-6
+
+
+def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Parameters differ between the ranks before the first optimizer step.
+
+    Right for models that are different on every rank on purpose: their gradients are never
+    combined, and then this rule is silent. A wrapper broadcasts rank 0's parameters.
+    """
+    starts = {rank.rank: rank.all("start")[0] for rank in run.ranks if rank.all("start")}
+    if run.world < 2 or len(starts) < run.world or any(w.sharded for w in run.windows):
+        return
+    combined = any(not window.differing_gradients for window in run.complete)
+    if not combined and not run.wrappers and not _own_collectives(run):
+        return
+    names = list(starts[min(starts)]["parameters"])
+    differing = [
+        name
+        for name in names
+        if len({each["parameters"].get(name) for each in starts.values()}) > 1
+    ]
+    if differing:
+        window = run.complete[0] if run.complete else None
+        where = str(window.ranks[min(window.ranks)].get("step_place", "")) if window else ""
+        yield finding(
+            "replicas_differ_at_start",
+            f"Before the first optimizer step {len(differing)} of {len(names)} parameters differ "
+            f"between the ranks, first {differing[0]}.",
+            where,
+            "Seed every rank alike before the model is built, or broadcast rank 0's parameters: "
+            "for p in model.parameters(): dist.broadcast(p.data, src=0).",
+        )
+
+
+def drift(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Parameters that were equal at the start differ after some step.
+
+    Right for local SGD, which lets them differ and averages them; and for ranks whose gradients
+    nothing combines, which another rule names.
+    """
+    starts = [rank.all("start")[0] for rank in run.ranks if rank.all("start")]
+    if run.world < 2 or len(starts) < run.world or any(w.sharded for w in run.windows):
+        return
+    windows = run.complete
+    equal = {
+        name
+        for name in starts[0]["parameters"]
+        if len({each["parameters"].get(name) for each in starts}) == 1
+    }
+    for window in windows:
+        if window.ranks[min(window.ranks)]["optimizer"] != 0:
+            continue
+        names = [name for name in window.differing_parameters if name in equal]
+        if not names:
+            continue
+        if any(not later.differing_parameters for later in windows if later.n > window.n):
+            return  # they are averaged again
+        if _averages_parameters(run):
+            return
+        apart = _distance([fact["after"]["values"] for _, fact in window], names)
+        last = [w for w in windows if w.optimizer == window.optimizer][-1]
+        apart = max(apart, _distance([fact["after"]["values"] for _, fact in last], names))
+        fact = window.ranks[min(window.ranks)]
+        yield finding(
+            "replicas_drift",
+            f"After step {window.n}, {len(names)} parameters differ between the ranks, first "
+            f"{names[0]}. They were equal at the start.",
+            str(fact.get("step_place", "")),
+            "Let every rank apply the same gradient: through the wrapper, or an all-reduce of "
+            "every gradient before optimizer.step().",
+            None if apart > SMALL else "note",
+        )
+        return
+
+
+def _distance(values: list[dict[str, float]], names: list[str]) -> float:
+    worst = 0.0
+    for name in names:
+        found = [each[name] for each in values if each.get(name) is not None]
+        if found:
+            worst = max(worst, (max(found) - min(found)) / (1e-12 + max(map(abs, found))))
+    return worst
+
+
+def _averages_parameters(run: Run) -> bool:
+    return any(
+        one.get("what") == "parameter" and one["op"] in ("all_reduce", "broadcast", "all_gather")
+        for window in run.windows
+        for _, fact in window
+        for one in fact["collectives"]
+        if window.n > 0
+    )
+
+
+def _own_collectives(run: Run) -> bool:
+    return any(
+        one.get("what") in ("gradient", "flat", "parameter")
+        for window in run.windows
+        for _, fact in window
+        for one in fact["collectives"]
+    )
+
+
+def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Buffers differ between the ranks, and no forward will broadcast them.
+
+    Right with DDP's broadcast_buffers=True: each forward overwrites them with rank 0's. Right too
+    if the model has no batch norm in training whose statistics would be saved (EMA, counters).
+    """
+    if run.world < 2 or not run.complete:
+        return
+    if run.wrappers and all(one["broadcast_buffers"] for one in run.wrappers):
+        return
+    window = run.complete[-1]
+    names = window.differing_buffers
+    if not names or window.sharded:
+        return
+    fact = window.ranks[min(window.ranks)]
+    statistics = fact["modules"].get("batch norm", 0)
+    why = "broadcast_buffers=False" if run.wrappers else "no wrapper broadcasts them"
+    yield finding(
+        "buffers_differ",
+        f"After step {window.n}, {len(names)} buffers differ between the ranks, first {names[0]} "
+        f"({why}). Each rank evaluates, and rank 0 saves, a different model.",
+        str(run.wrappers[0]["place"] if run.wrappers else fact.get("step_place", "")),
+        "Leave broadcast_buffers at True, convert to SyncBatchNorm, or broadcast the buffers "
+        "before evaluating and saving.",
+        None if statistics else "note",
+    )
+
+
+def local_batch_norm(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Batch norm layers train on the statistics of each rank's own batch.
+
+    Right if the batch per rank is large enough, which is usual: a note. Silent for layers in eval
+    mode and for SyncBatchNorm.
+    """
+    if run.world < 2 or not run.complete:
+        return
+    window = run.complete[0]
+    count = window.ranks[min(window.ranks)]["modules"].get("batch norm", 0)
+    if count:
+        yield finding(
+            "local_batch_norm",
+            f"{count} BatchNorm layers normalize by the statistics of each rank's own batch, so "
+            f"{run.world} ranks do not compute what one process with the whole batch would.",
+            str(run.wrappers[0]["place"] if run.wrappers else ""),
+            "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping, if the "
+            "batch per rank is small.",
+        )
+
+
+RULES = (differ_at_start, drift, buffers_differ, local_batch_norm)

@@ -1,0 +1,375 @@
+"""Synchronization: which micro-batch is averaged, and what happens before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddp_doctor.equation import Equation, alike, near, number
+from ddp_doctor.findings import Finding, finding
+from ddp_doctor.merged import Fact, Run, Window
+
+
+def last_micro_batch_unsynced(run: Run, equation: Equation) -> Iterator[Finding]:
+    """The last backward of a window ran under no_sync, so the optimizer saw local gradients.
+
+    Right if something else combines the gradients: they are equal then.
+    """
+    if run.world < 2:
+        return
+    for window in run.complete:
+        if not window.differing_gradients:
+            continue
+        for rank, fact in window:
+            flags = _flags(fact)
+            if flags and flags[-1] is False:
+                shown = "".join("S" if each else "-" for each in flags)
+                yield finding(
+                    "last_micro_batch_unsynced",
+                    f"Step {window.n}, rank {rank}: {len(flags)} micro-batches, synchronized: "
+                    f"{shown}. The last one is not: {len(window.differing_gradients)} gradients "
+                    f"differ between the ranks when the optimizer steps.",
+                    str(fact["forwards"][-1]["place"] if fact["forwards"] else ""),
+                    "Leave no_sync() for the last micro-batch: "
+                    "with model.no_sync() if k < K - 1 else nullcontext().",
+                )
+                return
+
+
+def every_micro_batch_synced(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Every micro-batch of a window is averaged, where one average per step would do.
+
+    Right in numbers, so a note: it costs K - 1 all-reduces per step.
+    """
+    if run.world < 2:
+        return
+    windows = [window for window in run.complete if window.backwards > 1]
+    for window in windows:
+        flags = [_flags(fact) for _, fact in window]
+        places = {b["place"] for _, fact in window for b in fact["backwards"]}
+        if all(len(each) > 1 and all(each) for each in flags) and len(places) == 1:
+            yield finding(
+                "every_micro_batch_synced",
+                f"Step {window.n}: all {len(flags[0])} micro-batches are averaged over the ranks; "
+                f"the last one would be enough.",
+                places.pop(),
+                "with model.no_sync(): around forward and backward of all but the last one.",
+            )
+            return
+
+
+def _flags(fact: Fact) -> list[bool]:
+    """For each backward that reached the first wrapper: whether it was synchronized."""
+    flags = []
+    for backward in fact["backwards"]:
+        for index, reached in backward.get("wrappers", {}).items():
+            if reached and backward["prepared"].get(index) is not None:
+                flags.append(bool(backward["prepared"][index]))
+                break
+    return flags
+
+
+def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Ranks that ended normally took different numbers of optimizer steps.
+
+    Right under Join, which shadows the missing steps' collectives, if that is meant: the replicas
+    are equal then.
+    """
+    ended = [rank for rank in run.ranks if rank.last("totals") and rank.error is None]
+    if len(ended) < 2 or len(ended) < run.world:
+        return
+    totals = [rank.last("totals") or {} for rank in ended]
+    common = set.intersection(*(set(each["steps"]) for each in totals))
+    counts = {
+        rank.rank: sum(each["steps"][index] for index in common)
+        for rank, each in zip(ended, totals, strict=True)
+    }
+    skipped = {
+        window.n: [rank for rank, fact in window if fact["skipped"]]
+        for window in run.windows
+        if window.complete and len({fact["skipped"] for fact in window.ranks.values()}) > 1
+    }
+    if len(set(counts.values())) == 1 and not skipped:
+        return
+    if any(rank.all("join") for rank in run.ranks):
+        return
+    if skipped:
+        step, who = next(iter(skipped.items()))
+        evidence = (
+            f"Step {step}: rank {', '.join(map(str, who))} skipped the update, others did not."
+        )
+    else:
+        listed = ", ".join(f"rank {rank}: {steps}" for rank, steps in list(counts.items())[:8])
+        evidence = f"Optimizer steps taken: {listed}."
+    windows = run.windows
+    where = str(windows[0].ranks[min(windows[0].ranks)].get("step_place", "")) if windows else ""
+    yield finding(
+        "rank_skipped_step",
+        evidence + " The replicas differ from then on.",
+        where,
+        "Decide about skipping on all ranks together: all-reduce the flag "
+        "(op=dist.ReduceOp.MAX) before the if.",
+    )
+
+
+def clipped_before_sync(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Gradients are clipped while they are still each rank's own.
+
+    Right if the norms are equal on all ranks: then the gradients were already combined.
+    """
+    if run.world < 2:
+        return
+    for window in run.complete:
+        if window.sharded:
+            continue
+        clips = [fact["clips"] for _, fact in window]
+        if not all(clips) or len({len(each) for each in clips}) > 1:
+            continue
+        for at in range(len(clips[0])):
+            norms = [each[at]["norm"] for each in clips]
+            value = clips[0][at]["kind"] == "value"
+            if any(norm is None for norm in norms) and not value:
+                continue
+            if not value and alike([float(norm) for norm in norms], 1e-6):
+                continue
+            after = [
+                one
+                for _, fact in window
+                for one in fact["collectives"][clips[0][at]["collectives"] :]
+                if one["op"] == "all_reduce"
+                and one.get("what") in ("gradient", "flat", "like a gradient", "other")
+                and one.get("numel", 0) > 1
+            ]
+            unsynced = clips[0][at]["backwards"] < window.backwards
+            if not after and not unsynced:
+                continue
+            limits = [each[at]["limit"] for each in clips]
+            bites = value or any(
+                norm is not None and limit is not None and norm > limit
+                for norm, limit in zip(norms, limits, strict=True)
+            )
+            shown = ", ".join("?" if n is None else number(float(n)) for n in norms[:8])
+            if unsynced and not after:
+                continue  # said by clipped_per_micro_batch
+            yield finding(
+                "clipped_before_sync",
+                f"Step {window.n}: the norms at the clip differ between the ranks ({shown}); the "
+                f"gradients are averaged only afterwards. The mean of clipped gradients is not "
+                f"the clipped mean.",
+                clips[0][at]["place"],
+                "Clip after the all-reduce, right before optimizer.step().",
+                None if bites else "note",
+            )
+            return
+
+
+def clipped_per_micro_batch(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Clipping runs after every micro-batch, on partial sums.
+
+    Right with one micro-batch per step, and if the limit is never reached before the last one.
+    """
+    for window in run.complete:
+        for rank, fact in window:
+            clips = [one for one in fact["clips"] if one["kind"] == "norm"]
+            early = [one for one in clips if 0 < one["backwards"] < len(fact["backwards"])]
+            bites = [
+                one
+                for one in early
+                if one["norm"] is not None
+                and one["limit"] is not None
+                and one["norm"] > one["limit"]
+            ]
+            if bites:
+                yield finding(
+                    "clipped_per_micro_batch",
+                    f"Step {window.n}, rank {rank}: {len(clips)} clips for "
+                    f"{len(fact['backwards'])} micro-batches; an early one cut the norm from "
+                    f"{number(bites[0]['norm'])} to {number(bites[0]['limit'])}.",
+                    bites[0]["place"],
+                    "Clip once per step: after the last micro-batch, before optimizer.step().",
+                )
+                return
+
+
+def clipped_local_shards(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Parameters are sharded, and the clip saw only this rank's shards.
+
+    Right if clip_grad_norm_ is given the DTensors (its norm is global), or FSDP's own method.
+    """
+    if run.world < 2:
+        return
+    for window in run.complete:
+        if not window.sharded and not any(fact.get("flat") for _, fact in window):
+            continue
+        clips = [fact["clips"] for _, fact in window]
+        if not all(clips):
+            continue
+        norms = [each[-1]["norm"] for each in clips]
+        if any(norm is None for norm in norms) or any(each[-1]["sharded"] for each in clips):
+            continue
+        if not alike([float(norm) for norm in norms], 1e-5):
+            shown = ", ".join(number(float(norm)) for norm in norms[:8])
+            yield finding(
+                "clipped_local_shards",
+                f"Step {window.n}: the parameters are sharded, and the norms at the clip are each "
+                f"rank's own ({shown}): every shard is scaled by another factor.",
+                clips[0][-1]["place"],
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
+                "model.clip_grad_norm_(limit) with FullyShardedDataParallel.",
+            )
+            return
+
+
+def manual_all_reduce_skips_none(run: Run, equation: Equation) -> Iterator[Finding]:
+    """An own loop all-reduces gradients, and ranks disagree about which of them are None.
+
+    Right if the same gradients are None on all ranks: then the loop calls the same collectives.
+    """
+    if run.world < 2:
+        return
+    for window in run.windows:
+        sent = {
+            rank: [
+                one.get("name")
+                for one in fact["collectives"]
+                if one["op"] == "all_reduce" and one.get("what") == "gradient"
+            ]
+            for rank, fact in window
+        }
+        if not any(sent.values()):
+            continue
+        missing = {rank: set(each.get("missing", ())) for rank, each in window.snapshots().items()}
+        disagree = set().union(*missing.values()) - set.intersection(*missing.values())
+        if disagree and len({tuple(each) for each in sent.values()}) > 1:
+            yield _skips(run, window.n, sorted(disagree), sent, _first_gradient_place(window))
+            return
+
+
+def _skips(
+    run: Run, step: int, names: list[str], sent: dict[int, list[str]], where: str
+) -> Finding:
+    listed = ", ".join(f"rank {rank}: {len(each)}" for rank, each in list(sent.items())[:8])
+    return finding(
+        "manual_all_reduce_skips_none",
+        f"Step {step}: gradients all-reduced by hand: {listed}. {names[0]}"
+        + (f" and {len(names) - 1} more have" if len(names) > 1 else " has")
+        + " a gradient on some ranks only, so the ranks' all-reduces pair up wrongly.",
+        where,
+        "if p.grad is None: p.grad = torch.zeros_like(p), and all-reduce every parameter.",
+    )
+
+
+def _first_gradient_place(window: Window) -> str:
+    for _, fact in window:
+        for one in fact["collectives"]:
+            if one.get("what") == "gradient":
+                return str(one["place"])
+    return ""
+
+
+def scaler_scales_differ(run: Run, equation: Equation) -> Iterator[Finding]:
+    """The gradient scalers of the ranks have different scales in one step.
+
+    Right if all ranks see the same infinities, as they do after an average: the scales are equal.
+    """
+    if run.world < 2:
+        return
+    by_step: dict[int, dict[int, float]] = {}
+    places = {}
+    for rank in run.ranks:
+        for fact in rank.all("scale"):
+            by_step.setdefault(fact["n"], {})[rank.rank] = fact["scale"]
+            places[rank.rank] = fact["place"]
+    for step, scales in sorted(by_step.items()):
+        if len(scales) == run.world and len(set(scales.values())) > 1:
+            listed = ", ".join(f"rank {r}: {number(s)}" for r, s in list(scales.items())[:8])
+            yield finding(
+                "scaler_scales_differ",
+                f"After step {step} the loss scales are {listed}. A rank that saw an infinity "
+                f"skipped the step and lowered its scale; the others did not.",
+                places[min(places)],
+                "Unscale gradients that are already averaged, or all-reduce found_inf "
+                "(torch.distributed.fsdp.sharded_grad_scaler does).",
+            )
+            return
+
+
+def scheduler_steps_per_rank(run: Run, equation: Equation) -> Iterator[Finding]:
+    """The scheduler steps W times per optimizer step, and its schedule ends early.
+
+    Right if the schedule was computed for W times as many steps: the rate is then still changing
+    when the run ends. Accelerate's prepared scheduler is made for that.
+    """
+    if run.world < 2 or not run.ranks:
+        return
+    rank = run.ranks[0]
+    facts = rank.all("schedule")
+    by_scheduler: dict[int, list[Fact]] = {}
+    for fact in facts:
+        by_scheduler.setdefault(fact["scheduler"], []).append(fact)
+    steps = rank.steps
+    for history in by_scheduler.values():
+        if steps < 3 or not near(history[-1]["count"], steps * run.world, 0.12):
+            continue
+        if len({fact["steps"] for fact in history}) * run.world > history[-1]["count"] * 1.2:
+            continue
+        rates = [fact["rate"] for fact in history]
+        highest = max(rates)
+        total = history[-1].get("total")
+        over = (total is not None and history[-1]["count"] > total) or (
+            sum(rate <= 1e-6 * highest for rate in rates) > 0.25 * len(rates)
+        )
+        if over:
+            yield finding(
+                "scheduler_steps_per_rank",
+                f"The scheduler stepped {history[-1]['count']} times in {steps} optimizer steps, "
+                f"{run.world} times each, and its schedule was over before the run was.",
+                history[-1]["place"],
+                "Do not pass the scheduler to prepare(), or give it world_size times as many steps "
+                "(accelerate: split_batches, step_scheduler_with_optimizer).",
+            )
+            return
+
+
+def static_graph_with_no_sync(run: Run, equation: Equation) -> Iterator[Finding]:
+    """static_graph=True together with no_sync(): the reducer counts the hooks of one pattern only.
+
+    Right if no_sync is never entered.
+    """
+    static = {one["index"] for one in run.wrappers if one["static_graph"]}
+    if not static or run.world < 2:
+        return
+    seen = [
+        (window.n, fact, window.differing_gradients if window.complete else [])
+        for window in run.windows
+        for _, fact in window
+    ]
+    seen += [(fact["n"], fact, []) for rank in run.ranks for fact in rank.all("open")]
+    failed = [rank for rank in run.ranks if "ASSERT" in (rank.error or {}).get("text", "")]
+    for step, fact, differing in seen:
+        for forward in fact["forwards"]:
+            if forward["wrapper"] not in static or forward["sync"]:
+                continue
+            ends = f" {len(differing)} gradients differ between the ranks." if differing else ""
+            ends = " Backward failed in the reducer." if failed else ends
+            yield finding(
+                "static_graph_with_no_sync",
+                f"Step {step}: no_sync() around a forward, with static_graph=True.{ends}",
+                forward["place"],
+                "Leave out static_graph=True, or synchronize every micro-batch.",
+                "error" if differing or failed else "warning",
+            )
+            return
+
+
+RULES = (
+    static_graph_with_no_sync,
+    last_micro_batch_unsynced,
+    every_micro_batch_synced,
+    rank_skipped_step,
+    clipped_before_sync,
+    clipped_per_micro_batch,
+    clipped_local_shards,
+    manual_all_reduce_skips_none,
+    scaler_scales_differ,
+    scheduler_steps_per_rank,
+)

@@ -1,0 +1,327 @@
+"""The wrapper: whether the gradients pass through what combines them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddp_doctor.equation import Equation
+from ddp_doctor.findings import Finding, finding
+from ddp_doctor.merged import Fact, Run, Window
+
+CALL_THE_WRAPPER = (
+    "Call the wrapper itself: loss = model(batch), not model.module(batch). If the loss needs the "
+    "module's methods, compute it inside the module's forward."
+)
+
+
+def wrapper_bypassed(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Backward reaches a wrapped model that no forward of the wrapper has prepared.
+
+    Right if the gradients are combined in another way: they are equal on all ranks then. A backward
+    under no_sync is prepared, and is another rule's subject.
+    """
+    if run.world < 2 or not run.wrappers:
+        return
+    for window in run.complete:
+        names = window.differing_gradients
+        if not names or _changed(window, names):
+            continue
+        for rank, fact in window:
+            backward = _bypassed(fact)
+            if backward is None:
+                continue
+            earlier = _first_unprepared(run) > 0 and window.n > 0
+            yield finding(
+                "wrapper_lost" if earlier else "wrapper_bypassed",
+                f"Step {window.n}, rank {rank}: backward reached the wrapped model, but no forward "
+                f"went through the wrapper"
+                + (" any more" if earlier else "")
+                + f". {len(names)} of {_total(fact)} gradients differ between the ranks, first "
+                f"{names[0]}.",
+                _place(backward),
+                CALL_THE_WRAPPER,
+            )
+            return
+
+
+def _first_unprepared(run: Run) -> int:
+    """The first observed step with a backward that was not prepared."""
+    for window in run.windows:
+        if any(_bypassed(fact) for _, fact in window):
+            return window.n
+    return -1
+
+
+def _bypassed(fact: Fact) -> Fact | None:
+    for backward in fact["backwards"]:
+        for index, reached in backward.get("wrappers", {}).items():
+            if reached and backward["prepared"].get(index) is None:
+                return dict(backward)
+    return None
+
+
+def _changed(window: Window, differing: list[str]) -> bool:
+    """Whether changes of the model after wrapping explain every gradient that differs."""
+    changed = {one["name"] for _, fact in window for one in fact["changed"]}
+    return bool(changed) and {name.split(":")[-1] for name in differing} <= changed
+
+
+def _place(backward: Fact) -> str:
+    terms = backward.get("terms") or ()
+    return str(terms[0]["place"] if terms else backward["place"])
+
+
+def _total(fact: Fact) -> int:
+    return len((fact.get("snapshot") or {}).get("hashes", {}))
+
+
+def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Several ranks train without any wrapper, and nothing combines their gradients.
+
+    Right if an all-reduce of one's own makes the gradients equal, if parameters are averaged from
+    time to time (local SGD), and if the ranks' models are different on purpose: those do not start
+    from the same weights.
+    """
+    if run.world < 2 or (run.windows and any(window.sharded for window in run.windows)):
+        return
+    differing = [window for window in run.complete if window.differing_gradients]
+    if not differing or len(differing) < len(run.complete):
+        return
+    window = differing[0]
+    facts = [fact for _, fact in window]
+    if any("stepped_in_backward" in fact for fact in facts):
+        return
+    if any(fact["collectives"] and _touches_model(fact) for w in run.complete for _, fact in w):
+        return
+    start = [rank.all("start") for rank in run.ranks]
+    if all(start):
+        names = set.intersection(*(set(each[0]["parameters"]) for each in start))
+        same = [name for name in names if len({each[0]["parameters"][name] for each in start}) == 1]
+        if 2 * len(same) <= len(names):  # other models on purpose; zero biases agree by chance
+            return
+    reached = any(
+        count for fact in facts for b in fact["backwards"] for count in b["wrappers"].values()
+    )
+    if reached:
+        return
+    where = str(facts[0].get("step_place", ""))
+    other = " The wrapper that was made is around other parameters." if run.wrappers else ""
+    yield finding(
+        "wrapper_lost",
+        f"Step {window.n}: {run.world} ranks step with gradients that differ "
+        f"({len(window.differing_gradients)} of {_total(facts[0])}), and nothing combines "
+        f"them.{other}",
+        where,
+        "model = DistributedDataParallel(model), and train what it returns.",
+    )
+
+
+def _touches_model(fact: Fact) -> bool:
+    return any(
+        one.get("what") in ("gradient", "parameter", "flat", "like a gradient")
+        or one.get("numel", 0) > 64
+        for one in fact["collectives"]
+        if not one["op"].endswith("barrier")
+    )
+
+
+def changed_after_wrapping(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Parameters are new, unfrozen, converted, replaced or moved since the model was wrapped.
+
+    Right if their gradients are equal on all ranks all the same (a hook or an all-reduce of one's
+    own), and for parameters that are frozen or that no optimizer trains.
+    """
+    if run.world < 2:
+        return
+    for window in run.complete:
+        differing = {name.split(":")[-1] for name in window.differing_gradients}
+        changes: dict[str, str] = {}
+        for _, fact in window:
+            for one in fact["changed"]:
+                if one["name"] in differing:
+                    changes.setdefault(one["name"], one["how"])
+        if not changes:
+            continue
+        by_how: dict[str, list[str]] = {}
+        for name, how in changes.items():
+            by_how.setdefault(how, []).append(name)
+        lost = {how: names for how, names in by_how.items() if how in ("replaced", "moved")}
+        other = {how: names for how, names in by_how.items() if how not in lost}
+        where = str(run.wrappers[0]["place"]) if run.wrappers else ""
+        fix = "Change the model first, then wrap it: DistributedDataParallel(model) comes last."
+        for code, part in (("hooks_lost", lost), ("model_changed_after_wrapping", other)):
+            if part:
+                listed = "; ".join(
+                    f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} {how}"
+                    for how, names in part.items()
+                )
+                yield finding(
+                    code,
+                    f"Step {window.n}: since the model was wrapped: {listed}. The wrapper's hooks "
+                    f"are not on them, and their gradients differ between the ranks.",
+                    where,
+                    fix,
+                )
+        return
+
+
+def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Finding]:
+    """The optimizer steps parameters that backward never reaches, or misses some that it reaches.
+
+    Right if another optimizer of the process holds the rest (GANs), and for parameters that are
+    frozen by leaving them out of the optimizer in some steps only.
+    """
+    for window in run.windows:
+        for rank, fact in window:
+            stale = fact["stale"]
+            snapshot = fact.get("snapshot") or {}
+            empty = not snapshot.get("hashes") and not window.sharded
+            if fact["skipped"] or not (empty and (snapshot.get("missing") or stale["outside"])):
+                continue
+            if window.n < 1 and len(run.windows) > 1 and not _again(run, window):
+                continue
+            yield finding(
+                "optimizer_on_other_parameters",
+                f"Step {window.n}, rank {rank}: none of the optimizer's parameters has a gradient. "
+                f"Backward reached {stale['anywhere']} tracked parameters; {stale['outside']} of "
+                f"them are in no optimizer.",
+                str(fact.get("step_place", "")),
+                "Create the optimizer from the parameters of the model that is trained, after "
+                "wrapping, sharding, or moving it.",
+            )
+            return
+    counts = [
+        (window, rank, fact)
+        for window in run.complete
+        for rank, fact in window
+        if fact["stale"]["outside"] and not window.sharded
+    ]
+    if counts and len({window.n for window, _, _ in counts}) == len({w.n for w in run.complete}):
+        window, rank, fact = counts[0]
+        yield finding(
+            "optimizer_on_other_parameters",
+            f"Step {window.n}, rank {rank}: backward gives gradients to "
+            f"{fact['stale']['outside']} parameters of the wrapped model that no optimizer holds.",
+            str(fact.get("step_place", "")),
+            "Pass all trained parameters to the optimizer, or freeze the others: "
+            "parameter.requires_grad_(False).",
+            "note",
+        )
+
+
+def _again(run: Run, window: Window) -> bool:
+    """Whether the next observed step shows the same."""
+    later = [each for each in run.windows if each.n > window.n]
+    return bool(later) and all(
+        not (fact.get("snapshot") or {}).get("hashes") for _, fact in later[0]
+    )
+
+
+def optimizer_in_backward(run: Run, equation: Equation) -> Iterator[Finding]:
+    """The optimizer steps from a hook, while backward is still running.
+
+    Right with one rank, and with sharded parameters, whose gradients are reduced before such hooks
+    run.
+    """
+    if run.world < 2:
+        return
+    for window in run.windows:
+        for rank, fact in window:
+            at = fact.get("stepped_in_backward")
+            if at is not None and not window.sharded:
+                yield finding(
+                    "optimizer_in_backward",
+                    f"Step {window.n}, rank {rank}: optimizer.step() was called inside backward, "
+                    f"from a hook that sees the local gradient before the ranks are averaged.",
+                    at,
+                    "Step after backward() has returned, or reduce the gradient in the hook first.",
+                )
+                return
+
+
+def parameters_averaged(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Parameters, not gradients, are all-reduced in every step.
+
+    Right for local SGD, which averages every few steps: at least one observed step without it. With
+    SGD without momentum it equals averaging the gradients: a note.
+    """
+    if run.world < 2 or len(run.complete) < 2:
+        return
+    hits = []
+    for window in run.complete:
+        ones = [
+            one
+            for _, fact in window
+            for one in fact["collectives"]
+            if one["op"] == "all_reduce" and one.get("what") == "parameter"
+        ]
+        hits.append((window, ones))
+    # The all-reduce after step n is seen in the window of step n + 1.
+    later = hits[1:]
+    if not all(ones for _, ones in later):
+        return
+    if not all(window.differing_gradients for window, _ in later):
+        return
+    window, ones = later[0]
+    optimizer = run.first("optimizer") or {}
+    yield finding(
+        "parameters_averaged",
+        f"Step {window.n}: {len(ones)} all-reduces of parameters in every step; the gradients are "
+        f"each rank's own. {optimizer.get('type', 'The optimizer')} updates its state from local "
+        f"gradients, so this is not the step of the averaged gradient.",
+        ones[0]["place"],
+        "All-reduce parameter.grad between backward() and step(), and leave the parameters alone.",
+        None if optimizer.get("momentum") else "note",
+    )
+
+
+def world_size_one(run: Run, equation: Equation) -> Iterator[Finding]:
+    """A process believes that it is one of several ranks, but its process group has one.
+
+    Signs: the environment's WORLD_SIZE, or a sampler that splits the data over more replicas than
+    the group has ranks. Right if the sampler's replicas are the ranks of the run.
+    """
+    for rank in run.ranks:
+        groups = rank.all("group")
+        world = groups[-1]["world"] if groups else 1
+        samplers = [
+            (each["replicas"], each["place"])
+            for kind in ("sampler", "loader")
+            for each in rank.all(kind)
+            if (each.get("replicas") or 0) > world
+        ]
+        if samplers:
+            replicas, place = samplers[-1]
+            left = rank.process.get("environment", {}).get("LOCAL_RANK")
+            yield finding(
+                "world_size_one",
+                f"Rank {rank.rank}: the sampler gives this process 1/{replicas} of the data, but "
+                f"its process group has {world} rank{'s' * (world != 1)}. The other parts are "
+                f"never trained on."
+                + (f" LOCAL_RANK={left} was in the environment." if left is not None else ""),
+                place,
+                "Start all ranks (torchrun, or devices=N in a fresh process). If an earlier run in "
+                "this process set LOCAL_RANK, run the second one in its own process.",
+            )
+            return
+    environment = run.ranks[0].process.get("environment", {}) if run.ranks else {}
+    claimed = int(environment.get("WORLD_SIZE", "1") or 1)
+    if claimed > 1 and run.world == 1 and run.ranks[0].windows:
+        yield finding(
+            "world_size_one",
+            f"The environment says WORLD_SIZE={claimed}, but the process joined no group of that "
+            f"size: each of the {claimed} processes trains alone.",
+            str(run.ranks[0].windows[0].get("step_place", "")),
+            "Call dist.init_process_group() and wrap the model before training.",
+        )
+
+
+RULES = (
+    world_size_one,
+    changed_after_wrapping,
+    wrapper_bypassed,
+    optimizer_in_backward,
+    parameters_averaged,
+    optimizer_on_other_parameters,
+    wrapper_lost,
+)

@@ -1,0 +1,290 @@
+"""Observing in one process: what is on, what is written down, how it starts and ends.
+
+A session observes every optimizer step fully at first, then a sample of them. `observing` says
+which kind the current step is; observers check it before they do anything that costs time. Steps
+are counted per process, and ranks take the same number of them, so all ranks sample the same ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_doctor.journal import Journal
+from ddp_doctor.places import stack
+
+RUN = "DDP_DOCTOR_RUN"  # the run's folder, for the processes that a process starts
+OPTIONS = "DDP_DOCTOR_OPTIONS"
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be set on the command line. `first` and `every` count optimizer steps."""
+
+    folder: str = "ddp-doctor"
+    json: str | None = None
+    fail_on: str | None = None
+    first: int = 6
+    every: int = 50
+    hang_after: float = 60.0
+    quiet: bool = False
+
+
+class Session:
+    """The doctor in one process. One object per process, made by `start`.
+
+    Errors inside observers never reach the run: `guard` catches them, says one line, and ends the
+    observation.
+    """
+
+    def __init__(self, options: Options, run: Path) -> None:
+        from ddp_doctor.observe.recorder import Recorder
+
+        self.options = options
+        self.run = run
+        self.over = False
+        self._journal: Journal | None = None
+        self._facts_before: list[tuple[str, dict[str, Any]]] = []
+        self._inside = threading.local()
+        self._closed = False
+        self.recorder = Recorder(self)
+        self.step_count = 0
+        self.observing = options.first > 0
+
+    def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, skipped while the doctor itself computes or is over; its errors end it."""
+
+        @functools.wraps(function)
+        def guarded(*args: Any) -> Any:
+            inside = self._inside
+            if self.over or getattr(inside, "yes", False):
+                return None
+            inside.yes = True
+            try:
+                return function(*args)
+            except Exception as error:
+                self.fail(error)
+                return None
+            finally:
+                inside.yes = False
+
+        return guarded
+
+    def fail(self, error: BaseException) -> None:
+        """Stop observing because of an error of our own, and say so once."""
+        if self.over:
+            return
+        self.over = True
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        at = (
+            f" at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
+        )
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        say(f"stopped observing ({text}{at}). Your run goes on.")
+        if self._journal is not None:
+            self._journal.write("failed", error=text, at=at)
+
+    @property
+    def journal(self) -> Journal | None:
+        return self._journal
+
+    def write(self, kind: str, **fact: Any) -> None:
+        """Write a fact. A process that is not a rank (no group, no step) never opens a file."""
+        if self._journal is None:
+            self._facts_before.append((kind, fact))
+            if len(self._facts_before) > 200:
+                del self._facts_before[100]
+            return
+        self._journal.write(kind, **fact)
+        if self._journal.problem is not None:
+            self.fail(self._journal.problem)
+
+    def doing(self, text: str) -> None:
+        if self._journal is not None:
+            self._journal.doing(text)
+
+    def open(self) -> None:
+        """Open this process's journal: from now on it counts as one of the run's processes."""
+        if self._journal is not None:
+            return
+        try:
+            journal = Journal(self.run)
+        except OSError as error:
+            self.fail(error)
+            return
+        self._journal = journal
+        import torch
+
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        journal.write(
+            "process",
+            pid=os.getpid(),
+            parent=os.getppid(),
+            started=time.time(),
+            environment={name: os.environ[name] for name in names if name in os.environ},
+            torch=str(torch.__version__),
+            argv=sys.argv[:8],
+        )
+        for kind, fact in self._facts_before:
+            journal.write(kind, **fact)
+        self._facts_before.clear()
+        atexit.register(self.close)
+        threading.Thread(target=self._watch_main_thread, name="ddp-doctor", daemon=True).start()
+
+    def next_step(self, optimizers: int) -> None:
+        """A step has ended: decide whether the next one is observed."""
+        self.step_count += 1
+        first, every = self.options.first * max(1, optimizers), self.options.every
+        if self.step_count >= 40 * every:
+            every *= 10
+        self.observing = self.step_count < first or self.step_count % every < max(1, optimizers)
+
+    def close(self, error: BaseException | None = None, code: int | None = None) -> None:
+        """Write the last facts. Idempotent; called by `__main__`, or at exit."""
+        if self._closed or self._journal is None or self._journal.process != os.getpid():
+            return
+        self._closed = True
+        if error is None:
+            error = getattr(sys, "last_value", None)
+        if not self.over:
+            self.guard(self.recorder.finish)()
+        fact: dict[str, Any] = {"code": code, "steps": self.step_count}
+        fact["during"] = self._journal.text
+        if error is not None and not isinstance(error, SystemExit):
+            from ddp_doctor.observe.errors import described
+
+            fact["error"] = described(error)
+        self._journal.write("end", **fact)
+        self._journal.doing("ended", ended=True)
+
+    def _watch_main_thread(self) -> None:
+        """Write down where the main thread is once it has done the same thing for 3 seconds."""
+        main = threading.main_thread().ident
+        written = 0.0
+        while not self._closed and self._journal is not None:
+            time.sleep(0.5)
+            since = self._journal.since
+            if self.over or time.time() - since < 3.0 or since == written:
+                continue
+            written = since
+            frame = sys._current_frames().get(main) if main is not None else None
+            self._journal.write(
+                "stuck", since=since, doing=self._journal.text, stack=stack(frame, 30)
+            )
+
+
+def say(text: str) -> None:
+    """One line of the doctor's own, on standard error."""
+    try:
+        sys.stderr.write(f"ddp-doctor: {text}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass  # standard error is closed: nobody can be told
+
+
+class _Current:
+    """The session of this process, and the process that it belongs to."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.process = 0
+
+
+_current = _Current()
+
+
+def start(options: Options | None = None, leader: bool | None = None) -> Session | None:
+    """Begin to observe this process. Idempotent. None if no folder can be written.
+
+    The leader starts the watcher, which merges and reports: rank 0 under a launcher, or the
+    process that starts the ranks.
+    """
+    if _current.session is not None and _current.process == os.getpid():
+        return _current.session
+    given = os.environ.get(OPTIONS)
+    if options is None:
+        options = Options(**json.loads(given)) if given else Options()
+    inherited = os.environ.get(RUN)
+    if inherited:
+        run: Path | None = Path(inherited)
+        lead = bool(leader)
+    else:
+        run = _run_folder(options)
+        lead = leader if leader is not None else int(os.environ.get("RANK", "0") or 0) == 0
+    if run is None:
+        return None
+    os.environ[RUN] = str(run)
+    os.environ[OPTIONS] = json.dumps(asdict(options))
+    _reach_children()
+    try:
+        session = Session(options, run)
+        from ddp_doctor.observe import install
+
+        install(session)
+    except Exception as error:
+        say(f"could not start ({type(error).__name__}: {error}). Your run goes on without it.")
+        return None
+    _current.session, _current.process = session, os.getpid()
+    if lead:
+        from ddp_doctor.watcher import start_watcher
+
+        start_watcher(session)
+    return session
+
+
+def watch(**options: Any) -> Session | None:
+    """Observe this script. Call it on its first line, before it imports torch's functions by name.
+
+    Keywords are the command line's options: `folder`, `json`, `first`, `every`, `hang_after`.
+    The report is printed when the script ends.
+    """
+    return start(Options(**options) if options else None)
+
+
+def _run_folder(options: Options) -> Path | None:
+    """A folder for this run's journals, on which all ranks of a host or a shared disk agree."""
+    env = os.environ
+    parts = [env.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
+    parts.append(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if "RANK" not in env:
+        parts = ["alone", str(os.getpid()), str(int(time.time()))]
+    elif env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE")) == env.get("WORLD_SIZE"):
+        parts.append(str(os.getppid()))
+    name = "-".join("".join(c if c.isalnum() else "." for c in part) for part in parts if part)
+    wanted = Path(options.folder).absolute()
+    for base in (wanted, Path(tempfile.gettempdir()) / f"ddp-doctor-{os.getuid()}"):
+        run = base / "journals" / name
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            probe = run / f".probe-{os.getpid()}"
+            probe.write_bytes(b"x" * 4096)
+            probe.unlink()
+        except OSError as error:
+            problem = error
+            continue
+        if base != wanted and env.get("RANK", "0") == "0":
+            say(f"cannot write to {wanted}; the report goes to {base}.")
+        return run
+    say(f"found no folder to write to ({problem}). Your run goes on without it.")
+    return None
+
+
+def _reach_children() -> None:
+    """Let the Python processes that this one starts be observed as well (spawned ranks)."""
+    site = str(HERE / "site")
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if site not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([site, *paths])

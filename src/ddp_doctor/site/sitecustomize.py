@@ -1,0 +1,63 @@
+"""Runs in Python processes that an observed process starts: observe them too, once torch is there.
+
+It stands first on their path, so it also runs the `sitecustomize` that it hides.
+"""
+
+import importlib.util
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE))
+
+
+class _AfterTorch:
+    """Finds torch as usual, and starts the doctor when it has been imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_then_observe(module):
+            load(module)
+            _start()
+
+        spec.loader.exec_module = load_then_observe
+        return spec
+
+
+def _start():
+    added = _PACKAGE not in sys.path
+    if added:
+        sys.path.append(_PACKAGE)
+    try:
+        from ddp_doctor.session import start
+
+        start(leader=False)
+    except Exception as error:  # never in the way of the user's process
+        sys.stderr.write(f"ddp-doctor: could not start in process {os.getpid()} ({error}).\n")
+    finally:
+        if added:
+            sys.path.remove(_PACKAGE)
+
+
+def _run_hidden():
+    others = [path for path in sys.path if os.path.abspath(path) != _HERE]
+    for path in others:
+        hidden = os.path.join(path, "sitecustomize.py")
+        if os.path.isfile(hidden):
+            spec = importlib.util.spec_from_file_location("sitecustomize", hidden)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules["sitecustomize"] = module
+            spec.loader.exec_module(module)
+            return
+
+
+if os.environ.get("DDP_DOCTOR_RUN"):
+    sys.meta_path.insert(0, _AfterTorch())
+_run_hidden()

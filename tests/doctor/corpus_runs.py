@@ -1,0 +1,153 @@
+"""Run the scripts of a corpus, with and without the doctor, and compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+HEADER = re.compile(r"# doctor: expect=(\S+) ranks=(\d+) launch=(torchrun|python)\s*$")
+FRAMEWORKS = ("pytorch_lightning", "lightning", "accelerate", "transformers")
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script of a corpus and what its first line expects."""
+
+    path: Path
+    expected: frozenset[str]
+    ranks: int
+    launch: str
+
+    @classmethod
+    def read(cls, path: Path) -> Script:
+        first = path.read_text().split("\n", 1)[0]
+        match = HEADER.match(first)
+        if match is None:
+            raise ValueError(f"{path}: the first line is not a header of the corpus: {first!r}")
+        codes = () if match[1] == "none" else match[1].split(",")
+        return cls(path, frozenset(codes), int(match[2]), match[3])
+
+
+def scripts_in(folder: Path) -> list[Script]:
+    """All scripts in folders named `broken` or `correct` under `folder`."""
+    found = sorted(folder.rglob("*.py"))
+    return [Script.read(path) for path in found if path.parent.name in ("broken", "correct")]
+
+
+@dataclass
+class Outcome:
+    """What one run left behind. Two runs are the same if codes, lines and steps are."""
+
+    codes: list[int]
+    lines: Counter[str]
+    steps: Counter[str]
+    seconds: float
+    errors: str
+    report: dict[str, Any] | None = None
+
+    def same(self, other: Outcome) -> bool:
+        ours, theirs = (self.codes, self.lines, self.steps), (other.codes, other.lines, other.steps)
+        return ours == theirs
+
+
+@dataclass
+class Server:
+    """A rank server: one process with torch and the frameworks that are asked for."""
+
+    modules: tuple[str, ...] = ()
+    process: subprocess.Popen[str] = field(init=False)
+
+    def __enter__(self) -> Server:
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        }
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "0",
+        }
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "rank_server.py"), *self.modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.kill()  # no rank is running: there is nothing to wait for
+        self.process.wait()
+
+    def run(
+        self, script: Script, doctor: bool, timeout: float = 60.0, options: tuple[str, ...] = ()
+    ) -> Outcome:
+        """Run a script once. With the doctor, wait for its report."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        scratch = Path(tempfile.mkdtemp(prefix="doctor-"))
+        target = scratch / "report.json"
+        given = ["--json", str(target), "--folder", str(scratch / "ddp-doctor"), *options]
+        request = {
+            "script": str(script.path.resolve()),
+            "ranks": script.ranks,
+            "launch": script.launch,
+            "doctor": given if doctor else None,
+            "scratch": str(scratch / "run"),
+            "timeout": timeout,
+        }
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            answer = json.loads(self.process.stdout.readline())
+            outcome = _outcome(scratch / "run", answer)
+            if doctor:
+                outcome.report = _wait_for_json(target)
+                outcome.errors = _text(scratch / "run", "err")
+            return outcome
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def frameworks_of(scripts: list[Script]) -> tuple[str, ...]:
+    """The frameworks that any of the scripts imports."""
+    text = "\n".join(script.path.read_text() for script in scripts)
+    wanted = [name for name in FRAMEWORKS if re.search(rf"^\s*(import|from) {name}\b", text, re.M)]
+    return tuple(wanted)
+
+
+def _outcome(folder: Path, answer: dict[str, Any]) -> Outcome:
+    lines = Counter(_text(folder, "out").splitlines())
+    steps = Counter(path.read_text() for path in (folder / "steps").glob("*.steps"))
+    errors = _text(folder, "err")
+    return Outcome(answer["codes"], lines, steps, answer["seconds"], errors)
+
+
+def _text(folder: Path, name: str) -> str:
+    return "".join(path.read_text(errors="replace") for path in sorted(folder.glob(f"{name}.*")))
+
+
+def _wait_for_json(path: Path, seconds: float = 12.0) -> dict[str, Any] | None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError):
+            time.sleep(0.05)
+    return None

@@ -1,0 +1,78 @@
+"""Journals of runs that never ran: what each rank would have written, from a few numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddp_doctor.journal import Now, Pages
+from ddp_doctor.merged import Run
+
+
+def window(
+    counts: list[int],
+    shares: list[float],
+    gradients: dict[str, float],
+    local: dict[str, float],
+    **more: Any,
+) -> dict[str, Any]:
+    """One rank's record of one step with a micro-batch per count."""
+    backwards = [
+        {
+            "place": "train.py:9",
+            "scale": 1.0,
+            "prepared": {"0": True},
+            "wrappers": {"0": len(gradients)},
+            "values": [1.0],
+            "terms": [
+                {
+                    "function": "cross_entropy",
+                    "reduction": "mean",
+                    "count": count,
+                    "rows": count,
+                    "numel": count,
+                    "place": "train.py:8",
+                    "loss": True,
+                    "factor": share,
+                }
+            ],
+        }
+        for count, share in zip(counts, shares, strict=True)
+    ]
+    hashes = {name: hash(value) for name, value in gradients.items()}
+    return {
+        "kind": "window",
+        "n": 0,
+        "optimizer": 0,
+        "step": 1,
+        "skipped": False,
+        "backwards": backwards,
+        "snapshot": {"grads": gradients, "hashes": hashes, "local": local, "missing": []},
+        "after": {"parameters": {}, "values": {}, "buffers": {}},
+        "stale": {"reached": 2, "outside": 0, "anywhere": 2, "optimized": 2},
+        "changed": [],
+        "modules": {},
+        "scaling": [],
+        "clips": [],
+        "collectives": [],
+        "forwards": [],
+        "inputs": [],
+        "step_place": "train.py:10",
+        **more,
+    }
+
+
+def run_of(windows: list[dict[str, Any]], **facts: list[dict[str, Any]]) -> Run:
+    """A run with one window per rank. `facts` are appended to every rank's journal."""
+    world = len(windows)
+    pages = []
+    for rank, one in enumerate(windows):
+        lines = [
+            {"kind": "process", "started": 0.0, "environment": {}},
+            {"kind": "group", "rank": rank, "world": world},
+            *facts.get("every", []),
+            one,
+            {"kind": "totals", "steps": {"0": 1}, "backwards": 1, "collectives": {}},
+            {"kind": "end", "code": 0},
+        ]
+        pages.append(Pages(f"host-{rank}", lines, Now(0.0, 1, 1, True, "ended")))
+    return Run.of(pages)

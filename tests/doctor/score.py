@@ -1,0 +1,74 @@
+"""Score the doctor on a corpus: `python -m tests.doctor.score [folder] [-k part of a name]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tests.doctor.corpus_runs import Outcome, Script, Server, frameworks_of, scripts_in
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", default=str(Path(__file__).parent / "corpus"))
+    parser.add_argument("-k", default="", help="only scripts with this in their path")
+    parser.add_argument("--once", action="store_true", help="only with the doctor: compare nothing")
+    parser.add_argument("-v", action="store_true", help="print every script's findings")
+    given = parser.parse_args()
+    scripts = [each for each in scripts_in(Path(given.folder)) if given.k in str(each.path)]
+    found = broken = false = correct = changed = 0
+    plain = [each for each in scripts if not frameworks_of([each])]
+    others = [each for each in scripts if frameworks_of([each])]
+    for part in (plain, others):
+        if not part:
+            continue
+        with Server(frameworks_of(part)) as server:
+            for script in part:
+                looked = server.run(script, doctor=True)
+                same = given.once or looked.same(server.run(script, doctor=False))
+                changed += not same
+                wrong = _judge(script, looked)
+                if script.expected:
+                    broken += 1
+                    found += not wrong
+                else:
+                    correct += 1
+                    false += bool(wrong)
+                _say(script, looked, wrong, same, given.v)
+    print(f"found {found} of {broken}, false alarms {false} of {correct}, output changed {changed}")
+
+
+def _judge(script: Script, outcome: Outcome) -> str:
+    """What is wrong with the report, or an empty string."""
+    if outcome.report is None:
+        return "no report"
+    findings = outcome.report["findings"]
+    if script.expected:
+        missing = script.expected - {each["code"] for each in findings}
+        return f"missing {', '.join(sorted(missing))}" if missing else ""
+    alarms = [each["code"] for each in findings if each["severity"] != "note"]
+    return f"false alarm {', '.join(alarms)}" if alarms else ""
+
+
+def _say(script: Script, outcome: Outcome, wrong: str, same: bool, verbose: bool) -> None:
+    name = "/".join(script.path.parts[-2:])
+    codes = []
+    if outcome.report is not None:
+        codes = [f"{each['severity'][0]}:{each['code']}" for each in outcome.report["findings"]]
+        stopped = [
+            each for each in outcome.report["notes"] if "stopped" in each or "failed" in each
+        ]
+        if stopped:
+            print(f"NOTE     {name}: {stopped}", flush=True)
+    if wrong:
+        print(f"WRONG    {name}: {wrong}; found {codes}; exit {outcome.codes}", flush=True)
+        if outcome.report is None or any(outcome.codes):
+            print(outcome.errors[-1500:])
+    elif verbose:
+        print(f"right    {name} ({outcome.seconds:.1f} s): {codes}", flush=True)
+    if not same:
+        print(f"CHANGED  {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""`check_step`: the ratio, the cosine, and the name of the factor."""
+
+from __future__ import annotations
+
+import pytest
+from doctor import steps_to_check as steps
+
+from ddp_doctor import check_step
+
+
+def test_equal_means_are_right_and_the_report_says_so() -> None:
+    report = check_step(steps.build, steps.mean, steps.ragged([6, 6]))
+    assert report.ratio == pytest.approx(1.0, abs=1e-5)
+    assert report.ranks_agree
+    assert len(report.parameters) == 4
+
+
+def test_unequal_means_fail_with_a_cosine_below_one_and_a_global_count_passes() -> None:
+    batches = steps.ragged([1, 11])
+    with pytest.raises(AssertionError, match="cosine 0"):
+        check_step(steps.build, steps.mean, batches)
+    check_step(steps.build, steps.sum_over_global_count, batches)
+
+
+def test_undivided_micro_batches_are_k_times_too_large() -> None:
+    report = check_step(steps.build, steps.mean, steps.ragged([4] * 6), 2, 3, raises=False)
+    assert report.factor == "K"
+    assert report.ratio == pytest.approx(3.0, rel=1e-4)
+
+
+def test_a_sum_under_an_average_lacks_the_world_size() -> None:
+    report = check_step(steps.build, steps.total, steps.ragged([3, 5]), raises=False)
+    assert report.factor == "1/W"
+
+
+def test_a_bypassed_wrapper_is_a_gradient_that_differs_between_ranks() -> None:
+    with pytest.raises(AssertionError, match="differ from each other"):
+        check_step(steps.build, steps.past_the_wrapper, steps.ragged([4, 4]))
+
+
+def test_a_rank_that_fails_is_named_with_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 failed(.|\n)*of rank 1"):
+        check_step(steps.build, steps.fails, steps.ragged([2, 2]))
+
+
+def test_a_number_of_batches_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 batches for 2 ranks × 1 micro-batches: pass 2"):
+        check_step(steps.build, steps.mean, steps.ragged([2, 2, 2]))

@@ -1,0 +1,116 @@
+"""The equation: factors, counts, and the weight of each item."""
+
+from __future__ import annotations
+
+import pytest
+from doctor.journals import run_of, window
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_doctor.equation import combination, equation
+from ddp_doctor.rules import examine
+
+counts = st.integers(1, 4096)
+gradient = st.floats(0.1, 10.0)
+
+
+def gradients(world: int, factor: float) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """What every rank holds, and what each rank's hooks saw before."""
+    local = [{"weight": 1.5 + rank, "bias": -0.25 * rank - 1} for rank in range(world)]
+    combined = {name: factor * sum(each[name] for each in local) for name in ("weight", "bias")}
+    return combined, local
+
+
+def codes(windows: list[dict[str, object]]) -> set[str]:
+    run = run_of(windows)
+    return {each.code for each in examine(run, equation(run)) if each.severity != "note"}
+
+
+@given(st.lists(counts, min_size=2, max_size=6))
+def test_a_mean_on_every_rank_weighs_an_item_by_its_own_ranks_count(sizes: list[int]) -> None:
+    world = len(sizes)
+    combined, local = gradients(world, 1 / world)
+    windows = [window([n], [1.0], combined, mine) for n, mine in zip(sizes, local, strict=True)]
+    found = equation(run_of(windows))
+    assert found.step is not None
+    assert found.step.total == pytest.approx(1.0)
+    for entry, weight in found.step.weights():
+        assert weight == pytest.approx(sum(sizes) / world / entry.count)
+    assert found.right == (max(sizes) <= min(sizes) * 1.01)
+    if max(sizes) > min(sizes) * 1.02:
+        assert codes(windows) == {"unequal_denominators"}
+    if max(sizes) == min(sizes):
+        assert codes(windows) == set()
+
+
+@given(st.lists(counts, min_size=2, max_size=6))
+def test_a_sum_times_w_over_the_global_count_is_right_for_all_counts(sizes: list[int]) -> None:
+    world, total = len(sizes), sum(sizes)
+    combined, local = gradients(world, 1 / world)
+    windows = [
+        window([n], [world * n / total], combined, mine)
+        for n, mine in zip(sizes, local, strict=True)
+    ]
+    assert equation(run_of(windows)).right
+    assert codes(windows) == set()
+
+
+@pytest.mark.parametrize(
+    ("factor", "kind"), [(1 / 3, "averaged"), (1.0, "summed"), (0.2, "scaled")]
+)
+def test_the_factor_of_the_combination_is_measured(factor: float, kind: str) -> None:
+    combined, local = gradients(3, factor)
+    run = run_of([window([4], [1.0], combined, mine) for mine in local])
+    found = combination(run.complete[0])
+    assert found.kind == kind
+    assert found.factor == pytest.approx(factor)
+
+
+def test_a_gradient_that_is_no_sum_of_the_local_ones_is_not_given_a_factor() -> None:
+    _, local = gradients(2, 0.5)
+    run = run_of([window([4], [1.0], {"weight": 3.0, "bias": 8.0}, mine) for mine in local])
+    assert combination(run.complete[0]).kind == "unknown"
+
+
+def test_gradients_that_differ_between_ranks_are_not_combined() -> None:
+    _, local = gradients(2, 0.5)
+    run = run_of([window([4], [1.0], mine, mine) for mine in local])
+    assert combination(run.complete[0]).kind == "not combined"
+    assert not equation(run).right
+
+
+@given(st.integers(2, 9), st.integers(2, 5))
+def test_k_undivided_micro_batches_are_named_whatever_the_world_size(k: int, world: int) -> None:
+    combined, local = gradients(world, 1 / world)
+    windows = [window([4] * k, [1.0] * k, combined, mine) for mine in local]
+    assert codes(windows) == {"loss_not_divided_by_accumulation"}
+    assert codes([window([4] * k, [1.0 / k] * k, combined, mine) for mine in local]) == set()
+
+
+def test_summed_gradients_of_means_are_w_times_too_large_and_of_divided_means_are_right() -> None:
+    combined, local = gradients(2, 1.0)
+    assert codes([window([4], [1.0], combined, m) for m in local]) == {"own_reduction_sums"}
+    assert codes([window([4], [0.5], combined, m) for m in local]) == set()
+
+
+def test_a_coefficient_that_the_code_writes_as_a_number_is_no_world_size() -> None:
+    combined, local = gradients(2, 0.5)
+    half = {"op": "*", "value": 0.5, "text": "0.5 * loss", "meaning": "0.5 * loss", "place": ""}
+    world = {
+        "op": "/",
+        "value": 2.0,
+        "text": "loss / n",
+        "meaning": "loss / n ; dist.get_world_size()",
+        "place": "train.py:7",
+    }
+    for scaling, expected in ((half, set()), (world, {"scaled_by_world_size"})):
+        windows = [window([4], [0.5], combined, m, scaling=[scaling]) for m in local]
+        assert codes(windows) == expected
+
+
+@given(gradient, gradient)
+def test_the_weights_do_not_depend_on_the_size_of_the_gradients(one: float, other: float) -> None:
+    local = [{"weight": one}, {"weight": other}]
+    combined = {"weight": (one + other) / 2}
+    found = equation(run_of([window([2], [1.0], combined, mine) for mine in local]))
+    assert found.right

@@ -1,0 +1,59 @@
+"""The journal is bounded, and it survives what its process does not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ddp_doctor import journal
+from ddp_doctor.journal import Journal, read
+
+
+def test_what_was_written_is_read_back_in_order(tmp_path: Path) -> None:
+    one = Journal(tmp_path)
+    for number in range(5):
+        one.write("fact", number=number)
+    one.steps = 3
+    one.doing("all_reduce of shape [4] at train.py:7")
+    pages = read(tmp_path)
+    assert [fact["number"] for fact in pages[0].facts] == list(range(5))
+    assert pages[0].now is not None
+    assert (pages[0].now.steps, pages[0].now.doing) == (3, "all_reduce of shape [4] at train.py:7")
+    assert not pages[0].now.ended
+
+
+def test_a_journal_never_grows_beyond_its_bound_and_still_takes_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "MAX_BYTES", 2000)
+    one = Journal(tmp_path)
+    for number in range(1000):
+        one.write("fact", number=number)
+    one.write("end", code=0)
+    size = next(tmp_path.glob("*.jsonl")).stat().st_size
+    assert size < 2100
+    assert read(tmp_path)[0].facts[-1]["kind"] == "end"
+
+
+def test_a_line_cut_off_by_a_full_disk_is_left_out(tmp_path: Path) -> None:
+    Journal(tmp_path).write("fact", number=1)
+    path = next(tmp_path.glob("*.jsonl"))
+    with path.open("a") as file:
+        file.write('{"kind": "fact", "num')
+    assert [fact["kind"] for fact in read(tmp_path)[0].facts] == ["fact"]
+
+
+def test_a_forked_child_writes_nothing_into_its_parents_journal(tmp_path: Path) -> None:
+    one = Journal(tmp_path)
+    one.write("parent")
+    child = os.fork()
+    if child == 0:
+        one.write("child")
+        one.doing("child")
+        os._exit(0)
+    os.waitpid(child, 0)
+    text = next(tmp_path.glob("*.jsonl")).read_text()
+    assert [json.loads(line)["kind"] for line in text.splitlines()] == ["parent"]

@@ -129,7 +129,7 @@ def test_every_part_of_the_museum_chapter_is_executed(item):
 @pytest.mark.parametrize("chapter", chapters_of(BOOK), ids=lambda path: path.stem)
 def test_no_cell_is_tagged_with_an_item_that_nobody_lists(chapter: Path):
     listed = {**STEP, **DATA, **LOSS, **MUSEUM}
-    assert set(cells_of(read(chapter.name))) <= set(listed)
+    assert set(cells_of(read(str(chapter)))) <= set(listed)
 
 
 def without(notebook: nbformat.NotebookNode, what: str) -> nbformat.NotebookNode:

@@ -28,7 +28,9 @@ def gather_backward(world_size: int = 4) -> Figure:
             if rank < sources:
                 arrow = {"arrowstyle": "-|>", "color": color, "lw": 1.8, "shrinkA": 12}
                 axes.annotate("", (0, 0), (rank, 1), arrowprops=arrow | {"shrinkB": 14})
-                axes.text(rank * 0.6 + 0.07, 0.66, "1", color=color, ha="left", va="center")
+                on_line = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none"}
+                place = (0.6 * rank, 0.6)
+                axes.text(*place, "1", color=color, ha="center", va="center", bbox=on_line)
         share = "1" if sources == world_size else f"1/{world_size}"
         axes.text(
             (world_size - 1) / 2,
@@ -39,7 +41,7 @@ def gather_backward(world_size: int = 4) -> Figure:
             fontsize=10,
         )
         axes.set_title(title, fontsize=11)
-        axes.set(xlim=(-0.5, world_size - 0.5), ylim=(-0.85, 1.35))
+        axes.set(xlim=(-0.5, world_size - 0.5), ylim=(-0.8, 1.3))
         axes.set_axis_off()
     return figure
 

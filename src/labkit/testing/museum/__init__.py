@@ -1,14 +1,13 @@
-"""The museum: known broken data-parallel implementations, one a file, each wrong in one way.
+"""The museum: known broken data-parallel implementations, one per file, each wrong in one way.
 
     for exhibit in exhibits():
         print(exhibit.name, exhibit.bug, exhibit.caught_by)
 
-Each is short, looks innocent, trains, and shows a loss curve that falls. They are kinds of
-mistakes that are made over and over, written anew here; none is anybody's code. Use them to learn
-what a mistake looks like, and to try your own tests on: where they pass on an exhibit, they have a
-hole.
+Each is short, looks harmless, and shows a loss curve that falls. They are common mistakes,
+rewritten for this book; none is copied from a project. Use them to learn what a mistake looks like,
+and to try your own tests: a test suite that passes on an exhibit has a hole.
 
-What an exhibit does right it may take from `labkit.testing.museum.parts`.
+Exhibits share their correct parts, which are in `labkit.testing.museum.parts`.
 """
 
 import importlib

@@ -1,13 +1,13 @@
 """Calls the model inside the wrapper, not the wrapper.
 
-Claims: uses torch's DistributedDataParallel as it is.
+Claims: uses torch's DistributedDataParallel unchanged.
 
-The bug: DDP prepares its reducer in its own forward. A loss that comes from `.module` (to reach a
-method of the model: compute_loss, generate, a training_step) leaves it unprepared, and backward
-leaves every gradient local. No error, no warning.
+The bug: DDP prepares its reducer in its own forward. A loss computed through `.module` (to reach a
+method such as compute_loss, generate, or training_step) skips that, and backward leaves every
+gradient local. No error, no warning.
 
-Symptom: W unrelated trainings that began with the same weights. Each loss curve is that of one
-process with 1/W of the data; a checkpoint is rank 0's alone.
+Symptom: W separate trainings that began with equal weights. Each loss curve is that of one process
+with 1/W of the data, and the checkpoint is rank 0's alone.
 
 Seen in: trainers that unwrap the model to call one of its methods.
 

@@ -1,14 +1,14 @@
 """Clips each rank's gradient, then averages.
 
-Claims: clips the gradient to the norm that was asked for.
+Claims: clips the gradient to the requested norm.
 
-The bug: a clipped average is not an average of clipped gradients. Local gradients are larger
-(they have the noise that the average removes) and are clipped each by a factor of its own.
+The bug: an average of clipped gradients is not a clipped average. Local gradients are larger,
+because averaging removes noise, and each rank clips by its own factor.
 
-Symptom: the norm of the result is below the threshold, as it should be; only too far below, and
-ranks with large gradients, rare examples among them, have lost their weight.
+Symptom: the norm of the result is below the threshold, as it should be, but too far below. Ranks
+with large gradients, such as those with rare samples, lose weight.
 
-Seen in: clipping in a gradient hook, or between backward and an all-reduce by hand.
+Seen in: clipping in a gradient hook, or between backward and a hand-written all-reduce.
 
 Kind: a direction bug. Caught by clipping_equals_full_batch.
 """

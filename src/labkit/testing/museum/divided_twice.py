@@ -2,14 +2,13 @@
 
 Claims: divides before the sum, so that half-precision gradients cannot overflow.
 
-The bug: the division after the sum was left in. (The same happens when a communication hook
-divides and the wrapper does too, or when the loss is divided as well as the gradient.)
+The bug: the division after the sum was not removed. The same happens if a communication hook and
+the wrapper both divide, or if the loss is divided as well as the gradient.
 
-Symptom: the learning rate is 1/W of the one that is written down. It looks like a model that
-needs a larger one, and a sweep finds it: W times as large. Adam hides it, weight decay and
-clipping apart.
+Symptom: the learning rate is 1/W of the configured one. A sweep finds that a rate W times as large
+works better. Adam hides the bug, except for weight decay and clipping.
 
-Seen in: communication hooks; libraries stacked on one another, each of which averages.
+Seen in: communication hooks; stacked libraries that each average.
 
 Kind: a scale bug. Caught by gradients_equal_full_batch.
 """

@@ -1,4 +1,4 @@
-"""What a label in the museum says."""
+"""The label of an exhibit: the kind of bug, and the invariant that catches it."""
 
 import sys
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ Bug = Literal["scale", "direction", "drift", "deadlock", "phantom update", "no o
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A broken implementation, and what is known of it.
+    """A broken implementation and its label.
 
-    `wrap` is used as `labkit.testing.trial` describes. `bug` says of what kind it is:
+    `wrap` is used as `labkit.testing.trial` describes. `bug` is its kind:
 
     - scale: every gradient is wrong by one factor (cosine 1), so a learning rate or Adam hides it;
-    - direction: gradients point elsewhere (cosine < 1), no factor repairs them;
-    - drift: replicas that should be equal to the bit are not;
+    - direction: gradients point in another direction (cosine < 1); no positive factor repairs that;
+    - drift: replicas that should be bitwise equal are not;
     - deadlock: ranks launch different collectives, which hang or mix up two gradients;
     - phantom update: parameters move that a single process would leave alone;
-    - no overlap: every gradient is right, and late.
+    - no overlap: every gradient is right, but communication delays it.
 
     `caught_by` names the function of `labkit.testing.invariants` that rejects it, on at least
     `ranks_needed` ranks.
@@ -38,5 +38,5 @@ class Exhibit:
 
     @property
     def title(self) -> str:
-        """What it does wrong, in a line: the first of the file's docstring."""
+        """What it does wrong: the first line of the file's docstring."""
         return (sys.modules[self.wrap.__module__].__doc__ or "").partition("\n")[0]

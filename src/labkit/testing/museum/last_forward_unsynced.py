@@ -1,16 +1,15 @@
-"""Forgets to switch synchronization on again before the last micro-batch's forward pass.
+"""Switches synchronization on again only after the last micro-batch's forward pass.
 
 Claims: accumulates without communication, and synchronizes once, in the last backward.
 
-The bug: DDP decides in its *forward* whether the next backward will be synchronized. The flag that
-says "accumulating" is cleared after the last backward, where one looks for it, and not before the
-last forward, where it counts.
+The bug: DDP decides in its *forward* whether the next backward is synchronized. The flag that says
+"accumulating" is cleared after the last backward, not before the last forward.
 
-Symptom: none without accumulation. With it nothing is ever sent; training is pleasantly fast, and
-the ranks are on their own.
+Symptom: none without accumulation. With it, nothing is ever sent: steps are fast, and the replicas
+diverge.
 
-Seen in: trainers that wrap no_sync around the forward or by a flag of their own; an accumulation
-count that is off by one, or an epoch whose last window is shorter.
+Seen in: trainers that enter no_sync around the forward pass only, or through a flag of their own;
+an accumulation count that is off by one; an epoch with a shorter last window.
 
 Kind: a direction bug. Caught by accumulation_equals_full_batch.
 """

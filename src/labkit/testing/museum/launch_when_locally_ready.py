@@ -2,14 +2,14 @@
 
 Claims: overlaps communication with backward: no bucket waits for another.
 
-The bug: collectives are matched by their order, not by their content. Gradients may appear in
-another order on another rank (its data took another branch); then rank 0's bucket 1 is added to
-rank 1's bucket 2.
+The bug: collectives are matched by order, not by content. On another rank, gradients may become
+ready in another order (its data took another branch). Then rank 0's bucket 1 is added to rank 1's
+bucket 2.
 
-Symptom: none as long as all ranks take one path. Otherwise a hang or an abort where sizes differ;
-and where they are equal, silently, the gradients of two layers in each other's place.
+Symptom: none while all ranks take the same path. Otherwise a hang, or an abort if sizes differ. If
+sizes are equal, two layers silently exchange their gradients.
 
-Seen in: short reducers that overlap, launched from a count of ready gradients.
+Seen in: short overlapping reducers that launch from a count of ready gradients.
 
 Kind: a deadlock. Caught by collectives_match.
 """

@@ -1,16 +1,16 @@
-"""Averages every gradient rightly, and lets every rank start from weights of its own.
+"""Averages every gradient correctly, but every rank starts from its own weights.
 
-Claims: data parallelism is nothing but averaged gradients.
+Claims: data parallelism needs nothing but averaged gradients.
 
-The bug: equal steps keep equal replicas equal. They keep different ones different: nobody gave
-the ranks the same weights at the start.
+The bug: equal steps keep equal replicas equal, but keep different ones different. Nothing made the
+weights equal at the start.
 
-Symptom: gradients agree to the bit, and every rank's loss falls, each on its own model. A
-checkpoint of rank 0 is as good as the average of gradients taken elsewhere lets it be. Where
-every process happens to set the same seed there is no symptom, until one draws a random number
-more before it builds the model.
+Symptom: gradients are bitwise equal, and every rank's loss falls, each on its own model. A rank's
+gradients were partly computed at other ranks' weights. If every process sets the same seed there
+is no symptom, until one of them draws an extra random number before it builds the model.
 
-Seen in: training loops by hand, whose author had seeded; models whose buffers are not broadcast.
+Seen in: hand-written training loops that rely on a seed; models with buffers that are not
+broadcast.
 
 Kind: drift. Caught by initial_state_is_broadcast.
 """

@@ -1,15 +1,15 @@
 """Skips the parameters that have no gradient.
 
-Claims: one all-reduce for each parameter that took part, no time wasted on the others.
+Claims: one all-reduce per parameter that was used, and none for the others.
 
-The bug: "took part" is a matter of this rank's data. A rank that skips a parameter is one
+The bug: which parameters were used depends on this rank's data. A rank that skips one is a
 collective behind the others, and its next gradient is added to another parameter's.
 
-Symptom: none while every rank uses every parameter. Then an abort over sizes that do not match, or
-a hang at the end of the step; or, if ranks skip different parameters of equal shapes, wrong
-gradients in silence.
+Symptom: none while every rank uses every parameter. Otherwise an abort if sizes differ, or a hang
+at the end of the step. If ranks skip different parameters of equal shape, gradients are silently
+wrong.
 
-Seen in: `if p.grad is not None:` in training loops by hand, tutorials among them.
+Seen in: `if p.grad is not None:` in hand-written training loops, including tutorials.
 
 Kind: a deadlock. Caught by missing_counts_as_zeros.
 """

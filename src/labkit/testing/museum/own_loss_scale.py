@@ -1,16 +1,16 @@
-"""Scales each rank's loss by a factor of its own, and averages the scaled gradients.
+"""Scales each rank's loss by its own factor, then averages the scaled gradients.
 
-Claims: keeps gradients within half precision's range, by a scale that follows their size.
+Claims: keeps gradients within half precision's range, with a scale that follows their size.
 
-The bug: the scale follows the size of *this rank's* gradients. In the average a rank counts as much
-as its scale says; then each rank divides by its own.
+The bug: the scale follows the size of *this rank's* gradients. In the average, each rank is
+weighted by its scale; then each rank divides by its own.
 
-Symptom: the first step is right, since all begin with one scale. After that the ranks' weights
-part, and more so the more their data differ. In double precision it would be just as wrong: no
-number overflows.
+Symptom: the first step is right, because all ranks begin with the same scale. After that the
+replicas diverge, and faster the more their data differ. No number overflows, so higher precision
+does not help.
 
-Seen in: loss scalers whose search for infinities is not shared between ranks; a scaler's state
-that is loaded from the checkpoint on rank 0 only.
+Seen in: loss scalers that do not share their search for infinities between ranks; a scaler state
+loaded from the checkpoint on rank 0 only.
 
 Kind: a direction bug. Caught by gradients_are_identical.
 """

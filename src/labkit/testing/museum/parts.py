@@ -1,4 +1,4 @@
-"""What the exhibits do right, so that each of them is wrong in one way only."""
+"""The correct parts of the exhibits, so that each exhibit is wrong in one way only."""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ def broadcast_from_rank_0(module: nn.Module) -> None:
 def used_somewhere(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that have a gradient on some rank, in the module's order.
 
-    Where only this rank has none, its `grad` becomes zeros. One all-reduce of a flag a parameter.
+    If only this rank has none, its `grad` becomes zeros. Costs one all-reduce of one flag per
+    parameter.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     flags = [float(p.grad is not None) for p in parameters]
@@ -30,7 +31,7 @@ def used_somewhere(module: nn.Module) -> list[nn.Parameter]:
 
 
 def average_gradients(module: nn.Module) -> None:
-    """The right average, after backward, in one all-reduce and one of flags."""
+    """The right average, after backward: one all-reduce of gradients, and one of flags."""
     gradients = [parameter.grad for parameter in used_somewhere(module)]
     flat = one_vector(gradients) / dist.get_world_size()
     dist.all_reduce(flat)
@@ -38,12 +39,12 @@ def average_gradients(module: nn.Module) -> None:
 
 
 def one_vector(tensors: list[Tensor]) -> Tensor:
-    """All elements in one vector, a copy."""
+    """All elements in one new vector."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 @torch.no_grad()
 def copy_back(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Fill `tensors` with the elements of `flat`, as `flatten` took them."""
+    """Fill `tensors` with the elements of `flat`, in the order of `one_vector`."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

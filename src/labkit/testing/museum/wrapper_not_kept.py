@@ -1,16 +1,16 @@
-"""Wraps the model where it is called, and keeps the output but not the wrapper.
+"""Wraps the model at each call, and keeps the output but not the wrapper.
 
-Claims: uses torch's DistributedDataParallel as it is, in a forward function of one line; the
-weights are broadcast once, at the start, so not at each wrapping (`init_sync=False`).
+Claims: uses torch's DistributedDataParallel unchanged, in a one-line forward function; the weights
+are broadcast once, at the start, so not at each wrapping (`init_sync=False`).
 
-The bug: DDP's reducer, with its hooks on the gradients, lives in the wrapper. The wrapper is freed
-when the forward pass has returned, and the hooks with it, so backward finds none. No error, no
-warning; only with find_unused_parameters there is one, about a NoneType.
+The bug: DDP's reducer, with its hooks on the gradients, belongs to the wrapper. When the forward
+pass has returned, the wrapper is freed, and its hooks with it, so backward finds none. No error, no
+warning; only with find_unused_parameters=True an error about a NoneType.
 
-Symptom: every gradient is local, as in bypassed_wrapper: W unrelated trainings that began with the
-same weights, although the wrapper's forward is called at every step.
+Symptom: every gradient is local, as in bypassed_wrapper: W separate trainings that began with equal
+weights, although the wrapper's forward is called at every step.
 
-Seen in: helper functions that wrap, compute a loss and return it; tests; notebooks.
+Seen in: helper functions that wrap, compute a loss, and return it; tests; notebooks.
 
 Kind: a direction bug. Caught by gradients_are_identical.
 """

@@ -1,4 +1,4 @@
-"""Every surprise that the book promises has a cell that was executed, with its two figures."""
+"""Every surprise that the book promises has a cell that was executed, with its two numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from labkit.launch.scripts import project_root
 
 BOOK = project_root() / "book"
 
-# Item → what its table has to show: verdicts, or the two figures where there is no verdict.
+# Item → what its table has to show: verdicts, or the two numbers where there is no verdict.
 STEP = {
     "clip-before-sync": {"direction bug", "right"},
     "clip-under-accumulation": {"direction bug", "right"},

@@ -17,7 +17,7 @@ from typing import Any
 from grader.check import record_check
 from grader.source import Assignment, CheckSource, kind_of, source_of
 
-_CHAPTER = re.compile(r"\[([^\]]*)\]\(\.\./\.\./book/(\w+)\.ipynb\)")
+_CHAPTER = re.compile(r"\[([^\]]*)\]\(\.\./\.\./book/([\w/]+)\.ipynb\)")
 _PRELUDE = "from grader.student import check"
 
 

@@ -85,7 +85,15 @@ def reduce_{op}_{dtype}():
 """
 
 
-REDUCTIONS = "".join(reduced(op, dtype) for op in OPS for dtype in [*DTYPES, *REFUSED])
+# Gloo divides an integer's average in its own thread: it raises there, on some ranks before their
+# part is sent, and the group is of no use afterwards. There is no result to compare with.
+INTEGERS = {"int8", "uint8", "int32", "int64", "bool", "int16"}
+REDUCTIONS = "".join(
+    reduced(op, dtype)
+    for op in OPS
+    for dtype in [*DTYPES, *REFUSED]
+    if not (op == "AVG" and dtype in INTEGERS)
+)
 
 COLLECTIVES = """
 def all_reduce_async():

@@ -85,7 +85,7 @@ def test_a_release_keeps_nbgraders_metadata_and_the_points(server):
 def test_links_to_chapters_lead_to_the_built_book_where_its_address_is_given(server):
     released = release(first_assignment(), server.address, book="https://book.invalid")
     text = json.dumps(released)
-    assert "https://book.invalid/01_what_is_averaged.html" in text
+    assert "https://book.invalid/start/what_is_averaged.html" in text
     assert "../../book/" not in text
 
 

@@ -1,1 +1,1 @@
-"""The small models and data sets of the forum threads, and CUDA's random numbers on a CPU."""
+"""What chapters run: small models and data of the forum threads, losses to judge, the museum."""

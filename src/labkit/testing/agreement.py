@@ -1,4 +1,4 @@
-"""Assertions that the ranks agree, for the middle of a training run and any module.
+"""Do the ranks agree? Assertions to call during a training run, on any module.
 
     loss.backward()
     average_gradients(model)
@@ -6,8 +6,8 @@
     optimizer.step()
     assert_replicas_agree(model)
 
-Every rank of the group must call them. If one rank is wrong, they raise `InvariantError` on every
-rank, so a failed assertion never leaves the other ranks waiting.
+Every rank of the group must call them. They raise `InvariantError` on every rank, even if only one
+rank is wrong, so a failed assertion never leaves other ranks waiting.
 """
 
 import math
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from labkit.testing.compare import Comparison, flatten, ratio_and_cosine
 
 Gradients = Mapping[str, Tensor | None]
-_CHUNK = 4 << 20  # bytes; tensors are compared in one broadcast until they are as many
+_CHUNK = 4 << 20  # bytes; tensors up to about this size in total share one broadcast
 
 
 class InvariantError(AssertionError):
-    """What does not hold, where, what was found and expected, and the likely cause.
+    """What does not hold, where, the two numbers, and the likely cause.
 
-    `comparison` is the ratio and the cosine of all gradients to the true ones, if they were
-    compared.
+    `comparison` holds the ratio and the cosine of all gradients to the true ones, if gradients were
+    compared with true ones; otherwise it is None.
     """
 
     def __init__(
@@ -57,34 +57,34 @@ class InvariantError(AssertionError):
 def assert_replicas_agree(
     module: nn.Module, buffers: bool = True, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Parameters and buffers have the same bits on every rank of `group`.
+    """Parameters and buffers are bitwise equal on every rank of `group`.
 
-    The running statistics of batch norm differ between ranks after a forward pass, in torch's DDP
-    too: pass `buffers=False` then. Costs one broadcast of everything that is compared.
+    After a forward pass, batch norm's running statistics differ between ranks, in torch's DDP too:
+    pass `buffers=False` then. Costs one broadcast of everything that is compared.
     """
     tensors: dict[str, Tensor | None] = dict(module.named_parameters())
     tensors |= dict(module.named_buffers()) if buffers else {}
     _assert_same_bits(
         "assert_replicas_agree",
         tensors,
-        "the ranks did not start from the same weights, or have not applied the same gradient in "
-        "each step since. Broadcast parameters and buffers from rank 0 at construction, and check "
+        "the ranks did not start from the same weights, or did not apply the same gradient in "
+        "every step since. Broadcast parameters and buffers from rank 0 at construction, and check "
         "the gradients with assert_gradients_agree.",
         group,
     )
 
 
 def assert_gradients_agree(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Each gradient has the same bits on every rank of `group`, or is None on every rank.
+    """Each gradient is bitwise equal on every rank of `group`, or None on every rank.
 
-    Call it after gradients have been combined and before the optimizer's step. Costs one broadcast
+    Call it after gradients are combined and before the optimizer's step. Costs one broadcast
     of all gradients.
     """
     _assert_same_bits(
         "assert_gradients_agree",
         {f"{name}.grad": p.grad for name, p in module.named_parameters() if p.requires_grad},
-        "this gradient was not combined (the forward pass went around the wrapper, or a hook "
-        "worked on something else), or each rank sums in an order of its own.",
+        "this gradient was not combined (the forward pass bypassed the wrapper, or a hook "
+        "processed another tensor), or the ranks sum in different orders.",
         group,
     )
 
@@ -95,11 +95,10 @@ def assert_gradients_equal(
     tolerance: float = 1e-9,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """On every rank, the gradients of `module` equal the `true` ones (by name; None counts as
-    zeros).
+    """On every rank the gradients of `module` are the `true` ones (by name; None counts as zeros).
 
-    A parameter's gradient may differ from the true one by at most `tolerance` times the norm of
-    the whole true gradient. 1e-9 suits float64; use 1e-5 for float32.
+    Equal means: the error of each parameter's gradient has a norm of at most `tolerance` times the
+    norm of the whole true gradient. 1e-9 suits float64; use 1e-5 for float32.
     """
     found, wanted = {}, {}
     for name, parameter in module.named_parameters():
@@ -116,7 +115,7 @@ def assert_gradients_equal(
             f"{unknown[0]}.grad" if unknown else "the module",
             "a trainable parameter" if unknown else "no trainable parameter",
             "a true gradient for each trainable parameter, by its name",
-            "`true` is of another module, or the module's parameters are frozen.",
+            "`true` belongs to another module, or all parameters of this module are frozen.",
         )
         raise_on_every_rank(error, group)
     missed = {name: float((found[name] - wanted[name]).norm()) for name in found}
@@ -145,7 +144,7 @@ def raise_on_every_rank(
 ) -> None:
     """Raise the lowest rank's `error` on every rank of `group`; return if no rank has one.
 
-    Costs one all-reduce of one byte. Errors are sent only if there is one.
+    Costs one all-reduce of one byte, and one all-gather of the errors if a rank has one.
     """
     backend = dist.get_backend(group)
     device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
@@ -189,7 +188,7 @@ def _assert_same_bits(
 
 
 def _chunks(tensors: Mapping[str, Tensor | None]) -> Iterator[list[str]]:
-    """The names of tensors that share one broadcast: on one device, and few or one large."""
+    """Names of the tensors that share one broadcast: on one device, up to about `_CHUNK` bytes."""
     names: list[str] = []
     size, device = 0, None
     for name, tensor in tensors.items():
@@ -248,26 +247,26 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor as bytes, so that NaN equals NaN and 0.0 differs from -0.0."""
+    """As bytes: NaN equals NaN, and 0.0 differs from -0.0."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.reshape(-1).view(torch.uint8)
 
 
 def _cause(comparison: Comparison | None, world_size: int) -> str:
     if comparison is None:
-        return "a gradient is missing, or is there where none is wanted: was there a backward?"
+        return "a gradient is missing, or exists where there should be none: did backward run?"
     ratio, cosine = comparison
     if math.isnan(cosine):
         return "a gradient is not finite: an overflow (sum before division in half precision?)."
     if cosine < 1 - 1e-6:
         return (
-            "a direction bug, no factor repairs it: some gradients were not combined, or were "
-            "combined with another parameter's, or some items count more than others."
+            "a direction bug, which no positive factor repairs: some gradients were not combined, "
+            "or were combined with another parameter's, or some samples count more than others."
         )
     if abs(ratio / world_size - 1) < 1e-3:
         return (
             f"a scale bug: {world_size} times too large on {world_size} ranks, a sum where an "
-            "average is wanted, or a loss with a local denominator multiplied by the world size."
+            "average is needed, or a loss with a local denominator multiplied by the world size."
         )
     if abs(ratio * world_size - 1) < 1e-3:
         return (
@@ -276,6 +275,6 @@ def _cause(comparison: Comparison | None, world_size: int) -> str:
         )
     if abs(ratio - 1) < 1e-6:
         return (
-            "right in the whole, wrong in a small part: rounding, or one small parameter left out."
+            "right on the whole, wrong in a small part: rounding, or one small parameter left out."
         )
-    return "a scale bug: one factor (micro-batches? ranks? items?) too many or too few."
+    return "a scale bug: one factor (micro-batches? ranks? samples?) too many or too few."

@@ -1,14 +1,17 @@
-"""Two numbers that show what is wrong with a gradient: its ratio and its cosine to the true one.
+"""Two numbers that show what is wrong with a gradient: its ratio and cosine to the true one.
 
-All parameters are flattened into one vector g. The true gradient g* is the single-process full
-batch's.
+All parameters are flattened into one vector g and compared with the gradient g* of one process
+that has the full batch:
 
 - ratio  = ‖g‖ / ‖g*‖
 - cosine = ⟨g, g*⟩ / (‖g‖ ‖g*‖)
 
-A *scale bug* has cosine 1: a factor repairs it, and a learning rate or Adam hides it. A *direction
-bug* has a cosine below 1: no factor repairs it.
+A *scale bug* has cosine 1: one factor repairs it, and a learning rate or Adam may hide it.
+A *direction bug* has a cosine below 1: no positive factor repairs it. Adam also hides a separate
+factor per parameter, which is a direction bug over all of them.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 
 class Comparison(NamedTuple):
-    """The ratio and the cosine of a gradient to the true one. Unpacks as `ratio, cosine`."""
+    """How one gradient compares with the true one. Unpacks as `ratio, cosine`."""
 
     ratio: float
     cosine: float
@@ -37,9 +40,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """All elements of all tensors as one float64 vector on the CPU; a complex element counts as
-    two.
-    """
+    """All elements of all tensors as one float64 vector on the CPU; a complex number is two."""
     parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     empty = torch.empty(0, dtype=torch.float64)
     return torch.cat([empty, *(t.detach().to("cpu", torch.float64).reshape(-1) for t in parts)])
@@ -48,8 +49,8 @@ def flatten(tensors: Iterable[Tensor]) -> Tensor:
 def ratio_and_cosine(found: Iterable[Tensor], true: Iterable[Tensor]) -> Comparison:
     """Compare the gradients `found` with the `true` ones: same shapes, same order.
 
-    Computed in float64. Raises ValueError if the shapes differ or if either gradient is zero,
-    because then neither number is defined.
+    Computed in float64. Raises ValueError if the shapes differ, or if either gradient is zero
+    everywhere, because then neither number is defined.
     """
     found, true = _of_same_shapes(found, true)
     g, wanted = flatten(found), flatten(true)
@@ -61,10 +62,9 @@ def ratio_and_cosine(found: Iterable[Tensor], true: Iterable[Tensor]) -> Compari
 
 
 def largest_difference(found: Iterable[Tensor], true: Iterable[Tensor]) -> float:
-    """max |a − b| over all elements of all pairs; 0.0 means that all values are equal.
+    """max |a − b| over all elements of all pairs; 0.0 means equal values.
 
-    Raises ValueError if the shapes differ. A NaN on either side, or an infinity on both, gives
-    NaN.
+    Raises ValueError if the shapes differ. A NaN on either side, or an infinity on both, gives NaN.
     """
     found, true = _of_same_shapes(found, true)
     difference = (flatten(found) - flatten(true)).abs()

@@ -1,22 +1,26 @@
-"""Two collectives that autograd knows, for losses that look at the items of all ranks.
+"""Two collectives with gradients, for losses that use the samples of all ranks.
 
-`torch.distributed`'s own collectives write into a tensor and tell autograd nothing: a loss computed
-from what they delivered has no gradient with respect to the other ranks' items, in silence. Here
-both are functions, whose backward is the collective that mathematics asks for:
+`torch.distributed`'s own collectives write into a tensor outside autograd. A loss computed from
+their output has no gradient with respect to the other ranks' samples, and nothing warns. The
+backward of these two functions is a collective as well:
 
-==============  =============================  =============================================
-forward         out                            backward
-==============  =============================  =============================================
-`all_gather`    every rank's tensor, stacked   sum over the ranks of what they say about mine
-`all_reduce`    the sum of all ranks' tensors  sum over the ranks of what they say about it
-==============  =============================  =============================================
+==============  =============================  ================================================
+forward         output                         backward: the sum over all ranks of the gradients
+==============  =============================  ================================================
+`all_gather`    every rank's tensor, stacked   for this rank's tensor
+`all_reduce`    the sum of all ranks' tensors  for that sum
+==============  =============================  ================================================
 
-Both backwards are collectives, too: every rank has to reach them, in the same order. Where every
-rank computes the same loss from what it received, the backward adds W equal terms; DDP's average
-takes the W away again. So such a loss needs no factor, and one made of a plain gather needs W.
+Every rank must reach the backward passes, too, in the same order. If every rank computes the same
+whole loss L from the output, then Σ L_r = W · L, and DDP's average delivers the gradient of L
+without a factor. If ranks compute different losses, the rule of `miniddp.training.losses` applies.
 
-torch has the same: `torch.distributed.nn.functional`, deprecated in 2.13, and the private module
-that its warning points to.
+A plain gather with the own slice put back needs the factor W instead, and only for the parameters
+before the gather, such as an encoder's. A parameter of the loss itself (a learned temperature) is
+then W times too large. With a plain gather and only the own rows of the loss, no factor helps.
+
+`torch.distributed.nn.functional` has the same two functions, deprecated in torch 2.13 in favor of a
+private module.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ from torch import Tensor
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Every rank's `tensor` (n, …) as one tensor (W · n, …), in rank order, with gradients.
 
-    The shapes have to be the same on all ranks. Costs an all-gather of W times the tensor's bytes,
-    and in backward an all-reduce of as many.
+    The shapes must be equal on all ranks. Costs an all-gather of W times the tensor's bytes, and in
+    backward an all-reduce of as many bytes.
     """
     return _AllGather.apply(tensor, group)
 

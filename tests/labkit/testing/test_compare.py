@@ -1,4 +1,4 @@
-"""Ratio and cosine: the two figures against hand-made gradients."""
+"""Ratio and cosine: the two numbers against hand-made gradients."""
 
 import math
 

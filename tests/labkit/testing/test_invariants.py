@@ -172,12 +172,12 @@ def test_gradients_agree_tells_none_from_zeros_and_one_group_from_another():
 @pytest.mark.parametrize(
     ("mistake", "ratio", "cosine", "cause"),
     [
-        (lambda g, rank: g * 3, 3, 1, "a sum where an average is wanted"),
+        (lambda g, rank: g * 3, 3, 1, "a sum where an average is needed"),
         (lambda g, rank: g / 3, 1 / 3, 1, "divided by the world size twice"),
         (lambda g, rank: g * 1.7, 1.7, 1, "one factor"),
         (lambda g, rank: g.flip(0), 1, None, "direction bug"),
         (lambda g, rank: g * torch.nan, None, None, "not finite"),
-        (lambda g, rank: g * 0, None, None, "was there a backward"),
+        (lambda g, rank: g * 0, None, None, "did backward run"),
         (lambda g, rank: g * (1 + (rank == 2)), 2, 1, "scale bug"),
     ],
     ids=["sum", "divided twice", "some factor", "direction", "nan", "zeros", "on one rank"],

@@ -3,11 +3,11 @@
     for exhibit in exhibits():
         print(exhibit.name, exhibit.bug, exhibit.caught_by)
 
-Each exhibit is short, looks harmless, and trains with a falling loss curve. They are common
-mistakes, written for this museum; none is anybody's code. Use them to learn what a mistake looks
-like, and to try your own tests: a test that passes on an exhibit has a gap.
+Each is short, looks harmless, and shows a loss curve that falls. They are common mistakes,
+rewritten for this book; none is copied from a project. Use them to learn what a mistake looks like,
+and to try your own tests: a test suite that passes on an exhibit has a hole.
 
-`labkit.testing.museum.parts` holds what the exhibits do right.
+Exhibits share their correct parts, which are in `labkit.testing.museum.parts`.
 """
 
 import importlib
@@ -19,7 +19,7 @@ __all__ = ["Exhibit", "exhibits"]
 
 
 def exhibits() -> tuple[Exhibit, ...]:
-    """Every exhibit, sorted by name: each module of this package with a label, `EXHIBIT`."""
+    """Every exhibit, sorted by name: each module of this package that has a label, `EXHIBIT`."""
     modules = [
         importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
     ]

@@ -2,12 +2,12 @@
 
 Claims: uses torch's DistributedDataParallel unchanged.
 
-The bug: DDP prepares its reducer in its own forward. A loss computed through `.module` (to call a
-method of the model: compute_loss, generate, a training_step) does not prepare it, and backward
-leaves every gradient local. There is no error and no warning.
+The bug: DDP prepares its reducer in its own forward. A loss computed through `.module` (to reach a
+method such as compute_loss, generate, or training_step) skips that, and backward leaves every
+gradient local. No error, no warning.
 
-Symptom: W unrelated training runs that began with the same weights. Each loss curve looks like one
-process with 1/W of the data, and a checkpoint holds rank 0's model only.
+Symptom: W separate trainings that began with equal weights. Each loss curve is that of one process
+with 1/W of the data, and the checkpoint is rank 0's alone.
 
 Seen in: trainers that unwrap the model to call one of its methods.
 

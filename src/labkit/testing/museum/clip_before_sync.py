@@ -2,13 +2,13 @@
 
 Claims: clips the gradient to the requested norm.
 
-The bug: a clipped average is not an average of clipped gradients. Local gradients are larger,
-because they contain the noise that the average removes, and each is clipped by a different factor.
+The bug: an average of clipped gradients is not a clipped average. Local gradients are larger,
+because averaging removes noise, and each rank clips by its own factor.
 
-Symptom: the norm of the result is below the threshold, as expected, but too far below. Ranks with
-large gradients, for example from rare samples, have lost their weight.
+Symptom: the norm of the result is below the threshold, as it should be, but too far below. Ranks
+with large gradients, such as those with rare samples, lose weight.
 
-Seen in: clipping in a gradient hook, or between backward and a manual all-reduce.
+Seen in: clipping in a gradient hook, or between backward and a hand-written all-reduce.
 
 Kind: a direction bug. Caught by clipping_equals_full_batch.
 """

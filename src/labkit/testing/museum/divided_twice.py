@@ -2,11 +2,11 @@
 
 Claims: divides before the sum, so that half-precision gradients cannot overflow.
 
-The bug: the division after the sum is still there. The same happens if a communication hook and
-the wrapper both divide, or if both the loss and the gradient are divided.
+The bug: the division after the sum was not removed. The same happens if a communication hook and
+the wrapper both divide, or if the loss is divided as well as the gradient.
 
-Symptom: the effective learning rate is 1/W of the configured one. The model seems to need a larger
-one, and a sweep finds W times as much. Adam hides the bug, except in weight decay and clipping.
+Symptom: the learning rate is 1/W of the configured one. A sweep finds that a rate W times as large
+works better. Adam hides the bug, except for weight decay and clipping.
 
 Seen in: communication hooks; stacked libraries that each average.
 

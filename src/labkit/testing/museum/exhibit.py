@@ -1,4 +1,4 @@
-"""The label of an exhibit."""
+"""The label of an exhibit: the kind of bug, and the invariant that catches it."""
 
 import sys
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ Bug = Literal["scale", "direction", "drift", "deadlock", "phantom update", "no o
 class Exhibit:
     """A broken implementation and its label.
 
-    `wrap` is used as `labkit.testing.trial` describes. `bug` names the kind:
+    `wrap` is used as `labkit.testing.trial` describes. `bug` is its kind:
 
     - scale: every gradient is wrong by one factor (cosine 1), so a learning rate or Adam hides it;
-    - direction: gradients have another direction (cosine < 1), and no factor repairs them;
+    - direction: gradients point in another direction (cosine < 1); no positive factor repairs that;
     - drift: replicas that should be bitwise equal are not;
     - deadlock: ranks launch different collectives, which hang or mix up two gradients;
-    - phantom update: parameters change that a single process would not change;
-    - no overlap: every gradient is right, but late.
+    - phantom update: parameters move that a single process would leave alone;
+    - no overlap: every gradient is right, but communication delays it.
 
     `caught_by` names the function of `labkit.testing.invariants` that rejects it, on at least
     `ranks_needed` ranks.
@@ -38,5 +38,5 @@ class Exhibit:
 
     @property
     def title(self) -> str:
-        """What it does wrong, in one line: the first line of the file's docstring."""
+        """What it does wrong: the first line of the file's docstring."""
         return (sys.modules[self.wrap.__module__].__doc__ or "").partition("\n")[0]

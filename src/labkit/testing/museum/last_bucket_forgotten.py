@@ -1,14 +1,14 @@
-"""Sends a bucket when it is full, and forgets the last one, which never is.
+"""Sends each full bucket, and never the last, partly filled one.
 
 Claims: packs gradients into buckets of a given size, with one all-reduce per bucket.
 
-The bug: the open bucket that remains after the last parameter is not sent.
+The bug: the gradients left in the open bucket after the last parameter are not sent.
 
-Symptom: all gradients are averaged except a few, which stay local. If the bucket is as large as
-the model, none is averaged; if the model fills its buckets exactly, all are. So the result depends
-on a size that somebody tunes.
+Symptom: a few gradients stay local, and all others are averaged. With a bucket larger than the
+model, none is averaged; with a model that fills its buckets exactly, all are. So the bug depends on
+a size that people tune.
 
-Seen in: short bucketing code tested with a model that fits its bucket size.
+Seen in: short bucketing code with a test model that exactly fills its buckets.
 
 Kind: a direction bug. Caught by gradients_are_identical.
 """

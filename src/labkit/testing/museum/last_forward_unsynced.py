@@ -1,15 +1,15 @@
-"""Forgets to switch synchronization on again before the last micro-batch's forward pass.
+"""Switches synchronization on again only after the last micro-batch's forward pass.
 
 Claims: accumulates without communication, and synchronizes once, in the last backward.
 
-The bug: DDP decides in its *forward* whether the next backward will be synchronized. The flag
-"accumulating" is cleared after the last backward instead of before the last forward.
+The bug: DDP decides in its *forward* whether the next backward is synchronized. The flag that says
+"accumulating" is cleared after the last backward, not before the last forward.
 
-Symptom: none without accumulation. With accumulation, nothing is ever sent: training is fast, and
-the replicas diverge.
+Symptom: none without accumulation. With it, nothing is ever sent: steps are fast, and the replicas
+diverge.
 
-Seen in: trainers that put no_sync around the forward or use their own flag; an accumulation count
-that is off by one, or an epoch with a shorter last window.
+Seen in: trainers that enter no_sync around the forward pass only, or through a flag of their own;
+an accumulation count that is off by one; an epoch with a shorter last window.
 
 Kind: a direction bug. Caught by accumulation_equals_full_batch.
 """

@@ -1,16 +1,16 @@
-"""Averages the gradient of the last micro-batch, and leaves those before it local.
+"""Averages the gradient of the last micro-batch, and leaves the earlier ones local.
 
-Claims: averages each gradient in a hook, except while gradients are accumulated.
+Claims: averages each gradient in a hook, and skips the hook during accumulation.
 
 The bug: a tensor's hook (`register_hook`) receives the gradient of *this* backward pass, before it
 is added to `.grad`. The gradients of earlier micro-batches in `.grad` are never averaged.
 
 Symptom: none without accumulation. With k micro-batches, (k − 1)/k of the gradient is local, and
-the replicas diverge faster with longer accumulation.
+the replicas diverge.
 
 Seen in: no_sync added later to a reducer built on gradient hooks.
 
-It also launches in the order in which gradients appear on this rank, the bug of
+It also launches in the order in which gradients become ready on this rank, the bug of
 launch_when_locally_ready.
 
 Kind: a direction bug. Caught by accumulation_equals_full_batch.

@@ -2,14 +2,14 @@
 
 Claims: overlaps communication with backward: no bucket waits for another.
 
-The bug: collectives are matched by their order, not by their content. If another rank's data take
-another branch, its gradients appear in another order. Then rank 0's bucket 1 is added to rank 1's
+The bug: collectives are matched by order, not by content. On another rank, gradients may become
+ready in another order (its data took another branch). Then rank 0's bucket 1 is added to rank 1's
 bucket 2.
 
-Symptom: none while all ranks take the same path. Otherwise a hang or an abort if sizes differ. If
-they are equal, the gradients of two layers are silently exchanged.
+Symptom: none while all ranks take the same path. Otherwise a hang, or an abort if sizes differ. If
+sizes are equal, two layers silently exchange their gradients.
 
-Seen in: short reducers with overlap that count ready gradients.
+Seen in: short overlapping reducers that launch from a count of ready gradients.
 
 Kind: a deadlock. Caught by collectives_match.
 """

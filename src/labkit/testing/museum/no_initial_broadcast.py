@@ -1,16 +1,16 @@
-"""Averages every gradient rightly, and lets every rank start from weights of its own.
+"""Averages every gradient correctly, but every rank starts from its own weights.
 
-Claims: averaged gradients are all that data parallelism needs.
+Claims: data parallelism needs nothing but averaged gradients.
 
-The bug: equal steps keep equal replicas equal, and different replicas different. Nothing gave the
-ranks the same weights at the start.
+The bug: equal steps keep equal replicas equal, but keep different ones different. Nothing made the
+weights equal at the start.
 
-Symptom: gradients are bitwise equal on all ranks, and every rank's loss falls, each with its own
-model. A checkpoint of rank 0 was trained with gradients that were computed at other weights. If
-every process sets the same seed, there is no symptom until one of them draws one more random
-number before it builds the model.
+Symptom: gradients are bitwise equal, and every rank's loss falls, each on its own model. A rank's
+gradients were partly computed at other ranks' weights. If every process sets the same seed there
+is no symptom, until one of them draws an extra random number before it builds the model.
 
-Seen in: manual training loops that relied on a seed; models with buffers that are not broadcast.
+Seen in: hand-written training loops that rely on a seed; models with buffers that are not
+broadcast.
 
 Kind: drift. Caught by initial_state_is_broadcast.
 """

@@ -1,15 +1,15 @@
 """Skips the parameters that have no gradient.
 
-Claims: launches one all-reduce for each parameter that was used, and none for the others.
+Claims: one all-reduce per parameter that was used, and none for the others.
 
-The bug: which parameters are used depends on this rank's data. A rank that skips a parameter is
-one collective behind the others, and its next gradient is added to another parameter's.
+The bug: which parameters were used depends on this rank's data. A rank that skips one is a
+collective behind the others, and its next gradient is added to another parameter's.
 
-Symptom: none while every rank uses every parameter. Otherwise an abort because sizes do not match,
-or a hang at the end of the step. If ranks skip different parameters of equal shapes, gradients are
-silently wrong.
+Symptom: none while every rank uses every parameter. Otherwise an abort if sizes differ, or a hang
+at the end of the step. If ranks skip different parameters of equal shape, gradients are silently
+wrong.
 
-Seen in: `if p.grad is not None:` in manual training loops, including tutorials.
+Seen in: `if p.grad is not None:` in hand-written training loops, including tutorials.
 
 Kind: a deadlock. Caught by missing_counts_as_zeros.
 """

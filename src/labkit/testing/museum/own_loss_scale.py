@@ -1,15 +1,16 @@
-"""Scales each rank's loss by a factor of its own, and averages the scaled gradients.
+"""Scales each rank's loss by its own factor, then averages the scaled gradients.
 
-Claims: keeps gradients within half precision's range by a scale that follows their size.
+Claims: keeps gradients within half precision's range, with a scale that follows their size.
 
-The bug: the scale follows the size of *this rank's* gradients. In the average, a rank has the
-weight of its scale; then each rank divides by its own scale.
+The bug: the scale follows the size of *this rank's* gradients. In the average, each rank is
+weighted by its scale; then each rank divides by its own.
 
-Symptom: the first step is right, because all ranks begin with the same scale. Then the replicas
-diverge, faster if their data differ more. Double precision would not help: no number overflows.
+Symptom: the first step is right, because all ranks begin with the same scale. After that the
+replicas diverge, and faster the more their data differ. No number overflows, so higher precision
+does not help.
 
-Seen in: loss scalers that do not share the search for infinities between ranks; a scaler state
-that only rank 0 loads from the checkpoint.
+Seen in: loss scalers that do not share their search for infinities between ranks; a scaler state
+loaded from the checkpoint on rank 0 only.
 
 Kind: a direction bug. Caught by gradients_are_identical.
 """

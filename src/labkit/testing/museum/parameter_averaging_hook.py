@@ -1,16 +1,16 @@
-"""Averages the parameters, because the argument of its hook is called grad.
+"""Averages parameters, because its hook's argument is named grad.
 
-Claims: averages each gradient the moment it is ready, in a few lines.
+Claims: averages each gradient as soon as it is ready, in a few lines.
 
-The bug: `register_post_accumulate_grad_hook` passes the *parameter* to its hook, and the gradient
-is in `parameter.grad`. The parameters are averaged in place during backward; no gradient ever is.
+The bug: `register_post_accumulate_grad_hook` passes the *parameter* to its hook; the gradient is in
+`parameter.grad`. The parameters are averaged, in place, during backward, and no gradient ever is.
 
-Symptom: each rank follows its own gradient and is pulled back to the mean at the next backward. It
-trains, and the loss curve is almost the right one. Just after a step, the ranks' weights differ.
+Symptom: each rank follows its own gradient and is pulled back to the mean at the next backward. The
+model trains, and the loss curve is close to the right one. After each step the replicas differ.
 
 Seen in: tutorials and homework on data parallelism from scratch.
 
-It also launches in the order in which gradients appear on this rank, the bug of
+It also launches in the order in which gradients become ready on this rank, the bug of
 launch_when_locally_ready.
 
 Kind: a direction bug. Caught by gradients_are_identical.

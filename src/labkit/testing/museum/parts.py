@@ -14,9 +14,9 @@ def broadcast_from_rank_0(module: nn.Module) -> None:
 
 
 def used_somewhere(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters with a gradient on at least one rank, in the module's order.
+    """The parameters that have a gradient on some rank, in the module's order.
 
-    If this rank has none, its `grad` becomes zeros. Costs one all-reduce of one flag per
+    If only this rank has none, its `grad` becomes zeros. Costs one all-reduce of one flag per
     parameter.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -31,7 +31,7 @@ def used_somewhere(module: nn.Module) -> list[nn.Parameter]:
 
 
 def average_gradients(module: nn.Module) -> None:
-    """The correct average, after backward: one all-reduce of gradients and one of flags."""
+    """The right average, after backward: one all-reduce of gradients, and one of flags."""
     gradients = [parameter.grad for parameter in used_somewhere(module)]
     flat = one_vector(gradients) / dist.get_world_size()
     dist.all_reduce(flat)
@@ -39,12 +39,12 @@ def average_gradients(module: nn.Module) -> None:
 
 
 def one_vector(tensors: list[Tensor]) -> Tensor:
-    """All elements in one vector, a copy."""
+    """All elements in one new vector."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 @torch.no_grad()
 def copy_back(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Copy the elements of `flat` into `tensors`, in the order of `one_vector`."""
+    """Fill `tensors` with the elements of `flat`, in the order of `one_vector`."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

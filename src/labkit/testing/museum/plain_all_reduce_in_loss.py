@@ -1,16 +1,16 @@
-"""Back-propagates a loss that went through an all-reduce.
+"""Back-propagates a loss that went through a plain all-reduce.
 
 Claims: every rank has the global mean loss, so every rank has its gradient.
 
-The bug: `dist.all_reduce` moves values but no gradients. In backward it is the identity, so each
-rank differentiates only its own term, divided by the global count. The average over ranks then
-divides by W a second time.
+The bug: `dist.all_reduce` moves values and no gradients. Its backward is the identity, so each rank
+differentiates only its own term, over a denominator that counts all terms. The average over ranks
+then divides by W a second time.
 
-Symptom: the loss equals a single process's loss on all ranks, but the effective learning rate is
-1/W of the configured one. Adam hides the bug, except in weight decay and clipping.
+Symptom: the loss is exactly that of one process, on all ranks. The learning rate is 1/W of the
+configured one. Adam hides the bug, except for weight decay and clipping.
 
-Seen in: losses that are reduced for logging before backward and not after it; contrastive losses
-on gathered features; correlation matrices summed over ranks.
+Seen in: losses reduced for the log before backward; contrastive losses on gathered features;
+correlation matrices summed over ranks.
 
 Kind: a scale bug. Caught by gradients_equal_full_batch.
 """

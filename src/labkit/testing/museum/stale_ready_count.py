@@ -1,14 +1,14 @@
-"""Counts gradients until all are there, and counts on after a backward that raised.
+"""Counts ready gradients, and does not reset the count after a backward that raised.
 
-Claims: sends one flat all-reduce, from the hook of the last gradient.
+Claims: sends one flat all-reduce, from the hook of the last gradient to become ready.
 
-The bug: the count is reset when a step is finished. A backward that raises never gets there, so
-the next one starts with part of the count done and sends before its last gradients exist.
+The bug: the count is reset when a step is finished. A backward that raises halfway never gets
+there. The next one starts with part of the count done, and sends before its last gradients exist.
 
-Symptom: one wrong step after each batch that was skipped because memory ran out: the gradients of
-the first layers stay local. From then on, the replicas differ.
+Symptom: one wrong step after each batch that was skipped, for example for lack of memory: the
+gradients of the first layers stay local. From then on the replicas differ.
 
-Seen in: reducers with a ready count in training loops that catch an exception and continue.
+Seen in: reducers with a ready count, in training loops that catch an exception and continue.
 
 Kind: a direction bug. Caught by survives_an_exception.
 """

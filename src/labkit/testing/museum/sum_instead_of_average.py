@@ -1,13 +1,14 @@
-"""Sums the gradients and forgets to divide.
+"""Sums the gradients and does not divide.
 
-Claims: all-reduces the gradients; `all_reduce` adds by default.
+Claims: all-reduces the gradients; `all_reduce` sums by default.
 
 The bug: the sum of W means is W times the mean of the whole batch.
 
-Symptom: the effective learning rate is W times the configured one. Adam hides the bug; gradient
-clipping hides it whenever it clips. With SGD, training diverges when W is large.
+Symptom: the learning rate is W times the configured one. Adam divides by the gradient's size and
+hides it, and gradient clipping hides it whenever it clips. With SGD, training diverges once W is
+large.
 
-Seen in: manual training loops; a change from DataParallel, which rightly sums over replicas for
+Seen in: hand-written loops; a change from DataParallel, which sums over replicas and is right for
 one loss over the gathered output.
 
 Kind: a scale bug. Caught by gradients_equal_full_batch.

@@ -1,14 +1,14 @@
-"""Launches each all-reduce during backward, and waits for it on the spot.
+"""Launches each all-reduce during backward, and waits for it immediately.
 
 Claims: overlaps communication with backward: every gradient is sent from its hook.
 
-The bug: `all_reduce` without `async_op=True` returns after the sum has arrived. Backward blocks
-for that time, and it waits for the slowest rank at each parameter instead of once per step.
+The bug: `all_reduce` without `async_op=True` returns when the sum is there, and backward stands
+still until then. It also waits for the slowest rank at each parameter instead of once per step.
 
-Symptom: every gradient is right, and a step is not shorter than without overlap. With many small
+Symptom: every gradient is right, and a step is no shorter than without overlap. With many small
 parameters it is longer than with one all-reduce after backward.
 
-Seen in: overlap by hooks that was never measured.
+Seen in: hook-based overlap that was never measured.
 
 Kind: no overlap. Caught by communication_overlaps_backward.
 """

@@ -1,17 +1,16 @@
-"""Sends whole vectors round a ring, and lets each rank add them as they come.
+"""Sends whole vectors around a ring, and lets each rank add them in order of arrival.
 
-Claims: implements a ring all-reduce in ten lines.
+Claims: a ring all-reduce in ten lines.
 
-The bug: rank r adds in the order r, r − 1, r − 2, …, a different order on every rank, and
-floating-point sums depend on their order. The ranks' averages, and then their weights, differ in
-the last bits. (The ring is also slow: each rank sends W − 1 whole vectors; a chunked ring sends at
-most two.)
+The bug: rank r adds in the order r, r − 1, r − 2, …, a different one on every rank, and
+floating-point sums depend on their order. The ranks' averages differ in the last bits, and so do
+their weights. It is also slow: each rank sends (W − 1) whole vectors, a chunked ring at most two.
 
-Symptom: none on two ranks, because a + b = b + a. From three ranks on, a difference of rounding
-size grows with the steps. If a value decides a branch (a clip, a loss scale, early stopping),
-ranks take different branches.
+Symptom: none on two ranks, because a + b = b + a. From three ranks on, replicas differ by rounding
+errors that grow with the steps. At a branch on a value (a clip, a loss scale, early stopping) ranks
+may take different paths.
 
-Seen in: tutorials on collectives from send and receive.
+Seen in: tutorials that build collectives from send and receive.
 
 Kind: drift. Caught by gradients_are_identical.
 """

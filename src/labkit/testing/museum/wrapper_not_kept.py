@@ -1,14 +1,14 @@
-"""Wraps the model where it is called, and keeps the output but not the wrapper.
+"""Wraps the model at each call, and keeps the output but not the wrapper.
 
-Claims: uses torch's DistributedDataParallel unchanged, in a forward function of one line. The
-weights are broadcast once, at the start, not at each wrapping (`init_sync=False`).
+Claims: uses torch's DistributedDataParallel unchanged, in a one-line forward function; the weights
+are broadcast once, at the start, so not at each wrapping (`init_sync=False`).
 
-The bug: DDP's reducer, with its hooks on the gradients, belongs to the wrapper. The wrapper is
-freed when the forward pass returns, and its hooks with it, so backward finds none. There is no
-error and no warning; only find_unused_parameters gives an error, about a NoneType.
+The bug: DDP's reducer, with its hooks on the gradients, belongs to the wrapper. When the forward
+pass has returned, the wrapper is freed, and its hooks with it, so backward finds none. No error, no
+warning; only with find_unused_parameters=True an error about a NoneType.
 
-Symptom: every gradient is local, as in bypassed_wrapper: W unrelated training runs that began with
-the same weights, although the wrapper's forward runs in every step.
+Symptom: every gradient is local, as in bypassed_wrapper: W separate trainings that began with equal
+weights, although the wrapper's forward is called at every step.
 
 Seen in: helper functions that wrap, compute a loss, and return it; tests; notebooks.
 

@@ -1,14 +1,14 @@
-"""Gives every parameter a gradient, zeros if there is none.
+"""Gives every parameter a gradient: zeros if there is none.
 
 Claims: all ranks call the same collectives, whichever parameters they used.
 
-The bug: it also does so for parameters that no rank used. To an optimizer, zeros are not None:
-Adam applies its momentum, and weight decay shrinks the weight.
+The bug: it also fills parameters that no rank used. To an optimizer, zeros are not None: momentum
+and Adam's moments still move the weight, and weight decay shrinks it. Plain SGD does neither.
 
-Symptom: all gradients are right. Unused experts, heads, and dropped layers fade and drift, while a
-single process would not change them.
+Symptom: gradients are bitwise right. With weight decay, momentum, or Adam, weights move that one
+process would leave alone: experts not chosen, heads of tasks not drawn, layers that were dropped.
 
-Seen in: the usual cure for the hang of skipped parameters; optimizers' set_to_none=False.
+Seen in: the usual fix for the hang of skipped parameters; optimizers' set_to_none=False.
 
 Kind: a phantom update. Caught by none_stays_none.
 """

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from labkit.book.chapters import chapters_of
-from labkit.launch import run_ranks
+from labkit.launch import RanksTimeoutError, run_ranks
 from labkit.launch.scripts import project_root
 
 BOOK = project_root() / "book"
@@ -254,3 +254,23 @@ def test_a_long_sum_in_bfloat16_stops_growing():
     for _ in range(1024):
         total += torch.tensor(1 / 1024, dtype=torch.bfloat16)
     assert total.item() == 0.25
+
+
+def _rank_0_evaluates(rank: int, buffers: bool, unwrapped: bool) -> bool:
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8)] if buffers else [nn.Linear(6, 8)]
+    ddp = DistributedDataParallel(nn.Sequential(*layers)).eval()
+    if rank == 0:
+        with torch.no_grad():
+            (ddp.module if unwrapped else ddp)(torch.ones(2, 6))
+    dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize(("buffers", "unwrapped"), [(True, True), (False, False)])
+def test_rank_0_may_evaluate_alone_on_the_module_or_without_buffers(buffers, unwrapped):
+    assert run_ranks(_rank_0_evaluates, 2, buffers, unwrapped) == [True, True]
+
+
+def test_a_wrapper_with_buffers_called_on_rank_0_alone_does_not_end():
+    with pytest.raises(RanksTimeoutError):
+        run_ranks(_rank_0_evaluates, 2, True, False, timeout=5, device="cpu")

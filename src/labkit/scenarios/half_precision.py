@@ -1,0 +1,85 @@
+"""One gradient, averaged in half precision at many magnitudes and in two orders."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from labkit.book import figures
+from labkit.launch.ranks import run_ranks
+from labkit.scenarios.rare_samples import Problem
+from labkit.testing.compare import flatten
+from labkit.testing.verdict import Verdict, gradient_of, verdicts
+
+# Powers of two: multiplying by them changes no digit of a gradient in float32.
+FACTORS = [2.0**power for power in range(-30, 19)]
+SHOWN = {"tiny": 2.0**-26, "plain": 1.0, "large": 2.0**12}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+ORDERS = ("divided before the sum", "divided after the sum")
+
+
+def pull_together(problem: Problem) -> Problem:
+    """The same problem early in training: every target is far off, so all ranks pull one way."""
+    far = torch.where(problem.targets > 3, problem.targets, problem.targets + 4)
+    return Problem(problem.model, problem.inputs, far)
+
+
+def swept(problem: Problem, world_size: int = 4) -> list[Verdict]:
+    """Average each factor times the gradient, for each dtype and order; then divide the factor out.
+
+    A verdict's `recipe` is "bf16, divided before the sum" and so on, followed by the factor:
+    a pair. Costs one all-reduce per dtype, order and factor.
+    """
+    truth = flatten(gradient_of(problem.model, problem.loss)).float()
+    return verdicts(run_ranks(_on_this_rank, world_size, problem), [truth])
+
+
+def picked(sweep: list[Verdict]) -> list[Verdict]:
+    """Of a sweep, the three magnitudes that a table shows, with readable names."""
+    return [
+        verdict._replace(recipe=f"{size}: {verdict.recipe[0]}")
+        for size, factor in SHOWN.items()
+        for verdict in sweep
+        if verdict.recipe[1] == factor
+    ]
+
+
+def drawn(problem: Problem, sweep: list[Verdict]) -> Figure:
+    """Ratio against the gradient's largest element; what is infinite lies at the top."""
+    largest = flatten(gradient_of(problem.model, problem.loss)).abs().max().item()
+    figure, axes = plt.subplots()
+    for number, name in enumerate(dict.fromkeys(v.recipe[0] for v in sweep)):
+        ratios = [min(v.comparison.ratio, 1.6) for v in sweep if v.recipe[0] == name]
+        style = "-" if "before" in name else "--"
+        color = figures.RANKS[number]
+        axes.plot([f * largest for f in FACTORS], ratios, style, lw=2, color=color, label=name)
+    axes.set(
+        xscale="log",
+        xlabel="largest element of the gradient",
+        ylabel="ratio (infinite: at the top)",
+        ylim=(-0.05, 1.65),
+    )
+    axes.legend(loc="lower center", fontsize=8)
+    return figure
+
+
+def _on_this_rank(
+    rank: int, world_size: int, problem: Problem
+) -> dict[tuple[str, float], list[Tensor]]:
+    rows = problem.rows(rank, world_size)
+    own = flatten(gradient_of(problem.model, lambda module: problem.loss(module, rows))).float()
+    found = {}
+    for name, dtype in DTYPES.items():
+        for order in ORDERS:
+            for factor in FACTORS:
+                sent = (own * factor).to(dtype)
+                if order == ORDERS[0]:
+                    sent /= world_size
+                dist.all_reduce(sent)
+                if order == ORDERS[1]:
+                    sent /= world_size
+                found[f"{name}, {order}", factor] = [sent.float() / factor]
+    return found

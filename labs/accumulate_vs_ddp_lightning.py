@@ -83,7 +83,7 @@ def run_version(version: str, arguments: argparse.Namespace) -> "list[Seen]":
     return run(program(version, arguments))
 
 
-def run_all(arguments: argparse.Namespace) -> "dict[str, list[Seen]]":
+def run_versions(arguments: argparse.Namespace) -> "dict[str, list[Seen]]":
     """Each version in a process of its own, two at a time."""
     import labkit.scenarios.two_trainers  # noqa: F401  imported once, for the forks to share
 
@@ -169,7 +169,7 @@ def main() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(detail(found[arguments.version]), flush=True)
     else:
-        found = run_all(arguments)
+        found = run_versions(arguments)
         print(summary(found), flush=True)
     if "both-fixed" in found and (why := disagreement(found["both-fixed"], arguments)):
         sys.exit(f"The corrected program does not agree with itself. {why}")

@@ -126,7 +126,7 @@ def ways(
         "buckets, overlapped": partial(BucketedOverlapped, bucket_cap_mb=cap),
         "MiniDDP": partial(mini_ddp, bucket_cap_mb=cap),
         **planned,
-        DDP: partial(torch_ddp, bucket_cap_mb=cap),
+        DDP: partial(torchs_ddp, bucket_cap_mb=cap),
     }
 
 
@@ -140,7 +140,7 @@ def planned_ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     )
 
 
-def torch_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
+def torchs_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
     return DistributedDataParallel(module, process_group=group, **options)
 
 

@@ -58,7 +58,7 @@ class Trainer:
         return copy.deepcopy(self._get_model().state_dict())
 
 
-class Trained(NamedTuple):
+class BypassingRun(NamedTuple):
     """Held-out loss after each epoch, the samples this rank saw, and its last checkpoint."""
 
     losses: list[float]
@@ -66,14 +66,14 @@ class Trained(NamedTuple):
     checkpoint: dict[str, Tensor]
 
 
-def draw(samples: int) -> TensorDataset:
+def draw_samples(samples: int) -> TensorDataset:
     """`samples` inputs (8 numbers each) with noisy targets, from torch's generator as it is."""
     x = torch.randn(samples, 8)
     y = torch.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3] + 0.3 * torch.randn(samples, 1)
     return TensorDataset(x, y)
 
 
-def train(
+def train_bypassing(
     rank: int,
     world_size: int,
     data: TensorDataset,
@@ -82,7 +82,7 @@ def train(
     reshuffle: bool,
     epochs: int = 20,
     shards: int | None = None,
-) -> Trained:
+) -> BypassingRun:
     """Train on every rank, as a function for `run_ranks`.
 
     `reshuffle` calls the sampler's `set_epoch`. `shards` cuts the data into that many shares;
@@ -96,4 +96,4 @@ def train(
         trainer.train_epoch()
         with torch.no_grad():
             losses.append(trainer._get_model().compute_loss(*held_out.tensors).item())
-    return Trained(losses, seen, trainer.checkpoint())
+    return BypassingRun(losses, seen, trainer.checkpoint())

@@ -54,7 +54,7 @@ class Seen(NamedTuple):
     at_batch_end: float  # encoder.weight in on_train_batch_end, after the optimizer step
 
 
-class Recorder(pl.LightningModule):
+class GradientPrinter(pl.LightningModule):
     """The toy captioner, trained by Lightning, with a record of its gradients' norms."""
 
     def __init__(self) -> None:
@@ -94,14 +94,14 @@ def run(program: Program) -> list[Seen]:
     data = _draw(program)
 
     pl.seed_everything(program.seed, workers=True, verbose=False)
-    first = Recorder()
+    first = GradientPrinter()
     strategy = "ddp" if program.first_ddp else "auto"
     trainer = _trainer(devices=1, strategy=strategy, accumulate_grad_batches=len(data))
     trainer.fit(first, DataLoader(data, batch_size=1))
     local_rank_left = os.environ.get("LOCAL_RANK")
 
     pl.seed_everything(program.seed, workers=True, verbose=False)
-    second = Recorder()
+    second = GradientPrinter()
     trainer = _trainer(
         devices=program.devices, strategy="ddp", accumulate_grad_batches=program.accumulate
     )

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from labkit.launch.ranks import run_ranks
-from labkit.scenarios.bypassing_trainer import draw, train
+from labkit.scenarios.bypassing_trainer import draw_samples, train_bypassing
 from labkit.scenarios.communication_of_a_step import one_step
 
 
 def test_bypassed_ranks_end_as_single_processes_and_wrapped_ones_agree() -> None:
     torch.manual_seed(1)
-    data, held_out = draw(32), draw(16)
-    bypassed = run_ranks(train, 2, data, held_out, True, False, 3)
-    wrapped = run_ranks(train, 2, data, held_out, False, False, 3)
-    [alone] = run_ranks(train, 1, data, held_out, True, False, 3, 2)
+    data, held_out = draw_samples(32), draw_samples(16)
+    bypassed = run_ranks(train_bypassing, 2, data, held_out, True, False, 3)
+    wrapped = run_ranks(train_bypassing, 2, data, held_out, False, False, 3)
+    [alone] = run_ranks(train_bypassing, 1, data, held_out, True, False, 3, 2)
     for name, weights in alone.checkpoint.items():
         assert torch.equal(bypassed[0].checkpoint[name], weights)
         assert not torch.equal(bypassed[1].checkpoint[name], weights)

@@ -1,13 +1,13 @@
 """A made-up job on 8 to 16,384 ranks, simulated: the batch of a step is fixed, the ranks are not.
 
-    seconds = step_seconds(1024, "flat ring")
-    waiting = 1 - compute_seconds(1024) / seconds
+    seconds = step_seconds(1024, "flat ring", plan)
+    waiting = 1 - compute(1024).end / seconds
 
 Nothing here is measured. The model has 350 million float32 parameters in 96 equal gradients. A
 sample takes 12.5 ms in forward and 25 ms in backward. Four ranks of a node share one network card.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from labkit.profiling.cost_model import (
     Backward,
@@ -18,7 +18,6 @@ from labkit.profiling.cost_model import (
     tree,
 )
 from labkit.profiling.sweeps import backward_like
-from miniddp.buckets import ParameterSize, arrival_plan, bucket_caps
 
 RANKS_PER_NODE = 4
 BATCH = 16_384  # samples per step
@@ -61,8 +60,8 @@ def compute(world_size: int, batch: int = BATCH) -> Backward:
 def step_seconds(
     world_size: int,
     all_reduce: str,
+    plan: Sequence[Sequence[int]],
     batch: int = BATCH,
-    bucket_cap_mb: float | None = None,
     overlap: bool = True,
 ) -> float:
     """Simulated seconds of one step.
@@ -70,8 +69,8 @@ def step_seconds(
     Args:
         world_size: a multiple of `RANKS_PER_NODE`.
         all_reduce: a name of `ALL_REDUCES`.
+        plan: the buckets of `GRADIENTS`, as `miniddp.buckets.arrival_plan` returns them.
         batch: samples per step, of all ranks together.
-        bucket_cap_mb: MiB per bucket; None is DDP's default, 1 MiB and then 25 MiB.
         overlap: False launches all buckets after backward.
 
     Raises ValueError if the ranks do not fill whole nodes.
@@ -80,8 +79,6 @@ def step_seconds(
         raise ValueError(
             f"{world_size} ranks do not fill nodes of {RANKS_PER_NODE}: take a multiple of it"
         )
-    sizes = [ParameterSize(nbytes, "float32") for nbytes in GRADIENTS]
-    plan = arrival_plan(sizes, range(len(sizes)), bucket_caps(bucket_cap_mb))
     cost = ALL_REDUCES[all_reduce]
     step = simulate(
         compute(world_size, batch), plan, lambda nbytes: cost(world_size, nbytes), overlap=overlap

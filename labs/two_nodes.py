@@ -15,6 +15,7 @@ Each all-reduce sums the same gradients, of a few MiB. The output has three numb
 The exit code is 1 if the sums differ between ranks.
 """
 
+# ruff: noqa: E402
 import argparse
 import os
 import statistics
@@ -24,24 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from labkit.book.tables import table
-from labkit.launch.lab import Place, join_ranks, parse_arguments
-from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
+from labkit.launch.arguments import parse_arguments
 
 MIB = 2**20
-
-
-class AllReduceCost(NamedTuple):
-    """The cost of one all-reduce: bytes that left a node, and seconds."""
-
-    counted: float
-    on_the_wire: float
-    seconds: float
-    same: bool
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
@@ -56,8 +42,34 @@ def arguments_of_this_lab() -> argparse.Namespace:
     return parse_arguments(parser)
 
 
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_lab()
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.book.tables import table
+from labkit.launch.lab import Place, join_ranks
+from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
+
+
+class AllReduceCost(NamedTuple):
+    """The cost of one all-reduce.
+
+    `counted` and `on_the_wire` are bytes that left a node. `same` is False if a rank got other
+    bits.
+    """
+
+    counted: float
+    on_the_wire: float
+    seconds: float
+    same: bool
+
+
 def sent_by_the_interface() -> int | None:
-    """The bytes that the interface to the other nodes has sent since it is up; None if unknown."""
+    """Bytes that the interface to the other nodes has sent since it came up; None if unknown."""
     name, counters = os.environ.get("GLOO_SOCKET_IFNAME", ""), Path("/proc/self/net/dev")
     if name in ("", "lo") or not counters.exists():
         return None
@@ -129,8 +141,7 @@ def measure_on_two_nodes(
     )
 
 
-def main() -> None:
-    arguments = arguments_of_this_lab()
+def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
         ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = Nodes.groups(ranks_per_node)
@@ -167,4 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

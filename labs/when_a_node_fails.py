@@ -16,6 +16,7 @@ Without --checkpoint nothing is written, and a restart begins at step 0. Nodes w
 disk have a folder each; the newest checkpoint of any rank counts.
 """
 
+# ruff: noqa: E402
 import argparse
 import hashlib
 import os
@@ -25,14 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, Self
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from labkit.launch.attendance import report_missing_ranks
-from labkit.launch.checkpoint import newest_checkpoint, save_checkpoint
-from labkit.launch.lab import Place, join_ranks, parse_arguments
-from miniddp import MiniDDP
+from labkit.launch.arguments import parse_arguments
 
 
 class Moment(NamedTuple):
@@ -85,6 +79,20 @@ def arguments_of_this_lab() -> argparse.Namespace:
     return parse_arguments(parser)
 
 
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_lab()
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from labkit.launch.attendance import report_missing_ranks
+from labkit.launch.checkpoint import newest_checkpoint, save_checkpoint
+from labkit.launch.lab import Place, join_ranks
+from miniddp import MiniDDP
+
+
 def draw_batch(seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
     """(16, 32) inputs and (16,) classes, without a generator's state that would need restoring."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + rank)
@@ -133,9 +141,9 @@ def train_with_faults(arguments: argparse.Namespace, place: Place) -> nn.Module:
     if saved:
         module.load_state_dict(saved["model"])
         first = saved["step"]
-    # With find_unused_parameters the buckets stay as they are packed at first. Otherwise they are
-    # packed anew after a first step, of each life: other buckets, other orders of addition.
-    # A group of its own for the averages: all ranks are there by now, a short timeout is fair.
+    # With find_unused_parameters the initial buckets stay. Otherwise they are rebuilt after the
+    # first step of every (re)start, and other buckets mean another order of addition.
+    # A separate group for the averages: all ranks have joined by now, so its timeout can be short.
     group = dist.new_group(timeout=timedelta(seconds=arguments.timeout))
     wrapped = MiniDDP(
         module, process_group=group, find_unused_parameters=not arguments.rebuild_buckets
@@ -169,8 +177,7 @@ def train_with_faults(arguments: argparse.Namespace, place: Place) -> nn.Module:
     return module
 
 
-def main() -> None:
-    arguments = arguments_of_this_lab()
+def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
         module = train_with_faults(arguments, place)
         hashes = [""] * place.world_size
@@ -182,4 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

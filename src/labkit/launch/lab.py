@@ -78,10 +78,9 @@ def place_of_rank(local_rank: int, local_world_size: int) -> tuple[torch.device,
 def _refuse_restarts_that_cannot_work() -> None:
     """Refuse a configuration in which restarted ranks cannot find each other.
 
-    By default, the ranks of every attempt meet in torchrun's own store. Restarted ranks may read
-    stale addresses from the previous attempt there. On several nodes, each node also counts the
-    restarts separately, so its ranks may look for the others under another number. A store that
-    rank 0 creates for each attempt avoids both.
+    By default, torchrun keeps one store for all attempts, in which restarted ranks may read stale
+    addresses from the previous attempt (seen on torch 2.13). A store that rank 0 creates for each
+    attempt avoids this.
     """
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

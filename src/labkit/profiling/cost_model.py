@@ -54,7 +54,11 @@ class Cost(NamedTuple):
 
 
 def least_bytes(world_size: int, nbytes: float) -> float:
-    """The bytes that some rank must send in any all-reduce of `nbytes`: 2(W−1)/W of them."""
+    """The least that the busiest rank sends in any all-reduce of `nbytes`: 2(W−1)/W of them.
+
+    Other ranks may send less. The bound assumes that only ranks add; with switches that add in the
+    network (SHARP), every rank sends `nbytes`.
+    """
     return 2 * (world_size - 1) / world_size * nbytes
 
 
@@ -67,7 +71,10 @@ def naive(world_size: int, nbytes: float) -> Cost:
 
 
 def ring(world_size: int, nbytes: float) -> Cost:
-    """Chunks of n/W bytes go around a ring twice: 2(W−1) steps. No all-reduce sends fewer bytes."""
+    """Chunks of n/W bytes go around a ring twice: 2(W−1) steps.
+
+    Every rank sends `least_bytes`, the least possible for the busiest rank.
+    """
     sent = least_bytes(world_size, nbytes)
     return Cost(2 * (world_size - 1), sent, sent)
 

@@ -15,12 +15,13 @@ recursive doubling  log₂W          log₂W·n                      log₂W·α
 ==================  =============  ===========================  =================================
 
 (for W not a power of two, recursive doubling takes ⌊log₂W⌋ + 2 steps and ⌊log₂W⌋ + 1 times n).
-Someone has to send at least 2(W−1)/W·n bytes in any all-reduce: the ring is optimal in bytes and
-is what long tensors (gradients) want; recursive doubling is the one for short tensors, where only
-the number of steps counts; the naive one is for reading.
+In any all-reduce the busiest rank sends at least 2(W−1)/W·n bytes, unless the network itself adds
+(SHARP). The ring reaches this bound and suits long tensors (gradients). Recursive doubling suits
+short tensors, where only the number of steps counts. The naive one is for reading.
 
-These counts know one kind of link. Between two nodes of a cluster the link is slower than inside,
-and the ranks of a node share it; `hierarchical_all_reduce` sends the least bytes over that one.
+These counts assume one kind of link. Between the nodes of a cluster, links are often slower than
+inside, and the ranks of a node may share one. There `hierarchical_all_reduce` sends the least that
+the busiest node can send.
 
 **The same bits on every rank.** A floating-point sum depends on the order of its additions, and
 replicas of one model must not drift apart; so each function says why its ranks end with the same
@@ -191,10 +192,10 @@ def hierarchical_all_reduce(tensor: Tensor, op: Op = SUM, *, nodes: Nodes) -> No
     2. Each all-reduces its part, by a ring, with those that hold the same part on the other nodes.
     3. The ranks of a node all-gather the parts.
 
-    Steps: 2(L−1) inside and 2(M−1) across, where the flat ring has 2(LM−1) that all wait for its
-    slowest link. Bytes sent by each rank: 2(L−1)/L·n inside and 2(M−1)/M·n/L across, so by all
-    ranks of a node together 2(M−1)/M·n, the least that can be. A flat ring through the nodes, one
-    after another, sends 2(LM−1)/(LM)·n out of each: for 2 nodes of 4 ranks, 1.75 times as much.
+    Steps: 2(L−1) inside and 2(M−1) across; the flat ring has 2(LM−1). Bytes sent by each rank:
+    2(L−1)/L·n inside and 2(M−1)/M·n/L across. All ranks of a node together send 2(M−1)/M·n, the
+    least possible for the busiest node without adding in the network. A flat ring in rank order
+    sends 2(LM−1)/(LM)·n out of each node: for 2 nodes of 4 ranks, 1.75 times as much.
     Same bits: a part is added up along one path inside each node, then along one path across, and
     then copied.
 

@@ -1,0 +1,23 @@
+"""What a chapter shows of interrupted runs: no hash, no machine's name, every missing rank."""
+
+from labkit.launch.scripts import ScriptError
+from labkit.scenarios.interrupted_runs import missing, shown
+
+
+def test_the_hash_of_the_weights_is_not_shown():
+    output = "step 11  loss 2.1\nweights 0123456789abcdef on 2 of 2 ranks"
+    assert shown(output) == "step 11  loss 2.1\nweights (a hash) on 2 of 2 ranks"
+
+
+def test_each_missing_rank_is_listed_once_without_its_machine():
+    said = (
+        'rank 0 on a waited in vain at "step 5: backward"\n'
+        '  stuck: rank 1 on b, last seen at "step 5: its batch"\n'
+        '  gone: rank 2 on c, last seen at "step 4: backward"\n'
+        'rank 3 on d waited in vain at "step 5: backward"\n'
+        '  stuck: rank 1 on b, last seen at "step 5: its batch"\n'
+    )
+    assert missing(ScriptError("failed", said)) == [
+        'gone: rank 2, last seen at "step 4: backward"',
+        'stuck: rank 1, last seen at "step 5: its batch"',
+    ]

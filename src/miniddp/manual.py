@@ -47,7 +47,7 @@ def average_gradients(
         module: the same parameters, in the same order, on every rank.
         flat: send one buffer per dtype and device, as large as its gradients, instead of one
             message per parameter.
-        combine: "average" divides the sum by W, as DDP does; "sum" does not, as DataParallel.
+        combine: "average" divides the sum by W, as DDP does; "sum" does not.
         group: the process group; the default one when None.
 
     Raises ValueError for another `combine`, and on a rank that is not in `group`.

@@ -114,7 +114,7 @@ def combined_factor(loss: Loss, combine: Combine, world_size: int) -> float:
             f"loss is one of {', '.join(LOSSES)} and combine one of {', '.join(COMBINATIONS)}, "
             f"got {loss!r} and {combine!r}"
         )
-    # Means want to be averaged and sums to be summed; a sum of W means is W times too long.
+    # Means want to be averaged and sums to be summed; a sum of W means is W times too large.
     if loss == "mean":
         return world_size if combine == "sum" else 1
     return 1 / world_size if combine == "average" else 1

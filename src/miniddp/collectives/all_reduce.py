@@ -176,7 +176,7 @@ class Nodes(NamedTuple):
         world_size = dist.get_world_size()
         if ranks_per_node < 1 or world_size % ranks_per_node:
             raise ValueError(
-                f"{world_size} ranks are no whole number of nodes with {ranks_per_node} ranks: "
+                f"{world_size} ranks do not divide evenly into nodes of {ranks_per_node}: "
                 "start as many on every node (torchrun sets LOCAL_WORLD_SIZE to it)"
             )
         nodes = torch.arange(world_size).view(-1, ranks_per_node)

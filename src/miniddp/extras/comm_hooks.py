@@ -12,7 +12,7 @@ hook                              bytes sent per byte of float32           the r
 ================================  =======================================  =======================
 `average`                         1                                        exact
 `total`                           1                                        W times the average
-`hierarchical_average`            1, and the least possible between nodes  exact
+`hierarchical_average`            1, fewer of them between nodes           exact
 `fp16_compress`, `bf16_compress`  1/2                                      11, 8 significant bits
 `power_sgd`                       r (n + m) / (n m) for an n × m matrix    the best part of rank r;
                                                                            the rest is kept

@@ -130,7 +130,7 @@ def test_a_length_that_does_not_divide_loses_and_doubles_nothing():
 
 
 def uneven(rank: int, ranks_per_node: int) -> str:
-    with pytest.raises(ValueError, match="no whole number of nodes") as caught:
+    with pytest.raises(ValueError, match="do not divide evenly into nodes") as caught:
         Nodes.groups(ranks_per_node)
     return str(caught.value)
 
@@ -138,7 +138,7 @@ def uneven(rank: int, ranks_per_node: int) -> str:
 @pytest.mark.parametrize("ranks_per_node", [0, 2, 4])
 def test_a_world_that_is_not_made_of_whole_nodes_is_refused_on_every_rank(ranks_per_node):
     for said in run_ranks(uneven, 3, ranks_per_node):
-        assert said.startswith(f"3 ranks are no whole number of nodes with {ranks_per_node} ranks")
+        assert said.startswith(f"3 ranks do not divide evenly into nodes of {ranks_per_node}")
 
 
 # The comm hook -----------------------------------------------------------------------------------

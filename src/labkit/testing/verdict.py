@@ -74,7 +74,7 @@ def moved(module: nn.Module, start: Iterable[Tensor]) -> list[Tensor]:
 
 
 def kind_of(comparison: Comparison) -> Kind:
-    """Right, or the kind of bug: scale (a factor repairs it) or direction (no single factor does)."""
+    """Right, or the kind of bug: scale (one factor repairs it) or direction (none does)."""
     ratio, cosine = comparison
     if ratio == 0:
         return "zero"

@@ -95,6 +95,7 @@ class Reducer:
         self.state = self.state_between_backwards = IDLE
         self.rebuilt = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
+        self.counts_every_hook = not find_unused_parameters  # changed by the rooms
         self.order: list[int] = []  # the indices of the gradients, as they arrived
         self.usage = UsedParameters(self.parameters, process_group)
         self.build(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
@@ -165,7 +166,9 @@ class Reducer:
     def autograd_hook(self, index: int) -> None:
         """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined."""
         with self.lock:
-            if self.expect_autograd_hook(index):
+            # The common case first, without a call: a backward comes here once per gradient.
+            common = self.state is REDUCING and self.counts_every_hook
+            if common or self.expect_autograd_hook(index):
                 self.order.append(index)
                 self.mark_variable_ready(index)
 

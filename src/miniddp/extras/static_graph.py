@@ -32,6 +32,7 @@ class StaticGraphReducer(Reducer):
     def expect_static_graph(self) -> None:
         """From now on the graph is the same in each iteration; the next backward shows it."""
         self.static_graph = self.learns_graph = True
+        self.counts_every_hook = False
         self.find_unused_parameters = False
         self.firings = [0] * len(self.parameters)
 

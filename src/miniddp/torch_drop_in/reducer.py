@@ -78,6 +78,8 @@ class TorchReducer(StaticGraphReducer):
         super().prepare_for_backward(outputs)
         self.checked = False
         self.rpc_context = self._find_rpc_context()
+        searched = self.find_unused_parameters or self.static_graph
+        self.counts_every_hook = not searched and self.rpc_context is None
         self.times["backward_start"] = perf_counter_ns()
         if self.find_unused_parameters:
             unreachable = self.usage.unreachable

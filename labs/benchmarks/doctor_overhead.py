@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from labkit.benchmark import parser
-from labkit.ranks import run_ranks
-from labkit.tables import table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_doctor.observe import install
 from ddp_doctor.session import Options, Session
+from labkit.book.tables import table
+from labkit.launch.ranks import run_ranks
+from labkit.profiling.benchmark import benchmark_parser
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "12 × Linear(1024)": (
@@ -76,7 +76,7 @@ def blocks(name: str, rounds: int) -> tuple[list[float], list[float]]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = benchmark_parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=20, help="pairs of blocks (default 20)")
     given = arguments.parse_args()
     rounds = 1 if given.quick else given.rounds

@@ -29,13 +29,13 @@ from labkit.profiling.benchmark import (
     benchmark_parser,
     write_json,
 )
-from miniddp.ddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch DDP": DistributedDataParallel,
     "torch DDP, views": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
-    "MiniDDP": MiniDDP,
-    "MiniDDP, views": lambda m: MiniDDP(m, gradient_as_bucket_view=True),
+    "MiniDDP": DropIn,
+    "MiniDDP, views": lambda m: DropIn(m, gradient_as_bucket_view=True),
 }
 STATUS, REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

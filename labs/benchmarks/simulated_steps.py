@@ -43,21 +43,14 @@ from labkit.profiling.cost_model import (
 )
 from labkit.profiling.recording import Recorder
 from labkit.profiling.slow_link import SlowLink
-from miniddp.buckets import (
-    MIB,
-    LinkCost,
-    ParameterSize,
-    Plan,
-    arrival_plan,
-    bucket_caps,
-    measured_plan,
-)
+from miniddp.buckets import MIB, ParameterSize, Plan, arrival_plan, bucket_caps
 from miniddp.collectives import (
     naive_all_reduce,
     recursive_doubling_all_reduce,
     ring_all_reduce,
 )
 from miniddp.ddp import MiniDDP
+from miniddp.extras.planner import LinkCost, measured_plan
 from miniddp.ladder import Flat
 
 SIZES = [4096, 64 * 1024, MIB, 4 * MIB, 16 * MIB]

@@ -80,8 +80,10 @@ class Bench:
                 oracle=self._oracle,
                 patience=_LITTLE if slow else 1.0,
             )
-        except (GraderError, OSError) as error:
-            why = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            import traceback
+
+            why = traceback.format_exc()[-1500:]
             self._note(number, {"check": name, "needs_human": why})
             raise
         if verdict.timed_out:

@@ -72,7 +72,7 @@ class CheckSource:
 
 @dataclass(frozen=True)
 class WrongAnswer:
-    """A solution cell that is wrong in a known way, and the check that it loses, alone."""
+    """A solution cell that is wrong in a known way, and the checks that it loses, no others."""
 
     name: str
     solution: str
@@ -301,7 +301,7 @@ def _look_at_references(assignment: Assignment, path: Path) -> None:
             if name not in assignment.solutions:
                 raise SourceError(f"check {check.name!r} runs {name!r}, which is no solution")
     for wrong in assignment.wrong_answers:
-        if wrong.loses not in checks:
+        if not set(wrong.loses.split(", ")) <= set(checks):
             raise SourceError(f"wrong answer {wrong.name!r} loses {wrong.loses!r}: no such check")
         if wrong.solution not in assignment.solutions:
             raise SourceError(f"wrong answer {wrong.name!r} replaces {wrong.solution!r}: not there")

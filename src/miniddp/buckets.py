@@ -91,7 +91,7 @@ def arrival_plan(sizes: Sequence[ParameterSize], order: Sequence[int], caps: Seq
     """
     if sorted(order) != list(range(len(sizes))):
         raise ValueError(
-            f"the order of arrival must name each of {len(sizes)} parameters once: {list(order)}"
+            f"the order must name each of the {len(sizes)} parameters once, but is {list(order)}"
         )
     arrival = {index: moment for moment, index in enumerate(order)}
     return sorted(_pack(sizes, order, caps), key=lambda bucket: arrival[bucket[-1]])

@@ -126,7 +126,10 @@ def test_grade_takes_folders_and_feedback_writes_the_pages_anew(tmp_path, capfd)
         (["release", "no_such.ipynb", "out"], "No such file"),
         (["validate", str(FIRST)], "not a released assignment"),
         (["grade", "no_such_folder", "--assignment", str(FIRST), "--out", "out"], "there is no"),
-        (["grade", str(project_root() / "src"), "--assignment", "a", "--out", "o"], "no notebook"),
+        (
+            ["grade", str(project_root() / "src"), "--assignment", str(FIRST), "--out", "o"],
+            "no notebook",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(arguments, said, capfd):

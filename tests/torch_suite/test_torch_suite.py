@@ -41,7 +41,7 @@ def run(folder: Path, *options: str) -> dict[str, dict]:
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("torch_suite")
-    return run(folder, "--class", "miniddp", "--runnable", "--timeout", "180")
+    return run(folder, "--class", "miniddp", "--runnable", "--timeout", "600")
 
 
 @pytest.mark.parametrize("name", sorted({*TABLE["runnable"]} - {*DECLINED}), ids=str)

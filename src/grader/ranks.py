@@ -231,6 +231,8 @@ class _Group:
                 return
 
     def _hear(self, peer: _Peer) -> None:
+        if peer.eof_at is not None:
+            return  # `_drain` has come to the end of it, within the same batch of events
         try:
             data = peer.connection.recv(1 << 20)
         except BlockingIOError:

@@ -152,8 +152,9 @@ def parallel_apply(
     """Call all replicas at the same time, each on its (inputs, kwargs); return outputs in order.
 
     Grad mode, inference mode, autocast, and the current stream belong to a thread, so each thread
-    copies them from the caller. (That of streams has not been run on a GPU yet.) If replicas fail, the others still finish. Then the exception of
-    the failed replica with the lowest number is raised, with a note that names the replica.
+    copies them from the caller; that of streams has not been run on a GPU yet. If replicas fail,
+    the others still finish. Then the exception of the failed replica with the lowest number is
+    raised, with a note that names the replica.
     """
     devices = [_exact(device) for device in devices]
     autocast = [

@@ -48,7 +48,8 @@ def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
     found = [("key", key, assignment.points), ("empty", {}, 0.0)] * 3
     for wrong in assignment.wrong_answers:
         solutions = {**key, wrong.solution: wrong.source}
-        found.append(("wrong answer", solutions, assignment.points - points[wrong.loses]))
+        lost = sum(points[name] for name in wrong.loses)
+        found.append(("wrong answer", solutions, assignment.points - lost))
     for name, source in BROKEN.items():
         found.append((name, {**key, "each": source}, assignment.points - of_each))
     return found

@@ -38,7 +38,7 @@ def lint(assignment: Assignment, server: RankServer, jobs: int = 1) -> Iterator[
     ]
     for wrong in assignment.wrong_answers:
         solutions = {**assignment.keys(), wrong.solution: wrong.source}
-        trials.append((wrong.name, solutions, f"loses {wrong.loses}"))
+        trials.append((wrong.name, solutions, f"loses {', '.join(wrong.loses)}"))
 
     def run(part: list[tuple[str, dict[str, str], str]]) -> list[Finding]:
         submissions = [(name, Submission(solutions)) for name, solutions, _ in part]

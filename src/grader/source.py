@@ -77,7 +77,7 @@ class WrongAnswer:
     name: str
     solution: str
     source: str
-    loses: str
+    loses: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,8 @@ def _read_settings(tree: ast.Module, where: str) -> dict[str, Any]:
 def _read_wrong_answer(cell: dict[str, Any], text: str, where: str) -> WrongAnswer:
     own = cell["metadata"]["grader"]
     try:
-        return WrongAnswer(own["name"], own["solution"], without_magic(text), own["loses"])
+        loses = tuple(own["loses"].split(", "))
+        return WrongAnswer(own["name"], own["solution"], without_magic(text), loses)
     except KeyError as error:
         raise SourceError(f"{where}: a wrong answer needs {error} in its metadata") from None
 
@@ -301,7 +302,8 @@ def _look_at_references(assignment: Assignment, path: Path) -> None:
             if name not in assignment.solutions:
                 raise SourceError(f"check {check.name!r} runs {name!r}, which is no solution")
     for wrong in assignment.wrong_answers:
-        if not set(wrong.loses.split(", ")) <= set(checks):
-            raise SourceError(f"wrong answer {wrong.name!r} loses {wrong.loses!r}: no such check")
+        for name in wrong.loses:
+            if name not in checks:
+                raise SourceError(f"wrong answer {wrong.name!r} loses {name!r}: no such check")
         if wrong.solution not in assignment.solutions:
             raise SourceError(f"wrong answer {wrong.name!r} replaces {wrong.solution!r}: not there")

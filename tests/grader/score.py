@@ -41,7 +41,8 @@ def entries_of(number: int, assignment: Assignment) -> dict[str, tuple[object, f
             found[f"right {task} {name}"] = (made, assignment.points)
     for wrong in assignment.wrong_answers:
         made = submission(assignment, assignment.keys() | {wrong.solution: wrong.source})
-        found[f"wrong {wrong.name}"] = (made, assignment.points - points[wrong.loses])
+        lost = sum(points[name] for name in wrong.loses)
+        found[f"wrong {wrong.name}"] = (made, assignment.points - lost)
     return found
 
 

@@ -60,10 +60,10 @@ def preview(assignment: Assignment, source: Path, folder: Path) -> str:
             graded = []
             parts.append(source_of(cell).strip())
         elif kind == "given":
-            parts.append(f"All tasks begin with:\n\n```python\n{source_of(cell).strip()}\n```")
+            parts += ["All tasks begin with:", _code(source_of(cell))]
         elif kind == "solution":
             name = cell["metadata"]["nbgrader"]["grade_id"]
-            parts.append(f"```python\n{assignment.solutions[name].stub.strip()}\n```")
+            parts.append(_code(assignment.solutions[name].stub))
         elif kind == "check":
             graded.append(checks[cell["metadata"]["nbgrader"]["grade_id"]])
     parts += _graded(graded)
@@ -80,6 +80,11 @@ def _graded(checks: list[CheckSource]) -> list[str]:
     if hidden:
         lines.append(f"- {_points(hidden)} on fresh inputs, after you hand in.")
     return ["Graded:\n\n" + "\n".join(lines)]
+
+
+def _code(source: str) -> str:
+    # A directive: formatters of code leave it as the students' notebook has it.
+    return f"```{{code-block}} python\n{source.strip()}\n```"
 
 
 def _points(number: float) -> str:

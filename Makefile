@@ -25,7 +25,7 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_reducer_states.py \
 	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help book html serve notebook repository update lab check test test-cluster gpu versions clean
+.PHONY: help book html serve notebook repository figures update lab check test test-site test-cluster gpu versions clean
 
 help:
 	@echo "I want to read the book"
@@ -40,6 +40,7 @@ help:
 	@echo "I changed a chapter"
 	@echo "  make update             run chapters in place and store their outputs [CHAPTER=…]"
 	@echo "  make html               render what the last make book or make test executed"
+	@echo "  make test-site          open every built page in Chromium, after make html"
 	@echo "I want to know whether it works elsewhere"
 	@echo "  make gpu                prove on the GPUs here what a CPU cannot [ARGS=…]"
 	@echo "  make test-cluster       two hosts and a Slurm on this machine (Linux, as root)"
@@ -86,6 +87,10 @@ test: $(READY)
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest --numprocesses=2 --durations=25 --durations-min=5
+
+# Opens what `make html` rendered. Debian's Chromium: apt-get install chromium.
+test-site: $(READY)
+	@$(BIN)/python -m pytest $(wildcard tests/site tests/figures/in_browser)
 
 test-cluster: $(READY)
 	@tests/cluster/needs.sh

@@ -5,13 +5,14 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from node import call
+from figures.node import call
 
-from labkit.profiling.cost_model import Backward, Link
+from labkit.profiling.cost_model import Backward, Link, ring
 from labkit.profiling.sweeps import backward_like, limit_of_ring, simulate_ring
 from miniddp.buckets import MIB, ParameterSize, arrival_plan, bucket_caps
 
 CASES = 700
+NUMBERS = ("exposed", "limit", "flat", "linkBusy", "latencyShare")
 
 
 def random_case(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -53,6 +54,7 @@ def in_python(backward: dict[str, Any], choices: dict[str, Any]) -> dict[str, An
         plan = arrival_plan(sizes, range(len(sizes)), bucket_caps(bucket_cap_mb_list=caps))
     link, ranks = Link.of(choices["gbit"], choices["latency"]), choices["w"]
     step = simulate_ring(computed, plan, link, ranks, choices["overlap"])
+    busy = sum(done - begun for _, begun, done in step.sent)
     return {
         "ready": list(ready),
         "plan": plan,
@@ -63,7 +65,8 @@ def in_python(backward: dict[str, Any], choices: dict[str, Any]) -> dict[str, An
         "exposed": step.exposed,
         "limit": limit_of_ring(computed, link, ranks),
         "flat": simulate_ring(computed, everything, link, ranks, overlap=False).end,
-        "linkBusy": sum(done - begun for _, begun, done in step.sent),
+        "linkBusy": busy,
+        "latencyShare": len(plan) * link.seconds(ring(ranks, 0)) / busy if busy else 0,
     }
 
 
@@ -75,7 +78,7 @@ def flattened(predicted: dict[str, Any]) -> dict[str, Any]:
         "sent": [[one["launched"], one["begun"], one["done"]] for one in step["sent"]],
         "bytes": [one["bytes"] for one in step["sent"]],
         "end": step["end"],
-        **{key: predicted[key] for key in ("critical", "exposed", "limit", "flat", "linkBusy")},
+        **{key: predicted[key] for key in ("critical", *NUMBERS)},
     }
 
 
@@ -86,7 +89,7 @@ def test_node_and_python_plan_and_simulate_the_same_steps():
         mine, wanted = flattened(found), in_python(*case)
         assert mine["plan"] == wanted["plan"], case
         assert mine["critical"] == wanted["critical"], case
-        for key in ("ready", "bytes", "end", "exposed", "limit", "flat", "linkBusy"):
+        for key in ("ready", "bytes", "end", *NUMBERS):
             assert mine[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-9), (key, case)
         for one, other in zip(mine["sent"], wanted["sent"], strict=True):
             assert one == pytest.approx(other, rel=1e-9, abs=1e-9), case

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 import pytest
-from node import call
+from figures.node import call
 
 from labkit.scenarios.memory_and_traffic import (
     STRATEGIES,

@@ -14,12 +14,13 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_ddp_behavior.py \
 	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help book html serve update lab check test test-cluster gpu versions clean
+.PHONY: help book html serve figures figures-stills update lab check test test-cluster gpu versions clean
 
 help:
 	@echo "Read the book"
 	@echo "  make book               run every chapter and build the book; prints where it is"
 	@echo "  make serve              serve the built book on this machine's loopback address"
+	@echo "  make figures            all figures to play with, on one page; prints where it is"
 	@echo "Run a lab"
 	@echo "  make lab LAB=NAME       run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
 	@echo "Change the code"
@@ -31,6 +32,7 @@ help:
 	@echo "Change a chapter"
 	@echo "  make update             run the chapters in place and store their outputs [CHAPTER=…]"
 	@echo "  make html               render what the last make book or make test executed"
+	@echo "  make figures-stills     draw the still pictures of the figures to play with (Chromium)"
 	@echo "Start over"
 	@echo "  make clean              remove what was built, and the virtual environment"
 
@@ -72,6 +74,12 @@ test: $(READY)
 test-cluster: $(READY)
 	@tests/cluster/needs.sh
 	@$(BIN)/python -m pytest tests/cluster
+
+figures: $(READY)
+	@$(BIN)/python -m labkit.book.playable_page
+
+figures-stills: $(READY)
+	@$(BIN)/python -m labkit.book.playable_page stills
 
 # Exit code 2 where there is no GPU. `make gpu ARGS="--device cpu"` rehearses without one.
 gpu: $(READY)

@@ -1,6 +1,6 @@
 """What happens if two ranks call different collectives: a model of gloo without processes.
 
-    run = pair_up([Call("all_reduce", "a"), Call("all_reduce", "b")], [Call("all_reduce", "b")])
+    run = pair_up([Call("all_reduce", "a1"), Call("all_reduce", "b1")], [Call("all_reduce", "b1")])
     run.end                            # "hang"
     [met.outcome for met in run.met]   # ["mixed", "hang"]
 
@@ -18,8 +18,9 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Outcome = Literal["right", "mixed", "garbled", "hang", "mismatch", "error", "unreached"]
 
 BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Rank 1's numbers are ten times those of rank 0, so that a sum shows its two terms: 21 = 1 + 20.
-VALUES = {"a": 1, "b": 2, "c": 3, "d": 4, "w": 9}
+# a1 is the gradient of parameter a in step 1: another step brings another tensor. Rank 1's numbers
+# are ten times those of rank 0, so that a sum shows its two terms: 21 = 1 + 20.
+VALUES = {"a1": 1, "b1": 2, "a2": 3, "b2": 4, "a3": 5, "b3": 6, "c": 7, "w": 9}
 
 
 class Call(NamedTuple):

@@ -1,8 +1,8 @@
 /* What happens if two ranks call different collectives. The same model as
    src/labkit/scenarios/two_queues.py, which is checked against gloo.
 
-   A queue is written as calls joined by dots: "ra2f.bw3h.s" is an all-reduce of a (2 float32), a
-   broadcast of w (3 float16) from rank 0, and a barrier. */
+   A queue is written as calls joined by dots: "ra12f.bw3h.s" is an all-reduce of a1 (2 float32),
+   a broadcast of w (3 float16) from rank 0, and a barrier. */
 (function (root, make) {
   if (typeof module === "object") module.exports = make();
   else (root.FigureLogic ??= {}).two_queues = make();
@@ -12,14 +12,14 @@
   const OPS = { r: "all_reduce", b: "broadcast", s: "barrier" };
   const DTYPES = { f: "float32", h: "float16", b: "bfloat16" };
   const BYTES = { float32: 4, float16: 2, bfloat16: 2 };
-  const VALUES = { a: 1, b: 2, c: 3, d: 4, w: 9 };
-  const TOKEN = /^(?:s|[rb][abcdw][1-9][fhb])$/;
+  const VALUES = { a1: 1, b1: 2, a2: 3, b2: 4, a3: 5, b3: 6, c: 7, w: 9 };
+  const TOKEN = /^([rb])(a1|b1|a2|b2|a3|b3|c|w)([1-9])([fhb])$/;
 
   /* A queue from its text; unknown calls are left out, because an address can be typed by hand. */
   function parse(text) {
-    return text.split(".").filter((token) => TOKEN.test(token)).map((token) => {
+    return text.split(".").filter((token) => token === "s" || TOKEN.test(token)).map((token) => {
       if (token === "s") return { op: "barrier", name: "", length: 0, dtype: "float32" };
-      const [op, name, length, dtype] = token;
+      const [, op, name, length, dtype] = token.match(TOKEN);
       return { op: OPS[op], name, length: Number(length), dtype: DTYPES[dtype] };
     });
   }
@@ -75,5 +75,18 @@
     return { met, end: stopped ?? (silent ? "wrong" : "right") };
   }
 
-  return { parse, write, value, pairUp, VALUES, DTYPES };
+  /* Hangs and mix-ups of the book, as [name, queue of rank 0, queue of rank 1]. */
+  const presets = () => [
+    ["a gradient is missing", "ra12f.rb12f.ra22f.rb22f.ra32f.rb32f", "rb12f.rb22f.rb32f"],
+    ["one head per rank", "ra12f.ra22f", "rb12f.rb22f"],
+    ["another order", "ra12f.rb12f.rc3f", "rb12f.ra12f.rc3f"],
+    ["another size", "ra12f.rc3f", "rc3f.ra12f"],
+    ["one batch more", "ra12f.ra22f.ra32f.s", "ra12f.ra22f.s"],
+    ["rank 0 evaluates", "bw2f.ra12f.bw2f.s", "bw2f.ra12f.s"],
+    ["fp16 and bf16", "ra12h.rb12h", "ra12b.rb12b"],
+    ["all right", "ra12f.rb12f.ra22f.rb22f.ra32f.rb32f", "ra12f.rb12f.ra22f.rb22f.ra32f.rb32f"],
+  ];
+
+  const names = { ops: Object.values(OPS), dtypes: Object.values(DTYPES), tensors: Object.keys(VALUES) };
+  return { parse, write, value, pairUp, presets, names };
 });

@@ -14,7 +14,7 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_ddp_behavior.py \
 	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help book html serve figures figures-stills update lab check test test-cluster gpu versions clean
+.PHONY: help book html serve figures figures-stills update lab check test test-site test-cluster gpu versions clean
 
 help:
 	@echo "Read the book"
@@ -26,6 +26,7 @@ help:
 	@echo "Change the code"
 	@echo "  make check              lint, format, types, and the core's tests: a minute and a half"
 	@echo "  make test               every test, every chapter, every lab: about a quarter of an hour"
+	@echo "  make test-site          open every built page in Chromium, after make html"
 	@echo "  make test-cluster       two hosts and a Slurm on this machine (Linux, as root)"
 	@echo "  make gpu                prove on the GPUs here what a CPU cannot [ARGS=…]"
 	@echo "  make versions TORCH=V   the tests of miniddp on torch V, in a scratch environment"
@@ -56,6 +57,7 @@ html: $(READY)
 	@test -d $(EXECUTED) || { echo "Nothing has been executed yet: make book does that first." >&2; exit 2; }
 	@$(BIN)/python -m labkit.book.site configure _config.yml _build/_config.yml
 	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q
+	@$(BIN)/python -m labkit.book.site finish _build/html
 	@$(BIN)/python -m labkit.book.site check _build/html
 	@echo "The book: file://$(abspath _build/html/index.html)"
 
@@ -70,6 +72,10 @@ test: $(READY)
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest --numprocesses=2 --durations=25 --durations-min=5
+
+# Opens what `make html` rendered. Debian's Chromium: apt-get install chromium.
+test-site: $(READY)
+	@$(BIN)/python -m pytest $(wildcard tests/site tests/figures/in_browser)
 
 test-cluster: $(READY)
 	@tests/cluster/needs.sh

@@ -40,7 +40,7 @@ html[data-theme="dark"] body { background: #14181e; color: #e6e8ea; }
 """
 _FIRST_THEME = """
 const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-document.documentElement.dataset.theme = dark ? "dark" : "light";
+document.documentElement.dataset.theme = "CHOSEN" || (dark ? "dark" : "light");
 """
 _THEME = """
 document.getElementById("theme").addEventListener("click", () => {
@@ -67,8 +67,11 @@ def names(book: Path) -> list[str]:
     return sorted(p.stem for p in folder.glob("*.js") if (book / FOLDER / p.name).is_file())
 
 
-def page(book: Path, out: Path, figures: Sequence[str]) -> str:
-    """A page with `figures`, whose addresses are relative to the folder `out`."""
+def page(book: Path, out: Path, figures: Sequence[str], theme: str = "") -> str:
+    """A page with `figures`, whose addresses are relative to the folder `out`.
+
+    It starts in the theme "light" or "dark", or in the one that the reader's browser prefers.
+    """
     folder = Path(os.path.relpath(book / FOLDER, out)).as_posix()
     loaded = dict.fromkeys(script for name in figures for script in scripts(name))
     shown = "\n".join(f"{opening(name)}\n</figure>" for name in figures)
@@ -80,7 +83,7 @@ def page(book: Path, out: Path, figures: Sequence[str]) -> str:
             '<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             "<title>Figures to play with</title>",
-            f"<script>{_FIRST_THEME}</script>",
+            f"<script>{_FIRST_THEME.replace('CHOSEN', theme)}</script>",
             f'<link rel="stylesheet" href="{folder}/figure.css">',
             f"<style>{_STYLE}</style>",
             *(f'<script defer src="{folder}/{script}"></script>' for script in loaded),

@@ -18,7 +18,8 @@ STATE = "name => Figures.states()[name]"
 def test_a_figure_opens_from_a_file_without_an_error_a_request_or_a_barrier(
     open_figure, name, width, theme
 ):
-    opened, figure = open_figure(name, width=width, theme=theme)
+    opened = open_figure(name, width=width, theme=theme)
+    figure = opened.page.locator(f"#playable-{name}")
     expect(figure.locator("svg.figure-drawing > *").first).to_be_attached()
     for summary in figure.locator("summary").all():
         summary.click()
@@ -31,7 +32,8 @@ def test_a_figure_opens_from_a_file_without_an_error_a_request_or_a_barrier(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_control_can_be_reached_and_shows_where_the_focus_is(open_figure, name):
-    opened, figure = open_figure(name)
+    opened = open_figure(name)
+    figure = opened.page.locator(f"#playable-{name}")
     for summary in figure.locator("summary").all():
         summary.click()
     figure.locator(".figure-title").evaluate("each => { each.tabIndex = -1; each.focus(); }")
@@ -65,7 +67,8 @@ def test_every_control_can_be_reached_and_shows_where_the_focus_is(open_figure, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_changed_state_is_in_the_address_and_the_address_brings_it_back(open_figure, name):
-    opened, figure = open_figure(name)
+    opened = open_figure(name)
+    figure = opened.page.locator(f"#playable-{name}")
     start = opened.page.evaluate(STATE, name)
     controls = "input[type=radio]:not(:checked), input[type=range], input[type=checkbox]"
     control = figure.locator(f".figure-controls :is({controls})").first
@@ -78,7 +81,7 @@ def test_a_changed_state_is_in_the_address_and_the_address_brings_it_back(open_f
     assert changed != start
     opened.page.wait_for_url(re.compile(f"#{name}:."))
     _, state = opened.page.url.split(f"#{name}:")
-    again, _ = open_figure(name, state)
+    again = open_figure(name, state)
     assert again.page.evaluate(STATE, name) == changed
     figure.get_by_role("button", name="Reset").click()
     assert opened.page.evaluate(STATE, name) == start
@@ -86,8 +89,9 @@ def test_a_changed_state_is_in_the_address_and_the_address_brings_it_back(open_f
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_broken_address_starts_the_figure_as_it_is(open_figure, name):
-    whole, _ = open_figure(name)
-    broken, figure = open_figure(name, "w=%E0%A4%A&samples=;;,,&nothing=1&=&combine=nonsense")
+    whole = open_figure(name)
+    broken = open_figure(name, "w=%E0%A4%A&samples=;;,,&nothing=1&=&combine=nonsense")
+    figure = broken.page.locator(f"#playable-{name}")
     assert broken.errors == []
     expect(figure.locator(".figure-says")).not_to_be_empty()
     assert broken.page.evaluate(STATE, name).keys() == whole.page.evaluate(STATE, name).keys()

@@ -28,7 +28,8 @@ def expect_outcome(figure: Locator, step: Step) -> None:
 
 
 def test_a_key_on_the_slider_adds_a_rank(open_figure):
-    opened, figure = open_figure("one_step")
+    opened = open_figure("one_step")
+    figure = opened.page.locator("figure.playable")
     expect_outcome(figure, Step(SAMPLES[:2]))
     figure.get_by_label("Ranks", exact=True).focus()
     opened.page.keyboard.press("ArrowRight")
@@ -39,7 +40,7 @@ def test_a_key_on_the_slider_adds_a_rank(open_figure):
 
 
 def test_unequal_counts_are_a_direction_bug_and_the_global_count_times_w_repairs_it(open_figure):
-    _, figure = open_figure("one_step")
+    figure = open_figure("one_step").page.locator("figure.playable")
     unequal = (((2, 5),), ((-2, 0), (1, 2), (0, 0)))
     figure.get_by_role("button", name="unequal counts").click()
     expect_outcome(figure, Step(unequal))
@@ -54,7 +55,8 @@ def test_unequal_counts_are_a_direction_bug_and_the_global_count_times_w_repairs
 
 
 def test_a_sample_is_dragged_with_the_mouse_and_moved_with_the_keyboard(open_figure):
-    opened, figure = open_figure("one_step")
+    opened = open_figure("one_step")
+    figure = opened.page.locator("figure.playable")
     mouse, keyboard = opened.page.mouse, opened.page.keyboard
     sample = figure.get_by_role("button", name="Sample 0 of rank 0: x 2, y 5")
     beside = figure.get_by_role("button", name="Sample 1 of rank 0: x -1, y 2").bounding_box()
@@ -71,7 +73,8 @@ def test_a_sample_is_dragged_with_the_mouse_and_moved_with_the_keyboard(open_fig
 
 
 def test_every_mistake_can_be_switched_on_without_a_mouse(open_figure):
-    opened, figure = open_figure("one_step")
+    opened = open_figure("one_step")
+    figure = opened.page.locator("figure.playable")
     press = opened.page.keyboard.press
     figure.locator("summary").focus()
     press("Enter")
@@ -90,7 +93,7 @@ def test_every_mistake_can_be_switched_on_without_a_mouse(open_figure):
 
 
 def test_one_sample_more_is_a_press_of_its_button(open_figure):
-    _, figure = open_figure("one_step")
+    figure = open_figure("one_step").page.locator("figure.playable")
     figure.get_by_role("button", name="One sample more on rank 1").click()
     expect_outcome(figure, Step((SAMPLES[0], (*SAMPLES[1], (0, 0)))))
     expect(figure.get_by_role("link")).to_have_attribute("href", re.compile("#leaf-4$"))

@@ -22,7 +22,7 @@ def test_answers_lead_to_every_leaf_of_the_tree(open_figure):
     }
     leaves = call("which_factor", "leaf", [(number,) for number in paths])
     for (number, answers), leaf in zip(paths.items(), leaves, strict=True):
-        _, figure = open_figure("which_factor")
+        figure = open_figure("which_factor").page.locator("figure.playable")
         for answer in answers:
             figure.get_by_label(answer, exact=True).check(force=True)
         expect(figure.locator("pre")).to_have_text(leaf["line"])
@@ -32,7 +32,8 @@ def test_answers_lead_to_every_leaf_of_the_tree(open_figure):
 
 
 def test_the_arrow_keys_answer_and_the_focus_stays(open_figure):
-    opened, figure = open_figure("which_factor")
+    opened = open_figure("which_factor")
+    figure = opened.page.locator("figure.playable")
     figure.get_by_label("yes, always").focus()
     opened.page.keyboard.press("ArrowRight")
     expect(figure.locator(".figure-says")).to_contain_text("cosine 0.8027")
@@ -40,7 +41,7 @@ def test_the_arrow_keys_answer_and_the_focus_stays(open_figure):
 
 
 def test_an_open_question_says_how_many_leaves_are_left(open_figure):
-    _, figure = open_figure("which_factor")
+    figure = open_figure("which_factor").page.locator("figure.playable")
     figure.get_by_label("summed", exact=True).check(force=True)
     expect(figure.locator(".figure-says")).to_have_text("2 of the 11 leaves are left.")
     expect(figure.locator("pre")).to_have_count(0)

@@ -74,6 +74,7 @@ html: $(READY)
 	@test -d $(EXECUTED) || { echo "Nothing has been executed yet: make book does that first." >&2; exit 2; }
 	@$(BIN)/python -m labkit.book.site configure _config.yml _build/_config.yml
 	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q
+	@$(BIN)/python -m labkit.book.site finish _build/html
 	@$(BIN)/python -m labkit.book.downloads _build/_config.yml _build/html
 	@$(BIN)/python -m labkit.book.site check _build/html
 	@echo "The book: file://$(abspath _build/html/index.html)"

@@ -36,7 +36,7 @@ FLAGS = 100  # bytes: a message below carries flags, no gradient
 def models(quick: bool) -> dict[str, ToyStep]:
     if quick:
         return {"stack": stack_of_linears(layers=3, width=256, samples=16)}
-    return {"stack": stack_of_linears(), "transformer": small_transformer()}
+    return {"stack": stack_of_linears(), "transformer": small_transformer(samples=8)}
 
 
 def ways(caps_mib: tuple[int, ...]) -> dict[str, Way]:

@@ -173,7 +173,7 @@
     if (here && there) line(left, right);
     else line(here ? left : middle, here ? middle : right);
     const [above, below] = captions(outcome, here, there);
-    const look = { "text-anchor": "middle", "font-size": 13 };
+    const look = { "text-anchor": "middle", "font-size": right - left < 110 ? 12 : 13 };
     text(middle, y + BOX / 2 - 7, above, look);
     text(middle, y + BOX / 2 + 17, below, { ...look, fill: color[tone], "font-weight": outcome === "right" ? 400 : 600 });
   }
@@ -288,7 +288,7 @@
     name: "two_queues",
     title: "Two queues of collectives",
     tryThis:
-      "Rank 1 has no gradient for a and skips its all-reduce. Press “Insert here” to add the first one. How many calls does that repair?",
+      "In each of three steps, rank 1 has no gradient for a and skips its all-reduce. Press “Insert here” to add a1. How many calls does that repair?",
     interactive: true,
     state: { q0, q1, rank: 1, at: 0, detail: false },
     clean,

@@ -27,7 +27,7 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_reducer_states.py \
 	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help book html serve notebook repository update lab check test test-cluster gpu versions clean
+.PHONY: help book html serve notebook figures figures-stills repository update lab check test test-site test-cluster gpu versions clean
 
 help:
 	@echo "I want to read the book"
@@ -35,6 +35,7 @@ help:
 	@echo "  make serve              serve the built book on this machine's loopback address"
 	@echo "I want to try something"
 	@echo "  make notebook           open a chapter in JupyterLab [CHAPTER=museum]"
+	@echo "  make figures            all figures to play with, on one page; prints where it is"
 	@echo "  make lab LAB=NAME       run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
 	@echo "I changed code"
 	@echo "  make check              lint, format, types, and the core's tests: a minute and a half"
@@ -42,6 +43,8 @@ help:
 	@echo "I changed a chapter"
 	@echo "  make update             run chapters in place and store their outputs [CHAPTER=…]"
 	@echo "  make html               render what the last make book or make test executed"
+	@echo "  make test-site          open every built page in Chromium, after make html"
+	@echo "  make figures-stills     draw the still pictures of the figures to play with (Chromium)"
 	@echo "I want to know whether it works elsewhere"
 	@echo "  make gpu                prove on the GPUs here what a CPU cannot [ARGS=…]"
 	@echo "  make test-cluster       two hosts and a Slurm on this machine (Linux, as root)"
@@ -89,9 +92,19 @@ test: $(READY)
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=25 --durations-min=5
 
+# Opens what `make html` rendered. Debian's Chromium: apt-get install chromium.
+test-site: $(READY)
+	@$(BIN)/python -m pytest $(wildcard tests/site tests/figures/in_browser)
+
 test-cluster: $(READY)
 	@tests/cluster/needs.sh
 	@$(BIN)/python -m pytest tests/cluster
+
+figures: $(READY)
+	@$(BIN)/python -m labkit.book.playable_page
+
+figures-stills: $(READY)
+	@$(BIN)/python -m labkit.book.playable_page stills
 
 # Exit code 2 where there is no GPU. `make gpu ARGS="--device cpu"` rehearses without one.
 gpu: $(READY)

@@ -98,6 +98,7 @@ MAY_IMPORT = {
         *("torch", "numpy", "cloudpickle", "psutil", "matplotlib", "matplotlib_inline"),
         *("IPython", "nbclient", "nbformat", "yaml", "bs4"),
         "pytorch_lightning",  # a thread's own program, in labkit.scenarios
+        *("sphinx", "docutils"),  # the directive of the figures to play with
     },
     "grader": {"numpy", "jinja2", "tqdm", "nbval", "nbclient", "nbformat", "pytest", "psutil"}
     | {"labkit", "labkit.launch.guard"},  # of labkit itself, only where it lies

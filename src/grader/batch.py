@@ -6,8 +6,6 @@ where it stopped: a submission is graded again only if its file or the assignmen
 person had to look. Results of students who are not in this run stay.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

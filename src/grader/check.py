@@ -17,8 +17,6 @@ gate (on the rank `gate(tensor, name)` puts one into the graph), and "implementa
 what `implementation(0)`, `implementation(1)`, … are on the ranks.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

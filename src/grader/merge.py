@@ -5,8 +5,6 @@ that was edited counts. What is missing counts as not written. Outputs, tags, me
 locked cells, cells that were added: none is read, so none can matter.
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass, field
 from pathlib import Path

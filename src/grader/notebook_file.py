@@ -5,8 +5,6 @@ parsed by a process of its own with limits on memory and time (`python notebook_
 JSON can cost thirty times its size once it is parsed.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -6,8 +6,6 @@ else. A release carries `judge`, too, and of what `draw`, `expected` and `mistak
 seed the data.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 from dataclasses import replace

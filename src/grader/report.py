@@ -5,8 +5,6 @@ files, and the feedback pages, are made from these. A check that needs a person 
 neither has its submission: 0 would be a verdict.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

@@ -11,8 +11,6 @@ Whatever a rank sends is read into exact types first (`_Fields`); what does not 
 and costs that rank its check. Every message costs time proportional to its own size.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Which notebooks are graded, and after whom each is called."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line, as an instructor and a student use it."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

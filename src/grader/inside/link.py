@@ -18,8 +18,6 @@ launched before backward had passed it. The numbers differ from element to eleme
 to all could be multiplied in later.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable
@@ -47,7 +45,7 @@ class Expected(torch.futures.Future):
     has started may wait while the rank goes on, so it says nothing.
     """
 
-    def __init__(self, number: int, link: Link) -> None:
+    def __init__(self, number: int, link: "Link") -> None:
         super().__init__()
         self._number = number
         self._link = link
@@ -57,7 +55,7 @@ class Expected(torch.futures.Future):
             self._link.tell({"kind": "waits", "for": self._number})
         return super().wait()
 
-    def then(self, callback: Callable[[torch.futures.Future], Any]) -> Expected:
+    def then(self, callback: Callable[[torch.futures.Future], Any]) -> "Expected":
         later = Expected(self._number, self._link)
 
         def go_on(done: torch.futures.Future) -> None:
@@ -73,7 +71,7 @@ class Expected(torch.futures.Future):
 class Answer(Expected):
     """The answer to one request: a future of the tensors that it is written into."""
 
-    def __init__(self, number: int, into: list[Tensor], link: Link) -> None:
+    def __init__(self, number: int, into: list[Tensor], link: "Link") -> None:
         super().__init__(number, link)
         self._into = into
         self.message: dict[str, Any] = {}
@@ -100,7 +98,7 @@ class Answer(Expected):
 class RoutedWork(dist.Work):
     """The handle of one collective."""
 
-    def __init__(self, answer: Answer, group: RoutedGroup | None = None) -> None:
+    def __init__(self, answer: Answer, group: "RoutedGroup | None" = None) -> None:
         super().__init__()
         self._answer = answer
         self._group = group
@@ -140,7 +138,7 @@ class RoutedGroup(dist.ProcessGroup):
     the group's name into `options`.
     """
 
-    link: Link
+    link: "Link"
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = None) -> None:
         super().__init__(rank, size)
@@ -168,7 +166,7 @@ class RoutedGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._group_desc
 
-    def _get_backend(self, device: Any) -> RoutedGroup:
+    def _get_backend(self, device: Any) -> "RoutedGroup":
         return self
 
     def _set_sequence_number_for_group(self) -> None:
@@ -315,7 +313,7 @@ class RoutedGroup(dist.ProcessGroup):
 class RoutedStore(dist.Store):
     """The key-value store of all ranks, kept by the trusted side."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: "Link") -> None:
         super().__init__()
         self._link = link
 
@@ -428,7 +426,7 @@ def _write(tensor: Tensor, value: np.ndarray) -> None:
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, value: Tensor, name: str, link: Link) -> Tensor:
+    def forward(ctx, value: Tensor, name: str, link: "Link") -> Tensor:
         ctx.name, ctx.link = name, link
         return value.view_as(value)
 

@@ -6,8 +6,6 @@ not with the trusted side, because torch is loaded here already. Each call execu
 one process answers many.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from typing import Any

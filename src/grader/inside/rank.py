@@ -11,8 +11,6 @@
 Two other jobs run in processes without any code of a student's: `oracle`, and `implementations`.
 """
 
-from __future__ import annotations
-
 import builtins
 import linecache
 import os

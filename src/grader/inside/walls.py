@@ -12,8 +12,6 @@ other ranks and against the fork server, and limits on what it may use:
     descriptors   its connection and /dev/null
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

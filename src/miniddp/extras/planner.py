@@ -104,7 +104,7 @@ def fastest_plan(
     A bucket that has `longest` bytes takes no further parameter.
 
     If there are several kinds, the cuts are those that would be best if all could travel together,
-    and what lies between two of them is sent as one bucket for each kind (and sparse parameter).
+    and what lies between two of them is sent as one bucket for each kind.
 
     Dynamic programming over (how many buckets, how many gradients). The last bucket of j gradients
     begins after i of them, and only two values of i can be best: the largest for which the link is
@@ -166,6 +166,5 @@ def fastest_plan(
 def _of_one_kind(run: Sequence[int], sizes: Sequence[ParameterSize]) -> Plan:
     buckets: dict[Hashable, list[int]] = defaultdict(list)
     for index in run:
-        _, kind, sparse = sizes[index]
-        buckets[index if sparse else (kind,)].append(index)
+        buckets[sizes[index].kind].append(index)
     return list(buckets.values())

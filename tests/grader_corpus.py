@@ -4,8 +4,6 @@ A trick is put before or into the solution `each` (5 points); `flat` (5 points) 
 something else is said. So 10 means that the trick changes nothing, 5 that it costs its own task.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Submissions made from the release of an assignment, for tests."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """A check of an overlapped reducer, and reducers that are right, wrong, or dishonest."""
 
-from __future__ import annotations
-
 from grader.source import CheckSource
 
 CHECK = CheckSource(

@@ -4,8 +4,6 @@ Written from the assignments' texts, as students with other habits would. Losing
 these is the worst mistake that a grader can make.
 """
 
-from __future__ import annotations
-
 EACH = {
     "AVG does the division": """
 def average_each(module):

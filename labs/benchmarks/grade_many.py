@@ -2,9 +2,12 @@
 
     python labs/benchmarks/grade_many.py [--submissions 200] [--jobs 2]
 
-One in five is the key, one in five the empty release; the others hold a known wrong answer, a
+Three in twenty are the key, three the empty release, nine a known wrong answer; the others hold a
 syntax error, a deadlock, a dead rank, an endless loop, or a function that sleeps. Prints each
-kind's time per submission, and the whole run's; fails if any earned other points than it should.
+kind's time per submission, the whole run's, and the largest memory of any process on the trusted
+side; then the processor time of the key alone, graded again and again. That is more than most
+submissions take, because all checks of the key come to an end. Fails if any submission earned other
+points than it should.
 """
 
 import copy
@@ -16,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 from grader.batch import grade_all
 from grader.release import release
 from grader.sandbox import rank_server
@@ -26,7 +31,7 @@ from labkit.launch.scripts import project_root
 from labkit.profiling.benchmark import benchmark_parser, write_json
 
 SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
-_WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+KEYS = 20
 QUICK = 7  # up to the first wrong answer: see `kinds`
 BROKEN = {
     "syntax error": "def average_each(module)\n",
@@ -56,8 +61,19 @@ def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
 
 
 def processor_seconds() -> float:
-    """The processor time of this process and of all processes that it has waited for."""
-    return sum(sum(resource.getrusage(who)[:2]) for who in _WHOSE)
+    """The processor time of this process, of all below it, and of those that these waited for."""
+    own = psutil.Process()
+    return sum(sum(each.cpu_times()[:4]) for each in (own, *own.children(recursive=True)))
+
+
+def largest_memory() -> dict[str, float]:
+    """MiB of the grader, and of the largest of the processes that it has waited for.
+
+    These are nbval, its kernel, and the reader of large files. The fork server with its ranks is
+    not among them as long as it runs.
+    """
+    kinds = {"grader": resource.RUSAGE_SELF, "children": resource.RUSAGE_CHILDREN}
+    return {name: resource.getrusage(whose).ru_maxrss / 1024 for name, whose in kinds.items()}
 
 
 def main() -> None:
@@ -65,7 +81,6 @@ def main() -> None:
     arguments.add_argument("--submissions", type=int, default=200, help="(default 200)")
     arguments.add_argument("--jobs", type=int, default=2, help="at a time (default 2)")
     given = arguments.parse_args()
-    before = processor_seconds()
     assignment = read_assignment(SOURCE)
     of_kind = kinds(assignment)
     # The quick ones leave out what waits for a time limit.
@@ -84,23 +99,31 @@ def main() -> None:
             path.write_text(json.dumps(notebook))
             paths[student] = HandedIn(student, path)
             wanted[student] = score
-        start = time.perf_counter()
+        start, before = time.perf_counter(), processor_seconds()
         results = grade_all(paths, SOURCE, folder / "graded", server, jobs=given.jobs)
-        whole = time.perf_counter() - start
-    used = processor_seconds() - before  # the fork server has ended: it is among those waited for
+        whole, used = time.perf_counter() - start, processor_seconds() - before
+        memory = largest_memory()
+        first = paths[f"{0:03} key"].path
+        keys = {f"key {n}": HandedIn(f"key {n}", first) for n in range(1 if given.quick else KEYS)}
+        before = processor_seconds()
+        grade_all(keys, SOURCE, folder / "keys", server, jobs=1)
+        of_key = (processor_seconds() - before) / len(keys)
     seconds: dict[str, list[float]] = {}
     for result in results:
         seconds.setdefault(result.student[4:], []).append(result.seconds)
     rows = [[kind, len(s), statistics.median(s), max(s)] for kind, s in seconds.items()]
     print(table(["submission", "number", "median [s]", "longest [s]"], rows, digits=1))
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         f"{len(results)} submissions, {given.jobs} at a time: {whole:.0f} s, "
         f"{whole / len(results):.2f} s per submission, "
-        f"of processor time {used / len(results):.2f} s; "
-        f"largest memory of the grader itself {largest:.0f} MiB"
+        f"of processor time {used / len(results):.2f} s; the key alone {of_key:.2f} s"
     )
-    figures = {"jobs": given.jobs, "whole": whole, "processor": used, "seconds": seconds}
+    print(
+        f"largest memory of the grader itself {memory['grader']:.0f} MiB, "
+        f"of what it started outside the sandbox {memory['children']:.0f} MiB"
+    )
+    figures = {"jobs": given.jobs, "whole": whole, "processor": used, "key": of_key}
+    figures |= {"memory": memory, "seconds": seconds}
     write_json(given.json, figures)
     wrong = [r.student for r in results if r.needs_human or r.score != wanted[r.student]]
     if wrong:

@@ -5,13 +5,11 @@ the address of the fork server. `check` prints "passed", which is what the bench
 stored, or "missed", which nbval then reports as a difference. The details go to a file beside it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from grader.check import run_check
 from grader.oracle import Oracle
@@ -43,7 +41,7 @@ class Cases:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: str | Path) -> Cases:
+    def read(cls, path: str | Path) -> Self:
         raw: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         return cls(
             raw["address"],

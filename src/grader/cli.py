@@ -1,6 +1,4 @@
-"""The command line: release, validate, grade, feedback."""
-
-from __future__ import annotations
+"""The command line: release, validate, grade, feedback, preview."""
 
 import argparse
 import os
@@ -9,13 +7,15 @@ from pathlib import Path
 
 from grader.batch import grade_all, missing, write_tables
 from grader.feedback import write_feedback
-from grader.lint import lint
+from grader.lint import lint, trials_of
 from grader.people import People
+from grader.preview import write_preview
 from grader.release import write_release
 from grader.report import folder_name, read_results, write_results
-from grader.sandbox import SandboxError, rank_server
-from grader.source import SourceError, read_assignment
+from grader.sandbox import RankServer, SandboxError, rank_server
+from grader.source import Assignment, SourceError, read_assignment
 from grader.student import describe, read_release, validate
+from grader.student_package import write_student_package
 from grader.submissions import find_submissions, read_table
 
 _OVERRIDES = "CSV: student and any of check, score, comment, late_days"
@@ -25,8 +25,13 @@ _TRUST = "run the submissions without a sandbox where bubblewrap does not work"
 def main(arguments: list[str] | None = None) -> int:
     """Run one command.
 
-    Exit code 0: done; 1: a check or a lint said no; 2: it could not be done; 3: graded, and a
-    person has to look at something; 130: interrupted, what was finished is kept.
+    Returns the exit code:
+
+    0    done
+    1    a check failed, or the lint refused the release
+    2    it could not be done
+    3    graded, and a person has to look at something
+    130  interrupted; what was finished is kept
     """
     for stream in (sys.stdout, sys.stderr):  # a C locale has no letters for most names
         if hasattr(stream, "reconfigure"):
@@ -60,8 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("release", help="make the students' notebook from the source")
-    command.add_argument("source", type=Path, metavar="SOURCE", help="the source notebook")
+    command.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="source notebooks")
     command.add_argument("out", type=Path, metavar="OUT", help="a folder, or a file *.ipynb")
+    command.add_argument(
+        "--package",
+        type=Path,
+        metavar="PATH",
+        help="also write all that students need, without solutions: a folder, or a file *.zip",
+    )
     command.add_argument("--trust", action="store_true", help=_TRUST)
     command.add_argument("--book", default="", help="the built book's address, for the links")
     command.set_defaults(run=_release)
@@ -92,25 +103,60 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--overrides", type=Path, help=_OVERRIDES)
     command.add_argument("--late-penalty", type=float, default=0.0, help="points per day late")
     command.set_defaults(run=_feedback)
+
+    command = commands.add_parser("preview", help="write assignments as pages of the book")
+    command.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="source notebooks")
+    command.add_argument("out", type=Path, metavar="FOLDER", help="where the pages go")
+    command.set_defaults(run=_preview)
     return parser
 
 
 def _release(options: argparse.Namespace) -> int:
-    assignment = read_assignment(options.source)
-    wrong = 0
+    is_file = options.out.suffix == ".ipynb"
+    if is_file and len(options.sources) > 1:
+        raise SourceError(f"{len(options.sources)} notebooks do not fit into {options.out}")
+    assignments = [read_assignment(source) for source in options.sources]
+    released = []
+    print("Starting the sandbox …", flush=True)
     with rank_server(trust=options.trust) as server:
-        for finding in lint(assignment, server, os.cpu_count() or 1):
-            mark = "ok  " if finding.right else "NOT "
-            also = "" if finding.right else f", should be: {finding.expected}"
-            print(f"{mark} {finding.name}: {finding.found}{also}", flush=True)
-            wrong += not finding.right
-        if wrong:
-            print(f"Not released: {wrong} of these have to be mended first.", file=sys.stderr)
-            return 1
-        is_file = options.out.suffix == ".ipynb"
-        path = options.out if is_file else options.out / f"{assignment.name}.ipynb"
-        write_release(assignment, path, server.address, options.book)
-    print(f"Released: {path} ({assignment.points:g} points)")
+        for assignment in assignments:
+            if not _tried(assignment, server):
+                return 1
+            path = options.out if is_file else options.out / f"{assignment.name}.ipynb"
+            write_release(assignment, path, server.address, options.book)
+            print(f"Released: {path} ({assignment.points:g} points)", flush=True)
+            released.append(path)
+    if options.package:
+        print("Building the students' package …", flush=True)
+        write_student_package(options.package, released, assignments)
+        print(f"For students: {options.package} (notebooks, checks, instructions; no solutions)")
+    else:
+        print("For students, add --package FILE.zip: a checkout of this project holds the keys.")
+    print("Next, with what they hand in below handed_in/:")
+    for source, assignment in zip(options.sources, assignments, strict=True):
+        out = f"graded/{assignment.name}"
+        print(f"  python -m grader grade handed_in/ --assignment {source} --out {out}")
+    return 0
+
+
+def _tried(assignment: Assignment, server: RankServer) -> bool:
+    """Whether the key, the stubs, and the wrong answers earn what they should; prints each."""
+    number = trials_of(assignment)
+    print(f"{assignment.title}: trying {number} solutions; about {number + 10} s …", flush=True)
+    wrong = 0
+    for count, finding in enumerate(lint(assignment, server, os.cpu_count() or 1), start=1):
+        mark = "ok  " if finding.right else "NOT "
+        also = "" if finding.right else f", should be: {finding.expected}"
+        print(f"[{count}/{number}] {mark} {finding.name}: {finding.found}{also}", flush=True)
+        wrong += not finding.right
+    if wrong:
+        print(f"Not released: {wrong} of these have to be mended first.", file=sys.stderr)
+    return not wrong
+
+
+def _preview(options: argparse.Namespace) -> int:
+    for source in options.sources:
+        print(f"Written: {write_preview(source, options.out)}")
     return 0
 
 
@@ -130,7 +176,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _grade(options: argparse.Namespace) -> int:
-    found = find_submissions(options.submissions)
+    found = find_submissions(options.submissions, read_assignment(options.assignment).name)
     roster = read_table(options.roster, "student") if options.roster else []
     people = People.read(options.overrides, options.late_penalty)
     if not found:

@@ -1,7 +1,5 @@
 """The page that a student reads: what was missed, in words, before any number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -1,7 +1,5 @@
 """Grade submissions: let nbval judge what was read of them, turn verdicts into points."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ output "passed". It runs in a trusted kernel, in a folder and a home of its own.
 reports as passed counts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

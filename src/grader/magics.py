@@ -5,8 +5,6 @@ with them, so a solution must not be lost over them. Each becomes a blank line o
 keeps the numbers of the lines; what it did is not done.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 

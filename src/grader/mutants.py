@@ -4,8 +4,6 @@ labkit is not visible in the sandbox: of its museum only the exhibits that a che
 there.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import labkit

@@ -4,12 +4,10 @@ What runs there is `grader.inside.oracle`: an author's code, never a student's. 
 started when it is first needed, and again after it has failed.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import time
-from typing import Any
+from typing import Any, Self
 
 from grader.inside.wire import Decoder, WireError, encode
 
@@ -30,7 +28,7 @@ class Oracle:
         self._control: socket.socket | None = None
         self._connection: socket.socket | None = None
 
-    def __enter__(self) -> Oracle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

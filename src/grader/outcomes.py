@@ -4,8 +4,6 @@ One JSON line per cell in the file that the environment names: the cell's number
 passed it. So an interrupted run keeps what was judged before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -5,10 +5,9 @@ A CSV file with a column `student` (a name or the course system's number) and an
 the score of the whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from grader.grade import Result
 from grader.submissions import read_table
@@ -22,7 +21,7 @@ class People:
     per_day: float = 0.0  # points
 
     @classmethod
-    def read(cls, path: Path | None, per_day: float) -> People:
+    def read(cls, path: Path | None, per_day: float) -> Self:
         """Raises ValueError for a file without the column, or with a number that is none."""
         rows = read_table(path, "student") if path else []
         for row in rows:

@@ -5,8 +5,6 @@ answers. It never blocks on a rank: a rank that does not read, sends nonsense, o
 its own group the time limit, and nobody else anything.
 """
 
-from __future__ import annotations
-
 import builtins
 import json
 import selectors

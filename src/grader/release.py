@@ -5,8 +5,6 @@ metadata (`grader.record`), so that `grader validate` needs nothing but the note
 leaves its points and one comment. nbgrader's metadata stay, for whoever uses nbgrader.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -4,8 +4,6 @@ bubblewrap gives it a file system in which nothing can be written and little can
 its packages, and the folder `grader.inside`. No assignment, no key, no home, no network.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

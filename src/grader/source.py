@@ -13,14 +13,12 @@ A cell without a kind is text. Solutions and checks carry nbgrader's metadata be
 book/teach/teach.md describes the format for authors.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 SCHEMA = 3
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
@@ -46,7 +44,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class CheckSource:
-    """One check cell: its text, and the settings that stand in it as constants."""
+    """One check cell: its text, and the settings that it defines as constants."""
 
     name: str
     points: float
@@ -65,7 +63,7 @@ class CheckSource:
     record: str = ""  # in a release: inputs and answers, see `grader.record`
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> CheckSource:
+    def from_dict(cls, raw: dict[str, Any]) -> Self:
         """The inverse of `dataclasses.asdict`, after a journey through JSON."""
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
 

@@ -4,8 +4,6 @@ Nothing is judged here. The same checks run as in grading, by the same code, on 
 seed; the hidden ones are not on the student's machine.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

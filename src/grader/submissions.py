@@ -1,10 +1,8 @@
-"""Who handed in what: the notebooks of a folder, each with its student, and what is odd about them.
+"""The notebooks of a folder, each with the student who handed it in, and what is odd about them.
 
 Moodle's and Canvas's downloads carry the student's name and number in the names of files and
 folders; both are told apart here.
 """
-
-from __future__ import annotations
 
 import csv
 import os
@@ -34,8 +32,11 @@ class HandedIn:
     warning: str = ""  # what is odd about the place or the format
 
 
-def find_submissions(paths: Iterable[Path]) -> dict[str, HandedIn]:
+def find_submissions(paths: Iterable[Path], assignment: str = "") -> dict[str, HandedIn]:
     """What each student handed in, by name. A folder stands for what is in it.
+
+    nbgrader collects into STUDENT/ASSIGNMENT/NOTEBOOK: of the notebooks further down, one that is
+    called `assignment`, or whose folder is, is in the right place.
 
     A notebook is called after its file; in a folder of its own, after that folder, and after both
     where the folder holds several. Of notebooks that are named one by one, those that share a name
@@ -48,7 +49,7 @@ def find_submissions(paths: Iterable[Path]) -> dict[str, HandedIn]:
     alone: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += _in_folder(path)
+            found += _in_folder(path, assignment)
         elif path.exists() or path.is_symlink():
             alone.append(path)
         else:
@@ -68,7 +69,7 @@ def find_submissions(paths: Iterable[Path]) -> dict[str, HandedIn]:
     return named
 
 
-def _in_folder(top: Path) -> list[HandedIn]:
+def _in_folder(top: Path, assignment: str) -> list[HandedIn]:
     """What each student has in `top`: a file there, or a folder with files."""
     files, folders = _visible(top)
     notebooks = [file for file in files if file.suffix == ".ipynb"]
@@ -80,11 +81,11 @@ def _in_folder(top: Path) -> list[HandedIn]:
         if odd and _split(one).student not in students:
             found.append(one)
     for folder in folders:
-        found += _of_student(folder)
+        found += _of_student(folder, assignment)
     return found
 
 
-def _of_student(folder: Path) -> list[HandedIn]:
+def _of_student(folder: Path, assignment: str) -> list[HandedIn]:
     if folder.is_symlink():
         return [HandedIn(folder.name, folder, warning=f"{folder.name} is a link: not followed")]
     files, folders = _visible(folder)
@@ -101,6 +102,9 @@ def _of_student(folder: Path) -> list[HandedIn]:
         for name in sorted(names)
         if name.endswith(".ipynb") and not name.startswith(".")
     ]
+    named = [path for path in deeper if assignment in (path.stem, path.parent.name)]
+    if len(named) == 1:
+        return [HandedIn(folder.name, named[0])]
     if len(deeper) == 1:
         where = f"the notebook was found in {deeper[0].parent.relative_to(folder)}"
         return [HandedIn(folder.name, deeper[0], warning=where)]
@@ -130,14 +134,20 @@ def _split(one: HandedIn) -> HandedIn:
 
 
 def legible(name: str) -> str:
-    """`name` without what no file, page or terminal can show, and not longer than a line."""
-    name = name.encode("utf-8", "replace").decode()
+    """`name` without what no file, page or terminal can show, and not longer than a line.
+
+    A C locale hands out the bytes of a file's name one by one; here they are letters again.
+    """
+    try:
+        name = os.fsencode(name).decode("utf-8", "replace").replace("\ufffd", "?")
+    except UnicodeEncodeError:  # letters already
+        name = name.encode("utf-8", "replace").decode()
     name = "".join(c if c.isprintable() else "?" for c in unicodedata.normalize("NFC", name))
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
 def read_table(path: Path, *wanted: str) -> list[dict[str, str]]:
-    """The rows of a CSV file with a line of names, of which each of `wanted` has to be there.
+    """The rows of a CSV file whose first line names its columns, among them each of `wanted`.
 
     Raises ValueError, naming what is missing, and OSError.
     """

@@ -1,7 +1,5 @@
 """One fork server of ranks for all tests of the grader."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Single answers to the released assignments: ways round a task, and unusual ways to do it."""
 
-from __future__ import annotations
-
 import textwrap
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One check, from drawing its inputs to its verdict, on small checks made for the purpose."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ real gloo. Results and classes of errors have to be the same on every rank. Data
 ranks.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

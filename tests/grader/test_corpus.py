@@ -1,7 +1,5 @@
 """Right, broken and hostile submissions, graded in one run: what each earns, and what it leaves."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

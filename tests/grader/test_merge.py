@@ -1,7 +1,5 @@
 """Of a handed-in notebook only the solutions' source is read, and repairs are told."""
 
-from __future__ import annotations
-
 import copy
 import os
 import resource

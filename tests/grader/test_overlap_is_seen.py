@@ -1,7 +1,5 @@
 """Whether a reducer overlaps is decided by what the trusted side saw, not by what it says."""
 
-from __future__ import annotations
-
 import grader_overlap as reducers
 import pytest
 from grader_overlap import CHECK

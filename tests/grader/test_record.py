@@ -1,7 +1,5 @@
 """What of a check leaves the trusted side: nothing that computes an answer."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

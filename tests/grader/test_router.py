@@ -1,7 +1,5 @@
 """The router adds up rightly, and sees a deadlock or a mismatch when it happens."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What code in a rank can see and do; and what is refused where there is no sandbox."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

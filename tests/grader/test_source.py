@@ -1,13 +1,14 @@
 """Reading a source notebook, and what of it reaches the students."""
 
-from __future__ import annotations
-
 import json
+import re
+from pathlib import Path
 
 import nbformat
 import pytest
 from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment
 
+import grader
 from grader.release import release, write_release
 from grader.source import SourceError, make_key, make_stub, read_assignment, source_of
 
@@ -98,6 +99,13 @@ def test_without_a_book_a_release_names_the_chapter_and_links_nothing(server):
     text = "".join(source_of(one) for one in released["cells"])
     assert "Read first:\nWhat is averaged. Checks" in text
     assert ".ipynb" not in text
+
+
+def test_the_packages_docstring_names_every_file_of_the_grader():
+    folder = Path(grader.__file__).parent
+    named = re.findall(r"^    ([\w/]+)", grader.__doc__, re.M)
+    found = [path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.py")]
+    assert sorted(named) == sorted(name for name in found if not name.endswith("__"))
 
 
 def test_a_stub_keeps_what_is_outside_the_marks_and_the_indentation():

@@ -1,7 +1,5 @@
 """What travels between a rank and the trusted side is plain data, and the reader trusts nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pickle

@@ -7,8 +7,6 @@ in the student's process tells one implementation from another but what it does 
 the gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,15 +1,18 @@
 """torch.distributed over the trusted side: a rank's only way to the other ranks.
 
 A rank has one connection, to the trusted side, and no other way to reach a rank. So the trusted
-side knows, and need not be told, which collective was launched when, by whom and with what; it adds
-the tensors up itself; and it sees a deadlock the moment it happens.
+side knows which rank launched which collective, when, and with what. It adds the tensors up itself,
+and it sees a deadlock as soon as it happens.
 
-To a solution it is torch.distributed over gloo: the process group takes the place of
-`ProcessGroupGloo`, so `dist.get_backend()` says "gloo", and subgroups, device meshes, object
-collectives and functional collectives are made of it as of the original. It accepts the dtypes that
-gloo accepts and raises RuntimeError for the others. In three things it does more than gloo in torch
-2.13: tensors that are not contiguous are reduced by their elements, where gloo reduces the memory
-that they begin in; all_to_all takes tensors of different sizes; all_gather_into_tensor stacks.
+To a solution it is torch.distributed over gloo. The process group takes the place of
+`ProcessGroupGloo`, so `dist.get_backend()` says "gloo". Subgroups, device meshes, object
+collectives and functional collectives use it like the original. It accepts the dtypes that gloo
+accepts, and raises RuntimeError for the others. It does more than gloo in torch 2.13 in three ways:
+
+- tensors that are not contiguous are reduced by their elements; gloo reduces the memory that they
+  begin in;
+- all_to_all takes tensors of different sizes;
+- all_gather_into_tensor stacks.
 
 `Gate` is a place in backward. When backward reaches it, the rank tells the trusted side and waits
 for numbers, by which the gradient of everything before the gate is multiplied. Nobody can know the
@@ -17,8 +20,6 @@ gradients behind a gate without having opened it, so what was launched before a 
 launched before backward had passed it. The numbers differ from element to element: a factor common
 to all could be multiplied in later.
 """
-
-from __future__ import annotations
 
 import queue
 import threading
@@ -47,7 +48,7 @@ class Expected(torch.futures.Future):
     has started may wait while the rank goes on, so it says nothing.
     """
 
-    def __init__(self, number: int, link: Link) -> None:
+    def __init__(self, number: int, link: "Link") -> None:
         super().__init__()
         self._number = number
         self._link = link
@@ -57,7 +58,7 @@ class Expected(torch.futures.Future):
             self._link.tell({"kind": "waits", "for": self._number})
         return super().wait()
 
-    def then(self, callback: Callable[[torch.futures.Future], Any]) -> Expected:
+    def then(self, callback: Callable[[torch.futures.Future], Any]) -> "Expected":
         later = Expected(self._number, self._link)
 
         def go_on(done: torch.futures.Future) -> None:
@@ -73,7 +74,7 @@ class Expected(torch.futures.Future):
 class Answer(Expected):
     """The answer to one request: a future of the tensors that it is written into."""
 
-    def __init__(self, number: int, into: list[Tensor], link: Link) -> None:
+    def __init__(self, number: int, into: list[Tensor], link: "Link") -> None:
         super().__init__(number, link)
         self._into = into
         self.message: dict[str, Any] = {}
@@ -100,7 +101,7 @@ class Answer(Expected):
 class RoutedWork(dist.Work):
     """The handle of one collective."""
 
-    def __init__(self, answer: Answer, group: RoutedGroup | None = None) -> None:
+    def __init__(self, answer: Answer, group: "RoutedGroup | None" = None) -> None:
         super().__init__()
         self._answer = answer
         self._group = group
@@ -140,7 +141,7 @@ class RoutedGroup(dist.ProcessGroup):
     the group's name into `options`.
     """
 
-    link: Link
+    link: "Link"
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = None) -> None:
         super().__init__(rank, size)
@@ -168,7 +169,7 @@ class RoutedGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._group_desc
 
-    def _get_backend(self, device: Any) -> RoutedGroup:
+    def _get_backend(self, device: Any) -> "RoutedGroup":
         return self
 
     def _set_sequence_number_for_group(self) -> None:
@@ -315,7 +316,7 @@ class RoutedGroup(dist.ProcessGroup):
 class RoutedStore(dist.Store):
     """The key-value store of all ranks, kept by the trusted side."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: "Link") -> None:
         super().__init__()
         self._link = link
 
@@ -428,7 +429,7 @@ def _write(tensor: Tensor, value: np.ndarray) -> None:
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, value: Tensor, name: str, link: Link) -> Tensor:
+    def forward(ctx, value: Tensor, name: str, link: "Link") -> Tensor:
         ctx.name, ctx.link = name, link
         return value.view_as(value)
 

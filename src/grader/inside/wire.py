@@ -13,8 +13,6 @@ An array has no offset: it begins where the one before it ends, so no byte count
 costs time and memory proportional to what was sent.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -10,8 +10,6 @@ It runs no code of a student and receives none. For each connection of the trust
    of them has done anything, and ends, with everything below it, when the connection is closed.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import gc

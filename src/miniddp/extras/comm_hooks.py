@@ -167,6 +167,7 @@ def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
 
     Three collectives per bucket: the exact part, P, Q. Backward waits for P: started from a
     callback, the collectives of two buckets could run in different orders on different ranks.
+    Run over gloo on a CPU only; over NCCL it was read against torch's hook of the same name.
     """
     exactly = state.iteration < state.start_after
     state.iteration += bucket.is_last()

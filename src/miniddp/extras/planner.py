@@ -103,7 +103,7 @@ def fastest_plan(
 
     A bucket is a contiguous run of the arrival order. Once it has `longest` bytes, it takes no
     further parameter. If there are several dtypes or devices, the cuts are placed as if all could
-    share a bucket. Each run is then sent as one bucket per kind (and per sparse parameter).
+    share a bucket. Each run is then sent as one bucket per kind.
 
     Dynamic programming over (number of buckets, number of gradients). Let the last bucket of the
     first j gradients begin after gradient i. Only two values of i can be best: the largest for
@@ -166,6 +166,5 @@ def fastest_plan(
 def _of_one_kind(run: Sequence[int], sizes: Sequence[ParameterSize]) -> Plan:
     buckets: dict[Hashable, list[int]] = defaultdict(list)
     for index in run:
-        _, kind, sparse = sizes[index]
-        buckets[index if sparse else (kind,)].append(index)
+        buckets[sizes[index].kind].append(index)
     return list(buckets.values())

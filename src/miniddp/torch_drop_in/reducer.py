@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from miniddp.bucket import Bucket
-from miniddp.buckets import ParameterSize, sizes_of
+from miniddp.buckets import ParameterSize
 from miniddp.extras.grad_bucket import GradBucket, zeros_of
-from miniddp.extras.sparse import SparseBucket
+from miniddp.extras.sparse import SparseBucket, each_alone
 from miniddp.extras.static_graph import StaticGraphReducer
 from miniddp.reducer import READY, REDUCING
 from miniddp.replicas import wait_for, wait_for_future
@@ -56,7 +56,7 @@ class TorchReducer(StaticGraphReducer):
         super().__init__(*args, **keywords)
 
     def sizes(self) -> list[ParameterSize]:
-        return sizes_of(self.parameters, self.sparse)
+        return each_alone(super().sizes(), self.sparse)
 
     def make_bucket(self, indices: list[int]) -> Bucket:
         if self.sparse[indices[0]]:

@@ -202,7 +202,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         )
         self.device = next(iter(parameters.values())).device
         self._passing_sync_batchnorm_handle(self.module)
-        self.caps = bucket_caps(self.bucket_cap_mb, self.bucket_cap_mb_list)
+        self.caps = bucket_caps(self.bucket_cap_mb_list or self.bucket_cap_mb)
         self.bucket_bytes_cap = max(self.caps)
         self.bucket_bytes_cap_list = list(self.caps) if self.bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = self.bucket_cap_mb is None and not self.bucket_cap_mb_list

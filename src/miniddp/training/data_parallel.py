@@ -258,5 +258,8 @@ def _build(output: Any) -> tuple[str, Any]:
 
 
 def _exact(device: Device) -> torch.device:
-    """The device with its index: "cuda" becomes "cuda:0". Raises if it does not exist."""
+    """The device with its index: "cuda" becomes "cuda:0" (not yet run on a GPU).
+
+    Raises RuntimeError if the device does not exist.
+    """
     return torch.empty(0, device=device).device

@@ -32,7 +32,7 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 help:
 	@echo "I want to read the book"
 	@echo "  make book               run every chapter, build the book, and say where it is"
-	@echo "  make serve              serve the built book on this machine's loopback address"
+	@echo "  make serve              serve the built book on this machine's loopback address [OPEN=1]"
 	@echo "I want to try something"
 	@echo "  make notebook           open a chapter in JupyterLab [CHAPTER=museum]"
 	@echo "  make figures            all figures to play with, on one page; prints where it is"
@@ -65,7 +65,7 @@ $(READY): requirements.txt constraints.txt pyproject.toml
 
 # `make test` compares text outputs; here the chapters only have to run.
 book: $(READY)
-	@echo "Running the chapters …"
+	@echo "Running the chapters, two at a time …"
 	@$(BIN)/python -m labkit.book.chapters execute book $(EXECUTED)
 	@$(MAKE) --no-print-directory html
 
@@ -75,8 +75,10 @@ book: $(READY)
 html: $(READY)
 	@test -d $(EXECUTED) || { echo "Nothing has been executed yet: make book does that first." >&2; exit 2; }
 	@$(BIN)/python -m labkit.book.site configure _config.yml _build/_config.yml
-	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q
+	@echo "Rendering the pages …"
+	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q >_build/render.log 2>&1 || { cat _build/render.log; exit 1; }
 	@$(BIN)/python -m labkit.book.downloads _build/_config.yml _build/html
+	@$(BIN)/python -m labkit.book.site finish _build/html
 	@$(BIN)/python -m labkit.book.site check _build/html
 	@echo "The book: file://$(abspath _build/html/index.html)"
 
@@ -128,9 +130,9 @@ lab: $(READY)
 	@test -f labs/$(LAB_NAME).py || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.launch.lab' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
 	@$(BIN)/python -m labkit.launch.make_lab '$(RANKS)' labs/$(LAB_NAME).py $(ARGS)
 
+# OPEN=1 opens it in the default browser; PORT=… changes the port.
 serve: $(READY)
-	@test -f _build/html/index.html || { echo "There is no book yet: make book builds it." >&2; exit 2; }
-	@$(BIN)/python -m http.server 0 --bind 127.0.0.1 --directory _build/html
+	@$(BIN)/python -m labkit.book.serve _build/html $(if $(PORT),--port $(PORT)) $(if $(OPEN),--open)
 
 clean:
 	rm -rf _build $(ENVIRONMENT)

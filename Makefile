@@ -20,6 +20,8 @@ LAB ?= accumulate_vs_ddp
 LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
+# Test files at a time, of make test and make check.
+WORKERS ?= 2
 # The core's tests: what a change of src/miniddp breaks first.
 CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/miniddp/test_ladder.py \
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_reducer_states.py \
@@ -37,7 +39,7 @@ help:
 	@echo "  make lab LAB=NAME       run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
 	@echo "I changed code"
 	@echo "  make check              lint, format, types, and the core's tests: a minute and a half"
-	@echo "  make test               every test, every chapter, every lab: about a quarter of an hour"
+	@echo "  make test               every test, every chapter, every lab [WORKERS=2]"
 	@echo "I changed a chapter"
 	@echo "  make update             run chapters in place and store their outputs [CHAPTER=…]"
 	@echo "  make html               render what the last make book or make test executed"
@@ -84,13 +86,13 @@ check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest --quiet --numprocesses=2 $(CORE_TESTS)
+	@$(BIN)/python -m pytest --quiet --numprocesses=$(WORKERS) $(CORE_TESTS)
 
 test: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest --numprocesses=2 --durations=25 --durations-min=5
+	@$(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=25 --durations-min=5
 
 # Opens what `make html` rendered. Debian's Chromium: apt-get install chromium.
 test-site: $(READY)

@@ -131,8 +131,8 @@
           state[control.key] = Math.min(control.max, Math.max(control.min, value));
         const allowed =
           control.values ?? (control.kind === "choice" && control.options.map(([each]) => each));
-        if (allowed && !allowed.includes(value))
-          state[control.key] = this.definition.state[control.key];
+        const start = this.definition.state[control.key];
+        if (allowed && !allowed.includes(value) && value !== start) state[control.key] = start;
       }
       return this.definition.clean ? this.definition.clean(state) : state;
     }
@@ -206,6 +206,7 @@
         textWidth,
         height: (pixels) => drawing.setAttribute("viewBox", `0 0 ${width} ${Math.ceil(pixels)}`),
         number,
+        draggable: (element, actions) => this.draggable(element, actions),
         page: (path) => (document.documentElement.dataset.content_root ?? "./") + path,
         calm: matchMedia("(prefers-reduced-motion: reduce)").matches,
         after: this.after,
@@ -214,8 +215,38 @@
       return tools;
     }
 
+    // An element of the drawing that moves: move(x, y, state) for a pointer, in the drawing's
+    // coordinates, and nudge(dx, dy, state) for an arrow key, with dx and dy of −1, 0, or 1.
+    draggable(element, { move, nudge }) {
+      const { drawing } = this;
+      element.classList.add("figure-draggable");
+      element.addEventListener("pointerdown", (down) => {
+        down.preventDefault();
+        element.focus();
+        const follow = (event) => {
+          const place = new DOMPoint(event.clientX, event.clientY);
+          const { x, y } = place.matrixTransform(drawing.getScreenCTM().inverse());
+          move(x, y, this.state);
+        };
+        const stop = () => {
+          removeEventListener("pointermove", follow);
+          removeEventListener("pointerup", stop);
+          removeEventListener("pointercancel", stop);
+        };
+        addEventListener("pointermove", follow);
+        addEventListener("pointerup", stop);
+        addEventListener("pointercancel", stop);
+      });
+      const arrows = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+      element.addEventListener("keydown", (event) => {
+        if (!nudge || !arrows[event.key]) return;
+        event.preventDefault();
+        nudge(...arrows[event.key], this.state);
+      });
+    }
+
     change(part) {
-      const next = { ...this.state, ...part };
+      const next = this.clean({ ...this.state, ...part });
       if (same(next, this.state)) return;
       this.state = next;
       this.note.textContent = "";
@@ -227,10 +258,12 @@
       const change = (part) => this.change(part);
       const tools = this.tools();
       this.showControls(change, tools);
-      this.drawing.replaceChildren();
-      this.after.replaceChildren();
-      tools.height(200);
-      this.definition.draw(this.drawing, this.state, change, tools);
+      keepingFocus(this.live, () => {
+        this.drawing.replaceChildren();
+        this.after.replaceChildren();
+        tools.height(200);
+        this.definition.draw(this.drawing, this.state, change, tools);
+      });
       const says = this.definition.says(this.state);
       if (this.says.textContent !== says) this.says.textContent = says;
     }
@@ -303,13 +336,16 @@
     }
   }
 
+  // What replaces the focused element takes the focus: the one with the same data-focus, or else
+  // the one in its place.
   function keepingFocus(parent, work) {
-    const focusable = () => [...parent.querySelectorAll("input, select, button, summary, textarea")];
+    const kinds = "input, select, button, summary, textarea, a[href], [tabindex]";
+    const focusable = () => [...parent.querySelectorAll(kinds)];
     const active = document.activeElement;
     const index = parent.contains(active) ? focusable().indexOf(active) : -1;
     const key = index >= 0 ? active.dataset.focus : undefined;
     work();
-    if (index < 0) return;
+    if (index < 0 || active.isConnected) return;
     const now = focusable();
     const again = (key && now.find((each) => each.dataset.focus === key)) || now[index];
     again?.focus({ preventScroll: true });
@@ -444,7 +480,8 @@
   };
 
   function asRadios(mount, control, parent, change) {
-    const box = html("fieldset", { class: "figure-control figure-choice" }, parent);
+    const name = `figure-control figure-choice${control.question ? " is-question" : ""}`;
+    const box = html("fieldset", { class: name }, parent);
     html("legend", { text: control.label }, box);
     const row = html("div", { class: "figure-options" }, box);
     const inputs = control.options.map(([value, name], index) => {

@@ -135,6 +135,7 @@ def test_a_figure_has_the_ground_of_the_page(site: Path, open_page: OpenPage, th
     page = open_page(site / "start" / "what_is_averaged.html", theme=theme).page
     figure = page.locator(FIGURE).first
     figure.scroll_into_view_if_needed()
+    page.wait_for_function("image => image.complete", arg=figure.element_handle())
     box = figure.bounding_box()
     clip = {"x": box["x"] - 6, "y": box["y"] + 2, "width": 12, "height": 4}
     page.screenshot(path=tmp_path / "edge.png", clip=clip)

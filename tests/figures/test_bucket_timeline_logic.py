@@ -51,7 +51,7 @@ def in_python(backward: dict[str, Any], choices: dict[str, Any]) -> dict[str, An
     everything = [list(range(len(nbytes)))]
     plan = everything
     if choices["overlap"]:
-        plan = arrival_plan(sizes, range(len(sizes)), bucket_caps(bucket_cap_mb_list=caps))
+        plan = arrival_plan(sizes, range(len(sizes)), bucket_caps(caps))
     link, ranks = Link.of(choices["gbit"], choices["latency"]), choices["w"]
     step = simulate_ring(computed, plan, link, ranks, choices["overlap"])
     busy = sum(done - begun for _, begun, done in step.sent)
@@ -111,6 +111,6 @@ def test_node_and_python_round_caps_alike():
     in_node = call("bucket_timeline", "bucketCaps", caps)
     for (cap, first), found in zip(caps, in_node, strict=True):
         given = [cap] if first is None else [first, cap]
-        assert tuple(found) == bucket_caps(bucket_cap_mb_list=given)
+        assert tuple(found) == bucket_caps(given)
     assert call("bucket_timeline", "bucketCaps", [(25, 1)]) == [list(bucket_caps())]
     assert tuple(call("bucket_timeline", "bucketCaps", [(4,)])[0]) == bucket_caps(4) == (4 * MIB,)

@@ -95,7 +95,6 @@
     mismatch: ["wrong", "4 4"], error: ["wrong", "4 4"], unreached: ["muted", "2 4"],
   };
 
-  let toFocus = null; // "rank.call" of the box that a key has just selected
   let drag = null;
 
   function draw(svg, given, change, tools) {
@@ -118,7 +117,6 @@
       for (const rank of [0, 1]) drawCall(rank, row, edges[rank], y, box);
     }
     tools.height(top + rows * ROW);
-    toFocus = null;
 
     function drawCall(rank, row, x, y) {
       const call = queues[rank][row];
@@ -131,9 +129,9 @@
       const group = tools.svg("g", {
         role: "button", tabindex: isSelected ? 0 : -1, "aria-pressed": String(isSelected),
         "aria-label": `rank ${rank}, call ${row + 1}: ${name}${outcome ? `, ${outcome}` : ""}`,
-        "data-call": `${rank}.${row}`, style: `cursor: ${call ? "grab" : "pointer"}`,
+        "data-call": `${rank}.${row}`, "data-focus": `call ${rank}.${row}`, style: `cursor: ${call ? "grab" : "pointer"}`,
         onclick: () => change({ rank, at: row }),
-        onkeydown: (event) => press(event, state, change, queues),
+        onkeydown: (event) => press(event, state, selectAfter, queues),
         onpointerdown: (event) => {
           if (event.pointerType === "mouse" && call) drag = { rank, row, y: event.clientY };
         },
@@ -147,7 +145,13 @@
       const [first, second] = call ? lines(call, rank) : ["no call", ""];
       text(x + box / 2, y + (second ? 18 : 27), first, { ...middle, "font-size": 13, "font-weight": 600 }, group);
       if (second) text(x + box / 2, y + 35, second, { ...middle, "font-size": 12 }, group);
-      if (toFocus === `${rank}.${row}`) group.focus({ preventScroll: true });
+    }
+
+    // A change by a key; the focus follows the selection.
+    function selectAfter(part) {
+      const { rank, at } = { ...state, ...part };
+      change(part);
+      svg.querySelector(`[data-call="${rank}.${at}"]`)?.focus({ preventScroll: true });
     }
 
     svg.onpointerup = (event) => {
@@ -173,7 +177,7 @@
     if (here && there) line(left, right);
     else line(here ? left : middle, here ? middle : right);
     const [above, below] = captions(outcome, here, there);
-    const look = { "text-anchor": "middle", "font-size": 13 };
+    const look = { "text-anchor": "middle", "font-size": right - left < 110 ? 12 : 13 };
     text(middle, y + BOX / 2 - 7, above, look);
     text(middle, y + BOX / 2 + 17, below, { ...look, fill: color[tone], "font-weight": outcome === "right" ? 400 : 600 });
   }
@@ -203,30 +207,16 @@
     const { rank, at } = state;
     const go = (toRank, toAt) => {
       const last = Math.min(queues[toRank].length, MOST - 1);
-      const target = Math.min(Math.max(toAt, 0), last);
-      toFocus = `${toRank}.${target}`;
-      change({ rank: toRank, at: target });
+      change({ rank: toRank, at: Math.min(Math.max(toAt, 0), last) });
     };
-    const shift = (to) => {
-      if (!(to in queues[rank])) return;
-      toFocus = `${rank}.${to}`;
-      change(move(state, rank, at, to));
-    };
+    const upOrDown = (to) => (event.altKey ? change(move(state, rank, at, to)) : go(rank, to));
     const actions = {
-      ArrowUp: () => (event.altKey ? shift(at - 1) : go(rank, at - 1)),
-      ArrowDown: () => (event.altKey ? shift(at + 1) : go(rank, at + 1)),
+      ArrowUp: () => upOrDown(at - 1),
+      ArrowDown: () => upOrDown(at + 1),
       ArrowLeft: () => go(0, at),
       ArrowRight: () => go(1, at),
-      Delete: () => {
-        if (!queues[rank][at]) return;
-        const part = remove(state);
-        toFocus = `${rank}.${part.at}`;
-        change(part);
-      },
-      Insert: () => {
-        toFocus = `${rank}.${at}`;
-        change(insert(state));
-      },
+      Delete: () => queues[rank][at] && change(remove(state)),
+      Insert: () => change(insert(state)),
     };
     if (!(event.key in actions)) return;
     event.preventDefault();
@@ -288,7 +278,7 @@
     name: "two_queues",
     title: "Two queues of collectives",
     tryThis:
-      "Rank 1 has no gradient for a and skips its all-reduce. Press “Insert here” to add the first one. How many calls does that repair?",
+      "In each of three steps, rank 1 has no gradient for a and skips its all-reduce. Press “Insert here” to add a1. How many calls does that repair?",
     interactive: true,
     state: { q0, q1, rank: 1, at: 0, detail: false },
     clean,

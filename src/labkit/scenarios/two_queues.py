@@ -6,8 +6,10 @@
 
 One rule decides everything: **the n-th call of one rank pairs with the n-th call of the other.**
 Names play no part, because no message contains them. What follows for a pair was measured on gloo
-with two CPU ranks and torch 2.13 (a test measures it again). NCCL was not run; its documentation
-leaves the behavior undefined if counts or dtypes differ.
+with two CPU ranks and torch 2.13 (a test measures it again). NCCL was not run; its user guide calls
+the behavior undefined if counts or dtypes differ.
+
+Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
 """Finished pages load what they use, once, and have names for those who do not see them."""
 
 import base64
+import importlib.util
 import io
 import re
 from pathlib import Path
 
 import pytest
-import sphinx_book_theme
 from bs4 import BeautifulSoup
 from fontTools.ttLib import TTFont
 from PIL import Image, ImageDraw
@@ -63,8 +63,8 @@ def test_a_figure_of_a_chapter_is_a_link_to_its_file(figure):
 @pytest.fixture
 def built(tmp_path: Path) -> Path:
     """A site with one page, and the files of the installed theme that matter here."""
-    theme = Path(sphinx_book_theme.__file__).parents[1] / "pydata_sphinx_theme"
-    static = theme / "theme" / "pydata_sphinx_theme" / "static"
+    (package,) = importlib.util.find_spec("pydata_sphinx_theme").submodule_search_locations
+    static = Path(package) / "theme" / "pydata_sphinx_theme" / "static"
     for name in ("css/all.min.css", "js/all.min.js", "webfonts/fa-solid-900.ttf"):
         target = tmp_path / FONT / name
         target.parent.mkdir(parents=True, exist_ok=True)

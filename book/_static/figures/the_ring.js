@@ -77,9 +77,9 @@
     if (way === "naive") return step < w ? "rank 0 adds" : "rank 0 sends the sum";
     if (way === "ring") return step < w ? "reduce-scatter" : "all-gather";
     if (way === "doubling") {
-      if (steps[step - 1].some((one) => !one.adds)) return "the others get the sum";
+      if (steps[step - 1].some((one) => !one.adds)) return "extra ranks get the sum";
       const handOver = steps[step - 1].every(({ to }, i) => to === i); // to ranks 0, 1, …
-      return handOver ? "the others hand over" : "pairs exchange";
+      return handOver ? "extra ranks send first" : "pairs exchange";
     }
     if (step < perNode(w)) return "reduce-scatter inside";
     return step <= perNode(w) + 1 ? "all-reduce across" : "all-gather inside";

@@ -20,6 +20,8 @@ LAB ?= accumulate_vs_ddp
 LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
+# Test files at a time, of make test and make check.
+WORKERS ?= 2
 # The core's tests: what a change of src/miniddp breaks first.
 CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/miniddp/test_ladder.py \
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_reducer_states.py \
@@ -30,14 +32,14 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 help:
 	@echo "I want to read the book"
 	@echo "  make book               run every chapter, build the book, and say where it is"
-	@echo "  make serve              serve the built book on this machine's loopback address"
+	@echo "  make serve              serve the built book on this machine's loopback address [OPEN=1]"
 	@echo "I want to try something"
 	@echo "  make notebook           open a chapter in JupyterLab [CHAPTER=museum]"
 	@echo "  make figures            all figures to play with, on one page; prints where it is"
 	@echo "  make lab LAB=NAME       run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
 	@echo "I changed code"
 	@echo "  make check              lint, format, types, and the core's tests: a minute and a half"
-	@echo "  make test               every test, every chapter, every lab: about a quarter of an hour"
+	@echo "  make test               every test, every chapter, every lab [WORKERS=2]"
 	@echo "I changed a chapter"
 	@echo "  make update             run chapters in place and store their outputs [CHAPTER=…]"
 	@echo "  make html               render what the last make book or make test executed"
@@ -63,7 +65,7 @@ $(READY): requirements.txt constraints.txt pyproject.toml
 
 # `make test` compares text outputs; here the chapters only have to run.
 book: $(READY)
-	@echo "Running the chapters …"
+	@echo "Running the chapters, two at a time …"
 	@$(BIN)/python -m labkit.book.chapters execute book $(EXECUTED)
 	@$(MAKE) --no-print-directory html
 
@@ -73,8 +75,10 @@ book: $(READY)
 html: $(READY)
 	@test -d $(EXECUTED) || { echo "Nothing has been executed yet: make book does that first." >&2; exit 2; }
 	@$(BIN)/python -m labkit.book.site configure _config.yml _build/_config.yml
-	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q
+	@echo "Rendering the pages …"
+	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q >_build/render.log 2>&1 || { cat _build/render.log; exit 1; }
 	@$(BIN)/python -m labkit.book.downloads _build/_config.yml _build/html
+	@$(BIN)/python -m labkit.book.site finish _build/html
 	@$(BIN)/python -m labkit.book.site check _build/html
 	@echo "The book: file://$(abspath _build/html/index.html)"
 
@@ -82,13 +86,13 @@ check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest --quiet --numprocesses=2 $(CORE_TESTS)
+	@$(BIN)/python -m pytest --quiet --numprocesses=$(WORKERS) $(CORE_TESTS)
 
 test: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest --numprocesses=2 --durations=25 --durations-min=5
+	@$(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=25 --durations-min=5
 
 # Opens what `make html` rendered. Debian's Chromium: apt-get install chromium.
 test-site: $(READY)
@@ -126,9 +130,9 @@ lab: $(READY)
 	@test -f labs/$(LAB_NAME).py || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.launch.lab' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
 	@$(BIN)/python -m labkit.launch.make_lab '$(RANKS)' labs/$(LAB_NAME).py $(ARGS)
 
+# OPEN=1 opens it in the default browser; PORT=… changes the port.
 serve: $(READY)
-	@test -f _build/html/index.html || { echo "There is no book yet: make book builds it." >&2; exit 2; }
-	@$(BIN)/python -m http.server 0 --bind 127.0.0.1 --directory _build/html
+	@$(BIN)/python -m labkit.book.serve _build/html $(if $(PORT),--port $(PORT)) $(if $(OPEN),--open)
 
 clean:
 	rm -rf _build $(ENVIRONMENT)

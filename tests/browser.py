@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -31,7 +32,8 @@ CHOOSE_THEME = "try {{ localStorage.mode = localStorage.theme = '{theme}' }} cat
 # What axe counts as a violation that matters here. Those below are `minor`.
 IMPACTS = ("critical", "serious", "moderate")
 RUN_AXE = """async (root) => {
-    const options = {rules: {"label-content-name-mismatch": {enabled: true}}};
+    // Without preload: axe would fetch style sheets, which a browser refuses for files.
+    const options = {preload: false, rules: {"label-content-name-mismatch": {enabled: true}}};
     return (await axe.run(root, options)).violations;
 }"""
 
@@ -42,7 +44,17 @@ class OpenedPage:
 
     page: Page
     errors: list[str] = field(default_factory=list)
-    external: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    @property
+    def external(self) -> list[str]:
+        """The addresses that the page asked for and that are no files of this machine."""
+        return [one for one in self.requests if not one.startswith(("file:", "data:", "blob:"))]
+
+    def weight(self) -> int:
+        """The bytes of the page and of every file that it loaded, each counted once."""
+        files = {unquote(urlsplit(one).path) for one in self.requests if one.startswith("file:")}
+        return sum(Path(file).stat().st_size for file in files)
 
     def violations(self, root: str = "html") -> list[str]:
         """What axe-core finds below the selector `root`: `serious color-contrast: SELECTOR`.
@@ -90,14 +102,15 @@ def chromium() -> Iterator[Browser]:
 def open_page(chromium: Browser) -> Iterator[OpenPage]:
     """`open_page(path, width=1280, height=800, theme="light", javascript=True)` → OpenedPage.
 
-    `path` is a file, with `fragment` its place or state after the #. Any of the pages that one test
-    opens stays open until the test ends, unless the test closes it.
+    `path` is a file; `query` and `fragment` follow the ? and the # of its address. What a test
+    opens is closed when it ends.
     """
     contexts = []
 
     def open_one(
         path: Path,
         *,
+        query: str = "",
         fragment: str = "",
         width: int = 1280,
         height: int = 800,
@@ -114,6 +127,7 @@ def open_page(chromium: Browser) -> Iterator[OpenPage]:
             reduced_motion="reduce" if reduced_motion else "no-preference",
         )
         contexts.append(context)
+        context.set_default_timeout(120_000)  # for a machine that is busy
         context.add_init_script(CHOOSE_THEME.format(theme=theme))
         opened = OpenedPage(context.new_page())
         page = opened.page
@@ -122,15 +136,9 @@ def open_page(chromium: Browser) -> Iterator[OpenPage]:
             "console",
             lambda message: opened.errors.append(message.text) if message.type == "error" else None,
         )
-        page.on(
-            "request",
-            lambda request: (
-                None
-                if request.url.startswith(("file:", "data:", "blob:"))
-                else opened.external.append(request.url)
-            ),
-        )
-        page.goto(path.resolve().as_uri() + (f"#{fragment}" if fragment else ""))
+        page.on("request", lambda request: opened.requests.append(request.url))
+        after = (f"?{query}" if query else "") + (f"#{fragment}" if fragment else "")
+        page.goto(path.resolve().as_uri() + after)
         return opened
 
     yield open_one

@@ -33,13 +33,13 @@ CAPS_MIB = {"stack": (1, 2), "transformer": (1, 4)}  # besides torch's own
 FLAGS = 100  # bytes: a message below carries flags, no gradient
 
 
-def models(quick: bool) -> dict[str, ToyStep]:
+def models_to_record(quick: bool) -> dict[str, ToyStep]:
     if quick:
         return {"stack": stack_of_linears(layers=3, width=256, samples=16)}
-    return {"stack": stack_of_linears(), "transformer": small_transformer()}
+    return {"stack": stack_of_linears(), "transformer": small_transformer(samples=8)}
 
 
-def ways(caps_mib: tuple[int, ...]) -> dict[str, Way]:
+def ways_to_record(caps_mib: tuple[int, ...]) -> dict[str, Way]:
     capped = {f"{cap} MiB": partial(torch_ddp, bucket_cap_mb=cap) for cap in caps_mib}
     return {FLAT: Flat, DEFAULT_CAPS: torch_ddp, **capped}
 
@@ -92,9 +92,9 @@ def main() -> None:
     given = arguments.parse_args()
     kept: dict[str, Any] = {}
     rows = []
-    for name, toy in models(given.quick).items():
+    for name, toy in models_to_record(given.quick).items():
         caps = CAPS_MIB[name]
-        steps = shortest_steps(toy, ways(caps), 1 if given.quick else given.rounds)
+        steps = shortest_steps(toy, ways_to_record(caps), 1 if given.quick else given.rounds)
         backward = backward_of(steps[FLAT])
         caps_of = {FLAT: None, DEFAULT_CAPS: None, **{f"{cap} MiB": cap for cap in caps}}
         recorded = {way: as_recorded(step.ranks[0], caps_of[way]) for way, step in steps.items()}

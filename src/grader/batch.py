@@ -47,7 +47,7 @@ def grade_all(
 ) -> list[Result]:
     """Grade `submissions` on the assignment at `source` into `out`; one result each, by student.
 
-    `jobs` run at a time, by default as many as there are processor cores. `again` grades anew what
+    `jobs` run at a time, by default as many as there are processor cores. `again` also grades what
     has a result already. `finish` may change a result before it is written. Writes a folder with
     results.json and feedback.html for each student as soon as that is graded, and the tables of all
     at the end, also when the run is interrupted.

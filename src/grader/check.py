@@ -12,9 +12,11 @@ and no rank receives their text:
     implementations()             {name: wrap}: what a student's own test has to judge
 
 `expected` returns what every rank has to return, or a list of one for each rank. Two entries of a
-rank's input stay on the trusted side: "gates", {name: number or vector}, until backward opens the
-gate (on the rank `gate(tensor, name)` puts one into the graph), and "implementations", the names of
-what `implementation(0)`, `implementation(1)`, … are on the ranks.
+rank's input stay on the trusted side:
+
+- "gates", {name: number or vector}: each stays there until backward opens the gate. On the rank,
+  `gate(tensor, name)` puts a gate into the graph.
+- "implementations": the names of what `implementation(0)`, `implementation(1)`, … are on the ranks.
 """
 
 import math

@@ -25,8 +25,13 @@ _TRUST = "run the submissions without a sandbox where bubblewrap does not work"
 def main(arguments: list[str] | None = None) -> int:
     """Run one command.
 
-    Exit code 0: done; 1: a check or a lint said no; 2: it could not be done; 3: graded, and a
-    person has to look at something; 130: interrupted, what was finished is kept.
+    Returns the exit code:
+
+    0    done
+    1    a check failed, or the lint refused the release
+    2    it could not be done
+    3    graded, and a person has to look at something
+    130  interrupted; what was finished is kept
     """
     for stream in (sys.stdout, sys.stderr):  # a C locale has no letters for most names
         if hasattr(stream, "reconfigure"):

@@ -69,7 +69,7 @@ def _choose(name: str, stub: str, cells: list[dict[str, Any]], repairs: list[str
 
 
 def _looks_around(source: str) -> list[str]:
-    """Which of LOOKS_AROUND stand in `source` as a name, an attribute, an import or a whole string.
+    """Which of LOOKS_AROUND `source` uses: as a name, an attribute, an import or a whole string.
 
     A hint for people, and no wall: who wants to hide a name can.
     """

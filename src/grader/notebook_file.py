@@ -1,8 +1,8 @@
-"""Read a file that somebody handed in: what it is decides nothing about who reads it.
+"""Read a file that somebody handed in. Whatever it is, it cannot harm the process that reads it.
 
-A regular file is opened without following links, and read up to a limit. One of more than 1 MB is
-parsed by a process of its own with limits on memory and time (`python notebook_file.py`), because
-JSON can cost thirty times its size once it is parsed.
+A regular file is opened without following links, and read up to a limit. Parsed JSON can take
+thirty times the memory of its text. So a file of more than 1 MB is parsed by a separate process
+(`python notebook_file.py`) with limits on memory and time.
 """
 
 import errno
@@ -25,7 +25,7 @@ _MOST_CELLS = 10_000
 
 
 class UnreadableError(ValueError):
-    """Nothing of the file can be graded; the text says why."""
+    """The file cannot be graded; the text says why."""
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -49,7 +49,7 @@ def what_implementations_need(source: str) -> str:
 def reduced(source: str, *entries: str) -> str:
     """`source` with the functions `entries`, what these use, and its imports; comments are lost.
 
-    Never with a function that computes: what `on_rank` needs of one has to stand in another.
+    A function that computes is never included: what `on_rank` needs of one belongs in a helper.
     """
     body = ast.parse(source).body
     defined: dict[str, list[ast.stmt]] = {}

@@ -27,7 +27,7 @@ _FORMULA = re.compile(r"(^|[;,\t\r\n|])\s*['\"]?([=+@]|-(?!\s*\d[\d.]*\s*$))")
 
 
 def write_results(result: Result, folder: Path, fingerprint: str) -> None:
-    """Write results.json into `folder`; `fingerprint` says of which file it is the result."""
+    """Write results.json into `folder`; `fingerprint` identifies the graded file."""
     report: dict[str, Any] = {
         "output": summary(result),
         "output_format": "text",

@@ -1,11 +1,11 @@
 """The post office of a group of ranks: carries messages, adds up, writes down what it saw.
 
 Every collective of a solution passes through here, because ranks have no other way to each other.
-What stands in `Seen` is therefore not a report by the solution: it is what happened.
+So `Seen` is not a report by the solution: it is what happened.
 
 A collective is answered when all ranks of its group have launched theirs. Answers can be *held*
-until backward has passed its last gate on every rank: a reducer that overlaps does not notice, one
-that waits in the middle of backward stands still there, and says so by standing.
+until backward has passed its last gate on every rank. A reducer that overlaps does not notice. One
+that waits in the middle of backward stops there, and the router sees it stop.
 
 Whatever a rank sends is read into exact types first (`_Fields`); what does not fit raises WireError
 and costs that rank its check. Every message costs time proportional to its own size.

@@ -44,7 +44,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class CheckSource:
-    """One check cell: its text, and the settings that stand in it as constants."""
+    """One check cell: its text, and the settings that it defines as constants."""
 
     name: str
     points: float

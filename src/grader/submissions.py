@@ -1,4 +1,4 @@
-"""Who handed in what: the notebooks of a folder, each with its student, and what is odd about them.
+"""The notebooks of a folder, each with the student who handed it in, and what is odd about them.
 
 Moodle's and Canvas's downloads carry the student's name and number in the names of files and
 folders; both are told apart here.
@@ -134,14 +134,20 @@ def _split(one: HandedIn) -> HandedIn:
 
 
 def legible(name: str) -> str:
-    """`name` without what no file, page or terminal can show, and not longer than a line."""
-    name = name.encode("utf-8", "replace").decode()
+    """`name` without what no file, page or terminal can show, and not longer than a line.
+
+    A C locale hands out the bytes of a file's name one by one; here they are letters again.
+    """
+    try:
+        name = os.fsencode(name).decode("utf-8", "replace").replace("\ufffd", "?")
+    except UnicodeEncodeError:  # letters already
+        name = name.encode("utf-8", "replace").decode()
     name = "".join(c if c.isprintable() else "?" for c in unicodedata.normalize("NFC", name))
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
 def read_table(path: Path, *wanted: str) -> list[dict[str, str]]:
-    """The rows of a CSV file with a line of names, of which each of `wanted` has to be there.
+    """The rows of a CSV file whose first line names its columns, among them each of `wanted`.
 
     Raises ValueError, naming what is missing, and OSError.
     """

@@ -9,9 +9,9 @@ from figures.node import call
 
 from labkit.scenarios.memory_and_traffic import (
     STRATEGIES,
-    Job,
     Optimizer,
     Precision,
+    TrainingJob,
     memory,
     traffic,
 )
@@ -24,9 +24,9 @@ NAMES = {
 }
 
 
-def random_job(rng: random.Random) -> Job:
+def random_job(rng: random.Random) -> TrainingJob:
     shard_ranks = rng.randint(1, 64)
-    return Job(
+    return TrainingJob(
         parameters=round(10 ** rng.uniform(0, 12.5)),
         ranks=shard_ranks * rng.randint(1, 300),
         precision=rng.choice(get_args(Precision)),
@@ -38,7 +38,7 @@ def random_job(rng: random.Random) -> Job:
     )
 
 
-def as_javascript(job: Job) -> dict[str, Any]:
+def as_javascript(job: TrainingJob) -> dict[str, Any]:
     return {NAMES.get(name, name): value for name, value in asdict(job).items()}
 
 

@@ -123,6 +123,23 @@ def test_what_is_in_an_odd_place_or_format_gets_a_row_and_a_warning(tmp_path):
     }
 
 
+def test_a_folder_that_nbgrader_collected_has_the_notebook_of_this_assignment(tmp_path):
+    lay_out(
+        tmp_path,
+        "ada/average_gradients/work.ipynb",
+        "ada/token_weighting/work.ipynb",
+        "bob/week 1/average_gradients.ipynb",
+        "bob/week 2/token_weighting.ipynb",
+        "carol/week 1/work.ipynb",
+        "carol/week 2/work.ipynb",
+    )
+    found = find_submissions([tmp_path], "average_gradients")
+    assert found["ada"].path == tmp_path / "ada" / "average_gradients" / "work.ipynb"
+    assert found["bob"].path == tmp_path / "bob" / "week 1" / "average_gradients.ipynb"
+    assert found["ada"].warning == found["bob"].warning == ""
+    assert found["carol"].warning == "2 notebooks in folders below: none was graded"
+
+
 def test_a_very_long_name_and_names_that_no_file_can_have_become_folders(tmp_path):
     for name in ("x" * 250, "grades.csv", "Grades.CSV", "junit.xml", "../..", "a/b", "", "é\u202e"):
         folder = folder_name(name)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment, submission, write
@@ -14,8 +15,9 @@ from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment, submiss
 from grader import batch, judge
 from grader.bench import Case, Cases
 from grader.check import Verdict
-from grader.cli import main
+from grader.cli import _parser, main
 from grader.grade import grade
+from grader.lint import Finding
 from grader.merge import Submission
 from grader.release import write_release
 from grader.sandbox import RankServer
@@ -34,12 +36,48 @@ def released(tmp_path_factory, server):
 @pytest.mark.parametrize("source", sorted(ASSIGNMENTS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_every_assignment_can_be_released(source, tmp_path, capfd):
     """Its key earns everything, its stubs nothing, each wrong answer loses its own check only."""
-    assert main(["release", str(source), str(tmp_path), "--trust"]) == 0, capfd.readouterr().out
+    package = tmp_path / "for_students.zip"
+    arguments = ["release", str(source), str(tmp_path), "--trust"]
+    arguments += ["--package", str(package)] if source == FIRST else []
+    assert main(arguments) == 0, capfd.readouterr().out
     printed = capfd.readouterr().out
     assert "NOT " not in printed
-    assert printed.count("ok ") == 2 + len(read_assignment(source).wrong_answers)
+    number = 2 + len(read_assignment(source).wrong_answers)
+    assert [f"[{n}/{number}] ok " in printed for n in range(1, number + 1)] == [True] * number
     [notebook] = tmp_path.glob("*.ipynb")
     assert f"Released: {notebook}" in printed
+    assert package.exists() == (source == FIRST)
+    assert ("add --package" in printed) == (source != FIRST)
+    # The last line is the next command, and it is one.
+    last = printed.splitlines()[-1].removeprefix("  python -m grader ")
+    following = _parser().parse_args(last.split())
+    assert (following.assignment, following.submissions) == (source, [Path("handed_in")])
+
+
+def test_a_release_says_what_it_does_before_it_takes_long(tmp_path, monkeypatch, capfd, server):
+    """Each line is printed when its trial has ended, and not all of them together."""
+    seen = []
+
+    def slow(assignment, server, jobs):
+        seen.append(capfd.readouterr().out)
+        yield Finding("the key", "loses nothing", "loses nothing")
+        seen.append(capfd.readouterr().out)
+        yield Finding("the stubs", "0 points", "10 points")
+
+    monkeypatch.setattr("grader.cli.lint", slow)
+    assert main(["release", str(FIRST), str(tmp_path), "--trust"]) == 1
+    assert "Average the gradients: trying 11 solutions" in seen[0]
+    assert seen[1] == "[1/11] ok   the key: loses nothing\n"
+    said = capfd.readouterr()
+    assert "[2/11] NOT  the stubs: 10 points, should be: 0 points" in said.out
+    assert "Not released: 1 of these" in said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_notebooks_are_not_released_into_one_file(tmp_path, capfd):
+    sources = [str(path) for path in ASSIGNMENTS.glob("*.ipynb")]
+    assert main(["release", *sources, str(tmp_path / "all.ipynb")]) == 2
+    assert "5 notebooks do not fit into" in capfd.readouterr().err
 
 
 def test_a_release_is_written_only_after_its_lint_and_says_what_it_tried(tmp_path, capfd):
@@ -51,8 +89,8 @@ def test_a_release_is_written_only_after_its_lint_and_says_what_it_tried(tmp_pat
     source = write(notebook, tmp_path / "source.ipynb")
     assert main(["release", str(source), str(tmp_path / "out"), "--trust"]) == 1
     printed = capfd.readouterr()
-    assert "ok   the key: loses nothing" in printed.out
-    assert "ok   the stubs: 0 points" in printed.out
+    assert "[1/3] ok   the key: loses nothing" in printed.out
+    assert "[2/3] ok   the stubs: 0 points" in printed.out
     assert (
         "NOT  sum instead of average: loses nothing, should be: loses each_average" in printed.out
     )
@@ -274,6 +312,106 @@ def test_ctrl_c_ends_within_2_s_and_keeps_what_is_finished(tmp_path):
     assert "Traceback" not in said
     with (out / "grades.csv").open() as file:
         assert [row["student"] for row in csv.DictReader(file)] == ["ada"]
+
+
+def table(path):
+    with path.open(encoding="utf-8") as file:
+        return {row["student"]: row for row in csv.DictReader(file)}
+
+
+def scores(rows):
+    """As numbers; None where a cell is empty."""
+    return {name: float(row["score"]) if row["score"] else None for name, row in rows.items()}
+
+
+def test_roster_overrides_late_days_seed_and_again_from_the_command_line(
+    tmp_path, capfd, monkeypatch
+):
+    assignment = first_assignment()
+    fails = assignment.keys() | {"each": "def average_each(module):\n    1 / 0\n"}
+    write(submission(assignment, assignment.keys()), tmp_path / "in" / "ada.ipynb")
+    write(submission(assignment, fails), tmp_path / "in" / "bob.ipynb")
+    (tmp_path / "roster.csv").write_text("student,id\nada,1\nbob,2\neve,3\n")
+    overrides = tmp_path / "overrides.csv"
+    overrides.write_text(
+        "student,check,score,comment,late_days\nada,,,,2\nbob,each_average,1.5,a good idea,\n"
+    )
+    out = tmp_path / "out"
+    command = ["grade", str(tmp_path / "in"), "--assignment", str(FIRST), "--out", str(out)]
+    command += ["--trust", "--jobs", "2", "--seed", "7", "--late-penalty", "0.5"]
+    command += ["--roster", str(tmp_path / "roster.csv"), "--overrides", str(overrides)]
+    assert main(command) == 0
+    printed = capfd.readouterr().out
+    assert "ada: 9 of 10" in printed
+    assert "bob: 6.5 of 10" in printed
+    assert "eve: nothing handed in" in printed
+    rows = table(out / "grades.csv")
+    assert scores(rows) == {"ada": 9, "bob": 6.5, "eve": None}
+    assert "2 days late: 1 points less" in rows["ada"]["changed"]
+    assert rows["bob"]["comment"] == "a good idea"
+    assert rows["eve"]["reasons"] == "nothing was handed in"
+    # Gradescope shows hidden checks when the grades are published, and not before.
+    report = json.loads((out / "bob" / "results.json").read_text())
+    assert {test["name"]: test["visibility"] for test in report["tests"]} == {
+        check.name: "visible" if check.visible else "after_published" for check in assignment.checks
+    }
+    assert report["score"] == 6.5
+    # The student reads the failing line and the seed; with that seed the inputs come again.
+    page = (out / "bob" / "feedback.html").read_text()
+    assert "Your line: 1 / 0" in page
+    assert "For an appeal: the inputs were those of seed 7." in page
+    assert "a good idea" in page
+    # Nothing is graded a second time, unless --again asks for it.
+    graded = []
+    judged = batch.grade_many
+    monkeypatch.setattr(batch, "grade_many", lambda *a, **k: graded.append(1) or judged(*a, **k))
+    assert main(command) == 0
+    assert not graded
+    assert main([*command, "--again"]) == 0
+    assert graded
+    assert scores(table(out / "grades.csv")) == scores(rows)
+    # People may change their minds without another run.
+    overrides.write_text("student,check,score,comment,late_days\nada,,4,seen in the lab,\n")
+    assert main(["feedback", str(out), "--overrides", str(overrides)]) == 0
+    rows = table(out / "grades.csv")
+    assert scores(rows) == {"ada": 4, "bob": 5, "eve": None}
+    assert "seen in the lab" in (out / "ada" / "feedback.html").read_text()
+
+
+def test_the_exit_code_is_3_where_a_person_has_to_look(tmp_path, monkeypatch, capfd):
+    assignment = first_assignment()
+    write(submission(assignment, assignment.keys()), tmp_path / "in" / "ada.ipynb")
+
+    def broken(path, assignment):
+        raise MemoryError
+
+    monkeypatch.setattr(batch, "read_submission", broken)
+    out = tmp_path / "out"
+    command = ["grade", str(tmp_path / "in"), "--assignment", str(FIRST), "--out", str(out)]
+    assert main([*command, "--trust"]) == 3
+    assert "ada: needs a person of 10" in capfd.readouterr().out
+    assert (
+        "each_average: needs a person: MemoryError" in table(out / "grades.csv")["ada"]["reasons"]
+    )
+
+
+def test_a_c_locale_grades_students_of_any_name(tmp_path):
+    """Neither the names of files nor the terminal can hold their letters there."""
+    assignment = first_assignment()
+    for name in ("Zoë", "山田"):
+        write(submission(assignment, {}), tmp_path / "in" / f"{name}.ipynb")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "grader", "grade", str(tmp_path / "in"), "--trust"]
+    command += ["--assignment", str(FIRST), "--out", str(out)]
+    c_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        command, env={**os.environ, **c_locale}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Zo\\xeb: 0 of 10" in done.stdout
+    rows = table(out / "grades.csv")
+    assert scores(rows) == {"Zoë": 0, "山田": 0}
+    assert len(list(out.glob("*/feedback.html"))) == 2
 
 
 def slowness() -> float:

@@ -1,7 +1,5 @@
 """One loop runs every rung against one process with the whole batch, and against torch's DDP."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 

@@ -20,7 +20,7 @@
 
   // All times of one drawing have one unit, which follows from the longest.
   const unitOf = (longest) => (longest < 10 ? ["ms", 1e-3] : ["s", 1]);
-  const cap = (value) => (value === 0 ? "each gradient alone" : `${value} MiB`);
+  const cap = (value) => `${value} MiB`;
 
   function choicesOf(state) {
     return { ...state, first: state.first === OWN_CAP ? null : state.first };
@@ -55,10 +55,10 @@
           { kind: "choice", key: "model", label: "Model", most: 2, options: MODELS },
           {
             kind: "slider", key: "first", label: "First cap", values: [OWN_CAP, 0.25, 0.5, 1, 2, 4],
-            format: (value) => (value === OWN_CAP ? "as the others" : `${value} MiB`),
+            format: (value) => (value === OWN_CAP ? "same" : `${value} MiB`),
           },
           { kind: "slider", key: "latency", label: "Latency", values: [0, 5, 10, 20, 50, 100, 200, 500, 1000], unit: "µs" },
-          { kind: "slider", key: "speed", label: "Backward", values: [0.25, 0.5, 1, 2, 4, 8], format: (value) => `${value} times as fast` },
+          { kind: "slider", key: "speed", label: "Backward, speed", values: [0.25, 0.5, 1, 2, 4, 8], format: (value) => `${value} ×` },
           { kind: "switch", key: "overlap", label: "Send during backward" },
         ],
       },

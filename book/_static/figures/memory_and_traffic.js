@@ -190,7 +190,9 @@
       `${NAMES[state.strategy]}, ${count(job.parameters)} parameters, ${job.ranks} ` +
       `${job.ranks === 1 ? "rank" : "ranks"}: each rank keeps ${bytes(kept.total)}, which ${fits} into ` +
       `${state.device} GB. ${whatIsSplit(job, state.strategy)} ` +
-      `Each rank sends ${bytes(sent.total)} per step: ${SENDS[state.strategy](job)}.`
+      (job.ranks === 1
+        ? "One rank sends nothing."
+        : `Each rank sends ${bytes(sent.total)} per step: ${SENDS[state.strategy](job)}.`)
     );
   }
 
@@ -227,9 +229,9 @@
         kind: "more",
         label: "More choices",
         controls: [
-          { kind: "slider", key: "device", label: "Memory of a device", values: [16, 24, 32, 40, 80, 96, 141, 192, 288], unit: "GB" },
-          { kind: "slider", key: "group", label: "Ranks in a shard group", values: powers(10) },
-          { kind: "slider", key: "every", label: "Local updates: average every", values: [1, 2, 4, 8, 16, 32, 64, 128, 256, 500], unit: "steps" },
+          { kind: "slider", key: "device", label: "Device memory", values: [16, 24, 32, 40, 80, 96, 141, 192, 288], unit: "GB" },
+          { kind: "slider", key: "group", label: "Shard group", values: powers(10), unit: "ranks" },
+          { kind: "slider", key: "every", label: "Local: average every", values: [1, 2, 4, 8, 16, 32, 64, 128, 256, 500], unit: "steps" },
           { kind: "switch", key: "views", label: "DDP: gradients are views of buckets" },
           { kind: "switch", key: "free", label: "Sharded: free the weights after forward" },
         ],

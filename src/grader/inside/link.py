@@ -1,15 +1,18 @@
 """torch.distributed over the trusted side: a rank's only way to the other ranks.
 
 A rank has one connection, to the trusted side, and no other way to reach a rank. So the trusted
-side knows, and need not be told, which collective was launched when, by whom and with what; it adds
-the tensors up itself; and it sees a deadlock the moment it happens.
+side knows which rank launched which collective, when, and with what. It adds the tensors up itself,
+and it sees a deadlock as soon as it happens.
 
-To a solution it is torch.distributed over gloo: the process group takes the place of
-`ProcessGroupGloo`, so `dist.get_backend()` says "gloo", and subgroups, device meshes, object
-collectives and functional collectives are made of it as of the original. It accepts the dtypes that
-gloo accepts and raises RuntimeError for the others. In three things it does more than gloo in torch
-2.13: tensors that are not contiguous are reduced by their elements, where gloo reduces the memory
-that they begin in; all_to_all takes tensors of different sizes; all_gather_into_tensor stacks.
+To a solution it is torch.distributed over gloo. The process group takes the place of
+`ProcessGroupGloo`, so `dist.get_backend()` says "gloo". Subgroups, device meshes, object
+collectives and functional collectives use it like the original. It accepts the dtypes that gloo
+accepts, and raises RuntimeError for the others. It does more than gloo in torch 2.13 in three ways:
+
+- tensors that are not contiguous are reduced by their elements; gloo reduces the memory that they
+  begin in;
+- all_to_all takes tensors of different sizes;
+- all_gather_into_tensor stacks.
 
 `Gate` is a place in backward. When backward reaches it, the rank tells the trusted side and waits
 for numbers, by which the gradient of everything before the gate is multiplied. Nobody can know the

@@ -1,9 +1,9 @@
 """The instructor's half of a check, in a process of its own in which no student's code ever runs.
 
-Two calls: `draw` makes the inputs and says what has to come out of them, and what comes out of
-known mistakes; `judge` says what the check objects to in what passed between the ranks. Here, and
-not with the trusted side, because torch is loaded here already. Each call executes the check anew;
-one process answers many.
+Two calls: `draw` makes the inputs, the right results, and the results of known mistakes. `judge`
+says what the check objects to in what passed between the ranks. They run here, and not on the
+trusted side, because torch is loaded here already. Each call executes the check's cell again; one
+process answers many calls.
 """
 
 import types

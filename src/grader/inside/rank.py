@@ -3,8 +3,8 @@
 1. receive the job: the given and the student's cells, of the check what calls the student, this
    rank's own input;
 2. join the process group;
-3. execute each cell by itself in one namespace, that of the module `student`: a cell that fails is
-   reported, and what depends on it fails by its own doing;
+3. execute each cell separately in the namespace of the module `student`. A cell that fails is
+   reported, and what depends on it fails as a consequence;
 4. call the check's `on_rank(student, given)`;
 5. send what it returned, as plain data. No verdict is made here: this process is the student's.
 
@@ -84,7 +84,7 @@ def _run_student(channel: Channel, job: dict[str, Any]) -> None:
 
 
 def _run_implementations(channel: Channel, job: dict[str, Any]) -> None:
-    """Stand in for one rank of the implementations that a student's test judges."""
+    """Run one rank of the implementations that a student's test judges."""
     link = Link(channel, job["rank"], job["world_size"])
     link.join()
     _load(job["museum"])

@@ -219,7 +219,7 @@ def close_all_but(keep: int) -> None:
 
 
 def forbid(*, locks: bool) -> None:
-    """Refuse system calls by which ranks could reach each other or leave; for ever, with EPERM.
+    """Refuse system calls by which ranks could reach each other or leave; permanently, with EPERM.
 
     `locks`: file locks, too, because ranks see the same read-only files. A small BPF program
     (seccomp), one comparison per number; on a processor whose numbers are not known here, nothing.

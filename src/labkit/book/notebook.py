@@ -42,15 +42,22 @@ def find(name: str, root: Path) -> Path:
     raise ValueError(f"There is no notebook {name}. There are:\n{names}")
 
 
-def copy_missing(root: Path) -> Path:
-    """Copy notebooks and pages that `notebooks` lacks, in the same folders; return that folder."""
+def place_of_copy(path: Path) -> Path:
+    """Where the copy of `path` is, which is relative to the project's root, as the result is.
+
+    It is as deep as `path`: a chapter that reads `../../labs` finds it from its copy, too.
+    """
+    return Path(COPIES, *path.parts[1:])
+
+
+def copy_missing(root: Path) -> None:
+    """Copy notebooks and pages that `notebooks` lacks, in the same folders."""
     pages = [path.relative_to(root) for path in (root / "book").rglob("*") if path.suffix in PAGES]
     for path in [*notebooks_of(root), *pages]:
-        target = root / COPIES / path
+        target = root / place_of_copy(path)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / path, target)
-    return root / COPIES
 
 
 def main() -> NoReturn:
@@ -61,13 +68,14 @@ def main() -> NoReturn:
     arguments, options = parser.parse_known_args()
     root = project_root()
     try:
-        path = find(arguments.name, root)
+        copy = place_of_copy(find(arguments.name, root))
     except ValueError as error:
         sys.exit(str(error))
-    folder = copy_missing(root)
-    print(f"Opening {COPIES}/{path}, a copy that you can change. Stop: Ctrl-C, twice.", flush=True)
+    copy_missing(root)
+    print(f"Opening {copy}, a copy that you can change. Stop with Ctrl-C, twice.", flush=True)
     command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", "--log-level=WARN"]
-    command += [f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{path}"]
+    command += [f"--ServerApp.root_dir={root / COPIES}"]
+    command += [f"--LabApp.default_url=/lab/tree/{copy.relative_to(COPIES).as_posix()}"]
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # in a container
         command += ["--allow-root"]
     command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", *options]

@@ -35,7 +35,12 @@ FLAGS = (
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _STYLE = """
 body { max-width: 54rem; margin: 0 auto; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; }
+button { font: inherit; }
 html[data-theme="dark"] body { background: #14181e; color: #e6e8ea; }
+"""
+_FIRST_THEME = """
+const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+document.documentElement.dataset.theme = "CHOSEN" || (dark ? "dark" : "light");
 """
 _THEME = """
 document.getElementById("theme").addEventListener("click", () => {
@@ -62,19 +67,23 @@ def names(book: Path) -> list[str]:
     return sorted(p.stem for p in folder.glob("*.js") if (book / FOLDER / p.name).is_file())
 
 
-def page(book: Path, out: Path, figures: Sequence[str], theme: str = "light") -> str:
-    """A page with `figures`, whose addresses are relative to the folder `out`."""
+def page(book: Path, out: Path, figures: Sequence[str], theme: str = "") -> str:
+    """A page with `figures`, whose addresses are relative to the folder `out`.
+
+    It starts in the theme "light" or "dark", or in the one that the reader's browser prefers.
+    """
     folder = Path(os.path.relpath(book / FOLDER, out)).as_posix()
     loaded = dict.fromkeys(script for name in figures for script in scripts(name))
     shown = "\n".join(f"{opening(name)}\n</figure>" for name in figures)
     return "\n".join(
         [
             "<!DOCTYPE html>",
-            f'<html lang="en" data-theme="{theme}" data-content_root="../html/">',
+            '<html lang="en" data-content_root="../html/">',
             "<head>",
             '<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             "<title>Figures to play with</title>",
+            f"<script>{_FIRST_THEME.replace('CHOSEN', theme)}</script>",
             f'<link rel="stylesheet" href="{folder}/figure.css">',
             f"<style>{_STYLE}</style>",
             *(f'<script defer src="{folder}/{script}"></script>' for script in loaded),

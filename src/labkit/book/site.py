@@ -1,6 +1,7 @@
 """The built book as a website: add launch buttons, and check that every page works offline.
 
     python -m labkit.book.site configure _config.yml OUT   write the configuration for the build
+    python -m labkit.book.site finish _build/html          make the pages light and legible to all
     python -m labkit.book.site check _build/html           check every link, image, and script
 
 The header's link to the repository, the launch buttons, and the commands on the front page need the
@@ -19,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 from bs4 import BeautifulSoup
 
+from labkit.book.finish import finish
 from labkit.book.repository import checked, substitutions
 
 BINDER = "https://mybinder.org"
@@ -52,6 +54,15 @@ def configuration(base: str, cff: str, repository: str = "", branch: str = "") -
     return yaml.safe_dump(config, sort_keys=False)
 
 
+def pages_of(site: Path) -> list[Path]:
+    """The pages below `site`, sorted. Raises FileNotFoundError if there are none."""
+    # Folders with an underscore hold the theme's files, templates of pages among them.
+    pages = [p for p in sorted(site.rglob("*.html")) if p.relative_to(site).parts[0][0] != "_"]
+    if not pages:
+        raise FileNotFoundError(f"there is no page below {site}; make book builds them")
+    return pages
+
+
 def problems(site: Path) -> list[str]:
     """The problems of the pages below `site`, one sentence each; empty if there are none.
 
@@ -60,11 +71,7 @@ def problems(site: Path) -> list[str]:
     page.
     """
     site = site.resolve()
-    # Folders with an underscore hold the theme's files, templates of pages among them.
-    paths = [p for p in sorted(site.rglob("*.html")) if p.relative_to(site).parts[0][0] != "_"]
-    pages = {path: _page(path) for path in paths}
-    if not pages:
-        raise FileNotFoundError(f"there is no page below {site}; make book builds them")
+    pages = {path: _page(path) for path in pages_of(site)}
     ids = {path: _ids(page) for path, page in pages.items()}
     found = []
     for path, page in pages.items():
@@ -124,6 +131,8 @@ def main() -> None:
     configure = commands.add_parser("configure", help="write the build's configuration")
     configure.add_argument("base", type=Path)
     configure.add_argument("out", type=Path)
+    to_finish = commands.add_parser("finish", help="make the pages light and legible to all")
+    to_finish.add_argument("site", type=Path)
     check = commands.add_parser("check", help="check the pages of a built book")
     check.add_argument("site", type=Path)
     arguments = parser.parse_args()
@@ -134,6 +143,8 @@ def main() -> None:
             text = configuration(arguments.base.read_text(), cff, *override)
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(text)
+        elif arguments.command == "finish":
+            finish(arguments.site, pages_of(arguments.site))
         elif found := problems(arguments.site):
             sys.exit("\n".join(found))
     except (ValueError, OSError) as error:

@@ -23,7 +23,7 @@ _BEGIN = "  // Data: written by python -m labkit.book.timeline_data.\n"
 _END = "  // End of data.\n"
 
 
-def models(recording: dict[str, Any]) -> dict[str, Any]:
+def models_of_figure(recording: dict[str, Any]) -> dict[str, Any]:
     """By name: each recorded model with its recorded ways, and "assumed", which nobody timed."""
     found: dict[str, Any] = {}
     for name, model in recording["models"].items():
@@ -40,7 +40,10 @@ def written(script: str, recording: dict[str, Any]) -> str:
     Raises ValueError if the script does not have each of these lines once.
     """
     shown = ("gbit_per_s", "latency_us", "ranks")
-    data = {"link": {key: recording["link"][key] for key in shown}, "models": models(recording)}
+    data = {
+        "link": {key: recording["link"][key] for key in shown},
+        "models": models_of_figure(recording),
+    }
     text = json.dumps(data, separators=(",", ":"))
     text = re.sub(r'(?=,"(?:models|stack|transformer|assumed|ways|ready|sent)":)', "\n", text)
     for line in (_BEGIN, _END):

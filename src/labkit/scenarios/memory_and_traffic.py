@@ -1,6 +1,6 @@
 """Bytes that each rank keeps and sends, for DDP, sharded training, and local updates.
 
-    job = Job(parameters=7_500_000_000, ranks=64, precision="bf16", optimizer="adam")
+    job = TrainingJob(parameters=7_500_000_000, ranks=64, precision="bf16", optimizer="adam")
     memory(job, "zero2").total, traffic(job, "zero2").total        # bytes per rank; and per step
 
 Two rules give every number here:
@@ -49,7 +49,7 @@ OPTIMIZER_BYTES: dict[Optimizer, int] = {"sgd": 0, "momentum": 4, "adam": 8}
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A model and the ranks that train it.
 
     Args:
@@ -131,7 +131,7 @@ class Traffic(NamedTuple):
         return sum(self)
 
 
-def memory(job: Job, strategy: Strategy) -> Memory:
+def memory(job: TrainingJob, strategy: Strategy) -> Memory:
     """The training state on each rank, in bytes."""
     ranks = _shared_by(job, strategy)
     splits_weights = strategy in ("fsdp", "hsdp")
@@ -149,7 +149,7 @@ def memory(job: Job, strategy: Strategy) -> Memory:
     )
 
 
-def traffic(job: Job, strategy: Strategy) -> Traffic:
+def traffic(job: TrainingJob, strategy: Strategy) -> Traffic:
     """What each rank sends per step, in bytes."""
     ranks = _shared_by(job, strategy)
     once = scattered_bytes(job.weights, ranks)  # one reduce-scatter, or one all-gather
@@ -174,6 +174,6 @@ def scattered_bytes(nbytes: float, ranks: int) -> float:
     return nbytes * (ranks - 1) / ranks
 
 
-def _shared_by(job: Job, strategy: Strategy) -> int:
+def _shared_by(job: TrainingJob, strategy: Strategy) -> int:
     """How many ranks share one copy of what is split."""
     return job.shard_ranks if strategy == "hsdp" else job.ranks

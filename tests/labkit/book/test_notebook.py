@@ -13,7 +13,7 @@ import nbformat
 import psutil
 import pytest
 
-from labkit.book.notebook import FIRST, copy_missing, find, notebooks_of
+from labkit.book.notebook import FIRST, copy_missing, find, notebooks_of, place_of_copy
 from labkit.launch.scripts import project_root
 
 ROOT = project_root()
@@ -36,13 +36,20 @@ def test_copies_are_made_once_and_keep_what_the_reader_wrote(tmp_path):
     for name in ("book/start/one.ipynb", "book/reference/glossary.md", "book/conftest.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("ours")
-    folder = copy_missing(tmp_path)
-    assert (folder / "book/reference/glossary.md").exists(), "chapters link to it"
-    assert not (folder / "book/conftest.py").exists()
-    (folder / "book/start/one.ipynb").write_text("the reader's")
     copy_missing(tmp_path)
-    assert (folder / "book/start/one.ipynb").read_text() == "the reader's"
+    folder = tmp_path / "notebooks"
+    assert (folder / "reference/glossary.md").exists(), "chapters link to it"
+    assert not (folder / "conftest.py").exists()
+    (folder / "start/one.ipynb").write_text("the reader's")
+    copy_missing(tmp_path)
+    assert (folder / "start/one.ipynb").read_text() == "the reader's"
     assert (tmp_path / "book/start/one.ipynb").read_text() == "ours"
+
+
+@pytest.mark.parametrize("path", notebooks_of(ROOT), ids=str)
+def test_a_copy_is_as_deep_as_its_notebook_so_that_its_relative_paths_hold(path):
+    assert len(place_of_copy(path).parts) == len(path.parts)
+    assert place_of_copy(path).name == path.name
 
 
 @pytest.fixture
@@ -74,7 +81,7 @@ def jupyterlab(tmp_path: Path) -> Iterator[tuple[psutil.Process, str]]:
 def test_jupyterlab_listens_on_loopback_and_its_kernel_is_this_python(jupyterlab):
     server, address = jupyterlab
     port, path, token = ADDRESS.fullmatch(address).groups()
-    assert path == FIRST
+    assert path == "start/what_is_averaged.ipynb"
     listening = [c.laddr for c in server.net_connections("tcp") if c.status == "LISTEN"]
     assert {address.ip for address in listening} == {"127.0.0.1"}
     assert int(port) in {address.port for address in listening}

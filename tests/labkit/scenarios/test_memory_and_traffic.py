@@ -20,7 +20,7 @@ from labkit.launch.ranks import run_ranks
 from labkit.profiling.cost_model import least_bytes
 from labkit.scenarios.memory_and_traffic import (
     STRATEGIES,
-    Job,
+    TrainingJob,
     memory,
     scattered_bytes,
     traffic,
@@ -28,7 +28,7 @@ from labkit.scenarios.memory_and_traffic import (
 from miniddp.collectives import ring_all_reduce
 
 GB = 10**9
-ZERO = Job(7_500_000_000, ranks=64, precision="bf16", optimizer="adam", bucket_views=True)
+ZERO = TrainingJob(7_500_000_000, ranks=64, precision="bf16", optimizer="adam", bucket_views=True)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_traffic_is_that_of_the_zero_papers_section_on_communication():
 
 
 JOBS = st.builds(
-    lambda groups, shard_ranks, **given: Job(
+    lambda groups, shard_ranks, **given: TrainingJob(
         ranks=groups * shard_ranks, shard_ranks=shard_ranks, **given
     ),
     groups=st.integers(1, 64),
@@ -181,7 +181,7 @@ def ddp_bytes(rank: int, world_size: int, name: str, views: bool) -> dict[str, i
 )
 def test_the_row_of_ddp_is_what_torchs_ddp_keeps_and_sends(ranks, optimizer, views):
     for counted in run_ranks(ddp_bytes, ranks, optimizer, views, device="cpu"):
-        job = Job(counted["parameters"], ranks, optimizer=optimizer, bucket_views=views)
+        job = TrainingJob(counted["parameters"], ranks, optimizer=optimizer, bucket_views=views)
         kept, sent = memory(job, "ddp"), traffic(job, "ddp")
         assert counted["weights"] == kept.weights
         assert counted["gradients and buckets"] == kept.gradients + kept.buckets
@@ -243,7 +243,9 @@ def test_the_rows_of_fsdp_are_what_torchs_fully_shard_keeps_and_sends(
     strategy, shard_ranks, free_weights
 ):
     for counted in run_ranks(fsdp_bytes, 4, shard_ranks, free_weights, device="cpu"):
-        job = Job(int(counted["parameters"]), 4, free_weights=free_weights, shard_ranks=shard_ranks)
+        job = TrainingJob(
+            int(counted["parameters"]), 4, free_weights=free_weights, shard_ranks=shard_ranks
+        )
         kept, sent = memory(job, strategy), traffic(job, strategy)
         assert counted["weights"] == kept.weights
         assert counted["gradients"] == kept.gradients

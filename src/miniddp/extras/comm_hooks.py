@@ -117,7 +117,7 @@ class PowerSGDState:
 
     Args:
         process_group: the ranks that average; the default group when None.
-        rank: r, the rank of the approximation (not that of a process).
+        rank: r, the rank of the approximation (not the number of a process).
         start_after: so many iterations are averaged exactly first, at least 2 as in torch.
         error_feedback: add what an iteration's approximation has lost to the next one's gradient.
             Costs one more buffer as large as the gradients. Without it training may not converge.

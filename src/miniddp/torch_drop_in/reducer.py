@@ -1,11 +1,11 @@
-"""The reducer behind `DistributedDataParallel`: every feature, and every name of torch's reducer.
+"""The reducer behind `DistributedDataParallel`, with the features and names of torch's reducer.
 
-`TorchReducer` extends the core's reducer by what the rare keywords need: sparse gradients, buckets
-that are skipped, gradients kept by distributed autograd (RPC), a divisor that shrinks with the
-number of ranks that still have inputs, and the times that `_get_ddp_logging_data` reports.
+`TorchReducer` adds to the core's reducer what the rare keywords need: sparse gradients, skipped
+buckets, and gradients kept by distributed autograd (RPC). It can divide by the number of ranks that
+still have inputs, and it records the times that `_get_ddp_logging_data` reports.
 
-The methods with a leading underscore are the ones that torch's tests, its Join, and its optimizers
-call on `torch.distributed.Reducer`. Source: torch/csrc/distributed/c10d/{reducer,logger}.cpp.
+Torch's tests, its Join, and its optimizers call the methods with a leading underscore on
+`torch.distributed.Reducer`. Source: torch/csrc/distributed/c10d/{reducer,logger}.cpp.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,8 +33,8 @@ class TorchReducer(StaticGraphReducer):
 
     Args (beyond those of `miniddp.reducer.Reducer`):
         sparse: whether each parameter's gradient is a sparse tensor.
-        skip_unused: send no bucket that holds unused parameters only. They must then be the same
-            parameters on every rank.
+        skip_unused: send no bucket that holds only unused parameters. Every rank must then have
+            the same unused parameters.
     """
 
     def __init__(

@@ -138,6 +138,8 @@ def _combined(step: Step) -> bool:
 def _global_count(step: Step) -> str:
     start = "Use reduction='sum'" if step.reduction == "mean" else "Keep the sum"
     window = " of all micro-batches" if step.micros > 1 else ""
+    if step.world == 1:
+        return f"{start}, count the items{window} first, and back-propagate loss_sum / count."
     return (
         f"{start}, count the items{window} with dist.all_reduce(count), and back-propagate "
         f"loss_sum * world_size / count."

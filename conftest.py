@@ -13,23 +13,34 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 
-# What takes longest begins first, so that no worker is left with it at the end. Whole files go to
-# a worker (--dist=loadfile), in the order of their first tests; the others keep their order.
+# What takes longest starts first, so that no worker is left with it at the end. Whole files go to a
+# worker (--dist=loadfile), in the order of their first tests (--no-loadscope-reorder; otherwise
+# pytest-xdist sorts them by their number of tests). The others keep their order.
 LONGEST_FIRST = (
     "tests/torch_suite/test_torch_suite.py",
-    "tests/grader/test_assignments.py",
     "tests/grader/test_corpus.py",
-    "tests/labkit/testing/test_museum.py",
+    "tests/grader/test_commands.py",
+    "tests/test_labs.py",
+    "tests/grader/test_assignments.py",
     "tests/test_benchmarks.py",
+    "tests/miniddp/test_ladder.py",
+    "tests/test_lab_buckets_that_overlap.py",
+    "tests/test_lab_when_a_node_fails.py",
+    "tests/test_book.py",
+    "book/puzzles/accumulate_vs_ddp.ipynb",
+    "book/start/what_is_averaged.ipynb",
+    "book/surprises/museum.ipynb",
+    "book/scale/when_a_node_fails.ipynb",
+    "book/speed/buckets_that_overlap.ipynb",
+    "tests/labkit/testing/test_museum.py",
     "tests/labkit/launch/test_ranks.py",
     "tests/test_lab_mean_of_means.py",
-    "book/speed/buckets_that_overlap.ipynb",
-    "book/surprises/museum.ipynb",
-    "tests/test_labs.py",
 )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Move the longest files to the front; the order within a file stays as it is."""
     places = [config.rootpath / name for name in LONGEST_FIRST]
+    if gone := [str(place) for place in places if not place.is_file()]:
+        raise pytest.UsageError(f"LONGEST_FIRST in conftest.py names no file: {', '.join(gone)}")
     items.sort(key=lambda item: places.index(item.path) if item.path in places else len(places))

@@ -4,7 +4,8 @@ Start it with torchrun, one sample per rank:
 
     torchrun --standalone --nproc-per-node 4 labs/accumulate_vs_ddp.py
 
-Every rank prints a block with the gradient norms of a small model, computed in three ways:
+Rank 0 prints a table with the gradient norms of a small model, computed in three ways. Where ranks
+differ, there is one table for each of them:
 
   accumulated   on this rank alone, over all samples: one backward each, each loss divided by their
                 number
@@ -57,7 +58,7 @@ from labkit.launch.lab import (
     Place,
     join_ranks,
     largest_on_any_rank,
-    print_in_rank_order,
+    print_by_rank,
 )
 from labkit.scenarios.toy_captioner import (
     draw_toy_data,
@@ -78,7 +79,7 @@ def accumulate_alone(model: nn.Module, data: TensorDataset, device: torch.device
 
 
 def compare_on_this_rank(place: Place, seed: int, unseeded: bool) -> tuple[str, list[float]]:
-    """This rank's block, and how far the other two results are from the accumulated one."""
+    """This rank's table, and how far the other two results are from the accumulated one."""
     rank, world_size, device = place
     data = draw_toy_data(world_size) if unseeded else seeded_toy_data(seed, world_size)
     model = seeded_toy_captioner(seed).to(device)
@@ -97,13 +98,13 @@ def compare_on_this_rank(place: Place, seed: int, unseeded: bool) -> tuple[str, 
     rows = [[name, *(column[name] for column in norms)] for name in norms[0]]
     block = table(["parameter", "accumulated", "miniddp", "torch DDP"], rows)
     apart = [largest_difference(gradients(m), gradients(accumulated)) for m in (by_hand, ddp)]
-    return f"rank {rank} of {world_size}\n{block}", apart
+    return block, apart
 
 
 def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
         block, apart = compare_on_this_rank(place, arguments.seed, arguments.unseeded)
-        print_in_rank_order(block)
+        print_by_rank(block)
         worst = largest_on_any_rank(*apart)
         if place.rank == 0:
             print(f"\nlargest difference between the three, on any rank: {bound(worst)}")

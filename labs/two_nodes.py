@@ -96,7 +96,10 @@ def sent_to_other_nodes(
 
 
 def wait_for_the_gpu(place: Place) -> None:
-    """On a GPU a call only launches work: without this, the clock would measure the launch."""
+    """On a GPU a call only launches work: without this, the clock would measure the launch.
+
+    Not yet run on a GPU.
+    """
     if place.device.type == "cuda":
         torch.cuda.synchronize(place.device)
 

@@ -96,8 +96,9 @@ MAY_IMPORT = {
     "ddp_doctor": {"torch", "jinja2"},
     "labkit": {
         *("torch", "numpy", "cloudpickle", "psutil", "matplotlib", "matplotlib_inline"),
-        *("IPython", "nbclient", "nbformat", "yaml", "bs4"),
+        *("IPython", "nbclient", "nbformat", "yaml", "bs4", "PIL", "fontTools"),
         "pytorch_lightning",  # a thread's own program, in labkit.scenarios
+        *("sphinx", "docutils"),  # the directive of the figures to play with
     },
     "grader": {"numpy", "jinja2", "tqdm", "nbval", "nbclient", "nbformat", "pytest", "psutil"}
     | {"labkit", "labkit.launch.guard"},  # of labkit itself, only where it lies

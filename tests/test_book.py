@@ -165,6 +165,19 @@ def test_every_link_between_pages_leads_to_a_page_or_a_label():
                 assert leads, f"{page.name}: {target}"
 
 
+def test_the_front_page_shows_the_digits_that_the_chapter_prints():
+    cells = code_cells(BOOK / "puzzles" / "accumulate_vs_ddp.ipynb")
+    printed = [output.text for cell in cells for output in cell.outputs if "text" in output]
+    (table,) = (text for text in printed if text.startswith("norm            the thread"))
+    rows = [line.split() for line in table.splitlines()[2:6]]
+    front = re.findall(
+        r"^\| `(\S+)` \| (\S+) \| (\S+) \| (\S+) \|$", (BOOK / "index.md").read_text(), re.M
+    )
+    assert [list(row) for row in front] == [
+        [name, thread, accumulated, ddp] for name, thread, accumulated, _, ddp in rows
+    ]
+
+
 def test_every_link_to_the_glossary_leads_to_a_term():
     glossary = (BOOK / "reference" / "glossary.md").read_text()
     terms = {term.lower().replace(" ", "-") for term in re.findall(r"^## (.+)$", glossary, re.M)}

@@ -10,6 +10,7 @@ import pytest
 from in_process import run_in_process
 
 from labkit.launch.guard import run_guarded
+from labkit.launch.lab import below_their_ranks
 from labkit.launch.scripts import ScriptError, project_root, run_script
 from labkit.scenarios.toy_captioner import PRINTED
 
@@ -18,10 +19,10 @@ LAB = "labs/accumulate_vs_ddp.py"
 
 
 def blocks(output: str) -> dict[str, dict[str, list[str]]]:
-    """The lab's output as {rank: {parameter: the three norms}}, in the order of printing."""
+    """The lab's output as {heading: {parameter: the three norms}}, in the order of printing."""
     found: dict[str, dict[str, list[str]]] = {}
     for line in output.splitlines():
-        if re.fullmatch(r"rank \d+ of \d+", line):
+        if re.fullmatch(r"(equal on )?ranks? [\d, –]+( of \d+)?", line):
             found[line] = current = {}
         elif line.startswith(("encoder.", "decoder.")):
             name, *norms = line.split()
@@ -65,18 +66,23 @@ def test_help_and_errors_under_torchrun_are_printed_once():
     assert caught.value.said.count("error: argument --seed: invalid int value: 'no number'") == 1
 
 
-def test_the_lab_prints_the_threads_table_on_four_ranks_in_rank_order():
+def test_the_lab_prints_the_threads_table_once_if_it_is_the_same_on_all_four_ranks():
     found = blocks(run_script(LAB, ranks=4, fresh=True))
-    assert list(found) == [f"rank {r} of 4" for r in range(4)]
-    for norms in found.values():
-        assert norms == {name: [f"{norm:.4f}"] * 3 for name, norm in PRINTED.items()}
+    threads = {name: [f"{norm:.4f}"] * 3 for name, norm in PRINTED.items()}
+    assert found == {"equal on ranks 0–3": threads}
+
+
+def test_where_ranks_differ_each_table_is_below_the_ranks_that_have_it():
+    assert below_their_ranks(["a", "a", "a"]) == "equal on ranks 0–2\na"
+    assert below_their_ranks(["a", "b", "a"]) == "ranks 0, 2 of 3\na\n\nrank 1 of 3\nb"
+    assert below_their_ranks(["a"]) == "rank 0 of 1\na"
 
 
 def test_with_another_seed_every_column_changes_and_all_still_agree():
     output = run_script(LAB, "--seed", "7", ranks=4)
     assert "largest difference between the three, on any rank: < 1e-06" in output
     found = blocks(output)
-    assert len(found) == 4
+    assert list(found) == ["equal on ranks 0–3"]
     for norms in found.values():
         for name, printed in PRINTED.items():
             assert len(set(norms[name])) == 1
@@ -85,6 +91,7 @@ def test_with_another_seed_every_column_changes_and_all_still_agree():
 
 def test_unseeded_data_differ_between_ranks_and_runs_and_the_columns_do_not_agree():
     first, second = (blocks(run_script(LAB, "--unseeded", ranks=2)) for _ in range(2))
+    assert list(first) == list(second) == ["rank 0 of 2", "rank 1 of 2"]
     assert first != second, "other data at every run"
     weights = [norms["encoder.weight"] for norms in first.values()]
     assert len({accumulated for accumulated, _, _ in weights}) == 2, "other data on every rank"

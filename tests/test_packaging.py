@@ -119,7 +119,9 @@ def test_two_ranks_train_with_the_installed_wheel_and_nothing_else_of_this_proje
 # The distribution that brings a module, where the two have different names.
 DISTRIBUTION = {
     "IPython": "ipython",
+    "PIL": "pillow",
     "bs4": "beautifulsoup4",
+    "fontTools": "fonttools",
     "matplotlib_inline": "matplotlib-inline",
     "pytorch_lightning": "pytorch-lightning",
     "yaml": "PyYAML",

@@ -5,8 +5,6 @@ state is computed here on real ranks with different data, and compared with one 
 the whole batch: under torch's DDP and under MiniDDP, on two and three ranks, on every rank.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache

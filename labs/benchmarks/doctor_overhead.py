@@ -6,8 +6,6 @@ Two ranks, torch's DDP, SGD. Blocks of ten steps with the doctor installed and b
 take turns; the doctor observes every 50th step fully, as it does by default after the first ones.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

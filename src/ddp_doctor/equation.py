@@ -127,7 +127,9 @@ def combination(window: Window) -> Combination:
     if window.differing_gradients:
         return Combination("not combined", None)
     product = square = final_square = 0.0
+    rescaled = _rescaled(window)
     for name, value in snapshots[0]["grads"].items():
+        value = None if value is None else value / rescaled
         parts = [each.get("local", {}).get(name) for each in snapshots]
         if value is None or all(part is None for part in parts):
             continue
@@ -147,6 +149,24 @@ def combination(window: Window) -> Combination:
     if near(factor, 1.0, 0.02):
         return Combination("summed", 1.0, residual)
     return Combination("scaled", factor, residual)
+
+
+def _rescaled(window: Window) -> float:
+    """The one factor by which a script scaled all gradients between backward and the update.
+
+    1 if there is none: then `.grad` is what backward left, or it was combined in between.
+    """
+    factors = []
+    for _, fact in window:
+        now = (fact.get("snapshot") or {}).get("grads", {})
+        for name, left in (fact.get("left") or {}).items():
+            if now.get(name) is None:
+                return 1.0
+            if left:
+                factors.append(now[name] / left)
+    if not factors or min(factors) <= 0 or not alike(factors, 1e-4):
+        return 1.0
+    return factors[0]
 
 
 def step_of(window: Window) -> Step | None:

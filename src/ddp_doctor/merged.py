@@ -167,6 +167,11 @@ class Run:
         return [each for each in range(self.world) if each not in there]
 
     @cached_property
+    def averages_parameters(self) -> bool:
+        """Whether the script averages parameters (local SGD), every step or every few steps."""
+        return any(rank.all("average") for rank in self.ranks)
+
+    @cached_property
     def synced(self) -> list[Window]:
         """Complete windows with gradients that are bitwise equal on all ranks."""
         return [each for each in self.complete if not each.differing_gradients]

@@ -27,10 +27,12 @@ class Patches:
         before: Before | None = None,
         after: After | None = None,
         when: Callable[[], bool] | None = None,
+        failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         """Call `before(args, kwargs)` and `after(token, result, args, kwargs)` around a function.
 
-        `token` is what `before` returned. The original is called with the caller's own arguments,
+        `token` is what `before` returned. If the original raises, `failed(error)` is called instead
+        of `after`. The original is called with the caller's own arguments,
         and its result or exception is the caller's. Both observers are guarded: their errors end
         the observation, not the run. The original is called alone while torch.compile traces, and
         while `when()` is false.
@@ -40,13 +42,21 @@ class Patches:
             return
         start = self._guard(before) if before else None
         finish = self._guard(after) if after else None
+        give_up = self._guard(failed) if failed else None
 
         @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or (when is not None and not when()):
                 return original(*args, **kwargs)
             token = start(args, kwargs) if start else None
-            result = original(*args, **kwargs)
+            if give_up is None:
+                result = original(*args, **kwargs)
+            else:
+                try:
+                    result = original(*args, **kwargs)
+                except BaseException as error:
+                    give_up(error)
+                    raise
             if finish:
                 finish(token, result, args, kwargs)
             return result

@@ -82,10 +82,11 @@ def expression(frame: FrameType | None = None) -> str:
     return b"".join(chosen).decode(errors="replace").strip()[:200]
 
 
-def operand(text: str, op: str) -> str:
+def operand(text: str, left: bool = False) -> str:
     """The factor in a multiplication or division of a loss, as the source writes it.
 
-    `loss / n` → `n`; `0.5 * loss` → `0.5`; `loss.mul(w)` → `w`; the text itself if it is unclear.
+    `left`: it is the left operand. `loss / n` → `n`; `0.5 * loss` with `left` → `0.5`;
+    `loss.mul(w)` → `w`; the text itself if it is unclear.
     """
     try:
         node: ast.AST = ast.parse(text).body[0]
@@ -96,12 +97,7 @@ def operand(text: str, op: str) -> str:
     if isinstance(node, ast.AugAssign):
         return ast.unparse(node.value)
     if isinstance(node, ast.BinOp):
-        sides = [node.left, node.right]
-        if op == "/" or isinstance(node.right, ast.Constant):
-            return ast.unparse(node.right)
-        if isinstance(node.left, ast.Constant):
-            return ast.unparse(node.left)
-        return min((ast.unparse(each) for each in sides), key=len)
+        return ast.unparse(node.left if left else node.right)
     if isinstance(node, ast.Call) and node.args:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if name.rstrip("_") in ("div", "mul", "divide", "multiply", "true_divide"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import multiprocessing.util
 import os
 import sys
 import tempfile
@@ -61,6 +62,16 @@ class Session:
         self.recorder = Recorder(self)
         self.step_count = 0
         self.observing = options.first > 0
+        os.register_at_fork(after_in_child=self._begin_again)
+
+    def _begin_again(self) -> None:
+        """A forked process is another process: it has seen nothing and writes its own journal."""
+        self._journal = None
+        self._closed = False
+        self._facts_before.clear()
+        self.recorder.begin()
+        self.step_count = 0
+        self.observing = self.options.first > 0
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, skipped while the doctor itself computes or is over; its errors end it."""
@@ -142,6 +153,10 @@ class Session:
             journal.write(kind, **fact)
         self._facts_before.clear()
         atexit.register(self.close)
+        if (
+            multiprocessing.parent_process() is not None
+        ):  # a forked one leaves without exit handlers
+            multiprocessing.util.Finalize(None, self.close, exitpriority=10)
         threading.Thread(target=self._watch_main_thread, name="ddp-doctor", daemon=True).start()
 
     def next_step(self, optimizers: int) -> None:

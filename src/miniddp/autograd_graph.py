@@ -31,10 +31,8 @@ def hook_accumulators(
     to, and its hooks with it), and a function that removes the hooks, which also runs when the
     owner is deleted. An earlier owner on the same parameters gets a call of its `reset_state`.
     """
-    nodes, this = (
-        [get_gradient_edge(parameter).node for parameter in parameters],
-        weakref.ref(owner),
-    )
+    nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+    this = weakref.ref(owner)
 
     def hook_for(index: int) -> Callable[..., None]:
         def hook(gradients: Any, nothing: Any) -> None:
@@ -64,9 +62,8 @@ def hook_accumulators(
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the running backward pass has produced all its gradients.
 
-    It runs on the CUDA streams of the caller of `backward()`, after autograd has made these wait
-    for the streams on which gradients were accumulated. Its thread is the one that finished the
-    last node: the caller's for a graph on the CPU, autograd's own thread of a GPU for one on it.
+    It runs on the CUDA streams of the caller of `backward()`, which by then wait for all gradients,
+    but in the thread that finished the last node: for a graph on a GPU, autograd's own.
     """
     # A private interface of autograd; there is no public one. This is its only use.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -87,9 +84,8 @@ def reachable_from(tensors: Iterable[Tensor]) -> set[Node]:
 class OutputGate(torch.autograd.Function):
     """The identity on all outputs together: backward visits all of them or none.
 
-    Suppose the loss ignores some outputs. Without the gate, backward would not visit the parameters
-    behind them, and their buckets would wait forever. Through it their hooks run with an undefined
-    gradient, and `.grad` stays as it was.
+    Without it, a backward whose loss ignores an output would not visit the parameters behind it,
+    and their buckets would wait forever. With it their hooks run, with an undefined gradient.
     """
 
     @staticmethod

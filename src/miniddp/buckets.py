@@ -1,9 +1,8 @@
 """Which parameter goes into which bucket: pure functions of sizes, without communication.
 
 Many small messages pay the link's latency once each; one large message cannot start before the last
-gradient is ready. Buckets of a few MiB lie between the two. Every rank computes the same plan from
-the same sizes and order, so nothing is exchanged. A *plan* is a list of buckets in launch order,
-each a list of parameter indices:
+gradient is ready. Buckets of a few MiB lie between the two. A *plan* is a list of buckets in launch
+order, each a list of parameter indices:
 
 1. `initial_plan`, before any backward: packed in the order of definition, launched in reverse,
    because gradients appear from the last layer to the first.
@@ -15,7 +14,6 @@ Source: `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reduc
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -29,42 +27,26 @@ Plan = list[list[int]]
 
 
 class ParameterSize(NamedTuple):
-    """What packing needs to know of one parameter.
-
-    Parameters of one `kind` (dtype and device) may share a bucket; one with a `sparse` gradient
-    travels alone.
-    """
+    """What packing needs to know of one parameter; those of one `kind` may share a bucket."""
 
     nbytes: int
     kind: Hashable
-    sparse: bool = False
 
 
-def sizes_of(
-    parameters: Iterable[torch.Tensor], sparse: Iterable[bool] | None = None
-) -> list[ParameterSize]:
-    """The sizes of `parameters`, in their order; `sparse[i]` marks one with a sparse gradient."""
-    return [
-        ParameterSize(p.numel() * p.element_size(), (p.dtype, p.device), flag)
-        for p, flag in zip(parameters, sparse or repeat(False), strict=False)
-    ]
+def sizes_of(parameters: Iterable[torch.Tensor]) -> list[ParameterSize]:
+    """The sizes of `parameters`, in their order; their kind is their dtype and device."""
+    return [ParameterSize(p.nbytes, (p.dtype, p.device)) for p in parameters]
 
 
-def bucket_caps(
-    bucket_cap_mb: float | None = None, bucket_cap_mb_list: Sequence[float] | None = None
-) -> tuple[int, ...]:
+def bucket_caps(caps_mb: float | Sequence[float] | None = None) -> tuple[int, ...]:
     """The caps in bytes, one per bucket; the last holds for all further buckets.
 
-    By default 1 MiB for the first bucket and 25 MiB for the others. An explicit `bucket_cap_mb` (in
-    MiB) is the first bucket's cap too; `bucket_cap_mb_list` gives one cap per bucket and wins over
-    it. Raises ValueError if a cap is negative or not a number.
+    `caps_mb` is one cap in MiB for all buckets, or one per bucket; by default 1 MiB for the first
+    and 25 MiB for the others. Raises ValueError if a cap is negative or not a number.
     """
-    if bucket_cap_mb_list:
-        caps = list(bucket_cap_mb_list)
-    elif bucket_cap_mb is not None:
-        caps = [bucket_cap_mb]
-    else:
+    if caps_mb is None:
         return (FIRST_CAP_BYTES, DEFAULT_CAP_MB * MIB)
+    caps = list(caps_mb) if isinstance(caps_mb, Sequence) else [caps_mb]
     if not all(cap >= 0 for cap in caps):
         raise ValueError(
             f"bucket caps are sizes in MiB and cannot be negative or NaN, but got {caps}; "
@@ -108,10 +90,7 @@ def _pack(sizes: Sequence[ParameterSize], order: Iterable[int], caps: Sequence[i
     open_bytes: dict[Hashable, int] = defaultdict(int)
     filled: dict[Hashable, int] = defaultdict(int)
     for index in order:
-        nbytes, kind, sparse = sizes[index]
-        if sparse:
-            closed.append([index])
-            continue
+        nbytes, kind = sizes[index]
         open_bucket[kind].append(index)
         open_bytes[kind] += nbytes
         if open_bytes[kind] >= caps[min(filled[kind], len(caps) - 1)]:

@@ -1,16 +1,15 @@
 """MiniDDP: data parallelism around any module, with the everyday keywords of torch's wrapper.
 
 Every rank holds a full copy of the module and its own part of the batch. After `backward()` each
-parameter's gradient is the average over the ranks, so equal optimizers take equal steps and the
-copies stay equal. What the wrapper does, numbered again in the code:
+parameter's gradient is the average over the ranks, so equal optimizers keep the copies equal.
 
 1. *Construction.* All ranks verify that they hold the same model, then take rank 0's parameters
    and buffers (`miniddp.replicas`).
 2. *Forward.* Take rank 0's buffers, call the module, and announce the backward to the reducer
    (`miniddp.reducer`); `no_sync()` announces a local one instead.
 
-Cost: at construction one broadcast of the model; per forward one broadcast of the buffers, if there
-are any; per backward what `miniddp.reducer` states. Source: torch/nn/parallel/distributed.py.
+Cost: one broadcast of the model at construction, and of the buffers, if any, per forward; per
+backward what `miniddp.reducer` states. Source: torch/nn/parallel/distributed.py.
 """
 
 import warnings
@@ -94,10 +93,7 @@ class MiniDDP(nn.Module):
         """Raise if this rank's module or keywords cannot work. Extended by torch_drop_in."""
         self.caps = bucket_caps(self.bucket_cap_mb)
         if not any(parameter.requires_grad for parameter in self.named_tensors().values()):
-            raise RuntimeError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter "
-                "that requires a gradient. Use the module itself."
-            )
+            raise RuntimeError(errors.nothing_to_average(type(self.module).__name__))
 
     def state_to_broadcast(self) -> dict[str, Tensor]:
         """What rank 0 sends at construction. Extended by torch_drop_in."""
@@ -155,16 +151,14 @@ class MiniDDP(nn.Module):
     def _post_forward(self, output: Any) -> Any:
         """Announce the backward of `output` to the reducer. Extended by torch_drop_in."""
         reducer = self.reducer
+        searched = reducer.find_unused_parameters
         synced = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synced
         if synced:
-            searched = reducer.find_unused_parameters
             reducer.prepare_for_backward(find_tensors(output) if searched else ())
         elif torch.is_grad_enabled():
             reducer.prepare_for_local_backward()
-        if reducer.find_unused_parameters:
-            output = OutputGate.pass_through(output, self._ddp_sink_clone)
-        return output
+        return OutputGate.pass_through(output, self._ddp_sink_clone) if searched else output
 
     def report_unsynchronized(self) -> None:
         """Warn once about a backward whose gradients stayed local. Overridden by torch_drop_in."""
@@ -177,8 +171,8 @@ class MiniDDP(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Forwards in here leave the gradients of their backwards local, to accumulate.
 
-        The first synchronized backward afterwards reduces the sum. What counts is where the
-        *forward* runs: a backward in here whose forward ran before is still reduced.
+        The first synchronized backward afterwards reduces the sum. Where the *forward* runs
+        decides: a backward in here of a forward before is still reduced.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -188,11 +182,8 @@ class MiniDDP(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    # A forward after an unsynchronized one broadcasts no buffers: no rank has taken a step since,
-    # and buffers may differ for as long as gradients do.
-
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward takes rank 0's buffers."""
+        """Whether the next forward takes rank 0's buffers: not after an unsynchronized one."""
         synced = self.broadcast_buffers and self.require_forward_param_sync
         return synced and len(self.modules_buffers) > 0
 

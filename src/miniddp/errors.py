@@ -23,6 +23,23 @@ def stacklevel_of_caller() -> int:
     return level
 
 
+def nothing_to_average(module: str) -> str:
+    """No parameter requires a gradient."""
+    return (
+        "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+        f"requires a gradient: {module} has none. Call the module itself."
+    )
+
+
+def second_backward(name: str) -> str:
+    """On the ladder: a gradient arrived whose all-reduce had been launched already."""
+    return (
+        f"the gradient of {name} arrived a second time before finish(). Call finish() after every "
+        "backward, also after one that raised; to accumulate over several, put all but the last "
+        "under no_sync()."
+    )
+
+
 def another_rank_failed(rank: int, problems: Sequence[str]) -> str:
     """This rank could construct the wrapper; `problems`: what kept each of the others from it."""
     told = "; ".join(f"rank {other}: {text}" for other, text in enumerate(problems) if text)
@@ -41,12 +58,10 @@ def different(what: str, rank: int, every: Sequence[Mapping[str, str]], advice: 
             lines.append(f"  {name}: {found}")
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
-    return "\n".join(
-        [
-            f"MiniDDP expects same {what} across all ranks. What appears not to match:",
-            *(lines or ["  the order in which they are defined"]),
-            f"(Reported on rank {rank}; every rank raises this.) {advice}",
-        ]
+    listed = "\n".join(lines or ["  the order in which they are defined"])
+    return (
+        f"MiniDDP expects same {what} across all ranks. What appears not to match:\n{listed}\n"
+        f"(Reported on rank {rank}; every rank raises this.) {advice}"
     )
 
 

@@ -22,10 +22,8 @@ All obey the rules that the simplest code forgets: every rank launches the same 
 same order; a gradient missing on some ranks counts as zeros; one missing on every rank stays None.
 
 On a GPU the gradients have to be accumulated on one CUDA stream, as they are unless a forward uses
-several: only `miniddp.reducer` waits for other streams.
-
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
-2020, section 3.2, climbs the same rungs.
+several: only `miniddp.reducer` waits for other streams. Source: section 3.2 of Li et al. (see
+`miniddp.reducer`) climbs the same rungs.
 """
 
 from collections.abc import Iterator
@@ -36,9 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from miniddp import errors
 from miniddp.autograd_graph import hook_accumulators
 from miniddp.buckets import arrival_plan, bucket_caps, sizes_of
-from miniddp.manual import average_gradients, own_gradient
+from miniddp.manual import Group, average_gradients, own_gradient
 from miniddp.replicas import broadcast_tensors, this_group, verify_same_model
 
 
@@ -52,18 +51,15 @@ class Rung:
 
     overlaps = False
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, module: nn.Module, group: Group = None) -> None:
         self.module, self.group = module, this_group(group)
         self.world_size = self.group.size()
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.accumulating = False
         self.launched: list[tuple[Tensor, dist.Work]] = []
         if not self.parameters:
-            raise ValueError(
-                f"{type(module).__name__} has no parameter that requires a gradient: there is "
-                "nothing to average, so call the module itself"
-            )
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            raise ValueError(errors.nothing_to_average(type(module).__name__))
+        state = dict(module.named_parameters()) | dict(module.named_buffers())
         verify_same_model(state, self.group)
         broadcast_tensors(list(state.values()), self.group, src=0)
         # Always, because it also stops an earlier rung on this module.
@@ -107,11 +103,7 @@ class Rung:
     def second_backward(self, parameter: nn.Parameter) -> RuntimeError:
         """A gradient arrived that has been launched already."""
         names = {p: name for name, p in self.module.named_parameters()}
-        return RuntimeError(
-            f"the gradient of {names[parameter]} arrived a second time before finish(). Call "
-            "finish() after every backward, also after one that raised; to accumulate over "
-            "several, put all but the last under no_sync()."
-        )
+        return RuntimeError(errors.second_backward(names[parameter]))
 
 
 class PerParameter(Rung):
@@ -136,7 +128,7 @@ class OverlappedPerParameter(Rung):
 
     overlaps = True
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, module: nn.Module, group: Group = None) -> None:
         super().__init__(module, group)
         self.order = self.parameters[::-1]
         self.ready: set[nn.Parameter] = set()
@@ -177,10 +169,7 @@ class Bucketed(Rung):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        self, module: nn.Module, group: Group = None, bucket_cap_mb: float | None = None
     ) -> None:
         super().__init__(module, group)
         backwards = range(len(self.parameters) - 1, -1, -1)

@@ -1,10 +1,9 @@
 """Average the gradients by hand, after backward: data-parallel training in its plainest form.
 
-A training step on W ranks has four parts: each rank computes the loss of its own share of the
-batch (forward), then the gradient of that loss (backward); the gradients of all ranks are summed
-and divided by W (all-reduce); every rank applies the same average to the same parameters (step).
-`average_gradients` is the third part. Nothing overlaps: communication starts when backward has
-ended. Two mistakes are easily made here:
+On W ranks, each rank computes the loss of its own part of the batch (forward) and that loss's
+gradient (backward); the gradients of all ranks are summed and divided by W (all-reduce); every rank
+applies the same average to the same parameters (step). `average_gradients` is the all-reduce. It
+starts when backward has ended: nothing overlaps. Two mistakes are easily made here:
 
 - *Every rank must call the same collectives in the same order.* Skipping a parameter whose gradient
   is None breaks this as soon as a gradient is missing on one rank only. Two different parameters
@@ -26,27 +25,21 @@ from torch import Tensor, nn
 from miniddp.replicas import size_of_group
 
 Combine = Literal["average", "sum"]
+Group = dist.ProcessGroup | None
 
 
 @torch.no_grad()
 def average_gradients(
-    module: nn.Module,
-    *,
-    flat: bool = False,
-    combine: Combine = "average",
-    group: dist.ProcessGroup | None = None,
+    module: nn.Module, *, flat: bool = False, combine: Combine = "average", group: Group = None
 ) -> None:
     """Replace every gradient of `module` by its average, or sum, over the ranks of `group`.
 
-    Call it on every rank, after backward and before the optimizer step. It works on
-    `parameter.grad`, of any shape and any floating or complex dtype; a sparse gradient becomes
-    dense. A gradient missing on some ranks counts as zeros there and is created; one missing on
-    every rank stays None.
+    Call it on every rank, after backward and before the optimizer step. Gradients may have any
+    shape and any floating or complex dtype; a sparse one becomes dense.
 
     Args:
         module: the same parameters, in the same order, on every rank.
-        flat: send one buffer per dtype and device, as large as its gradients, instead of one
-            message per parameter.
+        flat: send one buffer per dtype and device instead of one message per parameter.
         combine: "average" divides the sum by W, as DDP does; "sum" does not.
         group: the process group; the default one when None.
 
@@ -72,7 +65,7 @@ def average_gradients(
 
 
 def _all_reduce_each(
-    gradients: list[Tensor], has_gradient: list[bool], divisor: int, group: dist.ProcessGroup | None
+    gradients: list[Tensor], has_gradient: list[bool], divisor: int, group: Group
 ) -> list[bool]:
     """Combine in place, one message per gradient. Returns which of them any rank has."""
     flags = torch.tensor(has_gradient, dtype=torch.uint8, device=gradients[0].device)
@@ -87,7 +80,7 @@ def _all_reduce_each(
 
 
 def _all_reduce_flat(
-    gradients: list[Tensor], has_gradient: list[bool], divisor: int, group: dist.ProcessGroup | None
+    gradients: list[Tensor], has_gradient: list[bool], divisor: int, group: Group
 ) -> list[bool]:
     """Combine in place, one message in all. Returns which of the gradients any rank has."""
     of_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}

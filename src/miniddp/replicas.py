@@ -1,8 +1,8 @@
 """Equal replicas: verify that all ranks hold the same model, then broadcast one rank's values.
 
-Averaged gradients mean the same on every rank only if the parameters were equal at the start.
-Copying tensors between models that differ would crash, hang, or write garbage without an error, so
-the models' descriptions are compared first.
+Averaged gradients keep replicas equal only if they start equal. A broadcast between models that
+differ would crash, hang, or write garbage without an error, so their descriptions are compared
+first.
 
 Cost: one all-gather of 32 bytes per rank if all agree (of the descriptions, if not), and one
 broadcast of all parameters and buffers, in chunks of 250 MiB.
@@ -41,12 +41,10 @@ def wait_for_future(future: Future, buffer: Tensor) -> Any:
 
 
 def wait_for_default_stream(device: torch.device) -> None:
-    """Let the current CUDA stream wait for the default one.
+    """Let the current CUDA stream wait for the default one, unless a CUDA graph is captured.
 
-    A future of NCCL makes the current stream wait for its collective. One of gloo knows of no
-    stream: gloo's thread has made its own current stream wait, which is the default one. Without
-    effect for a caller on the default stream, and while a CUDA graph is captured (of NCCL; gloo
-    cannot be captured). Checked as `Bucket.wait_for_streams` is.
+    A future of NCCL makes the current stream wait for its collective. A future of gloo does not:
+    gloo's thread has made the default stream wait. Checked as `Bucket.wait_for_streams` is.
     """
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     if current != default and not torch.cuda.is_current_stream_capturing():
@@ -60,12 +58,9 @@ def this_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def size_of_group(group: dist.ProcessGroup | None) -> int:
-    """W, the number of ranks in `group` (None: the default group).
-
-    Raises ValueError on a rank outside the group, where torch returns -1 and collectives only warn.
-    """
+    """W, the number of ranks in `group` (None: the default group), or ValueError outside of it."""
     size = dist.get_world_size(group)
-    if size < 0:
+    if size < 0:  # collectives would only warn
         raise ValueError(f"rank {dist.get_rank()} is not in the group: call on its members only")
     return size
 
@@ -76,11 +71,11 @@ def verify_same_model(
     settings: Mapping[str, Any] | None = None,
     problem: Exception | None = None,
 ) -> None:
-    """Compare the ranks' models before data moves; every rank raises what any of them finds.
+    """Compare the ranks' models before data moves; every rank raises RuntimeError if they differ.
 
     `named` are tensors whose names, order, shapes, strides, dtypes, and requires_grad must agree;
     `settings` is what else must agree. `problem` keeps this rank from taking part: it is raised
-    here, and the other ranks raise RuntimeError. So do all ranks if anything differs.
+    here, and the other ranks raise RuntimeError.
     """
     ours = (
         {name: _describe(tensor) for name, tensor in named.items()},

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+# The time a run took is printed by some frameworks, and is never the same twice.
+TIMES = re.compile(r"('\w*(?:runtime|per_second)': )'[^']*'")
 HEADER = re.compile(r"# doctor: expect=(\S+) ranks=(\d+) launch=(torchrun|python)\s*$")
 FRAMEWORKS = ("pytorch_lightning", "lightning", "accelerate", "transformers")
 
@@ -59,6 +61,17 @@ class Outcome:
     def same(self, other: Outcome) -> bool:
         ours, theirs = (self.codes, self.lines, self.steps), (other.codes, other.lines, other.steps)
         return ours == theirs
+
+    def differences(self, other: Outcome) -> str:
+        """What is not the same, in words; empty if everything is."""
+        found = []
+        if self.codes != other.codes:
+            found.append(f"exit codes {self.codes} and {other.codes}")
+        if self.lines != other.lines:
+            found.append(f"lines {list(self.lines - other.lines)} {list(other.lines - self.lines)}")
+        if self.steps != other.steps:
+            found.append("parameters after a step")
+        return "; ".join(found)
 
 
 @dataclass
@@ -133,7 +146,7 @@ def frameworks_of(scripts: list[Script]) -> tuple[str, ...]:
 
 
 def _outcome(folder: Path, answer: dict[str, Any]) -> Outcome:
-    lines = Counter(_text(folder, "out").splitlines())
+    lines = Counter(TIMES.sub(r"\1time", _text(folder, "out")).splitlines())
     steps = Counter(path.read_text() for path in (folder / "steps").glob("*.steps"))
     errors = _text(folder, "err")
     return Outcome(answer["codes"], lines, steps, answer["seconds"], errors)

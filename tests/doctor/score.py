@@ -25,7 +25,8 @@ def main() -> None:
         with Server(frameworks_of(part)) as server:
             for script in part:
                 looked = server.run(script, doctor=True)
-                same = given.once or looked.same(server.run(script, doctor=False))
+                plain = looked if given.once else server.run(script, doctor=False)
+                same = looked.same(plain)
                 changed += not same
                 wrong = _judge(script, looked)
                 if script.expected:
@@ -34,7 +35,7 @@ def main() -> None:
                 else:
                     correct += 1
                     false += bool(wrong)
-                _say(script, looked, wrong, same, given.v)
+                _say(script, looked, wrong, looked.differences(plain), given.v)
     print(f"found {found} of {broken}, false alarms {false} of {correct}, output changed {changed}")
 
 
@@ -50,7 +51,7 @@ def _judge(script: Script, outcome: Outcome) -> str:
     return f"false alarm {', '.join(alarms)}" if alarms else ""
 
 
-def _say(script: Script, outcome: Outcome, wrong: str, same: bool, verbose: bool) -> None:
+def _say(script: Script, outcome: Outcome, wrong: str, changes: str, verbose: bool) -> None:
     name = "/".join(script.path.parts[-2:])
     codes = []
     if outcome.report is not None:
@@ -66,8 +67,8 @@ def _say(script: Script, outcome: Outcome, wrong: str, same: bool, verbose: bool
             print(outcome.errors[-1500:])
     elif verbose:
         print(f"right    {name} ({outcome.seconds:.1f} s): {codes}", flush=True)
-    if not same:
-        print(f"CHANGED  {name}", flush=True)
+    if changes:
+        print(f"CHANGED  {name}: {changes}", flush=True)
 
 
 if __name__ == "__main__":

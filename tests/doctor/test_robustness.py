@@ -183,3 +183,118 @@ def test_the_report_follows_the_end_of_the_run_at_once(server: Server, script: W
     waited = time.monotonic() - started - looked.seconds
     assert looked.report is not None
     assert waited < 6.0  # 0.4 s on an idle machine
+
+
+NO_EVENT = "def event():\n    pass\n"
+
+
+def test_a_batch_whose_backward_raises_is_skipped_and_the_next_steps_are_seen(
+    server: Server, script: Write
+) -> None:
+    """People catch 'out of memory' and go on with the next batch."""
+    event = """
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("out of memory")
+def event():
+    try:
+        Fails.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    except RuntimeError:
+        pass
+    try:
+        nn.functional.cross_entropy(torch.ones(2, 3), torch.ones(3))
+    except (RuntimeError, ValueError):
+        pass
+"""
+    text = START + event + LOOP.replace("step == 3", "step == 1") + END
+    looked, plain = both(server, script(text))
+    assert looked.codes == [0, 0], looked.errors
+    assert looked.same(plain)
+    assert codes(looked) == {}
+    assert looked.report is not None
+    assert looked.report["equation"]["right"]
+
+
+def test_a_wrapper_that_was_made_and_dropped_is_named(server: Server, script: Write) -> None:
+    text = (START + NO_EVENT + LOOP + END).replace("model = DDP(net)", "DDP(net)\nmodel = net")
+    looked, plain = both(server, script(text))
+    assert looked.same(plain)
+    assert "no longer exists" in codes(looked)["wrapper_lost"]
+    assert "wrapper_bypassed" not in codes(looked)
+
+
+def test_a_wrapper_of_another_library_is_recognized_by_what_it_has(
+    server: Server, script: Write
+) -> None:
+    """MiniDDP is neither imported by the doctor nor a subclass of torch's wrapper."""
+    text = (START + NO_EVENT + LOOP + END).replace(
+        "from torch.nn.parallel import DistributedDataParallel as DDP",
+        "from miniddp import MiniDDP as DDP",
+    )
+    looked, plain = both(server, script(text))
+    assert looked.codes == [0, 0], looked.errors
+    assert looked.same(plain)
+    assert looked.report is not None
+    assert looked.report["equation"]["right"]
+    assert looked.report["equation"]["combination_factor"] == pytest.approx(1 / 2)
+    assert codes(looked) == {}
+    bypassed = server.run(script(text.replace("model(x)", "model.module(x)")), doctor=True)
+    assert "no forward went through the wrapper" in codes(bypassed)["wrapper_bypassed"]
+
+
+def test_a_clip_written_by_hand_does_not_change_the_equation(server: Server, script: Write) -> None:
+    clip = """
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    for p in model.parameters():
+        p.grad.mul_(0.01 / norm)
+"""
+    text = (START + NO_EVENT + LOOP + END).replace(
+        "    loss.backward()\n", "    loss.backward()" + clip
+    )
+    looked, plain = both(server, script(text))
+    assert looked.same(plain)
+    assert codes(looked) == {}
+    assert looked.report is not None
+    assert looked.report["equation"]["right"]
+
+
+def test_processes_forked_by_a_process_that_has_trained_write_journals_of_their_own(
+    server: Server, script: Write
+) -> None:
+    """As in a notebook: one process trains alone first, then forks two ranks."""
+    text = """
+import os, socket, torch, torch.distributed as dist, torch.multiprocessing as mp, torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(model, rank):
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    gen = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        opt.zero_grad()
+        inner = getattr(model, "module", model)
+        nn.functional.mse_loss(inner(torch.randn(4, 3, generator=gen)), torch.ones(4, 2)).backward()
+        opt.step()
+
+def rank_main(rank, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    train(DDP(nn.Linear(3, 2)), rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+train(nn.Linear(3, 2), 0)
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+mp.start_processes(rank_main, args=(port,), nprocs=2, start_method="fork")
+"""
+    looked = server.run(script(text, ranks=2, launch="python"), doctor=True)
+    assert looked.codes == [0], looked.errors
+    assert looked.report is not None
+    assert [each["ended"] for each in looked.report["ranks"]] == [True, True]
+    assert "wrapper_bypassed" in codes(looked)

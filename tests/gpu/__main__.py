@@ -1,7 +1,5 @@
 """``python -m tests.gpu``: prove what the GPUs here can prove, and print one table."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -1,7 +1,5 @@
 """The doctor on a GPU run: a run without a fault is reported as one, and its numbers stay."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

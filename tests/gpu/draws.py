@@ -5,8 +5,6 @@ project draws them by an emulation on the CPU (`labkit.scenarios.cuda_random`). 
 from the GPU's own generator, the training runs on the GPU, and the draws are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 

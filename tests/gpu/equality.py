@@ -1,7 +1,5 @@
 """MiniDDP on a GPU: in every step the gradients and parameters of torch's DDP."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 

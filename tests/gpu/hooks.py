@@ -1,7 +1,5 @@
 """The comm hooks on a GPU: what they do under torch's DDP, and what they promise."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The threads' labs under torchrun, on GPUs: their own checks, and the text that a CPU prints."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from unittest import mock

@@ -1,7 +1,5 @@
 """The machine: its GPUs, and the groups of ranks that they allow."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Memory on a GPU: gradients and buckets in steady state, and the peak of a step."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """All parts of the kit, in the order in which they run."""
 
-from __future__ import annotations
-
 from . import (
     doctor,
     draws,

@@ -1,7 +1,5 @@
 """Half precision on a GPU: by the wrapper's `mixed_precision`, and by autocast with a scaler."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

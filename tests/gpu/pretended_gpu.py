@@ -5,8 +5,6 @@ memory is never used. What this shows of results is only that they are right whe
 in the program's order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator
@@ -43,7 +41,7 @@ class PretendedEvent:
     def synchronize(self) -> None:
         """It has come."""
 
-    def elapsed_time(self, later: PretendedEvent) -> float:
+    def elapsed_time(self, later: "PretendedEvent") -> float:
         return 1e3 * (later.moment - self.moment)
 
 

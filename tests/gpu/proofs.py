@@ -1,7 +1,5 @@
 """A part of the kit, what it proves, and the table of it all."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator

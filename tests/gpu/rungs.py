@@ -1,7 +1,5 @@
 """The ladder and the average by hand on a GPU: in every step what torch's DDP computes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """What needs two GPUs: torch's DataParallel, the race, overlap by the profiler, the chapters."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

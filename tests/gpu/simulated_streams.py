@@ -11,8 +11,6 @@ all-reduce is gloo's: it begins when the current stream has come so far, and its
 on the default stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
@@ -45,7 +43,7 @@ class Stream:
         self.seen: dict[str, int] = {name: 0}
         """Of each stream, how many of its operations have ended before this one goes on."""
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         """What is queued here from now on runs after all that is queued on `other` by now."""
         for name, count in other.seen.items():
             self.seen[name] = max(self.seen.get(name, 0), count)

@@ -16,8 +16,6 @@ On a CPU the same two layers run on simulated streams (`simulated_streams`), whi
 wait by the order of events and not by its consequences.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The GPU kit on a machine without a GPU: what it says, and that its parts for GPUs run at all."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

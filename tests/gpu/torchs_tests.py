@@ -4,8 +4,6 @@ With one GPU all ranks share it, over gloo (`tests.torch_suite`, ``--device gpu`
 nothing is replaced but the class: the tests choose NCCL and each rank's GPU themselves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Training one model on a device: what both wrappers, and one process alone, make of it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

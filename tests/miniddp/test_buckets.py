@@ -20,13 +20,13 @@ from miniddp.buckets import (
     sizes_of,
 )
 from miniddp.extras.planner import LinkCost, fastest_plan, finish_time, measured_plan
+from miniddp.extras.sparse import each_alone
 
 SIZES = st.lists(
     st.builds(
         ParameterSize,
         nbytes=st.integers(0, 300).map(lambda n: 4 * n),
         kind=st.sampled_from(["float32 on cpu", "float64 on cpu"]),
-        sparse=st.sampled_from([False] * 9 + [True]),
     ),
     min_size=1,
     max_size=40,
@@ -46,7 +46,6 @@ def test_every_parameter_lies_in_exactly_one_bucket_with_its_own_kind(sizes, cap
         assert sorted(index for bucket in plan for index in bucket) == list(range(len(sizes)))
         for bucket in plan:
             assert len({sizes[index].kind for index in bucket}) == 1
-            assert len(bucket) == 1 or not any(sizes[index].sparse for index in bucket)
 
 
 @given(SIZES, CAPS, st.integers())
@@ -54,7 +53,7 @@ def test_a_bucket_closes_once_its_size_reaches_its_cap_and_not_before(sizes, cap
     order = shuffled(sizes, seed)
     plan = arrival_plan(sizes, order, caps)
     for kind in {size.kind for size in sizes}:
-        buckets = [b for b in plan if sizes[b[0]].kind == kind and not sizes[b[0]].sparse]
+        buckets = [b for b in plan if sizes[b[0]].kind == kind]
         for number, bucket in enumerate(buckets):
             cap = caps[min(number, len(caps) - 1)]
             nbytes = [sizes[index].nbytes for index in bucket]
@@ -78,8 +77,7 @@ def test_the_initial_plan_runs_from_the_last_parameters_to_the_first(sizes, caps
 
 @given(SIZES)
 def test_without_a_cap_there_is_one_bucket_for_each_kind(sizes):
-    dense = {size.kind for size in sizes if not size.sparse}
-    assert len(initial_plan(sizes, NO_CAP)) == len(dense) + sum(size.sparse for size in sizes)
+    assert len(initial_plan(sizes, NO_CAP)) == len({size.kind for size in sizes})
 
 
 TENSORS = st.lists(
@@ -98,14 +96,14 @@ def test_the_initial_plan_is_the_one_that_torch_finds(described, caps):
     tensors = [torch.empty(n, dtype=dtype) for n, dtype, _ in described]
     sparse = [flag for _, _, flag in described]
     theirs, _ = dist._compute_bucket_assignment_by_size(tensors, caps, sparse)
-    assert initial_plan(sizes_of(tensors, sparse), caps) == list(reversed(theirs))
+    assert initial_plan(each_alone(sizes_of(tensors), sparse), caps) == list(reversed(theirs))
 
 
 @given(TENSORS, CAPS, st.integers())
 def test_the_plan_by_arrival_holds_the_buckets_that_torch_finds(described, caps, seed):
     tensors = [torch.empty(n, dtype=dtype) for n, dtype, _ in described]
     sparse = [flag for _, _, flag in described]
-    sizes = sizes_of(tensors, sparse)
+    sizes = each_alone(sizes_of(tensors), sparse)
     order = shuffled(sizes, seed)
     theirs, _ = dist._compute_bucket_assignment_by_size(
         [tensors[index] for index in order], caps, sparse, order
@@ -118,10 +116,10 @@ def test_the_default_caps_are_a_small_first_bucket_and_then_25_mib():
     assert bucket_caps() == (FIRST_CAP_BYTES, 25 * MIB)
 
 
-def test_an_explicit_cap_is_the_first_buckets_cap_too_and_a_list_wins():
+def test_an_explicit_cap_is_the_first_buckets_cap_too_and_a_list_names_each():
     assert bucket_caps(4) == (4 * MIB,)
     assert bucket_caps(0.5) == (MIB // 2,)
-    assert bucket_caps(4, [1, 2, 8]) == (MIB, 2 * MIB, 8 * MIB)
+    assert bucket_caps([1, 2, 8]) == (MIB, 2 * MIB, 8 * MIB)
 
 
 @pytest.mark.parametrize("cap", [-1, float("nan")])
@@ -129,7 +127,7 @@ def test_a_senseless_cap_is_refused(cap):
     with pytest.raises(ValueError, match="sizes in MiB"):
         bucket_caps(cap)
     with pytest.raises(ValueError, match="sizes in MiB"):
-        bucket_caps(None, [1, cap])
+        bucket_caps([1, cap])
 
 
 def test_an_order_that_forgets_a_parameter_is_refused():
@@ -206,7 +204,6 @@ def test_plans_by_the_clock_keep_kinds_apart_and_launch_in_order(sizes, caps, se
         assert last == sorted(last)
         for bucket in plan:
             assert len({sizes[index].kind for index in bucket}) == 1
-            assert len(bucket) == 1 or not any(sizes[index].sparse for index in bucket)
 
 
 @given(SIZES, CAPS, st.integers(), st.floats(0, 1), st.floats(0, 0.01))

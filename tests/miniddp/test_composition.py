@@ -4,8 +4,6 @@ Ranks have different samples and different numbers of them, and each combination
 full batch in one process and against torch's DDP around the same module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """One loop runs every rung against one process with the whole batch, and against torch's DDP."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 
@@ -274,7 +272,7 @@ def test_a_second_backward_before_finish_is_refused_with_the_next_action():
 
 def test_a_module_with_nothing_to_average_is_refused():
     def work():
-        with pytest.raises(ValueError, match=r"Linear has no parameter that requires a gradient"):
+        with pytest.raises(ValueError, match="requires a gradient: Linear has none"):
             Rung(nn.Linear(2, 2).requires_grad_(False))
 
     run_ranks(work, 2, device="cpu")

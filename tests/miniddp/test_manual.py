@@ -1,7 +1,5 @@
 """`average_gradients` against the single-process full batch and torch's DDP, on every rank."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Which CUDA stream waits for which, by a simulation of streams on the CPU."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -42,6 +42,10 @@ _RACES = (
 )
 
 
+# By far the longest. It starts first, because the last one to start runs alone at the end.
+_LONGEST = "test_ddp_uneven_inputs"
+
+
 @dataclasses.dataclass
 class Result:
     """How one test ended."""
@@ -103,7 +107,8 @@ def run(
 
     On `target` (`placement`), or where they put themselves if it is None.
     """
-    waiting = list(chosen)[::-1]
+    waiting = list(chosen)[::-1]  # the next one is taken from the end
+    waiting.sort(key=lambda test: test[1] == _LONGEST)
     running: list[_Running] = []
     results: list[Result] = []
     lost_races: Counter[str] = Counter()
@@ -160,7 +165,7 @@ def _run_here(
     os.environ["INIT_METHOD"] = f"file://{folder}/init"
     os.makedirs(os.path.join(folder, "barrier"))
     Constructions.path = os.path.join(folder, "constructed")
-    if method == "test_ddp_uneven_inputs" and target == placement.CPU:
+    if method == _LONGEST and target == placement.CPU:
         placement.smaller_convolutions()
     outcome = unittest.TestResult()
     if target is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_doctor.fingerprints import projection
 from ddp_doctor.observe import losses
+from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
@@ -57,6 +58,7 @@ def install(session: Session, patches: Patches) -> None:
         record: dict[str, Any] = {"place": at, "_reached": set()}
         if not recorder.on:
             return record, [], []
+        note_state(recorder)
         record["scale"] = recorder.scales
         record["prepared"] = {str(each.index): each.prepared for each in recorder.wrappers}
         record["terms"] = []
@@ -117,9 +119,16 @@ def install(session: Session, patches: Patches) -> None:
                 mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
                 if mine & record["_reached"] or not record["_reached"]:
                     state.pending.append(record)
+                    recorder.note_gradients(state)
 
-    patches.observe(torch.Tensor, "backward", before, after)
-    patches.observe(torch.autograd, "backward", before, after)
+    def abandoned(error: BaseException) -> None:
+        recorder.in_backward = max(0, recorder.in_backward - 1)
+        if recorder.in_backward == 0:
+            recorder.window.pop("current", None)
+            session.doing("after backward")
+
+    patches.observe(torch.Tensor, "backward", before, after, failed=abandoned)
+    patches.observe(torch.autograd, "backward", before, after, failed=abandoned)
 
 
 def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -45,6 +45,8 @@ def install(session: Session, patches: Patches) -> None:
             count[0] += 1
             session.doing(f"{name}{shape} at {at}")
             recorder.collective_counts[name] = recorder.collective_counts.get(name, 0) + 1
+            if name == "all_reduce" and tensor is not None and recorder.is_parameters(tensor):
+                recorder.note_average(at)
             if not recorder.on or len(recorder.window["collectives"]) >= MAX_PER_WINDOW:
                 return None
             fact: dict[str, Any] = {"op": name, "place": at}
@@ -66,6 +68,9 @@ def install(session: Session, patches: Patches) -> None:
         depth[0] -= 1
         if depth[0] == 0:
             session.doing("running")
+
+    def abandoned(error: BaseException) -> None:
+        depth[0] = max(0, depth[0] - 1)
 
     def _what(tensor: Tensor) -> dict[str, Any]:
         """Which of the run's tensors this is: gradient, parameter, loss, or something else."""
@@ -92,7 +97,7 @@ def install(session: Session, patches: Patches) -> None:
         known = recorder.known_parameters().values()
         if tensor.dim() and tensor.numel() > 1:
             if tensor.numel() == sum(each.numel() for each in known):
-                return {"what": "flat"}
+                return {"what": "flat parameters" if recorder.is_parameters(tensor) else "flat"}
             if any(tensor.shape == each.shape for each in known):
                 return {"what": "like a gradient"}
         return {"what": "other"}
@@ -100,7 +105,7 @@ def install(session: Session, patches: Patches) -> None:
     for name in NAMES:
         before = enter(name)
         for owner in (distributed_c10d, dist):
-            patches.observe(owner, name, before, leave)
+            patches.observe(owner, name, before, leave, failed=abandoned)
 
 
 def _tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

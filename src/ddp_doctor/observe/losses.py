@@ -56,6 +56,9 @@ def install(session: Session, patches: Patches) -> None:
         depth[0] += 1
         return depth[0] == 1
 
+    def abandoned(error: BaseException) -> None:
+        depth[0] = max(0, depth[0] - 1)
+
     def watch(term: dict[str, Any], output: Tensor) -> None:
         if len(recorder.terms) >= MAX_TERMS:
             del recorder.terms[0]
@@ -93,6 +96,8 @@ def install(session: Session, patches: Patches) -> None:
             term = _counted(name, args, kwargs)
             term["place"] = place(sys._getframe(1))
             term["loss"] = True
+            if result.numel() == 1:
+                term["value"] = float(result.detach())
             watch(term, result)
 
         return after
@@ -126,11 +131,16 @@ def install(session: Session, patches: Patches) -> None:
 
         return after
 
-    def scaled(sign: str) -> Any:
+    def scaled(sign: str, reflected: bool = False) -> Any:
         def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not recorder.on or depth[0] or len(args) < 2 or recorder.in_backward:
                 return
             one, other = args[0], args[1]
+            left = reflected
+            if isinstance(one, Tensor) and not one.requires_grad and isinstance(other, Tensor):
+                if sign == "/":
+                    return
+                one, other, left = other, one, not left
             if not isinstance(one, Tensor) or one.numel() != 1 or not isinstance(result, Tensor):
                 return
             if not result.requires_grad or len(recorder.window["scaling"]) >= 100:
@@ -146,7 +156,7 @@ def install(session: Session, patches: Patches) -> None:
                 return
             frame = users_frame(sys._getframe(1))
             text = expression(frame)
-            factor = operand(text, sign)
+            factor = operand(text, left)
             file = "" if frame is None else frame.f_code.co_filename
             inner = _library_text(sys._getframe(1)) if frame is not None else ""
             recorder.window["scaling"].append(
@@ -166,13 +176,14 @@ def install(session: Session, patches: Patches) -> None:
         return recorder.on and not session.over
 
     for name in FUNCTIONS:
-        patches.observe(F, name, enter, loss(name), when)
+        patches.observe(F, name, enter, loss(name), when, failed=abandoned)
     for owner in (torch.Tensor, torch):
         for kind in ("mean", "sum", "nanmean", "nansum"):
             patches.observe(owner, kind, after=reduced(kind.removeprefix("nan")), when=when)
+    patches.observe(torch.Tensor, "__rmul__", after=scaled("*", reflected=True), when=when)
     for owner, names, sign in (
         (torch.Tensor, ("__truediv__", "__itruediv__", "div", "div_", "divide"), "/"),
-        (torch.Tensor, ("__mul__", "__rmul__", "__imul__", "mul", "mul_", "multiply"), "*"),
+        (torch.Tensor, ("__mul__", "__imul__", "mul", "mul_", "multiply"), "*"),
         (torch, ("div", "divide", "true_divide"), "/"),
         (torch, ("mul", "multiply"), "*"),
     ):
@@ -208,6 +219,7 @@ def written(term: dict[str, Any]) -> dict[str, Any]:
             "shape",
             "square",
             "over_parameters",
+            "value",
         )
         if key in term
     } | {"factor": term["hits"]}
@@ -260,13 +272,16 @@ def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
 
 
 def _diagonal(logits: Tensor, target: Tensor) -> list[int] | None:
-    """[rows, columns, first] if the targets are first, first + 1, …: a contrastive loss."""
+    """[rows, columns, ascending] if every row has a target of its own, as in a contrastive loss.
+
+    `ascending` is 1 if the targets are n, n + 1, …; a batch of classes is rarely like that.
+    """
     rows, columns = logits.shape
-    if rows < 2 or columns < rows or columns % rows:
+    if rows < 2 or columns < rows or columns % rows or target.unique().numel() < rows:
         return None
     first = int(target[0])
     ascending = torch.arange(first, first + rows, device=target.device, dtype=target.dtype)
-    return [rows, columns, first] if torch.equal(target, ascending) else None
+    return [rows, columns, int(torch.equal(target, ascending))]
 
 
 def _parameters(name: str) -> list[str]:

@@ -30,8 +30,10 @@ def install(session: Session, patches: Patches) -> None:
 
     @session.guard
     def before(optimizer: Any, closure: Any) -> Any:
-        recorder.in_step += 1
-        if recorder.in_step > 1:
+        if id(optimizer) in recorder.in_step:  # its last step raised, and never came to its end
+            del recorder.in_step[recorder.in_step.index(id(optimizer)) :]
+        recorder.in_step.append(id(optimizer))
+        if len(recorder.in_step) > 1:
             return None
         session.open()
         state = recorder.add_optimizer(optimizer)
@@ -62,8 +64,8 @@ def install(session: Session, patches: Patches) -> None:
 
     @session.guard
     def after(optimizer: Any) -> None:
-        recorder.in_step -= 1
-        if recorder.in_step == 0:
+        del recorder.in_step[-1:]
+        if not recorder.in_step:
             recorder.after_update(recorder.add_optimizer(optimizer))
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:

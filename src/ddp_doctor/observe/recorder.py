@@ -12,6 +12,7 @@ import math
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,13 +34,22 @@ class Recorder:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.find_wrappers: Callable[[], None] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing has been seen yet in this process."""
         self.names = Names()
         self.optimizers: dict[int, OptimizerState] = {}
         self.wrappers: list[WrapperState] = []
         self.written = 0
         self.backward_count = 0
         self.in_backward = 0
-        self.in_step = 0
+        self.in_step: list[int] = []
+        self.averages = 0
+        self.addresses: set[int] = set()
+        self.first_values: Tensor | None = None
+        self.total = 0
         self.local: dict[int, float] = {}
         self.collective_counts: dict[str, int] = {}
         self.scales = 1.0
@@ -119,11 +129,66 @@ class Recorder:
             self.snapshot["hashes"][name] = checksum(parameter.grad)
             self.snapshot["local"][name] = self.local.get(id(parameter))
 
+    def note_gradients(self, state: OptimizerState) -> None:
+        """What backward left in `.grad`: whatever differs at the update, the script changed."""
+        if self.window.get("sharded"):
+            self.window["norm"] = self._local_norm(state)
+            return
+        self.window["left"] = _rounded(
+            {
+                name: projection(each.grad)
+                for name, each in self.parameters_of(state)
+                if each.grad is not None
+            }
+        )
+
+    def _local_norm(self, state: OptimizerState) -> float:
+        """The norm of the gradients that are on this rank, shards of DTensors included."""
+        total = 0.0
+        for _, each in self.parameters_of(state):
+            grad = each.grad
+            if hasattr(grad, "to_local"):
+                grad = grad.to_local()
+            if grad is not None and grad.numel() and grad.layout == torch.strided:
+                total += float(grad.detach().double().norm()) ** 2
+        return math.sqrt(total)
+
+    def is_parameters(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a parameter of an optimizer, or all of them in one, also × 1/W."""
+        if tensor.device.type == "meta" or (tensor.requires_grad and tensor.grad_fn is not None):
+            return False
+        if tensor.numel() == 0 or hasattr(tensor, "placements"):
+            return False
+        if tensor.data_ptr() in self.addresses:
+            return True
+        if tensor.numel() != self.total or self.first_values is None:
+            return False
+        first = self.first_values
+        values = tensor.detach().reshape(-1)[: first.numel()].double().cpu()
+        scale = float(values @ first) / max(float(first @ first), 1e-300)
+        return scale > 0.01 and torch.allclose(values, scale * first, rtol=1e-3, atol=1e-7)
+
+    def note_average(self, at: str) -> None:
+        """Parameters are averaged over the ranks: written down, also between observed steps."""
+        self.averages += 1
+        if self.averages <= 20:
+            self.session.write("average", n=self.session.step_count, place=at)
+
+    def _remember_parameters(self, state: OptimizerState) -> None:
+        parameters = [each for _, each in self.parameters_of(state)]
+        plain = [each for each in parameters if not hasattr(each, "placements")]
+        if state.index == 0 and plain and plain[0].device.type != "meta":
+            self.addresses = {each.data_ptr() for each in plain if each.numel()}
+            self.total = sum(each.numel() for each in plain) if len(plain) > 1 else 0
+            self.first_values = plain[0].detach().reshape(-1)[:64].double().cpu()
+
     def before_update(self, state: OptimizerState) -> None:
         """The optimizer is about to change its parameters."""
         if not self.on:
             return
         self.take_snapshot(state)
+        if "norm" in self.window:
+            self.window["norm"] = [self.window["norm"], self._local_norm(state)]
         if "start" not in state.done and self.written == 0:
             state.done.add("start")
             self.session.write("start", **self.replica(state))
@@ -131,6 +196,8 @@ class Recorder:
     def after_update(self, state: OptimizerState) -> None:
         """The optimizer has stepped: close the window."""
         state.steps += 1
+        if self.on:
+            self._remember_parameters(state)
         self.end_window(state, skipped=False)
 
     def end_window(self, state: OptimizerState, skipped: bool) -> None:
@@ -154,12 +221,15 @@ class Recorder:
                 after=self.replica(state),
                 stale=self._stale(state),
                 changed=[each for wrapper in self.wrappers for each in wrapper.changes()],
+                gone=[each.index for each in self.wrappers if each.wrapper() is None],
                 losses=len(self.terms),
                 # what the model did in training, by class of module
                 modules=self.names.modules(self.wrappers),
                 scale=self.scales,
                 **self.window,
             )
+        if self.on and state.steps <= 2 and self.find_wrappers is not None and ranks() > 1:
+            self.find_wrappers()
         state.pending = []
         state.backwards = 0
         self.session.next_step(len([s for s in self.optimizers.values() if s.steps]))
@@ -240,7 +310,13 @@ class WrapperState:
         self.forwards = 0
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.at_start = {
-            name: (weakref.ref(each), each.requires_grad, str(each.dtype), accumulator(each))
+            name: (
+                weakref.ref(each),
+                each.requires_grad,
+                str(each.dtype),
+                accumulator(each),
+                each.shape,
+            )
             for name, each in module.named_parameters()
             if name not in ignored
         }
@@ -260,9 +336,10 @@ class WrapperState:
                 if each.requires_grad:
                     found.append({"name": name, "how": "new"})
                 continue
-            reference, trained, dtype, node = self.at_start[name]
+            reference, trained, dtype, node, shape = self.at_start[name]
             if reference() is not each:
-                found.append({"name": name, "how": "replaced"})
+                same = each.shape == shape
+                found.append({"name": name, "how": "replaced" if same else "new"})
             elif each.requires_grad and not trained:
                 found.append({"name": name, "how": "unfrozen"})
             elif str(each.dtype) != dtype:
@@ -272,6 +349,12 @@ class WrapperState:
         for one in found:
             one["wrapper"] = self.index
         return found[:50]
+
+
+def ranks() -> int:
+    """The size of the default process group; 1 without one."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
 
 
 def accumulator(parameter: Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 def install(session: Session, patches: Patches) -> None:
     recorder = session.recorder
 
+    known_classes: set[type] = {DistributedDataParallel}
+
     def made(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        wrapper = args[0]
+        note(args[0], kwargs)
+
+    def note(wrapper: Any, kwargs: dict[str, Any]) -> None:
         module = getattr(wrapper, "module", None)
         if not isinstance(module, torch.nn.Module) or recorder.wrapper_of(module) is not None:
             return
@@ -76,6 +81,16 @@ def install(session: Session, patches: Patches) -> None:
     def forwarded(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session.doing("after forward")
 
+    def find() -> None:
+        """Look for wrappers of other libraries, by what they have, and observe their classes."""
+        for each in wrappers_like_ddp():
+            note(each, {"bucket_cap_mb": getattr(each, "bucket_cap_mb", None)})
+            if not known_classes & set(type(each).__mro__):
+                known_classes.add(type(each))
+                patches.observe(type(each), "forward", forward, forwarded)
+
+    recorder.find_wrappers = find
+
     def joining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session.open()
         session.write("join", place=place())
@@ -84,6 +99,19 @@ def install(session: Session, patches: Patches) -> None:
     patches.observe(DistributedDataParallel, "__init__", after=made)
     patches.observe(DistributedDataParallel, "forward", forward, forwarded)
     patches.observe(DistributedDataParallel, "register_comm_hook", after=hooked)
+
+
+def wrappers_like_ddp() -> list[torch.nn.Module]:
+    """Live modules that hold one module as `.module` and can leave synchronization out."""
+    found = []
+    for each in gc.get_objects():
+        kind: Any = type(each)
+        if not issubclass(kind, torch.nn.Module) or "_modules" not in each.__dict__:
+            continue
+        inner = each.__dict__["_modules"].get("module")
+        if isinstance(inner, torch.nn.Module) and callable(getattr(kind, "no_sync", None)):
+            found.append(each)
+    return [each for each in found if "FullySharded" not in type(each).__name__]
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:

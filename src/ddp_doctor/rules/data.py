@@ -148,24 +148,32 @@ def epoch_order_repeats(run: Run, equation: Equation) -> Iterator[Finding]:
 
 
 def same_random_numbers(run: Run, equation: Equation) -> Iterator[Finding]:
-    """Dropout draws the same masks on every rank: the generators are in the same state.
+    """Every rank draws the same random numbers: the generators are in the same state.
 
     Right if that is meant (one seed for everything is the default of most frameworks): a note.
+    Silent if nothing is drawn: no dropout, and a state that is the same in every step.
     """
     if run.world < 2 or len(run.complete) < 2:
         return
-    shown = 0
+    dropout = True
+    firsts = []
     for window in run.complete:
         facts = [fact for _, fact in window]
-        dropout = [fact["modules"].get("dropout", 0) + fact.get("dropout", 0) for fact in facts]
+        counts = [fact["modules"].get("dropout", 0) + fact.get("dropout", 0) for fact in facts]
         states = [fact.get("random") for fact in facts]
-        if not all(dropout) or not all(states) or any(each != states[0] for each in states):
+        if not all(states) or any(each != states[0] for each in states):
             return
-        shown += 1
+        dropout = dropout and all(counts)
+        firsts.append(states[0][0])
+    drawn = len(firsts) > 2 and all(one != two for one, two in pairwise(firsts))
+    if not dropout and not drawn:
+        return
+    what = "dropout draws" if dropout else "what a step draws at random is"
+    ends = f"one mask instead of {run.world}" if dropout else "the same on every rank"
     yield finding(
         "same_random_numbers",
-        f"In all {shown} observed steps the generators of the {run.world} ranks were in the same "
-        f"state when the forward began: dropout draws one mask instead of {run.world}.",
+        f"In all {len(firsts)} observed steps the generators of the {run.world} ranks were in the "
+        f"same state: {what} {ends}.",
         str(run.wrappers[0]["place"] if run.wrappers else ""),
         "torch.manual_seed(seed + rank) after the model is built.",
     )
@@ -228,7 +236,10 @@ def _short_ended(run: Run, few: int) -> bool:
     if rank.ended and (rank.error is None or _connection(rank.error)):
         return True
     doing = rank.now.doing if rank.now else ""
-    return any(word in doing for word in ("destroy", "barrier", "ended"))
+    if any(word in doing for word in ("destroy", "barrier", "ended")):
+        return True
+    over = rank.last("loader ended")
+    return over is not None and rank.now is not None and over["backwards"] == rank.now.backwards
 
 
 def _connection(error: Fact | None) -> bool:

@@ -152,7 +152,10 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
     """
     findings: dict[str, list[tuple[Step, str, str, str, str | None]]] = {}
     checked = 0
+    usual = {at: _usual_length(steps) for at, steps in _by_optimizer(equation).items()}
     for step in equation.steps:
+        if step.micros != usual[step.window.optimizer]:
+            continue  # the subject of partial_window_divided_by_k
         if step.combination.kind == "not combined" and step.micros < 2:
             continue
         checked += 1
@@ -429,7 +432,9 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                         square, term = each["square"], each
             if square is None or term is None:
                 continue
-            rows, columns, _ = square
+            rows, columns, ascending = square
+            if not ascending and not _always_square(run):
+                continue
             gathers = [
                 one
                 for one in fact["collectives"]
@@ -443,6 +448,7 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                 for one in gathers
                 if not one["through_autograd"]
                 and len(one["shape"]) > 1
+                and one["shape"] != term["shape"]  # the scores themselves, for a metric
                 and _gathers(one, columns, run.world)
             ]
             if through:
@@ -473,8 +479,18 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
 
 
 def _gathers(one: Fact, columns: int, world: int) -> bool:
+    """Whether the columns are what one gather brings, or two gathers of as much each."""
     first = one["shape"][0]
-    return columns in (first, first * world)
+    return columns in (first, first * world, 2 * first * world)
+
+
+def _always_square(run: Run) -> bool:
+    """Whether in each of several steps every row of a loss had a target of its own."""
+    return len(run.complete) > 1 and all(
+        any(term.get("square") for b in fact["backwards"] for term in b.get("terms", ()))
+        for window in run.complete
+        for _, fact in window
+    )
 
 
 def _rows_are_local(fact: Fact, rows: int) -> bool:
@@ -486,26 +502,41 @@ def _rows_are_local(fact: Fact, rows: int) -> bool:
 def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Finding]:
     """The last window of an epoch has fewer micro-batches and is divided as if it were full.
 
-    Right if the short window is divided by its own length.
+    Right if the short window is divided by its own length. A note if two short windows in a row
+    make one full window: then the update was only cut in two.
     """
-    by_optimizer: dict[int, list[Step]] = {}
-    for step in equation.steps:
-        by_optimizer.setdefault(step.window.optimizer, []).append(step)
-    for steps in by_optimizer.values():
-        usual = Counter(each.micros for each in steps).most_common(1)[0][0]
+    for steps in _by_optimizer(equation).values():
+        usual = _usual_length(steps)
+        lengths = {each.window.n: each.micros for each in steps}
         full = [each for each in steps if each.micros == usual]
         if usual < 2 or not full or not near(full[0].total, 1.0):
             continue
         for step in steps:
             if step.micros < usual and near(step.total, step.micros / usual):
+                neighbors = [lengths.get(step.window.n + by, usual) for by in (-1, 1)]
+                cut = any(step.micros + each == usual for each in neighbors)
                 yield finding(
                     "partial_window_divided_by_k",
                     f"Step {step.window.n} has {step.micros} of {usual} micro-batches, each still "
                     f"divided by {usual}: all weights together are {number(step.total)}.",
                     _backward_place(step) or step.place,
                     "Divide by the number of micro-batches in this window, or drop the last one.",
+                    "note" if cut else None,
                 )
                 return
+
+
+def _by_optimizer(equation: Equation) -> dict[int, list[Step]]:
+    steps: dict[int, list[Step]] = {}
+    for step in equation.steps:
+        steps.setdefault(step.window.optimizer, []).append(step)
+    return steps
+
+
+def _usual_length(steps: list[Step]) -> int:
+    """The most common number of micro-batches per step; of two equally common ones the larger."""
+    counts = Counter(each.micros for each in steps)
+    return max(counts, key=lambda each: (counts[each], each))
 
 
 RULES = (

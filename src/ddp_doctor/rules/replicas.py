@@ -93,8 +93,9 @@ def _distance(values: list[dict[str, float]], names: list[str]) -> float:
 
 
 def _averages_parameters(run: Run) -> bool:
-    return any(
-        one.get("what") == "parameter" and one["op"] in ("all_reduce", "broadcast", "all_gather")
+    return run.averages_parameters or any(
+        one.get("what") in ("parameter", "flat parameters")
+        and one["op"] in ("all_reduce", "broadcast", "all_gather")
         for window in run.windows
         for _, fact in window
         for one in fact["collectives"]

@@ -8,13 +8,19 @@ from ddp_doctor.equation import Equation, alike, near, number
 from ddp_doctor.findings import Finding, finding
 from ddp_doctor.merged import Fact, Run, Window
 
+CLIP_SHARDS = (
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
+    "model.clip_grad_norm_(limit) with FullyShardedDataParallel."
+)
+
 
 def last_micro_batch_unsynced(run: Run, equation: Equation) -> Iterator[Finding]:
     """The last backward of a window ran under no_sync, so the optimizer saw local gradients.
 
-    Right if something else combines the gradients: they are equal then.
+    Right if something else combines the gradients: they are equal then. Right for local SGD, which
+    averages the parameters.
     """
-    if run.world < 2:
+    if run.world < 2 or run.averages_parameters:
         return
     for window in run.complete:
         if not window.differing_gradients:
@@ -198,8 +204,20 @@ def clipped_local_shards(run: Run, equation: Equation) -> Iterator[Finding]:
     if run.world < 2:
         return
     for window in run.complete:
-        if not window.sharded and not any(fact.get("flat") for _, fact in window):
+        if not window.sharded:
             continue
+        factors = [_rescaled(fact) for _, fact in window]
+        if all(factors) and not alike([each or 1.0 for each in factors], 1e-4):
+            shown = ", ".join(number(float(each or 1.0)) for each in factors[:8])
+            clip = next((fact["clips"][-1]["place"] for _, fact in window if fact["clips"]), "")
+            yield finding(
+                "clipped_local_shards",
+                f"Step {window.n}: the parameters are sharded, and between backward and the update "
+                f"each rank scaled its shards by a factor of its own ({shown}).",
+                clip or str(window.ranks[min(window.ranks)].get("step_place", "")),
+                CLIP_SHARDS,
+            )
+            return
         clips = [fact["clips"] for _, fact in window]
         if not all(clips):
             continue
@@ -213,10 +231,15 @@ def clipped_local_shards(run: Run, equation: Equation) -> Iterator[Finding]:
                 f"Step {window.n}: the parameters are sharded, and the norms at the clip are each "
                 f"rank's own ({shown}): every shard is scaled by another factor.",
                 clips[0][-1]["place"],
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
-                "model.clip_grad_norm_(limit) with FullyShardedDataParallel.",
+                CLIP_SHARDS,
             )
             return
+
+
+def _rescaled(fact: Fact) -> float | None:
+    """The norm of this rank's shards at the update, divided by the norm that backward left."""
+    norms = fact.get("norm")
+    return norms[1] / norms[0] if isinstance(norms, list) and norms[0] else None
 
 
 def manual_all_reduce_skips_none(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -333,7 +356,8 @@ def scheduler_steps_per_rank(run: Run, equation: Equation) -> Iterator[Finding]:
 def static_graph_with_no_sync(run: Run, equation: Equation) -> Iterator[Finding]:
     """static_graph=True together with no_sync(): the reducer counts the hooks of one pattern only.
 
-    Right if no_sync is never entered.
+    Right if no_sync is never entered, and after a first step without it: the gradients are equal on
+    all ranks then, and this is a note.
     """
     static = {one["index"] for one in run.wrappers if one["static_graph"]}
     if not static or run.world < 2:
@@ -356,9 +380,63 @@ def static_graph_with_no_sync(run: Run, equation: Equation) -> Iterator[Finding]
                 f"Step {step}: no_sync() around a forward, with static_graph=True.{ends}",
                 forward["place"],
                 "Leave out static_graph=True, or synchronize every micro-batch.",
-                "error" if differing or failed else "warning",
+                "error" if differing or failed else "note",
             )
             return
+
+
+def logged_value_is_local(run: Run, equation: Equation) -> Iterator[Finding]:
+    """A rank reads its own loss as a number, and no rank sends a number to the others.
+
+    Right if the value is only that rank's, and labeled so: a note. Silent if the ranks' losses are
+    equal, and if any step reduces or gathers a few numbers.
+    """
+    if run.world < 2 or len(run.complete) < 2:
+        return
+    seen = []
+    for window in run.complete:
+        if any(_sends_numbers(fact) for _, fact in window):
+            return
+        reads = {rank: _own_loss(fact) for rank, fact in window}
+        first = reads[min(reads)]
+        losses = [
+            b["values"][0] for _, fact in window for b in fact["backwards"][-1:] if b.get("values")
+        ]
+        if first and len(losses) == run.world and not alike(losses):
+            seen.append((window, first, losses, [rank for rank, read in reads.items() if read]))
+    if len(seen) < 2:
+        return
+    window, (value, where), losses, readers = seen[0]
+    listed = ", ".join(f"rank {rank}: {number(each)}" for rank, each in enumerate(losses[:8]))
+    who = "Only rank 0 reads" if len(readers) == 1 else "Each rank reads only"
+    yield finding(
+        "logged_value_is_local",
+        f"Step {window.n}: {who} its own loss ({number(value)} on rank 0), and nothing averages "
+        f"it. The losses are {listed}.",
+        where,
+        "mean = loss.detach().clone(); dist.all_reduce(mean); mean /= dist.get_world_size(), then "
+        "log mean.item().",
+    )
+
+
+def _own_loss(fact: Fact) -> tuple[float, str] | None:
+    """The first read of a number that is a loss of this step, and where."""
+    losses = [value for b in fact["backwards"] for value in b.get("values") or ()]
+    losses += [
+        term["value"] for b in fact["backwards"] for term in b.get("terms", ()) if "value" in term
+    ]
+    for value, where in fact.get("reads", ()):
+        if any(near(value, loss, 1e-6) for loss in losses):
+            return float(value), str(where)
+    return None
+
+
+def _sends_numbers(fact: Fact) -> bool:
+    return any(
+        one["op"].endswith("_object") or 0 < one.get("numel", 0) <= 16
+        for one in fact["collectives"]
+        if one.get("what") not in ("gradient", "parameter")
+    )
 
 
 RULES = (
@@ -372,4 +450,5 @@ RULES = (
     manual_all_reduce_skips_none,
     scaler_scales_differ,
     scheduler_steps_per_rank,
+    logged_value_is_local,
 )

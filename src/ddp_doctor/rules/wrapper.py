@@ -12,15 +12,20 @@ CALL_THE_WRAPPER = (
     "Call the wrapper itself: loss = model(batch), not model.module(batch). If the loss needs the "
     "module's methods, compute it inside the module's forward."
 )
+KEEP_THE_WRAPPER = (
+    "Keep what DistributedDataParallel(model) returns, and call that in the training loop: "
+    "self.model = DistributedDataParallel(self.model)."
+)
 
 
 def wrapper_bypassed(run: Run, equation: Equation) -> Iterator[Finding]:
     """Backward reaches a wrapped model that no forward of the wrapper has prepared.
 
     Right if the gradients are combined in another way: they are equal on all ranks then. A backward
-    under no_sync is prepared, and is another rule's subject.
+    under no_sync is prepared, and is another rule's subject. Right too for local SGD, which
+    averages the parameters.
     """
-    if run.world < 2 or not run.wrappers:
+    if run.world < 2 or not run.wrappers or run.averages_parameters:
         return
     for window in run.complete:
         names = window.differing_gradients
@@ -30,26 +35,32 @@ def wrapper_bypassed(run: Run, equation: Equation) -> Iterator[Finding]:
             backward = _bypassed(fact)
             if backward is None:
                 continue
-            earlier = _first_unprepared(run) > 0 and window.n > 0
+            earlier = _was_prepared(run, window.n)
+            gone = [run.wrappers[at] for at in fact.get("gone", ()) if at < len(run.wrappers)]
             yield finding(
-                "wrapper_lost" if earlier else "wrapper_bypassed",
+                "wrapper_lost" if earlier or gone else "wrapper_bypassed",
                 f"Step {window.n}, rank {rank}: backward reached the wrapped model, but no forward "
                 f"went through the wrapper"
                 + (" any more" if earlier else "")
+                + (f", which no longer exists (made at {gone[0]['place']})" if gone else "")
                 + f". {len(names)} of {_total(fact)} gradients differ between the ranks, first "
                 f"{names[0]}.",
                 _place(backward),
-                CALL_THE_WRAPPER,
+                KEEP_THE_WRAPPER if gone else CALL_THE_WRAPPER,
             )
             return
 
 
-def _first_unprepared(run: Run) -> int:
-    """The first observed step with a backward that was not prepared."""
-    for window in run.windows:
-        if any(_bypassed(fact) for _, fact in window):
-            return window.n
-    return -1
+def _was_prepared(run: Run, step: int) -> bool:
+    """Whether a backward before this step went through the wrapper."""
+    return any(
+        prepared is not None and backward["wrappers"].get(index)
+        for window in run.windows
+        if window.n < step
+        for _, fact in window
+        for backward in fact["backwards"]
+        for index, prepared in backward["prepared"].items()
+    )
 
 
 def _bypassed(fact: Fact) -> Fact | None:
@@ -91,6 +102,8 @@ def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
     facts = [fact for _, fact in window]
     if any("stepped_in_backward" in fact for fact in facts):
         return
+    if run.averages_parameters:
+        return
     if any(fact["collectives"] and _touches_model(fact) for w in run.complete for _, fact in w):
         return
     start = [rank.all("start") for rank in run.ranks]
@@ -118,7 +131,7 @@ def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
 
 def _touches_model(fact: Fact) -> bool:
     return any(
-        one.get("what") in ("gradient", "parameter", "flat", "like a gradient")
+        one.get("what") in ("gradient", "parameter", "flat", "flat parameters", "like a gradient")
         or one.get("numel", 0) > 64
         for one in fact["collectives"]
         if not one["op"].endswith("barrier")
@@ -253,7 +266,7 @@ def parameters_averaged(run: Run, equation: Equation) -> Iterator[Finding]:
             one
             for _, fact in window
             for one in fact["collectives"]
-            if one["op"] == "all_reduce" and one.get("what") == "parameter"
+            if one["op"] == "all_reduce" and one.get("what") in ("parameter", "flat parameters")
         ]
         hits.append((window, ones))
     # The all-reduce after step n is seen in the window of step n + 1.

@@ -8,9 +8,11 @@ stores outputs; nobody edits them by hand.
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -126,7 +128,22 @@ def update(chapters: Sequence[Path]) -> None:
     _run_all([(chapter, chapter) for chapter in chapters])
 
 
+def progress(done: int, jobs: int, name: str, seconds: float, elapsed: float) -> str:
+    """One line for a chapter that has run: `[ 3/12] name … 16 s, about 40 s left`.
+
+    `elapsed` is the time since the first chapter began; the others are taken to be like these.
+    """
+    left = elapsed / done * (jobs - done)
+    rounded = f"{left / 60:.0f} min" if left >= 90 else f"{max(5, round(left / 5) * 5)} s"
+    ahead = f", about {rounded} left" if done < jobs else ""
+    return f"[{done:{len(str(jobs))}}/{jobs}] {name} … {seconds:.0f} s{ahead}"
+
+
 def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
+    began = time.monotonic()
+    finished = itertools.count(1)
+    one_line = threading.Lock()
+
     def run(job: tuple[Path, Path]) -> str | None:
         chapter, target = job
         start = time.monotonic()
@@ -138,7 +155,10 @@ def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
             return f"{chapter}: a cell failed\n{error}"
         except (OSError, ValueError, RuntimeError, TimeoutError) as error:
             return f"{chapter}: {type(error).__name__}: {error}"
-        print(f"  {chapter}  {time.monotonic() - start:.1f} s", flush=True)
+        now = time.monotonic()
+        with one_line:
+            name = chapter.stem
+            print(progress(next(finished), len(jobs), name, now - start, now - began), flush=True)
         return None
 
     # Two at once: chapters start several processes of their own.

@@ -1,12 +1,13 @@
 """The built book as a website: add launch buttons, and check that every page works offline.
 
     python -m labkit.book.site configure _config.yml OUT   write the configuration for the build
+    python -m labkit.book.site finish _build/html          make the pages light and legible to all
     python -m labkit.book.site check _build/html           check every link, image, and script
 
-A launch button needs the public address of the repository, which a checkout does not know. The
-publishing workflow sets it in the environment variable BOOK_REPOSITORY
-(`https://github.com/owner/name`); BOOK_BRANCH defaults to `main`. Without BOOK_REPOSITORY the pages
-have a download button only.
+The header's link to the repository, the launch buttons, and the commands on the front page need the
+project's public address: `repository` in `_config.yml` (see `labkit.book.repository`). The
+publishing workflow overrides it with the environment variables BOOK_REPOSITORY and BOOK_BRANCH.
+Without an address the pages have a download button only.
 """
 
 import argparse
@@ -19,6 +20,9 @@ from urllib.parse import unquote, urlsplit
 import yaml
 from bs4 import BeautifulSoup
 
+from labkit.book.finish import finish
+from labkit.book.repository import checked, substitutions
+
 BINDER = "https://mybinder.org"
 # What a page loads by itself, and the attribute that names it; a link is followed by a person.
 LOADED = (("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src"))
@@ -26,22 +30,37 @@ LOADED = (("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src")
 NAMED_ONLY = {"canonical", "index", "search", "next", "prev", "author", "copyright"}
 
 
-def configuration(base: str, repository: str | None, branch: str = "main") -> str:
-    """Jupyter Book's configuration `base` (YAML), with launch buttons if `repository` is known.
+def configuration(base: str, cff: str, repository: str = "", branch: str = "") -> str:
+    """Jupyter Book's configuration `base` (YAML) for the address that it names.
 
-    Raises ValueError if `repository` is not the https address of a repository on GitHub.
+    Args:
+        base: the text of `_config.yml`.
+        cff: the text of CITATION.cff, which names the title and the authors.
+        repository, branch: override those of `base` if they are not empty.
+
+    Raises ValueError if the address is not that of a repository on GitHub.
     """
     config = yaml.safe_load(base)
-    if repository:
-        parts = urlsplit(repository)
-        if parts.scheme != "https" or parts.netloc != "github.com" or parts.path.count("/") != 2:
-            raise ValueError(
-                f"BOOK_REPOSITORY is {repository!r}; launch buttons need"
-                " https://github.com/OWNER/NAME. Unset it to build without them."
-            )
-        config["repository"] = {"url": repository, "path_to_book": "book", "branch": branch}
+    stored = config.get("repository", {})
+    address = checked(repository or stored.get("url", ""))
+    config["repository"] = {**stored, "url": address}
+    if branch:
+        config["repository"]["branch"] = branch
+    if address:
+        config.setdefault("html", {})["use_repository_button"] = True
         config["launch_buttons"] = {"notebook_interface": "jupyterlab", "binderhub_url": BINDER}
+    words = substitutions(address, cff, str(config["copyright"]))
+    config.setdefault("parse", {})["myst_substitutions"] = words
     return yaml.safe_dump(config, sort_keys=False)
+
+
+def pages_of(site: Path) -> list[Path]:
+    """The pages below `site`, sorted. Raises FileNotFoundError if there are none."""
+    # Folders with an underscore hold the theme's files, templates of pages among them.
+    pages = [p for p in sorted(site.rglob("*.html")) if p.relative_to(site).parts[0][0] != "_"]
+    if not pages:
+        raise FileNotFoundError(f"there is no page below {site}; make book builds them")
+    return pages
 
 
 def problems(site: Path) -> list[str]:
@@ -52,11 +71,7 @@ def problems(site: Path) -> list[str]:
     page.
     """
     site = site.resolve()
-    # Folders with an underscore hold the theme's files, templates of pages among them.
-    paths = [p for p in sorted(site.rglob("*.html")) if p.relative_to(site).parts[0][0] != "_"]
-    pages = {path: _page(path) for path in paths}
-    if not pages:
-        raise FileNotFoundError(f"there is no page below {site}; make book builds them")
+    pages = {path: _page(path) for path in pages_of(site)}
     ids = {path: _ids(page) for path, page in pages.items()}
     found = []
     for path, page in pages.items():
@@ -116,15 +131,20 @@ def main() -> None:
     configure = commands.add_parser("configure", help="write the build's configuration")
     configure.add_argument("base", type=Path)
     configure.add_argument("out", type=Path)
+    to_finish = commands.add_parser("finish", help="make the pages light and legible to all")
+    to_finish.add_argument("site", type=Path)
     check = commands.add_parser("check", help="check the pages of a built book")
     check.add_argument("site", type=Path)
     arguments = parser.parse_args()
     try:
         if arguments.command == "configure":
-            repository, branch = os.environ.get("BOOK_REPOSITORY"), os.environ.get("BOOK_BRANCH")
-            text = configuration(arguments.base.read_text(), repository, branch or "main")
+            override = (os.environ.get(name, "") for name in ("BOOK_REPOSITORY", "BOOK_BRANCH"))
+            cff = arguments.base.with_name("CITATION.cff").read_text()
+            text = configuration(arguments.base.read_text(), cff, *override)
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(text)
+        elif arguments.command == "finish":
+            finish(arguments.site, pages_of(arguments.site))
         elif found := problems(arguments.site):
             sys.exit("\n".join(found))
     except (ValueError, OSError) as error:

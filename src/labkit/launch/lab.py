@@ -1,9 +1,9 @@
-"""What a lab under torchrun needs: join the ranks, print in rank order, find the worst value."""
+"""What a lab under torchrun needs: join the ranks, print by rank, find the worst value."""
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     `cuda:LOCAL_RANK` if this machine has one GPU per rank, and gloo on the CPU otherwise. The
     environment variable LABKIT_DEVICE overrides this: "cpu"; or "cuda", and then ranks share the
     GPUs over gloo if there are too few. Exits with an explanation if torchrun did not start the
-    script, or if that device is missing.
+    script, or if that device is missing. What concerns GPUs was not run on one; `make gpu` does.
     """
     if "LOCAL_RANK" not in os.environ:
         script = os.path.relpath(sys.argv[0])
@@ -58,8 +58,8 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
 def place_of_rank(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
     """The device of a rank of this machine, and the backend that all of them can talk over.
 
-    Exits with an explanation if LABKIT_DEVICE asks for what there is not. Not yet run with a GPU;
-    `make gpu` runs the labs on those that are there.
+    Exits with an explanation if LABKIT_DEVICE asks for what there is not. Tested with a pretended
+    number of GPUs; not yet run with real ones, as `make gpu` does.
     """
     asked = os.environ.get("LABKIT_DEVICE", "auto")
     if asked not in ("auto", "cpu", "cuda"):
@@ -90,12 +90,29 @@ def _refuse_restarts_that_cannot_work() -> None:
         )
 
 
-def print_in_rank_order(text: str) -> None:
-    """Print the `text` of every rank, in rank order, from rank 0. Every rank must call it."""
-    texts: list[str | None] = [None] * dist.get_world_size()
+def print_by_rank(text: str) -> None:
+    """Print each different `text` once, from rank 0, below the ranks that have it.
+
+    Every rank must call it. The first line says "equal on ranks 0–3" if all have the same text.
+    """
+    texts: list[str] = [""] * dist.get_world_size()
     dist.gather_object(text, texts if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
-        print("\n\n".join(str(t) for t in texts), flush=True)
+        print(below_their_ranks(texts), flush=True)
+
+
+def below_their_ranks(texts: Sequence[str]) -> str:
+    """The different ones of `texts`, which are in rank order, each below its ranks."""
+    if len(texts) > 1 and len(set(texts)) == 1:
+        return f"equal on ranks 0–{len(texts) - 1}\n{texts[0]}"
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks_of.setdefault(text, []).append(rank)
+    blocks = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {len(texts)}\n{text}"
+        for text, ranks in ranks_of.items()
+    ]
+    return "\n\n".join(blocks)
 
 
 def largest_on_any_rank(*figures: float) -> float:

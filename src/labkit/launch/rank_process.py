@@ -7,6 +7,8 @@
 4. Send its result, or its error, to the supervisor as bytes.
 5. Wait until the supervisor says that every rank has reported. A rank that left earlier would
    close its connections to a slower rank, which would then report a misleading error.
+
+On a GPU it also makes that GPU the current one; this has not been run on one yet.
 """
 
 import contextlib

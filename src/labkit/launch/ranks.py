@@ -163,7 +163,10 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
 
 
 def _place(world_size: int, device: str) -> tuple[tuple[str, ...], str]:
-    """One device per rank, and the backend for them."""
+    """One device per rank, and the backend for them.
+
+    Tested with a pretended number of GPUs; not yet run with real ones, as `make gpu` does.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f'device must be "auto", "cpu" or "cuda", got {device!r}')
     gpus = 0 if device == "cpu" else torch.cuda.device_count()

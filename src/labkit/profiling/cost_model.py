@@ -310,6 +310,18 @@ class SimulatedStep(NamedTuple):
         """The seconds that communication adds to the step."""
         return self.end - self.compute_end
 
+    @property
+    def critical_bucket(self) -> int:
+        """The bucket from which on the link works without a pause until the end.
+
+        The critical path of the step: compute until this bucket is launched, then the all-reduces
+        of this and all later buckets. Only what is on it makes the step shorter.
+        """
+        first = len(self.sent) - 1
+        while first > 0 and self.sent[first][0] <= self.sent[first - 1][2]:
+            first -= 1
+        return first
+
     def error(self, measured_seconds: float) -> float:
         """(simulated − measured) / measured."""
         return self.end / measured_seconds - 1

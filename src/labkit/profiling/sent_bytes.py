@@ -1,4 +1,4 @@
-"""Who sends how many bytes to whom, in one all-reduce that is built from send and recv."""
+"""The bytes that each rank sends to each other rank, in one all-reduce built from send and recv."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,13 +1,14 @@
 """A small image captioner, and padded captions of different lengths.
 
-It has the shape of the captioner in the thread "Gradient accumulation gives different results
-compared to full batch": a vision transformer, and a GPT-2 that reads its patches through
-cross-attention. It trains in a second on a laptop. The thread's weights (a CLIP encoder and gpt2)
-would have to be downloaded; these are random, from a seed.
+It has the structure of the captioner in the thread "Gradient accumulation gives different results
+compared to full batch". A vision transformer encodes the picture, and a GPT-2 attends to its
+patches. It trains in a second on a laptop. The thread's weights (a CLIP encoder and gpt2) would
+have to be downloaded; these are random, from a seed.
 
-The decoder has GPT-2's parts: learned positions, layer norm before each block, GELU layers four
-times as wide, an output layer tied to the embedding, and weights of standard deviation 0.02. There
-is no dropout and no batch norm, so a caption's loss does not depend on the rest of its batch.
+The decoder has GPT-2's parts: learned positions, layer norm before each block, and GELU layers
+four times as wide. Its output layer is tied to the embedding, and its weights have the standard
+deviation 0.02. There is no dropout and no batch norm, so a caption's loss does not depend on the
+rest of its batch.
 """
 
 import math
@@ -118,9 +119,12 @@ def draw_captions(
     """`captions` pictures with captions; the same arguments give the same data on any machine.
 
     A picture shows the first name of its caption. The tail decides whether short or long captions
-    cost more per token. "easy": two names, then filler in an order that can be learned, so short
-    captions cost more. "hard": one token of filler, then names to the end, so long captions cost
-    more. Lengths are random, 2 to 12, unless given.
+    have the higher loss per token.
+
+    - "easy": two names, then filler in an order that can be learned. Short captions are harder.
+    - "hard": one token of filler, then names to the end. Long captions are harder.
+
+    Lengths are random, 2 to 12, unless given.
 
     Raises ValueError for another tail, or for lengths that are not `captions` numbers of 1 to 12.
     """

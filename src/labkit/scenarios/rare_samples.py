@@ -1,4 +1,4 @@
-"""Sixteen samples of which the last four are rare: the problem of the chapters on surprises.
+"""Sixteen samples, the last four of them rare: the problem of the chapters on surprises.
 
 With W ranks, rank r holds the r-th of W equal slices, so the rare samples are all on the last rank.
 Its gradient is larger than the others', as happens with real data, and without that half of the

@@ -144,7 +144,8 @@ def raise_on_every_rank(
 ) -> None:
     """Raise the lowest rank's `error` on every rank of `group`; return if no rank has one.
 
-    Costs one all-reduce of one byte, and one all-gather of the errors if a rank has one.
+    Costs one all-reduce of one byte, and one all-gather of the errors if a rank has one. Over NCCL
+    the byte is on the GPU; that branch has not been run yet.
     """
     backend = dist.get_backend(group)
     device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"

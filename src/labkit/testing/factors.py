@@ -44,7 +44,7 @@ class Experiment(NamedTuple):
 def try_factors(
     experiment: Experiment, loss: Loss, meant: Loss, counts: Sequence[int] = (3, 3)
 ) -> dict[str, Comparison]:
-    """The combined gradient of `factor · loss` against that of `meant`, for "×1", "×W", "×1/W".
+    """The combined gradient of `factor · loss`, compared with `meant`'s, for "×1", "×W", "×1/W".
 
     Rank r has the next `counts[r]` samples; `loss` gets its outputs and targets there. Raises
     RuntimeError if the ranks end with different gradients, or if they cannot be compared

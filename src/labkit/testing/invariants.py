@@ -143,7 +143,7 @@ def replicas_stay_identical(wrap: Wrap, device: Device, watched: SameCollectives
 
 @invariant
 def gradients_equal_full_batch(wrap: Wrap, device: Device, watched: SameCollectives) -> None:
-    """In each of three steps, the gradient equals that of one process with the whole batch."""
+    """In each of three steps, the gradient equals one process's gradient of the whole batch."""
     _train(wrap, device, watched, look_before=assert_gradients_equal)
 
 

@@ -1,10 +1,10 @@
 """All-reduce, built from `send` and `recv`: four ways, one result.
 
-Every rank brings a tensor of the same shape and dtype, and every rank leaves with the sum (or the
-average) of them all. The first three functions take what `torch.distributed.all_reduce` takes and
-work in place as it does, so that one may stand where the other stood. What differs is the cost. A
+Every rank passes a tensor of the same shape and dtype, and every rank receives the sum (or the
+average) of all of them. The first three functions take the arguments of
+`torch.distributed.all_reduce` and work in place, so they can replace it. They differ in cost. A
 message of n bytes takes α + n·β seconds: α is the latency of the link, 1/β its bandwidth. With W
-ranks, where a step is one message that the next one has to wait for:
+ranks, counting as one step each message that the next one has to wait for:
 
 ==================  =============  ===========================  =================================
 algorithm           steps          bytes sent by the busiest    time
@@ -17,15 +17,15 @@ recursive doubling  log₂W          log₂W·n                      log₂W·α
 (for W not a power of two, recursive doubling takes ⌊log₂W⌋ + 2 steps and ⌊log₂W⌋ + 1 times n).
 In any all-reduce the busiest rank sends at least 2(W−1)/W·n bytes, unless the network itself adds
 (SHARP). The ring reaches this bound and suits long tensors (gradients). Recursive doubling suits
-short tensors, where only the number of steps counts. The naive one is for reading.
+short tensors, where only the number of steps counts. The naive algorithm is for reading.
 
-These counts assume one kind of link. Between the nodes of a cluster, links are often slower than
-inside, and the ranks of a node may share one. There `hierarchical_all_reduce` sends the least that
-the busiest node can send.
+These counts assume one kind of link. Links between the nodes of a cluster are often slower than
+links inside a node, and the ranks of a node may share one. There, use `hierarchical_all_reduce`:
+its busiest node sends the least possible.
 
 **The same bits on every rank.** A floating-point sum depends on the order of its additions, and
-replicas of one model must not drift apart; so each function says why its ranks end with the same
-bits. From one function to another, the last bits may differ: the order does.
+replicas of one model must stay equal. So each docstring says why all ranks get the same bits.
+Different functions add in different orders, so their last bits may differ.
 
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH" (2005); Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of
@@ -47,7 +47,7 @@ SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 def naive_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = None) -> None:
-    """All-reduce in place: everybody sends to rank 0, which adds and sends the result back.
+    """All-reduce in place: every rank sends to rank 0, which adds and sends the result back.
 
     Steps: 2(W−1) on rank 0, one after another; 2 on each of the others. Bytes sent: (W−1)·n by
     rank 0, n by each of the others: rank 0's link is the bottleneck and grows with W.
@@ -73,18 +73,19 @@ def ring_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = None) -> None:
     """All-reduce in place, in chunks around a ring: a reduce-scatter, then an all-gather.
 
     The tensor is cut into W chunks. In step s of the reduce-scatter, rank r sends chunk r − s to
-    its right-hand neighbor and adds what comes from the left to its own chunk r − s − 1. After W−1
-    steps rank r holds the finished chunk r + 1; W−1 steps more and the finished chunks have been
-    handed all the way round. (Chunk numbers are modulo W.)
+    rank r + 1, and adds the chunk it receives to its own chunk r − s − 1. After W−1 steps rank r
+    holds the finished chunk r + 1. In another W−1 steps the finished chunks go around the ring.
+    (Chunk and rank numbers are modulo W.)
 
     Steps: 2(W−1). Bytes sent by each rank: all chunks but one, twice: 2(W−1)/W·n. If W does not
-    divide the length, chunks differ by one element, and so may what two ranks send: rank r sends 2n
-    less chunks r + 1 and r + 2. A chunk may be empty (fewer elements than ranks): its messages too.
+    divide the length, chunks differ by one element, so ranks may send different amounts: rank r
+    sends 2n minus chunks r + 1 and r + 2. With fewer elements than ranks, some messages are empty.
     Same bits: chunk c is added up once, along one path (ranks c, c + 1, …, c − 1), and then copied.
 
     Args:
-        tensor: same shape and dtype on every rank (as in `dist.all_reduce`, not verified); any
-            shape, dtype and strides, also views that torch's gloo all-reduce gets wrong in silence.
+        tensor: same shape and dtype on every rank (as in `dist.all_reduce`, not verified). Any
+            shape, dtype, and strides work, even views that torch's gloo all-reduce silently
+            reduces wrongly.
         op: `ReduceOp.SUM` or `ReduceOp.AVG` (each rank divides by W *before* adding, so that
             float16 does not overflow on the way to an average that it could hold).
         group: the process group; by default the whole world.
@@ -113,7 +114,7 @@ def _reduce_scatter(chunks: Sequence[Tensor], rank: int, group: Group) -> Tensor
 
 
 def _all_gather(chunks: Sequence[Tensor], rank: int, group: Group) -> None:
-    """The second half: the finished chunks are handed round."""
+    """The second half of the ring: send the finished chunks around."""
     size = len(chunks)
     for step in range(size - 1):
         finished, next_one = chunks[(rank - step + 1) % size], chunks[(rank - step) % size]
@@ -123,15 +124,15 @@ def _all_gather(chunks: Sequence[Tensor], rank: int, group: Group) -> None:
 def recursive_doubling_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = None) -> None:
     """All-reduce in place: pairs exchange and add, then pairs of pairs, and so on.
 
-    Before step s each block of 2ˢ ranks holds its own sum; each rank exchanges with the one whose
-    number differs in bit s, and then blocks of 2ˢ⁺¹ hold theirs. If W is no power of two, let P be
-    the greatest one below it: each rank from P on first hands its tensor to rank − P, sits the
-    doubling out, and gets the result from there.
+    Before step s each block of 2ˢ ranks holds the sum of its own tensors. Each rank exchanges with
+    the rank whose number differs in bit s, and then each block of 2ˢ⁺¹ ranks holds its sum. If W is
+    not a power of two, let P be the largest one below W. Each rank r ≥ P first sends its tensor to
+    rank r − P, waits during the doubling, and receives the result from there.
 
-    Steps: log₂W, or log₂P + 2. Bytes sent by each rank: log₂P·n; n more by those that have a rank
-    to stand in for; only n by the ranks from P on.
-    Same bits: the two partners add the same two numbers, one as a + b and the other as b + a, which
-    is the same to the bit; so a block agrees if its two halves do, and a block of one does.
+    Steps: log₂W, or log₂P + 2. Bytes sent by each rank: log₂P·n, plus n by each rank below W − P.
+    The ranks from P on send only n.
+    Same bits: of two partners, one computes a + b and the other b + a, which are bitwise equal. So
+    a block agrees if its two halves do, and a block of one rank always does.
 
     `tensor`, `op` and `group`, and what is raised: see `ring_all_reduce`.
     """
@@ -159,8 +160,8 @@ def recursive_doubling_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = N
 class Nodes(NamedTuple):
     """The two groups of a rank on a cluster of nodes with L ranks each.
 
-    `inside`: the L ranks of its own node. `across`: those in its place on every node. `groups`
-    makes both.
+    `inside`: the L ranks of its own node. `across`: one rank per node, the ranks with the same
+    local rank. `groups` creates both.
     """
 
     inside: dist.ProcessGroup
@@ -186,10 +187,10 @@ class Nodes(NamedTuple):
 
 
 def hierarchical_all_reduce(tensor: Tensor, op: Op = SUM, *, nodes: Nodes) -> None:
-    """All-reduce in place over M nodes of L ranks: sum inside, all-reduce across, spread inside.
+    """All-reduce in place over M nodes of L ranks: reduce-scatter, all-reduce, all-gather.
 
-    1. The ranks of a node reduce-scatter: each ends with one L-th of the node's sum.
-    2. Each all-reduces its part, by a ring, with those that hold the same part on the other nodes.
+    1. The ranks of a node reduce-scatter: each ends with 1/L of the node's sum.
+    2. Each rank all-reduces its part, by a ring, with the ranks that hold it on the other nodes.
     3. The ranks of a node all-gather the parts.
 
     Steps: 2(L−1) inside and 2(M−1) across; the flat ring has 2(LM−1). Bytes sent by each rank:

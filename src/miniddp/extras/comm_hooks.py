@@ -117,7 +117,7 @@ class PowerSGDState:
 
     Args:
         process_group: the ranks that average; the default group when None.
-        rank: r, the rank of the approximation (not that of a process).
+        rank: r, the rank of the approximation (not the number of a process).
         start_after: so many iterations are averaged exactly first, at least 2 as in torch.
         error_feedback: add what an iteration's approximation has lost to the next one's gradient.
             Costs one more buffer as large as the gradients. Without it training may not converge.
@@ -167,6 +167,7 @@ def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
 
     Three collectives per bucket: the exact part, P, Q. Backward waits for P: started from a
     callback, the collectives of two buckets could run in different orders on different ranks.
+    Run over gloo on a CPU only; over NCCL it was read against torch's hook of the same name.
     """
     exactly = state.iteration < state.start_after
     state.iteration += bucket.is_last()

@@ -1,24 +1,24 @@
 """The bucket planner's measurements: time the first steps, plan the buckets, try the plan.
 
-`DistributedDataParallel(module, bucket_plan="measured")` begins like any other: one bucket, then
-those of the caps. Over the next steps each rank notes when its gradients are ready. Then, between
-two steps:
+`DistributedDataParallel(module, bucket_plan="measured")` starts as usual: with one bucket, then
+with the caps. In the next steps each rank records when its gradients are ready. Then, between two
+steps:
 
-1. *Measure* the link: all-reduces of 1 KiB and of 4 MiB, by the clock and in processor time, and a
-   copy. The ranks take the slowest rank's value of each, because a bucket leaves when the last rank
-   has filled it.
+1. *Measure* the link: all-reduces of 1 KiB and of 4 MiB, in elapsed and in processor time, and a
+   copy. All ranks use the slowest rank's values, because an all-reduce starts only after the last
+   rank has filled its bucket.
 2. *Plan* (`miniddp.extras.planner.measured_plan`).
-3. *Try* that plan and a few fixed caps for a few steps each, and keep the fastest. The model behind
-   the plan knows neither the caches nor the machine's other processes; the clock does. Rank 0's
-   medians decide, and its plan is broadcast, so every rank decides alike.
+3. *Try* that plan and a few fixed caps for a few steps each, and keep the fastest. The planner's
+   model does not include caches and other processes; measured steps do. Rank 0's medians decide,
+   and its plan is broadcast, so every rank uses the same plan.
 
-Processor time counts because on one machine an all-reduce uses the cores that compute backward.
-(Idle cores are not looked for, so with many of them the plan is too careful.)
+Processor time matters because on one machine an all-reduce uses the cores that compute backward.
+Idle cores are not taken into account, so on a machine with many of them the plan is too cautious.
 
-Cost: one hook per gradient for seven steps; once, 16 MiB of all-reduces, 64 MiB of memory for the
-copy, and three small messages; then up to 16 steps in other buckets, with one small broadcast per
-candidate. From three ranks on, the last bits of a sum depend on the buckets, which now depend on
-times: two runs may differ in them.
+Cost: one hook per gradient for seven steps. Once: 16 MiB of all-reduces, 64 MiB of memory for the
+copy, and three small messages. Then up to 16 steps with other buckets, and one small broadcast per
+candidate. With three or more ranks, the last bits of a sum depend on the buckets, and these now
+depend on measured times, so the last bits may differ between two runs.
 """
 
 import weakref

@@ -1,16 +1,15 @@
-"""Uneven inputs: what a rank that has run out of data does while the others go on.
+"""Uneven inputs: what a rank that has run out of data does while the others continue.
 
-A collective needs every rank of its group. A rank that has joined (has no more inputs) therefore
-answers each collective of the others' forward and backward: it contributes gradients of zeros.
-Which divisor turns the sum into an average is a choice: the world size W, by which every input of
-the epoch counts the same, or the number of ranks that still have inputs, as if the world had
-shrunk.
+A collective needs every rank of its group. So a rank that has joined (has no more inputs) takes
+part in every collective of the others' forward and backward, and contributes gradients of zeros.
+The sum is divided either by the world size W, so that every input of the epoch has the same weight,
+or by the number of ranks that still have inputs, as if the other ranks did not exist.
 
-Cost for a joined rank: the same collectives as for the others, without the computation. For all
-ranks, two all-reduces of one number more in each forward: who still has inputs, and whether this
-backward is reduced. Where buffers are synced there is a third, for the rank to take them from, and
-with `throw_on_early_termination` another. In backward none more, but for the first of a static
-graph: an all-reduce of one number a parameter.
+Cost for a joined rank: the same collectives as the others, without the computation. All ranks make
+two more all-reduces of one number in each forward: the number of ranks that still have inputs, and
+whether this backward is reduced. If buffers are synchronized, a third one finds the source rank;
+`throw_on_early_termination` adds another. Backward needs no more, except the first backward of a
+static graph: one all-reduce of one number per parameter.
 Source: torch/distributed/algorithms/join.py and _DDPJoinHook in torch/nn/parallel/distributed.py.
 """
 

@@ -22,12 +22,12 @@ PARTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class LinkCost(NamedTuple):
-    """What an all-reduce of n bytes takes while backward goes on, in seconds.
+    """The cost of an all-reduce of n bytes during backward, in seconds.
 
-    It occupies the link for `latency` + n·`per_byte`, and the processor, which backward then does
-    without, for `cpu` + n·`cpu_per_byte` of these: no more than the former, and 0 where a network
-    card does the work. To copy a bucket's averages out takes n·`copy_per_byte` more, which the
-    link's work on later buckets hides, but not for the last one.
+    It occupies the link for `latency` + n·`per_byte`. For `cpu` + n·`cpu_per_byte` of this time it
+    also takes the processor away from backward (0 if a network card does the work). Copying the
+    averages out of a bucket takes n·`copy_per_byte` more. The link's work on later buckets hides
+    that time, except for the last bucket.
     """
 
     latency: float
@@ -45,17 +45,17 @@ def measured_plan(
 ) -> Plan:
     """The plan that would have ended first in the measured `steps`, on average.
 
-    `steps[s][i]` is when gradient i was ready in step s, in seconds since that step began. The
-    candidates are `fastest_plan` for the medians of these, with buckets of any length and with ever
-    shorter ones: these cost a little more latency, and lose less in a step whose gradients come
-    sooner or later than in the median, and less while the last one is copied out. How much that
-    matters is seen by trying them on the steps.
+    `steps[s][i]` is when gradient i was ready in step s, in seconds since that step began. Each
+    candidate is a `fastest_plan` for the median times, with a different limit on the bucket size.
+    Smaller buckets cost a little more latency, but they lose less if a step's gradients are ready
+    earlier or later than the median, and the last one is copied out sooner. All candidates are
+    simulated on all steps.
 
-    Where none promises to be at least 2 % sooner than `arrival_plan` with `caps`, it is the latter:
-    noise and the model's own error can undo less.
+    If no candidate is at least 2 % faster than `arrival_plan` with `caps`, that plan is returned:
+    a smaller gain is within the noise and the model's error.
 
     Raises:
-        ValueError: no step, or one with another number of times than there are parameters.
+        ValueError: there is no step, or a step does not have one time per parameter.
     """
     if not steps or any(len(step) != len(sizes) for step in steps):
         raise ValueError(
@@ -79,10 +79,10 @@ def measured_plan(
 def finish_time(
     plan: Plan, sizes: Sequence[ParameterSize], ready: Sequence[float], link: LinkCost
 ) -> float:
-    """When the last bucket of `plan` is averaged, in the seconds of `ready`.
+    """When the last bucket of `plan` is averaged, in seconds on the clock of `ready`.
 
-    The model: buckets are launched in order, each once its last gradient is ready; the link carries
-    one at a time; and what earlier buckets took from the processor makes every gradient later.
+    The model: buckets are launched in order, each once its last gradient is ready. The link carries
+    one at a time. The processor time of earlier buckets delays every later gradient.
     """
     full, taken, done = 0.0, 0.0, 0.0
     for bucket in plan:
@@ -99,18 +99,18 @@ def fastest_plan(
     link: LinkCost,
     longest: float = inf,
 ) -> Plan:
-    """The plan with the least `finish_time`, of fewest buckets, among runs of the arrival order.
+    """The plan with the least `finish_time`, and of these the one with the fewest buckets.
 
-    A bucket that has `longest` bytes takes no further parameter.
+    A bucket is a contiguous run of the arrival order. Once it has `longest` bytes, it takes no
+    further parameter. If there are several dtypes or devices, the cuts are placed as if all could
+    share a bucket. Each run is then sent as one bucket per kind.
 
-    If there are several kinds, the cuts are those that would be best if all could travel together,
-    and what lies between two of them is sent as one bucket for each kind (and sparse parameter).
-
-    Dynamic programming over (how many buckets, how many gradients). The last bucket of j gradients
-    begins after i of them, and only two values of i can be best: the largest for which the link is
-    free again when gradient j is ready, since a smaller one only makes the bucket longer; and the
-    next, since a larger one only adds to what the link has to carry after it. (If these make it too
-    long: the first that does not.) All grow with j, so the whole costs O(buckets · parameters).
+    Dynamic programming over (number of buckets, number of gradients). Let the last bucket of the
+    first j gradients begin after gradient i. Only two values of i can be best: the largest for
+    which the link is free again when gradient j is ready, and the next one. A smaller i only makes
+    the bucket longer. A larger i does not end earlier, because the link is busy all the time. (If
+    the bucket would then be too long: the first i that makes it short enough.) All of these grow
+    with j, so the total cost is O(buckets · parameters).
 
     Raises:
         ValueError: `ready` is not one time for each parameter.
@@ -166,6 +166,5 @@ def fastest_plan(
 def _of_one_kind(run: Sequence[int], sizes: Sequence[ParameterSize]) -> Plan:
     buckets: dict[Hashable, list[int]] = defaultdict(list)
     for index in run:
-        _, kind, sparse = sizes[index]
-        buckets[index if sparse else (kind,)].append(index)
+        buckets[sizes[index].kind].append(index)
     return list(buckets.values())

@@ -11,6 +11,15 @@ import torch
 from torch import Tensor
 
 from miniddp.bucket import Bucket, Run
+from miniddp.buckets import ParameterSize
+
+
+def each_alone(sizes: Sequence[ParameterSize], sparse: Sequence[bool]) -> list[ParameterSize]:
+    """`sizes`, where each parameter with a sparse gradient is of a kind of its own."""
+    return [
+        size._replace(kind=("sparse", index)) if sparse[index] else size
+        for index, size in enumerate(sizes)
+    ]
 
 
 class SparseBucket(Bucket):

@@ -1,9 +1,9 @@
 """Static graph: every iteration uses the same parameters, each as often as in the first.
 
-The first backward is *learned*: nothing is launched while it runs. At its end the reducer knows how
-often each gradient arrived, and reduces everything at once. From then on a gradient counts as
-ready at its last arrival, which makes reentrant checkpointing and shared parameters work, and a
-parameter that was unused in the first iteration is not waited for.
+In the first backward the reducer only counts how often each gradient arrives, and launches nothing.
+At its end it reduces everything at once. From then on a gradient is ready at its last arrival, so
+reentrant checkpointing and shared parameters work. The reducer does not wait for parameters that
+were unused in the first iteration.
 
 Cost: the first backward overlaps nothing and sends 4 bytes more per parameter.
 Source: static_graph_first_iteration and delay_all_reduce in
@@ -20,7 +20,7 @@ _STATIC = "this is not compatible with static_graph set to True."
 
 
 class StaticGraphReducer(Reducer):
-    """A reducer that can be told, before the first iteration, that the graph never changes."""
+    """A reducer for graphs that never change, if it is told so before the first iteration."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.static_graph = False
@@ -30,7 +30,7 @@ class StaticGraphReducer(Reducer):
         super().__init__(*args, **kwargs)
 
     def expect_static_graph(self) -> None:
-        """From now on the graph is the same in each iteration; the next backward shows it."""
+        """Every later iteration must have the same graph; the next backward is used to learn it."""
         self.static_graph = self.learns_graph = True
         self.counts_every_hook = False
         self.find_unused_parameters = False
@@ -74,7 +74,7 @@ class StaticGraphReducer(Reducer):
         return True
 
     def forget_unused(self) -> None:
-        """The parameters that never fired are the ones that no later backward waits for."""
+        """No later backward waits for the parameters that never received a gradient."""
         self.usage.unreachable = [index for index, count in enumerate(self.firings) if count == 0]
 
     def slots_to_write(self, bucket: Bucket) -> list[int] | None:

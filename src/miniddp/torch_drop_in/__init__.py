@@ -1,10 +1,9 @@
-"""Torch's DistributedDataParallel, replaced by changing one import line.
+"""A replacement for torch's DistributedDataParallel: change one import line.
 
     from miniddp.torch_drop_in import DistributedDataParallel as DDP
 
-The class takes every keyword of torch 2.11 to 2.15 and two of this project's own (`strict` and
-`bucket_plan`), and has the private names that torch's tests, Lightning, Accelerate, and
-Transformers call.
+The class takes every keyword of torch 2.11 to 2.15, and two of its own: `strict` and `bucket_plan`.
+It has the private names that torch's tests, Lightning, Accelerate, and Transformers call.
 
 =============  ==================================================================================
 `wrapper`      `DistributedDataParallel(MiniDDP)`: the keywords, Join, copies, buffer hooks

@@ -66,6 +66,7 @@ def moved_to(value: Any, device: torch.device) -> Any:
 
 
 def _index_of(device: int | str | torch.device) -> int:
+    """The number of a GPU. Not yet run with one; `make gpu` does that."""
     if isinstance(device, int):
         return device
     device = torch.device(device)

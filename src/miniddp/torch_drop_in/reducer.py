@@ -1,11 +1,11 @@
-"""The reducer behind `DistributedDataParallel`: every feature, and every name of torch's reducer.
+"""The reducer behind `DistributedDataParallel`, with the features and names of torch's reducer.
 
-`TorchReducer` extends the core's reducer by what the rare keywords need: sparse gradients, buckets
-that are skipped, gradients kept by distributed autograd (RPC), a divisor that shrinks with the
-number of ranks that still have inputs, and the times that `_get_ddp_logging_data` reports.
+`TorchReducer` adds to the core's reducer what the rare keywords need: sparse gradients, skipped
+buckets, and gradients kept by distributed autograd (RPC). It can divide by the number of ranks that
+still have inputs, and it records the times that `_get_ddp_logging_data` reports.
 
-The methods with a leading underscore are the ones that torch's tests, its Join, and its optimizers
-call on `torch.distributed.Reducer`. Source: torch/csrc/distributed/c10d/{reducer,logger}.cpp.
+Torch's tests, its Join, and its optimizers call the methods with a leading underscore on
+`torch.distributed.Reducer`. Source: torch/csrc/distributed/c10d/{reducer,logger}.cpp.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from miniddp.bucket import Bucket
-from miniddp.buckets import ParameterSize, sizes_of
+from miniddp.buckets import ParameterSize
 from miniddp.extras.grad_bucket import GradBucket, zeros_of
-from miniddp.extras.sparse import SparseBucket
+from miniddp.extras.sparse import SparseBucket, each_alone
 from miniddp.extras.static_graph import StaticGraphReducer
 from miniddp.reducer import READY, REDUCING
 from miniddp.replicas import wait_for, wait_for_future
@@ -33,8 +33,8 @@ class TorchReducer(StaticGraphReducer):
 
     Args (beyond those of `miniddp.reducer.Reducer`):
         sparse: whether each parameter's gradient is a sparse tensor.
-        skip_unused: send no bucket that holds unused parameters only. They must then be the same
-            parameters on every rank.
+        skip_unused: send no bucket that holds only unused parameters. Every rank must then have
+            the same unused parameters.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TorchReducer(StaticGraphReducer):
         super().__init__(*args, **keywords)
 
     def sizes(self) -> list[ParameterSize]:
-        return sizes_of(self.parameters, self.sparse)
+        return each_alone(super().sizes(), self.sparse)
 
     def make_bucket(self, indices: list[int]) -> Bucket:
         if self.sparse[indices[0]]:

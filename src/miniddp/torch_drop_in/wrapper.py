@@ -1,10 +1,14 @@
 """`DistributedDataParallel(MiniDDP)`: torch's class name, every keyword, every name in use.
 
-What this file adds to the wrapper of `miniddp.ddp`, in the order of the code: the rare keywords,
-forwards for torch.compile and for mixed precision, buffer hooks, comm hooks by torch's rules,
-optimizers in backward, uneven inputs (Join), copies and pickles, and the methods with a leading
-underscore that torch's tests, Lightning, Accelerate, and Transformers call. The behavior is that of
-torch/nn/parallel/distributed.py.
+This file adds to the wrapper of `miniddp.ddp`, in the order of the code:
+
+- the rare keywords, and forwards for torch.compile and for mixed precision,
+- buffer hooks, comm hooks by torch's rules, and optimizers in backward,
+- uneven inputs (Join), copies, and pickles,
+- the methods with a leading underscore that torch's tests, Lightning, Accelerate, and Transformers
+  call.
+
+It behaves like torch/nn/parallel/distributed.py.
 """
 
 import copy
@@ -68,36 +72,36 @@ class DistributedDataParallel(MiniDDP, Joinable):
         module: the same on every rank; its trainable parameters are reduced.
         device_ids, output_device: for a module on one GPU, that GPU; inputs are moved to it.
         dim: only kept, as in torch.
-        broadcast_buffers: deprecated by torch for `forward_sync_buffers`; False leaves the buffers
-            out at construction too.
+        broadcast_buffers: torch deprecates it in favor of `forward_sync_buffers`. False also leaves
+            out the broadcast of buffers at construction.
         init_sync: verify and broadcast the model at construction.
         process_group: the ranks that take part; the default group when None.
-        bucket_cap_mb: the buckets' size in MiB; a first one of 1 and then 25 when None.
+        bucket_cap_mb: the buckets' size in MiB; when None, 1 for the first and 25 for the others.
         find_unused_parameters: for models in which a forward may leave parameters unused.
         check_reduction: without effect, as in torch.
-        gradient_as_bucket_view: gradients are views of the buckets: one copy of them less.
+        gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
         static_graph: every iteration uses the same parameters, each as often as in the first.
         delay_all_reduce_named_params, param_to_hook_all_reduce: (name, parameter) pairs that are
-            reduced together, when the gradient of the other one arrives.
+            reduced together, when the gradient of `param_to_hook_all_reduce` is ready.
         mixed_precision: an object with dtypes or None as its `param_dtype`, `reduce_dtype`, and
             `buffer_dtype`; see `miniddp.extras.mixed_precision`.
         device_mesh: a one-dimensional mesh instead of `process_group`.
-        skip_all_reduce_unused_params: do not send buckets of unused parameters only, which must be
-            the same on every rank.
-        bucket_cap_mb_list: one size per bucket; the last holds for the rest.
+        skip_all_reduce_unused_params: do not send buckets that hold only unused parameters. Every
+            rank must then have the same unused parameters.
+        bucket_cap_mb_list: one size per bucket; the last applies to the remaining buckets.
         batched_grad_copy: without effect: small gradients are copied together in any case.
         forward_sync_buffers: whether each forward takes rank 0's buffers; True when None.
         lazy_bucket_allocation: without effect: buckets are allocated at construction, and again
             when they are rebuilt. (A keyword of torch 2.15.)
-        strict: report a missing gradient at the end of the backward in which it is missing, on
-            every rank, and a backward that bypassed the wrapper by an error instead of a warning.
-            Costs one all-gather of one byte per parameter and backward.
-        bucket_plan: "caps", or "measured": the first steps and the link are timed, and the buckets
-            then packed so that communication ends early; see `miniddp.extras.first_steps`. On the
-            CPU, without comm hooks, `join`, and parameters that may be unused.
+        strict: raise an error for a missing gradient on every rank, at the end of that backward.
+            A backward that bypassed the wrapper is then an error instead of a warning. Costs one
+            all-gather per backward, of one byte per parameter.
+        bucket_plan: "caps", or "measured": time the first steps and the link, then choose buckets
+            so that communication ends early; see `miniddp.extras.first_steps`. Only on the CPU,
+            without comm hooks, `join`, or parameters that may be unused.
 
-    Raises (on every rank, even if the cause is on one alone, unless `init_sync` is False):
-        ValueError: an unknown `bucket_plan`, or "measured" with what it does not go with.
+    Raises (on every rank, even if only one has the cause, unless `init_sync` is False):
+        ValueError: an unknown `bucket_plan`, or "measured" with something it does not support.
         RuntimeError: the ranks' models or settings differ, or nothing is trainable.
         NotImplementedError: `delay_all_reduce_named_params` holds every trainable parameter, or
             `device_mesh` is combined with parameters that are DTensors.
@@ -198,7 +202,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         )
         self.device = next(iter(parameters.values())).device
         self._passing_sync_batchnorm_handle(self.module)
-        self.caps = bucket_caps(self.bucket_cap_mb, self.bucket_cap_mb_list)
+        self.caps = bucket_caps(self.bucket_cap_mb_list or self.bucket_cap_mb)
         self.bucket_bytes_cap = max(self.caps)
         self.bucket_bytes_cap_list = list(self.caps) if self.bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = self.bucket_cap_mb is None and not self.bucket_cap_mb_list
@@ -455,7 +459,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
     # Buffers --------------------------------------------------------------------------------------
 
     def _assign_modules_buffers(self) -> None:
-        """Note the module's buffers anew: a module may replace them between two forwards."""
+        """Find the module's buffers again: a module may replace them between two forwards."""
         self.named_module_buffers = self.named_tensors(buffers=True)
         self.modules_buffers = list(self.named_module_buffers.values())
 
@@ -739,7 +743,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         self._ddp_sink_clone = val
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on with other ranks, from the next forward on; the buckets are packed anew."""
+        """Use another group of ranks from the next forward on, and rebuild the buckets."""
         self._has_rebuilt_buckets = False
         self.reducer._reset_state()
         if new_process_group is not dist.GroupMember.NON_GROUP_MEMBER:

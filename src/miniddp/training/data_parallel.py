@@ -152,9 +152,9 @@ def parallel_apply(
     """Call all replicas at the same time, each on its (inputs, kwargs); return outputs in order.
 
     Grad mode, inference mode, autocast, and the current stream belong to a thread, so each thread
-    copies them from the caller; that of streams has not been run on a GPU yet. If replicas fail,
-    the others still finish. Then the exception of the failed replica with the lowest number is
-    raised, with a note that names the replica.
+    copies them from the caller. (Copying the stream has not been run on a GPU yet.) If replicas
+    fail, the others still finish. Then the exception of the failed replica with the lowest number
+    is raised, with a note that names the replica.
     """
     devices = [_exact(device) for device in devices]
     autocast = [
@@ -189,8 +189,8 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
     """Concatenate the replicas' outputs on `device`: the inverse of `scatter`, differentiable.
 
     Tensors are concatenated along `dim`, also inside nested tuples, named tuples, lists, and dicts
-    of the same structure; None stays None. 0-d tensors, such as one loss per replica, become a
-    vector with one entry per replica, and a warning says so.
+    of the same structure. None stays None. 0-d tensors, such as one loss per replica, become a
+    vector with one entry per replica, with a warning.
 
     Raises TypeError for anything else, and ValueError if the outputs' structures differ.
     """
@@ -258,5 +258,8 @@ def _build(output: Any) -> tuple[str, Any]:
 
 
 def _exact(device: Device) -> torch.device:
-    """The device with its index: "cuda" becomes "cuda:0". Raises if it does not exist."""
+    """The device with its index: "cuda" becomes "cuda:0" (not yet run on a GPU).
+
+    Raises RuntimeError if the device does not exist.
+    """
     return torch.empty(0, device=device).device

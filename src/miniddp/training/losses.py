@@ -114,8 +114,8 @@ def loss_scale(
     Args:
         count: the number of items in this rank's window.
         group: the process group; the default one when None.
-        device: where to communicate: a GPU under NCCL. By default the device of `count`, or the
-            CPU if `count` is a number.
+        device: where to communicate: a GPU under NCCL (not yet run on one). By default the device
+            of `count`, or the CPU if `count` is a number.
 
     Raises and costs the same as `global_mean`.
     """

@@ -1,7 +1,5 @@
 """The arrows end where the gradients are, and the black one at their average."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from labkit.book.chapters import copy_pages, execute
+from labkit.book.chapters import copy_pages, execute, progress
 
 
 def notebook(path: Path, *sources: str) -> Path:
@@ -108,3 +108,16 @@ def test_copies_of_pages_lose_what_the_book_lost(tmp_path):
     copy_pages(book, out)
     left = sorted(p.relative_to(out).as_posix() for p in out.rglob("*") if p.name[0] != ".")
     assert left == ["kept.md", "sub"]
+
+
+def test_progress_says_how_many_chapters_have_run_and_what_is_left():
+    assert progress(3, 12, "museum", 16.4, 20.0) == "[ 3/12] museum … 16 s, about 60 s left"
+    assert progress(1, 4, "museum", 100.0, 100.0) == "[1/4] museum … 100 s, about 5 min left"
+    assert progress(4, 4, "museum", 3.0, 80.0) == "[4/4] museum … 3 s"
+
+
+def test_update_prints_one_line_for_each_chapter(tmp_path):
+    names = [notebook(tmp_path / f"{name}.ipynb", "1") for name in "ab"]
+    lines = chapters("update", *names).stdout.splitlines()
+    assert [line[:5] for line in lines] == ["[1/2]", "[2/2]"]
+    assert {line.split()[1] for line in lines} == {"a", "b"}

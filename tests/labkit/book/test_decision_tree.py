@@ -1,7 +1,5 @@
 """The tree draws each leaf once, numbered in order, in the color of its verdict."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 from matplotlib.colors import to_hex
 

@@ -1,7 +1,5 @@
 """The grid of samples: repeated samples are marked, missing ones leave a gray cell."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import matplotlib.pyplot as plt

@@ -1,7 +1,5 @@
 """The weight bars say what a gradient says."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import pytest
 import torch

@@ -56,20 +56,58 @@ def test_a_folder_without_pages_is_refused(tmp_path):
         problems(tmp_path)
 
 
-def test_launch_buttons_lead_to_the_repository_that_is_named():
-    base = "title: A book\nhtml:\n  extra_footer: ''\n"
-    assert yaml.safe_load(configuration(base, None)) == yaml.safe_load(base)
-    config = yaml.safe_load(configuration(base, "https://github.com/owner/name", "trunk"))
-    assert config["repository"] == {
-        "url": "https://github.com/owner/name",
-        "path_to_book": "book",
-        "branch": "trunk",
-    }
-    assert config["launch_buttons"]["binderhub_url"].startswith("https://")
-    assert config["title"] == "A book"
+BASE = """title: A book
+copyright: "2026"
+repository:
+  url: ""
+  branch: main
+  path_to_book: book
+"""
+CFF = 'title: "A title"\nauthors:\n  - name: "Some authors"\n'
+ADDRESS = "https://github.com/owner/name"
 
 
-@pytest.mark.parametrize("address", ["github.com/owner/name", "https://example.org/owner/name"])
+def test_without_an_address_no_page_names_one():
+    text = configuration(BASE, CFF)
+    assert "http" not in text
+    config = yaml.safe_load(text)
+    assert "launch_buttons" not in config
+    # Jupyter Book's default is an address of its own.
+    assert config["repository"]["url"] == ""
+    words = config["parse"]["myst_substitutions"]
+    assert "the folder that this book came in" in words["get_the_code"]
+    assert "url" not in words["citation"]
+    assert "title  = {A title}" in words["citation"]
+
+
+def test_the_address_reaches_the_header_the_launch_buttons_the_front_page_and_the_citation():
+    stored = BASE.replace('url: ""', f'url: "{ADDRESS}"')
+    for text in (configuration(stored, CFF), configuration(BASE, CFF, ADDRESS)):
+        config = yaml.safe_load(text)
+        assert config["repository"] == {"url": ADDRESS, "path_to_book": "book", "branch": "main"}
+        assert config["html"]["use_repository_button"] is True
+        assert config["launch_buttons"]["binderhub_url"].startswith("https://")
+        words = config["parse"]["myst_substitutions"]
+        commands = words["get_the_code"].partition("```bash\n")[2].splitlines()
+        assert commands[0] == f"git clone {ADDRESS} && cd name"
+        assert [line.split()[:2] for line in commands[1:3]] == [
+            ["make", "book"],
+            ["make", "notebook"],
+        ]
+        assert f"url    = {{{ADDRESS}}}" in words["citation"]
+
+
+def test_the_environment_overrides_the_stored_address_and_branch():
+    stored = BASE.replace('url: ""', f'url: "{ADDRESS}"')
+    config = yaml.safe_load(configuration(stored, CFF, "https://github.com/fork/name", "trunk"))
+    assert config["repository"]["url"] == "https://github.com/fork/name"
+    assert config["repository"]["branch"] == "trunk"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["github.com/owner/name", "https://example.org/owner/name", "https://github.com/owner"],
+)
 def test_an_address_that_binder_cannot_start_from_is_refused(address):
     with pytest.raises(ValueError, match=r"need https://github\.com/OWNER/NAME"):
-        configuration("title: A book\n", address)
+        configuration(BASE, CFF, address)

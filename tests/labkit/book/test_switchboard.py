@@ -1,7 +1,5 @@
 """The board marks what is wrong, the ratio on the left and the angle on the right."""
 
-from __future__ import annotations
-
 import math
 
 import matplotlib.pyplot as plt

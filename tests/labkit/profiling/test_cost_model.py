@@ -220,6 +220,29 @@ def steps(draw):
     return backward, plan, draw(st.floats(0, 1)), draw(st.floats(0, 1e-5))
 
 
+@given(steps())
+def test_the_critical_path_is_computing_until_a_launch_and_all_messages_from_there(case):
+    backward, plan, alpha, beta = case
+
+    def cost(nbytes: int) -> float:
+        return alpha + beta * nbytes
+
+    step = simulate(backward, plan, cost)
+    first = step.critical_bucket
+    sent = sum(cost(sum(backward.bytes[i] for i in bucket)) for bucket in plan[first:])
+    assert step.end == pytest.approx(step.sent[first][0] + sent)
+    if first:  # the link rests before it
+        assert step.sent[first - 1][2] < step.sent[first][0]
+
+
+def test_the_critical_path_begins_where_the_link_last_rested():
+    assert simulate(THREE, EACH, slow).critical_bucket == 0
+    assert simulate(THREE, EACH, lambda nbytes: 0.3).critical_bucket == 2
+    early = Backward((1.0, 2.0, 2.5), (10, 10, 10))
+    assert simulate(early, EACH, lambda nbytes: 0.9).critical_bucket == 1
+    assert simulate(THREE, FLAT, slow).critical_bucket == 0
+
+
 @given(steps(), SHARES)
 def test_no_plan_beats_the_limit_and_none_is_worse_than_waiting_for_everything(case, share):
     backward, plan, alpha, beta = case

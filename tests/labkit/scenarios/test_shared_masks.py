@@ -1,7 +1,5 @@
 """How noise depends on whether ranks share their random numbers."""
 
-from __future__ import annotations
-
 import math
 
 import torch

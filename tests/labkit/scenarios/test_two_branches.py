@@ -1,7 +1,5 @@
 """A branch that only rare samples use, and the reading of DDP's error about it."""
 
-from __future__ import annotations
-
 import torch
 
 from labkit.scenarios.rare_samples import rare_samples

@@ -1,7 +1,5 @@
 """Variants of one gradient on ranks: what is compared, what is shown, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Which factor repairs a loss: found on real ranks, and refused where ranks disagree."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

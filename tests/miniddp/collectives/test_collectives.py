@@ -1,7 +1,5 @@
 """All-reduce from send and recv: the result, the same bits everywhere, and the promised cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from unittest import mock

@@ -1,7 +1,5 @@
 """Losses over gathered items have the full batch's gradient; a plain gather's has not."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

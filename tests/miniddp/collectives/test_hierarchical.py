@@ -1,7 +1,5 @@
 """All-reduce inside nodes and across them: the result, the bits, the bytes on each kind of link."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """`bucket_plan="measured"`: one plan on all ranks, the right gradients all along, hooks that go."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """A fault of one rank is raised on every rank, at once: none is left waiting for the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What goes wrong around a wrapper: errors on every rank, no hang, and the next step is right."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Each work function is run once with each wrapper in the same ranks, on the same 
 between ranks. Where training is compared, the single process on the full batch is the third party.
 """
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any

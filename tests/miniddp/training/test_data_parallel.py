@@ -6,8 +6,6 @@ process, an average across) the oracles are the full batch and torch's DDP, alon
 torch's DDP refuses several devices a process by itself.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """The one equation: right with any token counts, under torch's DDP and by hand; wrong ones fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache

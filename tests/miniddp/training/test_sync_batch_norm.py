@@ -4,8 +4,6 @@ torch's own SyncBatchNorm refuses CPU tensors and so is no oracle here; torch's 
 torch's DDP averages the gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache

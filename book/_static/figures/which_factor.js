@@ -1,0 +1,94 @@
+// The decision tree as questions: answer them, and get the line to write.
+(function () {
+  "use strict";
+
+  const { QUESTIONS, LEAVES, walk } = FigureLogic.which_factor;
+  const GROUPS = [
+    ["averaged, the loss sees own samples", [3, 4, 5, 6]],
+    ["averaged, the loss sees all samples", [7, 8, 9, 10, 11]],
+    ["summed", [1, 2]],
+  ];
+  const SHORT = { 1: "×1", W: "×W", "1/W": "×1/W", none: "no factor" };
+  const SAID = {
+    1: "No factor: this loss is right as it is.",
+    W: "Multiply the loss by W, the world size.",
+    "1/W": "Divide the loss by W, the world size.",
+    none: "No factor repairs this loss. Write a different one.",
+  };
+
+  const controls = (state) =>
+    walk(state).asked.map((key) => ({
+      kind: "choice",
+      key,
+      label: QUESTIONS[key].text,
+      question: true,
+      options: QUESTIONS[key].answers.map(([value, text]) => [value, text]),
+    }));
+
+  function says(state) {
+    const { leaf, possible } = walk(state);
+    if (!leaf) return `${possible.length} of the 11 leaves are left.`;
+    const { factor, why, measured } = LEAVES[leaf];
+    const [ratio, cosine] = measured.map((each) => each.toFixed(4));
+    return `${SAID[factor]} ${why} Measured on two ranks without a factor: ratio ${ratio}, cosine ${cosine}.`;
+  }
+
+  function chip(tools, x, y, wide, leaf, { chosen, possible }) {
+    const { color } = tools;
+    const { factor } = LEAVES[leaf];
+    const stroke = factor === "none" ? color.wrong : color.accent;
+    const ink = chosen ? color.on : possible ? color.ink : color.muted;
+    tools.svg("rect", {
+      x: x + 1, y: y + 1, width: wide - 2, height: 42, rx: 5,
+      fill: chosen ? stroke : color.paper,
+      stroke: possible ? stroke : color.line, "stroke-width": possible ? 2 : 1,
+    });
+    const middle = { "text-anchor": "middle", fill: ink };
+    tools.text(x + wide / 2, y + 17, `leaf ${leaf}`, { ...middle, "font-size": 12 });
+    tools.text(x + wide / 2, y + 35, SHORT[factor], { ...middle, "font-size": 13, "font-weight": 600 });
+  }
+
+  function draw(svg, state, change, tools) {
+    const { width, color } = tools;
+    const { leaf, possible } = walk(state);
+    const gap = 8;
+    const wide = Math.min(82, (width - 3 * gap) / 4);
+    const perRow = Math.max(1, Math.floor((width + gap + 0.5) / (wide + gap)));
+    let y = 16;
+    for (const [name, leaves] of GROUPS) {
+      const open = leaves.some((each) => possible.includes(each));
+      tools.text(0, y, name, { "font-size": 13, fill: open ? color.ink : color.muted });
+      y += 10;
+      leaves.forEach((each, index) => {
+        const [row, column] = [Math.floor(index / perRow), index % perRow];
+        chip(tools, column * (wide + gap), y + row * 52, wide, each, {
+          chosen: each === leaf,
+          possible: possible.includes(each),
+        });
+      });
+      y += Math.ceil(leaves.length / perRow) * 52 + 18;
+    }
+    tools.height(y - 8);
+
+    if (!leaf) return;
+    const { line } = LEAVES[leaf];
+    tools.html("pre", { class: "figure-code", tabindex: 0, "aria-label": "The line to write", text: line }, tools.after);
+    const text = tools.html("p", {}, tools.after);
+    const address = tools.page(`start/when_to_multiply.html#leaf-${leaf}`);
+    tools.html("a", { href: address, text: `See leaf ${leaf} run` }, text);
+    text.append(", and put in your own loss.");
+  }
+
+  Figures.register({
+    name: "which_factor",
+    title: "Which factor is right?",
+    tryThis: "Answer for your own loss. Shown first is the most frequent case.",
+    state: {
+      combine: "average", sees: "own", divide: "own", counts: "equal",
+      summed: "", computes: "", whole: "", rows: "",
+    },
+    controls,
+    draw,
+    says,
+  });
+})();

@@ -1,0 +1,121 @@
+"""Recorded steps of two small models on two ranks, for comparison with simulated ones.
+
+    python labs/benchmarks/recorded_steps.py [--rounds 5]
+
+The two models of `labkit.scenarios.toy_steps` take steps over a software link of 1 Gbit/s with a
+latency of 50 µs: with one message after backward (`miniddp.ladder.Flat`), and with torch's DDP and
+several bucket caps. Every way is recorded once per round, and its shortest step is kept, because
+other programs only make a step longer.
+
+The JSON has, per model, the gradients of the step without communication in backward (bytes, and
+when each was ready on the slowest rank), and per way what rank 0 recorded. All times are whole
+microseconds since the start of the step. `simulated ms` in the table is computed from the first of
+these; its error says how close the cost model comes to this machine.
+"""
+
+from functools import partial
+from typing import Any
+
+from labkit.book.tables import table
+from labkit.profiling.benchmark import benchmark_parser, write_json
+from labkit.profiling.cost_model import Backward, Link, backward_of
+from labkit.profiling.recording import RankRecording, Recording
+from labkit.profiling.sweeps import simulate_ring
+from labkit.scenarios.recorded_ways import Way, record_ways, torch_ddp
+from labkit.scenarios.toy_steps import ToyStep, small_transformer, stack_of_linears
+from miniddp.buckets import ParameterSize, arrival_plan, bucket_caps
+from miniddp.ladder import Flat
+
+GBIT_PER_S, LATENCY_US, RANKS = 1, 50, 2
+DEFAULT_CAPS = "torch's caps"
+FLAT = "flat"
+CAPS_MIB = {"stack": (1, 2), "transformer": (1, 4)}  # besides torch's own
+FLAGS = 100  # bytes: a message below carries flags, no gradient
+
+
+def models_to_record(quick: bool) -> dict[str, ToyStep]:
+    if quick:
+        return {"stack": stack_of_linears(layers=3, width=256, samples=16)}
+    return {"stack": stack_of_linears(), "transformer": small_transformer(samples=8)}
+
+
+def ways_to_record(caps_mib: tuple[int, ...]) -> dict[str, Way]:
+    capped = {f"{cap} MiB": partial(torch_ddp, bucket_cap_mb=cap) for cap in caps_mib}
+    return {FLAT: Flat, DEFAULT_CAPS: torch_ddp, **capped}
+
+
+def microseconds(seconds: float) -> int:
+    return round(1e6 * seconds)
+
+
+def length(step: Recording) -> float:
+    return step.ranks[0].end - step.ranks[0].begin
+
+
+def shortest_steps(toy: ToyStep, made: dict[str, Way], rounds: int) -> dict[str, Recording]:
+    """The shortest recorded step of each way, in `rounds` rounds of three steps each."""
+    shortest: dict[str, Recording] = {}
+    for _ in range(rounds):
+        recorded = record_ways(made, toy.model, toy.inputs, GBIT_PER_S, LATENCY_US)
+        for name, one in recorded.items():
+            kept = shortest.get(name, one.step)
+            shortest[name] = min(kept, one.step, key=length)
+    return shortest
+
+
+def as_recorded(rank: RankRecording, cap_mib: int | None) -> dict[str, Any]:
+    """One way's step as rank 0 saw it: bytes and microseconds of gradients and messages."""
+    begin = rank.begin
+    messages = [one for one in rank.buckets() if one.bytes >= FLAGS]
+    return {
+        "caps": list(bucket_caps(cap_mib)),
+        "forward": microseconds(rank.forwards[0][1] - begin),
+        "ready": [microseconds(one.ready - begin) for one in rank.gradients],
+        "bytes": [one.bytes for one in messages],
+        "after": [one.after for one in messages],
+        "launched": [microseconds(one.launched - begin) for one in messages],
+        "done": [microseconds(one.done - begin) for one in messages],
+    }
+
+
+def simulated_ms(backward: Backward, caps: list[int], overlap: bool) -> float:
+    sizes = [ParameterSize(nbytes, "float32") for nbytes in backward.bytes]
+    count = range(len(sizes))
+    plan = arrival_plan(sizes, count, caps) if overlap else [list(count)]
+    link = Link.of(GBIT_PER_S, LATENCY_US)
+    return 1e3 * simulate_ring(backward, plan, link, RANKS, overlap).end
+
+
+def main() -> None:
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=5, help="rounds of all ways (default 5)")
+    given = arguments.parse_args()
+    kept: dict[str, Any] = {}
+    rows = []
+    for name, toy in models_to_record(given.quick).items():
+        caps = CAPS_MIB[name]
+        steps = shortest_steps(toy, ways_to_record(caps), 1 if given.quick else given.rounds)
+        backward = backward_of(steps[FLAT])
+        caps_of = {FLAT: None, DEFAULT_CAPS: None, **{f"{cap} MiB": cap for cap in caps}}
+        recorded = {way: as_recorded(step.ranks[0], caps_of[way]) for way, step in steps.items()}
+        forwards = (rank.forwards[0][1] - rank.begin for rank in steps[FLAT].ranks)
+        kept[name] = {
+            "bytes": list(backward.bytes),
+            "forward": microseconds(max(forwards)),
+            "ready": [microseconds(moment) for moment in backward.ready],
+            "ways": recorded,
+        }
+        for way, step in recorded.items():
+            measured = 1e-3 * step["done"][-1]
+            simulated = simulated_ms(backward, step["caps"], way != FLAT)
+            error = 100 * (simulated / measured - 1)
+            rows.append([f"{name}, {way}", len(step["bytes"]), simulated, measured, error])
+    headers = ["", "messages", "simulated ms", "recorded ms", "error, %"]
+    print(f"{RANKS} ranks, {GBIT_PER_S} Gbit/s, {LATENCY_US} µs")
+    print(table(headers, rows, digits=1))
+    link = {"gbit_per_s": GBIT_PER_S, "latency_us": LATENCY_US, "ranks": RANKS}
+    write_json(given.json, {"link": link, "models": kept})
+
+
+if __name__ == "__main__":
+    main()

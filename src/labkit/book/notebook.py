@@ -1,0 +1,89 @@
+"""Open a chapter or an assignment in JupyterLab, on this machine's loopback address.
+
+    python -m labkit.book.notebook [NAME] [JUPYTERLAB'S OPTIONS…]
+
+A reader runs and changes cells, and tests compare the stored outputs of a chapter. So JupyterLab
+opens a copy, in the folder `notebooks`, which git ignores. A copy that is there is opened as it is;
+delete it to start over.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from labkit.book.chapters import chapters_of
+from labkit.launch.scripts import project_root
+
+FIRST = "book/start/what_is_averaged.ipynb"
+COPIES = "notebooks"
+# What a chapter links to, besides other chapters.
+PAGES = (".md", ".svg", ".png")
+
+
+def notebooks_of(root: Path) -> list[Path]:
+    """Every chapter and every assignment, relative to `root`."""
+    found = [*chapters_of(root / "book"), *sorted((root / "labs/assignments").glob("*.ipynb"))]
+    return [path.relative_to(root) for path in found]
+
+
+def find(name: str, root: Path) -> Path:
+    """The notebook that `name` stands for: its path, or its name with or without the suffix.
+
+    Raises ValueError with all of them if there is no such notebook.
+    """
+    known = notebooks_of(root)
+    for path in known:
+        if name in (str(path), path.name, path.stem):
+            return path
+    names = "\n".join(f"  {path}" for path in known)
+    raise ValueError(f"There is no notebook {name}. There are:\n{names}")
+
+
+def place_of_copy(path: Path) -> Path:
+    """Where the copy of `path` is, which is relative to the project's root, as the result is.
+
+    It is as deep as `path`: a chapter that reads `../../labs` finds it from its copy, too.
+    """
+    return Path(COPIES, *path.parts[1:])
+
+
+def copy_missing(root: Path) -> None:
+    """Copy notebooks and pages that `notebooks` lacks, in the same folders."""
+    pages = [path.relative_to(root) for path in (root / "book").rglob("*") if path.suffix in PAGES]
+    for path in [*notebooks_of(root), *pages]:
+        target = root / place_of_copy(path)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / path, target)
+
+
+def main() -> NoReturn:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", default=FIRST, help=f"default: {FIRST}")
+    arguments, options = parser.parse_known_args()
+    root = project_root()
+    try:
+        copy = place_of_copy(find(arguments.name, root))
+    except ValueError as error:
+        sys.exit(str(error))
+    copy_missing(root)
+    print(f"Opening {copy}, a copy that you can change. Stop with Ctrl-C, twice.", flush=True)
+    command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", "--log-level=WARN"]
+    command += [f"--ServerApp.root_dir={root / COPIES}"]
+    command += [f"--LabApp.default_url=/lab/tree/{copy.relative_to(COPIES).as_posix()}"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # in a container
+        command += ["--allow-root"]
+    command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", *options]
+    # The kernel of this environment, also where the user has installed another "python3".
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "JUPYTER_PREFER_ENV_PATH": "1"}
+    # In place of this process, so that no signal can end one and leave the other.
+    os.execve(sys.executable, command, environment)
+
+
+if __name__ == "__main__":
+    main()

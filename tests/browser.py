@@ -1,0 +1,154 @@
+"""Open built pages in Debian's Chromium: what it reports, what axe finds, how a page looks.
+
+A `conftest.py` imports the fixtures from here: `from browser import chromium, open_page`. A page is
+opened from its file, in a new empty profile, without a network.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from labkit.launch.scripts import project_root
+
+AXE = Path(__file__).parent / "site" / "vendor" / "axe.min.js"
+MISSING = "There is no chromium on the PATH. On Debian: apt-get install chromium"
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+]
+# The theme reads these names; a page without the theme follows prefers-color-scheme.
+CHOOSE_THEME = "try {{ localStorage.mode = localStorage.theme = '{theme}' }} catch (error) {{}}"
+# What axe counts as a violation that matters here. Those below are `minor`.
+IMPACTS = ("critical", "serious", "moderate")
+RUN_AXE = """async (root) => {
+    // Without preload: axe would fetch style sheets, which a browser refuses for files.
+    const options = {preload: false, rules: {"label-content-name-mismatch": {enabled: true}}};
+    return (await axe.run(root, options)).violations;
+}"""
+
+
+@dataclass
+class OpenedPage:
+    """A page in the browser, with what it reported since it was opened."""
+
+    page: Page
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    @property
+    def external(self) -> list[str]:
+        """The addresses that the page asked for and that are no files of this machine."""
+        return [one for one in self.requests if not one.startswith(("file:", "data:", "blob:"))]
+
+    def weight(self) -> int:
+        """The bytes of the page and of every file that it loaded, each counted once."""
+        files = {unquote(urlsplit(one).path) for one in self.requests if one.startswith("file:")}
+        return sum(Path(file).stat().st_size for file in files)
+
+    def violations(self, root: str = "html") -> list[str]:
+        """What axe-core finds below the selector `root`: `serious color-contrast: SELECTOR`.
+
+        One sentence for each element, and only findings of impact moderate and above.
+        """
+        if not self.page.evaluate("'axe' in window"):
+            self.page.evaluate(AXE.read_text())
+        found: list[dict[str, Any]] = self.page.evaluate(RUN_AXE, root)
+        return [
+            f"{rule['impact']} {rule['id']}: {' '.join(map(str, node['target']))}"
+            for rule in found
+            if rule["impact"] in IMPACTS
+            for node in rule["nodes"]
+        ]
+
+    def wider_by(self) -> int:
+        """By how many pixels the whole page is wider than its window, and so scrolls sideways."""
+        return self.page.evaluate(
+            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
+
+    def screenshot(self, path: Path, *, full: bool = False) -> None:
+        """Write what the window shows to `path` (PNG), or with `full` the whole page."""
+        self.page.screenshot(path=path, full_page=full)
+
+
+OpenPage = Callable[..., OpenedPage]
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    """One browser for all tests; `open_page` gives each page an empty profile."""
+    executable = shutil.which("chromium")
+    assert executable, MISSING
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=executable, headless=True, args=ARGUMENTS
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium: Browser) -> Iterator[OpenPage]:
+    """`open_page(path, width=1280, height=800, theme="light", javascript=True)` → OpenedPage.
+
+    `path` is a file; `query` and `fragment` follow the ? and the # of its address. What a test
+    opens is closed when it ends.
+    """
+    contexts = []
+
+    def open_one(
+        path: Path,
+        *,
+        query: str = "",
+        fragment: str = "",
+        width: int = 1280,
+        height: int = 800,
+        theme: Literal["light", "dark"] = "light",
+        javascript: bool = True,
+        touch: bool = False,
+        reduced_motion: bool = False,
+    ) -> OpenedPage:
+        context = chromium.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme=theme,
+            java_script_enabled=javascript,
+            has_touch=touch,
+            reduced_motion="reduce" if reduced_motion else "no-preference",
+        )
+        contexts.append(context)
+        context.set_default_timeout(120_000)  # for a machine that is busy
+        context.add_init_script(CHOOSE_THEME.format(theme=theme))
+        opened = OpenedPage(context.new_page())
+        page = opened.page
+        page.on("pageerror", lambda error: opened.errors.append(str(error)))
+        page.on(
+            "console",
+            lambda message: opened.errors.append(message.text) if message.type == "error" else None,
+        )
+        page.on("request", lambda request: opened.requests.append(request.url))
+        after = (f"?{query}" if query else "") + (f"#{fragment}" if fragment else "")
+        page.goto(path.resolve().as_uri() + after)
+        return opened
+
+    yield open_one
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture(scope="session")
+def site() -> Path:
+    """The folder of the built book, `_build/html`."""
+    folder = project_root() / "_build" / "html"
+    assert (folder / "index.html").is_file(), "There is no built book: make html renders it."
+    return folder

@@ -1,0 +1,76 @@
+"""The bucket timeline in a browser: keys, sliders, and what it says, against Python's numbers."""
+
+import pytest
+from browser import OpenedPage
+
+from labkit.profiling.cost_model import Link
+from labkit.profiling.sweeps import backward_like, limit_of_ring, simulate_ring
+from labkit.scenarios.toy_steps import small_transformer
+from miniddp.buckets import MIB, ParameterSize, arrival_plan
+
+NAME = "bucket_timeline"
+SIZES = [one.nbytes for one in reversed(list(small_transformer().model.parameters()))]
+
+
+def predicted(cap_mib: float, ranks: int, gbit: float) -> list[str]:
+    """What the figure has to say of the assumed model, in milliseconds."""
+    backward, link = backward_like(SIZES, 0.080, 0.160), Link.of(gbit, latency_us=50)
+    sizes = [ParameterSize(one, "float32") for one in SIZES]
+    plan = arrival_plan(sizes, range(len(sizes)), [int(cap_mib * MIB)])
+    step = simulate_ring(backward, plan, link, ranks)
+    limit = limit_of_ring(backward, link, ranks)
+    return [f"{1e3 * seconds:.1f} ms" for seconds in (step.end, step.exposed, limit)]
+
+
+def said(opened: OpenedPage) -> str:
+    return opened.page.locator(".figure-says").inner_text()
+
+
+@pytest.mark.parametrize(("cap", "ranks", "gbit"), [(4, 2, 1), (0, 64, 10), (16, 8, 0.5)])
+def test_a_state_from_the_address_says_what_python_computes(open_figure, cap, ranks, gbit):
+    opened = open_figure(NAME, f"model=assumed&cap={cap}&w={ranks}&gbit={gbit}")
+    text = said(opened)
+    for number in predicted(cap, ranks, gbit):
+        assert number in text
+    assert opened.errors == []
+    assert opened.external == []
+
+
+def test_keys_on_the_sliders_change_the_prediction(open_figure):
+    opened = open_figure(NAME, "model=assumed&cap=4")
+    cap, bandwidth, ranks = (
+        opened.page.locator(f'input[data-key="{key}"]') for key in ("cap", "gbit", "w")
+    )
+    cap.focus()
+    cap.press("ArrowRight")  # 8 MiB
+    assert all(number in said(opened) for number in predicted(8, 2, 1))
+    bandwidth.press("ArrowRight")  # 2 Gbit/s
+    assert all(number in said(opened) for number in predicted(8, 2, 2))
+    ranks.press("End")
+    assert all(number in said(opened) for number in predicted(8, 1024, 2))
+    opened.page.wait_for_function("location.hash.includes('cap=8')")
+
+
+def test_the_recorded_steps_are_reached_by_keyboard_and_leave_when_the_choices_do(open_figure):
+    opened = open_figure(NAME)
+    assert "Recorded:" in said(opened)
+    preset = opened.page.get_by_role("button", name="torch's caps")
+    preset.focus()
+    preset.press("Enter")
+    assert preset.get_attribute("aria-pressed") == "true"
+    assert "Recorded: torch's DDP" in opened.page.locator(".figure-drawing").text_content()
+    opened.page.locator('input[data-key="w"]').press("ArrowRight")
+    assert "Recorded" not in said(opened)
+    assert "Recorded: " not in opened.page.locator(".figure-drawing").text_content()
+    opened.page.get_by_role("button", name="Reset").press("Enter")
+    assert "Recorded:" in said(opened)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_axe_finds_nothing_and_nothing_is_cut_off(open_figure, cut_off, theme, width):
+    opened = open_figure(NAME, "model=transformer&cap=4", theme=theme, width=width)
+    opened.page.get_by_text("More choices").click()
+    assert opened.violations("figure.playable") == []
+    assert opened.wider_by() == 0
+    assert cut_off(opened) == []

@@ -1,0 +1,153 @@
+"""Two queues in a browser: keys, buttons, and the mouse change it to what the Python model says."""
+
+import re
+
+import pytest
+from browser import OpenedPage
+from playwright.sync_api import expect
+
+from labkit.scenarios.two_queues import Call, pair_up
+
+NAME = "two_queues"
+LETTERS = {"f": "float32", "h": "float16", "b": "bfloat16"}
+MISSING = ("ra12f.rb12f.ra22f.rb22f.ra32f.rb32f", "rb12f.rb22f.rb32f")
+SILENT = "completes? without an error"
+
+
+def queue(text: str) -> list[Call]:
+    calls = []
+    for token in filter(None, text.split(".")):
+        found = re.fullmatch(r"([rb])(\w+)(\d)([fhb])", token)
+        if found is None:
+            calls.append(Call("barrier"))
+        else:
+            op = "all_reduce" if found[1] == "r" else "broadcast"
+            calls.append(Call(op, found[2], int(found[3]), LETTERS[found[4]]))
+    return calls
+
+
+def queues_of(opened: OpenedPage) -> tuple[str, str]:
+    state = opened.page.evaluate("Figures.states().two_queues")
+    return state["q0"], state["q1"]
+
+
+def expect_what_python_says(opened: OpenedPage, texts: tuple[str, str]) -> None:
+    """The figure has these queues, and it states the end and the numbers of the Python model."""
+    assert queues_of(opened) == texts
+    first, second = map(queue, texts)
+    run = pair_up(first, second, opened.page.evaluate("Figures.states().two_queues.detail"))
+    says = opened.page.locator(".figure-says")
+    drawn = opened.page.locator(".figure-drawing").text_content() or ""
+    outcomes = [met.outcome for met in run.met]
+    for number, met in enumerate(run.met):
+        for rank, calls in enumerate((first, second)):
+            if number < len(calls):
+                box = opened.page.locator(f'[data-call="{rank}.{number}"]')
+                assert (box.get_attribute("aria-label") or "").endswith(f", {met.outcome}")
+        if met.outcome in ("right", "mixed") and first[number].op == "all_reduce":
+            here, there = first[number].value(0), second[number].value(1)
+            assert f"{here} + {there} = {met.results[0]}" in drawn
+    silent = "mixed" in outcomes or "garbled" in outcomes
+    assert bool(re.search(SILENT, says.inner_text())) == silent
+    stop = next((i for i, one in enumerate(outcomes) if one in ("hang", "mismatch", "error")), None)
+    if stop is not None:
+        words = {"hang": "forever", "mismatch": "aborts its process", "error": "raises an error"}
+        expect(says).to_contain_text(f"all {stop + 1}")
+        expect(says).to_contain_text(words[outcomes[stop]])
+    elif run.end == "right":
+        expect(says).to_contain_text("every result is right")
+    else:
+        expect(says).to_contain_text("nothing is reported")
+
+
+def test_it_starts_with_a_missing_gradient_and_one_repair_reaches_only_its_own_step(open_figure):
+    opened = open_figure(NAME)
+    expect_what_python_says(opened, MISSING)
+    opened.page.get_by_role("button", name="Insert here").click()
+    expect_what_python_says(opened, (MISSING[0], "ra12f.rb12f.rb22f.rb32f"))
+    assert opened.errors == []
+    assert opened.external == []
+
+
+def test_every_repair_can_be_made_with_the_keyboard_alone(open_figure):
+    opened = open_figure(NAME)
+    press = opened.page.keyboard.press
+    opened.page.locator('[data-call="1.0"]').focus()
+    for number in range(3):
+        press("Insert")  # the call that rank 0 makes there: a1, a2, a3
+        for _ in range(2 if number < 2 else 0):
+            press("ArrowDown")
+    expect_what_python_says(opened, (MISSING[0], MISSING[0]))
+    press("Alt+ArrowDown")  # a3 behind b3
+    expect_what_python_says(opened, (MISSING[0], "ra12f.rb12f.ra22f.rb22f.rb32f.ra32f"))
+    press("Delete")
+    expect_what_python_says(opened, (MISSING[0], "ra12f.rb12f.ra22f.rb22f.rb32f"))
+    press("ArrowLeft")
+    focused = opened.page.evaluate("document.activeElement.dataset.call")
+    assert focused == "0.5"
+
+
+def test_buttons_and_lists_change_the_selected_call(open_figure):
+    opened = open_figure(NAME, "q0=ra12f.rb12f&q1=ra12f.rb12f")
+    page = opened.page
+    page.get_by_role("button", name="Later").click()
+    expect_what_python_says(opened, ("ra12f.rb12f", "rb12f.ra12f"))
+    page.get_by_role("button", name="Earlier").click()
+    page.get_by_label("elements").select_option("3")
+    expect_what_python_says(opened, ("ra12f.rb12f", "ra13f.rb12f"))
+    page.get_by_label("elements").select_option("2")
+    page.get_by_label("dtype").select_option("bfloat16")
+    expect_what_python_says(opened, ("ra12f.rb12f", "ra12b.rb12f"))
+    page.get_by_label("dtype").select_option("float32")
+    page.get_by_label("tensor").select_option("w")
+    expect_what_python_says(opened, ("ra12f.rb12f", "rw2f.rb12f"))
+    page.get_by_label("operation").select_option("barrier")
+    expect_what_python_says(opened, ("ra12f.rb12f", "s.rb12f"))
+    page.get_by_role("button", name="Remove").click()
+    expect_what_python_says(opened, ("ra12f.rb12f", "rb12f"))
+
+
+def test_a_call_is_dragged_to_another_place_in_its_queue(open_figure):
+    opened = open_figure(NAME, "q0=ra12f.rb12f.rc3f&q1=ra12f.rb12f.rc3f")
+    opened.page.locator(".figure-drawing").scroll_into_view_if_needed()
+    begin, end = (
+        opened.page.locator(f'[data-call="0.{number}"]').bounding_box() for number in (0, 2)
+    )
+    mouse = opened.page.mouse
+    mouse.move(begin["x"] + 20, begin["y"] + 20)
+    mouse.down()
+    mouse.move(end["x"] + 20, end["y"] + 20, steps=4)
+    mouse.up()
+    expect_what_python_says(opened, ("rb12f.rc3f.ra12f", "ra12f.rb12f.rc3f"))
+
+
+def test_each_preset_ends_as_the_model_says_with_and_without_detail(open_figure):
+    opened = open_figure(NAME)
+    presets = opened.page.locator(".figure-presets button")
+    assert presets.count() == 8
+    for detail in (False, True):
+        opened.page.get_by_role("switch").set_checked(detail)
+        for preset in presets.all():
+            preset.click()
+            expect(preset).to_have_attribute("aria-pressed", "true")
+            expect_what_python_says(opened, queues_of(opened))
+
+
+def test_two_empty_queues_and_a_broken_address_are_drawn_too(open_figure):
+    opened = open_figure(NAME, "q0=&q1=&at=7")
+    assert queues_of(opened) == ("", "")
+    opened.page.get_by_role("button", name="Insert here").click()
+    expect_what_python_says(opened, ("", "ra12f"))
+    broken = open_figure(NAME, "q0=<b>.zz.s&q1=" + ".".join(["s"] * 20) + "&rank=5&at=-3")
+    assert queues_of(broken) == ("s", ".".join(["s"] * 8))
+    assert opened.errors == broken.errors == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("state", ["", "q0=ra14h.s.bw4f&q1=ra14b.s.s&rank=0"])
+def test_axe_finds_nothing_and_nothing_is_cut_off(open_figure, cut_off, theme, width, state):
+    opened = open_figure(NAME, state, theme=theme, width=width)
+    assert opened.violations("figure.playable") == []
+    assert opened.wider_by() == 0
+    assert cut_off(opened) == []

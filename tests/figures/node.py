@@ -1,0 +1,53 @@
+"""Call the functions of a figure's logic script in node, and get what they return."""
+
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Iterable
+from typing import Any
+
+from labkit.launch.scripts import project_root
+
+LOGIC = project_root() / "book" / "_static" / "figures" / "logic"
+# JSON has no NaN and no infinity, and a JavaScript number has: they travel as text.
+_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_PROGRAM = """
+const logic = require(process.argv[1]);
+const special = (key, value) =>
+  typeof value === "number" && !Number.isFinite(value) ? { number: String(value) } : value;
+for (const line of require("fs").readFileSync(0, "utf8").trim().split("\\n")) {
+  const [name, ...given] = JSON.parse(line);
+  console.log(JSON.stringify({ result: logic[name](...given) }, special));
+}
+"""
+
+
+def call(figure: str, function: str, cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """`function` of the figure's logic, once per case; a case is a tuple of arguments for JSON.
+
+    One node process for all cases. A function that returns nothing gives None. Raises
+    AssertionError if node is missing, if the function raises, or if node does not end in a minute.
+    """
+    node = shutil.which("node")
+    assert node, "node is not installed; the tests of the figures need it: apt-get install nodejs"
+    lines = [json.dumps([function, *case], allow_nan=False) for case in cases]
+    done = subprocess.run(
+        [node, "-e", _PROGRAM, str(LOGIC / f"{figure}.js")],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [_read(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(lines)
+    return results
+
+
+def _read(line: str) -> Any:
+    return json.loads(line, object_hook=_plain).get("result")
+
+
+def _plain(value: dict[str, Any]) -> Any:
+    return _SPECIAL[value["number"]] if list(value) == ["number"] else value

@@ -1,0 +1,116 @@
+"""What the bucket timeline computes, against `miniddp.buckets` and `labkit.profiling`."""
+
+import random
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from figures.node import call
+
+from labkit.profiling.cost_model import Backward, Link, ring
+from labkit.profiling.sweeps import backward_like, limit_of_ring, simulate_ring
+from miniddp.buckets import MIB, ParameterSize, arrival_plan, bucket_caps
+
+CASES = 700
+NUMBERS = ("exposed", "limit", "flat", "linkBusy", "latencyShare")
+
+
+def random_case(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A backward of up to 120 gradients, and choices beyond what the sliders allow."""
+    count = rng.randint(1, 120)
+    forward = rng.uniform(0, 0.5)
+    gaps = [rng.choice([0.0, rng.uniform(0, 0.02)]) for _ in range(count)]
+    backward = {
+        "forward": forward,
+        "ready": list(accumulate(gaps, initial=forward))[1:],
+        "bytes": [round(2 ** rng.uniform(2, 25)) for _ in range(count)],
+    }
+    choices = {
+        "w": rng.choice([1, 2, 3, 8, rng.randint(1, 20_000)]),
+        "gbit": 10 ** rng.uniform(-2, 3),
+        "latency": rng.choice([0, 10 ** rng.uniform(-1, 4)]),
+        "cap": rng.choice([0, 0.25, 1, 4, 25, rng.uniform(0, 64)]),
+        "first": rng.choice([None, 0, 1, rng.uniform(0, 8)]),
+        "speed": rng.choice([1, 10 ** rng.uniform(-1, 1)]),
+        "overlap": rng.random() < 0.85,
+    }
+    return backward, choices
+
+
+RANDOM = random.Random(2)
+RANDOM_CASES = [random_case(RANDOM) for _ in range(CASES)]
+
+
+def in_python(backward: dict[str, Any], choices: dict[str, Any]) -> dict[str, Any]:
+    """What the project's own functions say of a case, in the form of the figure's `predict`."""
+    forward, nbytes = backward["forward"], backward["bytes"]
+    ready = tuple(forward + (at - forward) / choices["speed"] for at in backward["ready"])
+    computed = Backward(ready, tuple(nbytes))
+    caps = [choices["cap"]] if choices["first"] is None else [choices["first"], choices["cap"]]
+    sizes = [ParameterSize(one, "float32") for one in nbytes]
+    everything = [list(range(len(nbytes)))]
+    plan = everything
+    if choices["overlap"]:
+        plan = arrival_plan(sizes, range(len(sizes)), bucket_caps(caps))
+    link, ranks = Link.of(choices["gbit"], choices["latency"]), choices["w"]
+    step = simulate_ring(computed, plan, link, ranks, choices["overlap"])
+    busy = sum(done - begun for _, begun, done in step.sent)
+    return {
+        "ready": list(ready),
+        "plan": plan,
+        "sent": [list(one) for one in step.sent],
+        "bytes": [sum(nbytes[place] for place in bucket) for bucket in plan],
+        "end": step.end,
+        "critical": step.critical_bucket,
+        "exposed": step.exposed,
+        "limit": limit_of_ring(computed, link, ranks),
+        "flat": simulate_ring(computed, everything, link, ranks, overlap=False).end,
+        "linkBusy": busy,
+        "latencyShare": len(plan) * link.seconds(ring(ranks, 0)) / busy if busy else 0,
+    }
+
+
+def flattened(predicted: dict[str, Any]) -> dict[str, Any]:
+    step = predicted["step"]
+    return {
+        "ready": predicted["compute"]["ready"],
+        "plan": predicted["plan"],
+        "sent": [[one["launched"], one["begun"], one["done"]] for one in step["sent"]],
+        "bytes": [one["bytes"] for one in step["sent"]],
+        "end": step["end"],
+        **{key: predicted[key] for key in ("critical", *NUMBERS)},
+    }
+
+
+def test_node_and_python_plan_and_simulate_the_same_steps():
+    predicted = call("bucket_timeline", "predict", RANDOM_CASES)
+    overlapping = 0
+    for case, found in zip(RANDOM_CASES, predicted, strict=True):
+        mine, wanted = flattened(found), in_python(*case)
+        assert mine["plan"] == wanted["plan"], case
+        assert mine["critical"] == wanted["critical"], case
+        for key in ("ready", "bytes", "end", *NUMBERS):
+            assert mine[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-9), (key, case)
+        for one, other in zip(mine["sent"], wanted["sent"], strict=True):
+            assert one == pytest.approx(other, rel=1e-9, abs=1e-9), case
+        overlapping += len(wanted["plan"]) > 1
+    assert overlapping > CASES / 2  # the cases are not all of one bucket
+
+
+def test_node_and_python_spread_a_backward_over_gradients_alike():
+    cases = [(backward["bytes"], backward["forward"], 0.3) for backward, _ in RANDOM_CASES]
+    spread = call("bucket_timeline", "backwardLike", cases)
+    for (nbytes, forward, duration), found in zip(cases, spread, strict=True):
+        wanted = backward_like(nbytes, forward, duration)
+        assert found["ready"] == pytest.approx(wanted.ready, rel=1e-9)
+        assert (found["forward"], tuple(found["bytes"])) == (forward, wanted.bytes)
+
+
+def test_node_and_python_round_caps_alike():
+    caps = [(choices["cap"], choices["first"]) for _, choices in RANDOM_CASES]
+    in_node = call("bucket_timeline", "bucketCaps", caps)
+    for (cap, first), found in zip(caps, in_node, strict=True):
+        given = [cap] if first is None else [first, cap]
+        assert tuple(found) == bucket_caps(given)
+    assert call("bucket_timeline", "bucketCaps", [(25, 1)]) == [list(bucket_caps())]
+    assert tuple(call("bucket_timeline", "bucketCaps", [(4,)])[0]) == bucket_caps(4) == (4 * MIB,)

@@ -1,0 +1,128 @@
+"""Every figure has its files, is on a page, and is light; what the directive writes is right."""
+
+import re
+from pathlib import Path
+
+import pytest
+from sphinx.testing.util import SphinxTestApp
+
+from labkit.book.playable import FOLDER, description, scripts, still
+from labkit.book.playable_page import names, write_page
+from labkit.launch.scripts import project_root
+
+BOOK = project_root() / "book"
+NAMES = names(BOOK)
+LIMIT = 150_000  # bytes per page
+
+
+def figures_of(page: Path) -> set[str]:
+    return set(re.findall(r"```\{playable\} (\w+)", page.read_text()))
+
+
+PAGES = {
+    p: found for p in [*BOOK.rglob("*.md"), *BOOK.rglob("*.ipynb")] if (found := figures_of(p))
+}
+
+
+def test_every_figure_is_on_a_page_and_every_page_names_figures_that_exist():
+    assert set().union(*PAGES.values()) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_figure_has_its_scripts_and_a_picture_with_a_description(name):
+    assert all((BOOK / FOLDER / script).is_file() for script in scripts(name))
+    assert len(description(BOOK / FOLDER / still(name))) > 40
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_figures_of_a_page_are_light(path):
+    files = {"figure.css"}
+    for name in PAGES[path]:
+        files |= {*scripts(name), still(name)}
+    assert sum((BOOK / FOLDER / file).stat().st_size for file in files) <= LIMIT
+
+
+@pytest.mark.parametrize("script", sorted((BOOK / FOLDER).rglob("*.js")), ids=lambda p: p.name)
+def test_a_script_needs_no_server(script):
+    text = script.read_text()
+    assert not re.search(r"^\s*(import|export)\s|\bfetch\(|XMLHttpRequest|import\(", text, re.M)
+    addresses = set(re.findall(r"https?://[^\s\"'`]+", text))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+
+
+def test_the_page_with_all_figures_loads_each_script_once(tmp_path):
+    text = write_page(BOOK, tmp_path / "figures").read_text()
+    loaded = re.findall(r'src="([^"]+)"', text)
+    assert len(loaded) == len(set(loaded)) == 1 + 2 * len(NAMES)
+    assert all((tmp_path / "figures" / path).resolve().is_file() for path in loaded)
+
+
+STILL = (
+    '<svg xmlns="http://www.w3.org/2000/svg"><title>Two circles</title>'
+    "<desc>The left one is larger.</desc></svg>"
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A book with the figure `circles` on one of its two pages."""
+    folder = tmp_path / "source"
+    for path, text in {
+        "conf.py": 'extensions = ["myst_parser", "labkit.book.playable"]\n'
+        'html_static_path = ["_static"]\n'
+        'html_js_files = ["figures/circles.js"]\n'
+        'html_css_files = ["figures/figure.css", "own.css"]\n',
+        "index.md": "# Book\n\n```{toctree}\nsub/with\nwithout\n```\n",
+        "sub/with.md": "# With\n\n```{playable} circles\n:state: w=4&on=1\n\nThe *caption*.\n```\n",
+        "without.md": "# Without\n\nNo figure.\n",
+        "_static/own.css": "",
+        "_static/figures/figure.css": "",
+        "_static/figures/figure.js": "",
+        "_static/figures/circles.js": "",
+        "_static/figures/logic/circles.js": "",
+        "_static/figures/still/circles.svg": STILL,
+    }.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
+
+
+def build(source: Path) -> tuple[Path, str]:
+    app = SphinxTestApp("html", srcdir=source)
+    try:
+        app.build()
+        return Path(app.outdir), app.warning.getvalue()
+    finally:
+        app.cleanup()
+
+
+def test_the_directive_puts_picture_caption_and_scripts_on_its_page_alone(source):
+    out, warnings = build(source)
+    assert not warnings
+    text = (out / "sub" / "with.html").read_text()
+    assert '<figure class="playable" id="playable-circles" data-figure="circles"' in text
+    assert 'data-state="w=4&amp;on=1"' in text
+    assert 'src="../_static/figures/still/circles.svg"' in text
+    assert 'alt="Two circles. The left one is larger."' in text
+    assert "The <em>caption</em>." in text
+    loaded = re.findall(r'<script defer="defer" src="\.\./_static/figures/([\w/]+\.js)', text)
+    assert loaded == ["figure.js", "logic/circles.js", "circles.js"]
+    assert len(re.findall(r"figures/circles\.js", text)) == 1
+    assert "figures/figure.css" in text
+    for other in ("index.html", "without.html"):
+        assert "figures/" not in (out / other).read_text()
+        assert "own.css" in (out / other).read_text()
+
+
+def test_a_figure_without_its_files_is_an_error_that_names_them(source):
+    (source / "_static/figures/still/circles.svg").unlink()
+    (source / "_static/figures/logic/circles.js").unlink()
+    _, warnings = build(source)
+    assert "the figure 'circles' needs" in warnings
+    assert "_static/figures/logic/circles.js, _static/figures/still/circles.svg" in warnings
+
+
+def test_a_picture_without_a_description_is_refused(tmp_path):
+    (tmp_path / "bare.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
+    with pytest.raises(ValueError, match="no title or no description"):
+        description(tmp_path / "bare.svg")

@@ -1,0 +1,66 @@
+"""The harness of the browser tests finds what the tests of the pages rely on."""
+
+from pathlib import Path
+
+import pytest
+from browser import OpenPage
+
+PAGE = """<!doctype html><html lang="en"><title>A page</title>
+<style>
+  body {{ background: white; color: black; }}
+  @media (prefers-color-scheme: dark) {{ body {{ background: black; color: white; }} }}
+</style>
+<main><h1>A page</h1>{body}</main></html>"""
+
+
+@pytest.fixture
+def page_with(tmp_path: Path, open_page: OpenPage):
+    def make(body: str, **options: object):
+        path = tmp_path / "page.html"
+        path.write_text(PAGE.format(body=body))
+        return open_page(path, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_page_in_order_has_no_findings(page_with, theme):
+    opened = page_with("<p>Text.</p><script>localStorage.length</script>", theme=theme)
+    assert opened.errors == []
+    assert opened.external == []
+    assert opened.violations() == []
+    assert opened.wider_by() == 0
+
+
+def test_an_exception_and_a_logged_error_are_reported(page_with):
+    opened = page_with("<script>console.error('logged')</script><script>throw 'thrown'</script>")
+    assert sorted(opened.errors) == ["logged", "thrown"]
+
+
+def test_a_request_to_another_host_is_reported(page_with):
+    opened = page_with("<script src='https://example.org/a.js'></script>")
+    assert opened.external == ["https://example.org/a.js"]
+
+
+def test_axe_reports_pale_text_in_the_theme_that_has_it(page_with):
+    pale = "<p style='color: #888'>Pale on white, legible on black.</p>"
+    (violation,) = page_with(pale, theme="light").violations()
+    assert violation.startswith("serious color-contrast: p")
+    assert page_with(pale, theme="dark").violations() == []
+
+
+def test_a_page_wider_than_its_window_is_measured(page_with):
+    opened = page_with("<div style='width: 600px'>wide</div>", width=390)
+    assert opened.wider_by() > 200
+
+
+def test_a_page_opens_without_javascript_and_at_a_place(page_with):
+    body = "<p id='here'>shown</p><script>document.getElementById('here').remove()</script>"
+    opened = page_with(body, javascript=False, fragment="here")
+    assert opened.page.locator("#here").is_visible()
+
+
+def test_a_screenshot_is_as_wide_as_the_window(page_with, tmp_path):
+    page_with("<p>Text.</p>", width=390).screenshot(tmp_path / "page.png")
+    header = (tmp_path / "page.png").read_bytes()[:24]
+    assert int.from_bytes(header[16:20], "big") == 390

@@ -1,0 +1,151 @@
+"""`make` sets up .venv: with pip's options, or with the torch of another environment, only read."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from labkit import set_up
+from labkit.launch.scripts import project_root
+
+ROOT = project_root()
+NEEDED = (
+    "Makefile",
+    "requirements.txt",
+    "constraints.txt",
+    "pyproject.toml",
+    "src/labkit/set_up.py",
+)
+
+
+def with_torch(folder: Path, version: str | None) -> Path:
+    """A virtual environment whose torch is a package of one line."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = folder.glob("lib/*/site-packages")
+    if version:
+        (site / "torch").mkdir()
+        (site / "torch" / "__init__.py").write_text(f"__version__ = {version!r}\n")
+        info = site / f"torch-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What setting up needs of a checkout."""
+    for name in NEEDED:
+        (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "checkout" / name)
+    return tmp_path / "checkout"
+
+
+def make(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`make WORDS` there, without the settings of pip and make that this test was started with."""
+    alien = ("PIP_", "MAKE", "MFLAGS")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(alien)}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", *words]
+    return subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_pips_options_reach_pip_and_a_failure_leaves_nothing_that_looks_ready(checkout):
+    done = make(checkout, "book", "PIP_OPTIONS=--no-index --retries 0")
+    assert done.returncode == 2
+    # With an index, pip would have found it; `--no-index` is what made it fail.
+    assert "No matching distribution found for" in done.stderr
+    assert "--no-index --retries 0 -r" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (checkout / ".venv" / ".ready").exists()
+
+
+def test_a_torch_that_is_there_is_reused_and_its_environment_is_only_read(
+    checkout, tmp_path, monkeypatch
+):
+    other = with_torch(tmp_path / "other", "2.14.1")
+    before, installed, run = contents(other), [], subprocess.run
+
+    def without_pip(command, **options):
+        if "pip" in command:
+            return installed.append([str(word) for word in command])
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", without_pip)
+    set_up.make(checkout / ".venv", other, ["--proxy", "none"])
+    monkeypatch.undo()
+
+    ours = checkout / ".venv" / "bin" / "python"
+    show = [ours, "-c", "import torch; print(torch.__version__, torch.__file__)"]
+    told = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    assert told.startswith(f"2.14.1 {other}")
+    assert all(command[0] == str(ours) for command in installed)
+    assert all("--no-deps" in command for command in installed)
+    assert all(command[6:8] == ["--proxy", "none"] for command in installed)
+    pins = (checkout / ".venv" / "without-torch.txt").read_text().splitlines()
+    everything = (ROOT / "constraints.txt").read_text().splitlines()
+    (left_out,) = set(everything) - set(pins)
+    assert left_out.startswith("torch==")
+
+    (checkout / ".venv" / ".ready").write_text(f"{other}\n")
+    assert make(checkout, "clean").returncode == 0
+    assert not (checkout / ".venv").exists()
+    assert contents(other) == before
+
+
+def test_every_package_of_the_requirements_is_pinned_with_all_that_it_brings_along():
+    """Without dependencies, constraints.txt is all that pip is given to install."""
+    required = set((ROOT / "requirements.txt").read_text().splitlines())
+    required = {line.lower() for line in required if "==" in line}
+    pins = {line.lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert required <= pins
+
+
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [(None, "has no torch to reuse"), ("2.9.1", "has torch 2.9.1; 2.11 or newer")],
+)
+def test_an_environment_that_cannot_be_reused_is_refused_with_the_reason(torch, said, tmp_path):
+    other = with_torch(tmp_path / "other", torch)
+    with pytest.raises(ValueError, match=said):
+        set_up.make(tmp_path / ".venv", other, [])
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_folder_that_is_no_environment_and_the_own_one_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no .*/bin/python"):
+        set_up.make(tmp_path / ".venv", tmp_path / "nothing", [])
+    with pytest.raises(ValueError, match="name another one"):
+        set_up.make(tmp_path / ".venv", tmp_path / ".venv", [])
+
+
+def test_an_environment_that_is_set_up_is_not_turned_into_another_one(checkout):
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / ".ready").write_text("\n")
+    done = make(checkout, "book", "VENV=/elsewhere")
+    assert done.returncode == 2
+    assert "run make clean first, to reuse /elsewhere" in done.stderr
+    (checkout / ".venv" / ".ready").write_text("/elsewhere\n")
+    assert make(checkout, "help", "VENV=/elsewhere").returncode == 0
+    assert make(checkout, "help").returncode == 0
+
+
+def test_the_core_tests_of_make_check_are_there():
+    listed = subprocess.run(
+        ["make", "--no-print-directory", "--eval", "show: ; @echo $(CORE_TESTS)", "show"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert len(listed) > 5
+    assert [name for name in listed if not (ROOT / name).is_file()] == []

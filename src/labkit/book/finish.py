@@ -105,8 +105,14 @@ def _name_things(page: BeautifulSoup) -> None:
 
 
 def _open_figures(page: BeautifulSoup) -> None:
-    """Every figure of a chapter becomes a link to its file, where a phone can enlarge it."""
+    """Every figure of a chapter becomes a link to its file, where a phone can enlarge it.
+
+    It is loaded when a reader comes near it; its attributes keep its place free until then.
+    """
     for image in page.select("div.cell_output img[src]"):
+        image["loading"] = "lazy"
+        for name, pixels in re.findall(r"\b(width|height): (\d+)px", image.get("style", "")):
+            image[name] = pixels
         link = image.find_parent("a") or image.wrap(page.new_tag("a", href=image["src"]))
         if "full-figure" not in link.get("class", []):
             link["class"] = [*link.get("class", []), "full-figure"]

@@ -60,6 +60,12 @@ def test_a_figure_of_a_chapter_is_a_link_to_its_file(figure):
     assert finished(once) == once
 
 
+def test_a_figure_is_loaded_when_it_is_near_and_its_place_is_kept():
+    figure = '<img src="a.png" style="width: 651px; height: 371px;"/>'
+    image = BeautifulSoup(finished(f'<div class="cell_output">{figure}</div>'), "html.parser").img
+    assert (image["loading"], image["width"], image["height"]) == ("lazy", "651", "371")
+
+
 @pytest.fixture
 def built(tmp_path: Path) -> Path:
     """A site with one page, and the files of the installed theme that matter here."""

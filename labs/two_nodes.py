@@ -158,7 +158,7 @@ def main(arguments: argparse.Namespace) -> None:
         }
     count, base = place.world_size // ranks_per_node, found["hierarchical"]
     if place.rank == 0:
-        print(f"{count} nodes of {ranks_per_node} ranks, {arguments.mib:g} MiB of gradients")
+        print(f"nodes {count}, ranks per node {ranks_per_node}, {arguments.mib:g} MiB of gradients")
         rows = [
             [
                 name,
@@ -174,8 +174,15 @@ def main(arguments: argparse.Namespace) -> None:
         headers = ["", "MiB out of a node", "on the wire", "ms", "bytes ÷", "time ÷", "same bits"]
         print(table(headers, rows, digits=2))
         others = place.world_size - ranks_per_node
-        theory = (place.world_size - 1) / others if others else float("nan")
-        print(f"theory of the bytes: {theory:.2f} to 1", flush=True)
+        if others:
+            theory = (place.world_size - 1) / others
+            print(f"theory of the bytes: {theory:.2f} to 1", flush=True)
+        else:
+            print(
+                "All ranks are on one node, and no byte leaves it. Two nodes on this machine:\n"
+                "    python -m labkit.launch.nodes --nodes 2 --nproc-per-node 2 labs/two_nodes.py",
+                flush=True,
+            )
     if not all(one.same for one in found.values()):
         raise SystemExit("the sums differ between ranks")
 

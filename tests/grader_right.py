@@ -198,6 +198,38 @@ def average_each(module):
             dist.all_reduce(g, op=dist.ReduceOp.AVG)
             p.grad = g
 """,
+    "flags gathered as booleans": """
+def average_each(module):
+    params = [p for p in module.parameters() if p.requires_grad]
+    mine = torch.tensor([p.grad is not None for p in params])
+    theirs = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    for p, anywhere in zip(params, torch.stack(theirs).any(0)):
+        if anywhere:
+            total = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            dist.all_reduce(total)
+            p.grad = total.div(dist.get_world_size())
+""",
+    "callbacks on the works": """
+def average_each(module):
+    params = dict(module.named_parameters())
+    params = {n: p for n, p in params.items() if p.requires_grad}
+    have = torch.tensor([int(p.grad is not None) for p in params.values()], dtype=torch.uint8)
+    dist.all_reduce(have, op=dist.ReduceOp.MAX)
+    futures = []
+    for p, yes in zip(params.values(), have.tolist()):
+        if not yes:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+        def divide(future, p=p):
+            p.grad.mul_(1 / dist.get_world_size())
+            return p.grad
+
+        futures.append(dist.all_reduce(p.grad, async_op=True).get_future().then(divide))
+    torch.futures.wait_all(futures)
+""",
 }
 
 FLAT = {
@@ -276,6 +308,43 @@ def average_flat(module):
     dist.all_reduce(vector)
     nn.utils.vector_to_parameters(vector / dist.get_world_size(), [p.grad for p in used])
 """,
+    "torch's own flatten and unflatten": """
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+def average_flat(module):
+    params = [p for p in module.parameters() if p.requires_grad]
+    flags = torch.tensor([1 if p.grad is not None else 0 for p in params])
+    dist.all_reduce(flags)
+    params = [p for p, n in zip(params, flags) if n > 0]
+    for p in params:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    grads = [p.grad.data for p in params]
+    coalesced = _flatten_dense_tensors(grads)
+    dist.all_reduce(coalesced)
+    coalesced /= dist.get_world_size()
+    for buf, synced in zip(grads, _unflatten_dense_tensors(coalesced, grads)):
+        buf.copy_(synced)
+""",
+    "slices of a buffer, and a future": """
+def average_flat(module):
+    world = dist.get_world_size()
+    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    mine = [n for n, p in named if p.grad is not None]
+    known = [None] * world
+    dist.all_gather_object(known, mine)
+    used = [p for n, p in named if any(n in names for names in known)]
+    buffer = torch.zeros(sum(p.numel() for p in used))
+    at = 0
+    for p in used:
+        if p.grad is not None:
+            buffer[at : at + p.numel()] = p.grad.flatten()
+        at += p.numel()
+    [reduced] = dist.all_reduce(buffer, async_op=True).get_future().wait()
+    at = 0
+    for p in used:
+        p.grad = (reduced[at : at + p.numel()] / world).view(p.shape).clone()
+        at += p.numel()
+""",
 }
 
 COUNT = {
@@ -307,6 +376,14 @@ def count_tokens(batches):
     own = sum(b["counts"].sum() for b in batches)
     return int(fc.all_reduce(own, "sum", dist.group.WORLD))
 """,
+    "nonzero entries, stacked": """
+def count_tokens(batches):
+    per_batch = [torch.count_nonzero(batch["counts"]) for batch in batches]
+    n = torch.stack(per_batch).sum(dtype=torch.int64)
+    work = dist.all_reduce(n, op=dist.ReduceOp.SUM, async_op=True)
+    work.wait()
+    return n.item()
+""",
 }
 LOSS = {
     "one backward for all": """
@@ -332,6 +409,25 @@ def backward_weighted(model, batches, total):
             g = g * dist.get_world_size() / total
             p.grad = g if p.grad is None else p.grad + g
 """,
+    "the gradient argument of backward": """
+def backward_weighted(model, batches, total):
+    w = dist.get_world_size() / total
+    for batch in batches:
+        losses = token_losses(model, batch)
+        losses.backward(torch.full_like(losses, w))
+""",
+    "autograd.grad, added up by hand": """
+def backward_weighted(model, batches, total):
+    params = [p for p in model.parameters() if p.requires_grad]
+    sums = [torch.zeros_like(p) for p in params]
+    for batch in batches:
+        loss = token_losses(model, batch).sum()
+        for s, g in zip(sums, torch.autograd.grad(loss, params, allow_unused=True)):
+            if g is not None:
+                s.add_(g, alpha=dist.get_world_size() / total)
+    for p, s in zip(params, sums):
+        p.grad = s if p.grad is None else p.grad + s
+""",
 }
 RATE = {
     "a table": """
@@ -345,6 +441,11 @@ def equivalent_rate(lr, reduction, combine, world_size, per_rank):
         case ("mean", "sum"): return lr / world_size
         case ("sum", "average"): return lr / per_rank
         case _: return torch.tensor(lr) .item() / (world_size * per_rank)
+""",
+    "a product of two factors": """
+def equivalent_rate(lr, reduction, combine, world_size, per_rank):
+    times_too_large = (world_size ** (combine == "sum")) * (per_rank ** (reduction == "sum"))
+    return lr / times_too_large
 """,
 }
 DATA_PARALLEL = {
@@ -402,6 +503,31 @@ def train_step(model, x, y, lr):
         for p in model.parameters():
             p.sub_(p.grad, alpha=lr)
 """,
+    "steps alone, then averages the weights": """
+def train_step(model, x, y, lr):
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    dist.broadcast(flat, 0)
+    torch.nn.utils.vector_to_parameters(flat, model.parameters())
+    grads = torch.autograd.grad(mse_loss(model(x), y), list(model.parameters()))
+    with torch.no_grad():
+        for p, g in zip(model.parameters(), grads):
+            p.sub_(g, alpha=lr)
+            dist.all_reduce(p.data)
+            p.data.div_(dist.get_world_size())
+""",
+    "foreach": """
+@torch.no_grad()
+def train_step(model, x, y, lr):
+    params = list(model.parameters())
+    for work in [dist.broadcast(p.data, src=0, async_op=True) for p in params]:
+        work.wait()
+    with torch.enable_grad():
+        grads = torch.autograd.grad(mse_loss(model(x), y), params)
+    grads = [g.contiguous() for g in grads]
+    for work in [dist.all_reduce(g, async_op=True) for g in grads]:
+        work.wait()
+    torch._foreach_add_(params, grads, alpha=-lr / dist.get_world_size())
+""",
 }
 BUCKETS = {
     "a generator": """
@@ -428,6 +554,17 @@ def assign_buckets(sizes, cap):
         result[-1][0].append(i)
         result[-1][1] += size
     return tuple(tuple(b) for b, _ in result)
+""",
+    "a stack of indices": """
+def assign_buckets(sizes, cap):
+    todo = list(range(len(sizes)))
+    buckets, current = [], []
+    while todo:
+        current.append(todo.pop())
+        if sum(map(sizes.__getitem__, current)) >= cap or not todo:
+            buckets.append(current)
+            current = []
+    return buckets
 """,
 }
 REDUCER = {
@@ -546,6 +683,39 @@ class Reducer:
         self.seen.clear()
         self.out.clear()
 """,
+    "hooks on the graph's AccumulateGrad nodes": """
+class Reducer:
+    def __init__(self, model, buckets):
+        self.params = list(model.parameters())
+        self.buckets = [tuple(b) for b in buckets]
+        self.nodes = []
+        for b, ids in enumerate(self.buckets):
+            for i in ids:
+                node = self.params[i].expand_as(self.params[i]).grad_fn.next_functions[0][0]
+                node.register_hook(lambda *_, b=b: self.arrived(b))
+                self.nodes.append(node)
+        self.reset()
+
+    def reset(self):
+        self.pending = {b: len(ids) for b, ids in enumerate(self.buckets)}
+        self.flying = []
+
+    def arrived(self, b):
+        self.pending[b] -= 1
+        while len(self.flying) in self.pending and self.pending[len(self.flying)] == 0:
+            ids = self.buckets[len(self.flying)]
+            flat = torch.cat([self.params[i].grad.flatten() for i in ids])
+            self.flying.append((ids, flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish(self):
+        for ids, flat, work in self.flying:
+            work.wait()
+            flat.div_(dist.get_world_size())
+            parts = flat.split([self.params[i].numel() for i in ids])
+            for i, part in zip(ids, parts):
+                self.params[i].grad.copy_(part.view_as(self.params[i]))
+        self.reset()
+""",
 }
 CLIPPING = {
     "by hand": """
@@ -555,6 +725,13 @@ def clipped_gradients(model, x, y, norm):
     total = torch.sqrt(sum(p.grad.pow(2).sum() for p in model.parameters()))
     for p in model.parameters():
         p.grad *= torch.clamp(norm / (total + 1e-6), max=1.0)
+""",
+    "the two halves of clip_grad_norm_": """
+def clipped_gradients(model, x, y, norm):
+    mse_loss(model(x), y).backward()
+    average_gradients(model)
+    total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    nn.utils.clip_grads_with_norm_(model.parameters(), norm, total)
 """,
 }
 ACCUMULATION = {
@@ -576,6 +753,11 @@ def accumulated_gradients(model, batches):
     for t, p in zip(total, model.parameters()):
         p.grad = t
 """,
+    "one backward over all micro-batches": """
+def accumulated_gradients(model, batches):
+    torch.stack([mse_loss(model(x), y) for x, y in batches]).mean().backward()
+    average_gradients(model)
+""",
 }
 DENOMINATOR = {
     "counts as objects": """
@@ -586,6 +768,15 @@ def gradients_of_all_samples(model, x, y):
     loss.backward()
     for p in model.parameters():
         dist.all_reduce(p.grad)
+""",
+    "the mean, weighted by the share of the samples": """
+def gradients_of_all_samples(model, x, y):
+    n = torch.tensor([len(x)], dtype=torch.float64)
+    every = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    dist.all_gather_into_tensor(every, n)
+    weight = (len(x) / every.mean()).item()
+    (weight * mse_loss(model(x), y)).backward()
+    average_gradients(model)
 """,
 }
 START = {
@@ -610,6 +801,14 @@ def prepare(model):
             p.zero_()
         dist.all_reduce(p)
 """,
+    "gathers all and takes the first": """
+def prepare(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            everyone = [torch.empty_like(p) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, p.detach())
+            p.copy_(everyone[0])
+""",
 }
 UNUSED = {
     "flags by MAX, one vector": """
@@ -623,6 +822,17 @@ def gradients_of_heads(loss, heads):
     dist.all_reduce(flat)
     for p, part in zip(ps, flat.split([p.numel() for p in ps])):
         p.grad = part.view_as(p) / dist.get_world_size()
+""",
+    "names in a set": """
+def gradients_of_heads(loss, heads):
+    loss.backward()
+    names = {n for n, p in heads.named_parameters() if p.grad is not None}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sorted(names))
+    for n, p in heads.named_parameters():
+        if any(n in some for some in everyone):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
 """,
 }
 TEST = {

@@ -1,13 +1,9 @@
 """The lab of buckets that overlap, under torchrun: on one node, on two, and when it has to fail."""
 
 import json
-import os
-import socket
-import sys
 
 import pytest
 
-from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import ScriptError, project_root, run_script
 
 ROOT = project_root()
@@ -55,23 +51,10 @@ def test_with_torchs_caps_all_but_the_first_bucket_wait_for_the_end_of_backward(
 
 
 def test_it_runs_on_two_nodes_as_it_is():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    nodes = []
-    for node in range(2):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-        launch += ["--node-rank", str(node), "--nproc-per-node", "2"]
-        launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-        nodes.append([*launch, LAB, "--steps", "1"])
-    # Both launchers in one guarded command, so that none is left behind.
-    both = "import subprocess, sys; nodes = [subprocess.Popen(c) for c in " + repr(nodes) + "]; "
-    both += "sys.exit(max(node.wait() for node in nodes))"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = run_guarded([sys.executable, "-c", both], 240, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("4 ranks") == 1, "printed once, not once a node"
-    assert all(row[2:5] == ["< 1e-05", "< 1e-05", "none"] for row in rows_of(done.stdout).values())
+    output = run_script(LAB, "--steps", 1, ranks=2, nodes=2)
+    assert output.count("4 ranks") == 1, "printed once, not once per node"
+    assert all(row[2:5] == ["< 1e-05", "< 1e-05", "none"] for row in rows_of(output).values())
+    assert PLANNED in rows_of(output)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,13 @@ def test_the_hierarchical_lab_counts_the_bytes_of_the_theory_and_sums_alike_on_a
     assert "theory of the bytes: 1.50 to 1" in output
 
 
+def test_on_one_node_the_lab_says_that_nothing_leaves_it_and_how_to_start_two():
+    output = run_script("labs/two_nodes.py", "--mib", "0.5", ranks=2)
+    assert "no byte leaves it" in output
+    assert "labkit.launch.nodes --nodes 2" in output
+    assert "theory" not in output
+
+
 def test_the_threads_table_is_the_same_on_two_nodes_as_on_one():
     ways = [{"ranks": 4}, {"ranks": 2, "nodes": 2}]
     one, two = (run_script("labs/accumulate_vs_ddp.py", **way) for way in ways)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import nbformat
 import pytest
 from in_process import run_in_process
 
@@ -44,6 +45,23 @@ def test_help_explains_the_script_and_how_to_start_it(script):
     assert ended.code == 0
     assert f"labs/{script}" in ended.stdout
     assert "--seed" in ended.stdout
+
+
+HELP_OF_ALL = """
+import contextlib, runpy, sys
+for script in sys.argv[1:]:
+    sys.argv = [script, "--help"]
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(script, run_name="__main__")
+    assert "torch" not in sys.modules, script
+"""
+
+
+def test_help_does_not_wait_for_the_import_of_torch():
+    command = [sys.executable, "-c", HELP_OF_ALL, *(f"labs/{name}" for name in LABS)]
+    done = run_guarded(command, 60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage:") == len(LABS)
 
 
 @pytest.mark.parametrize("script", UNDER_TORCHRUN)
@@ -183,8 +201,17 @@ def lightning_norms(output: str) -> dict[str, dict[str, list[str]]]:
     return found
 
 
+def what_the_chapter_prints(chapter: str, code: str) -> str:
+    """The stored output of the cell with exactly this code, which every test run compares."""
+    cells = nbformat.read(ROOT / "book" / chapter, as_version=4).cells
+    (cell,) = (c for c in cells if c.cell_type == "code" and c.source == code)
+    return "".join(output.text for output in cell.outputs)
+
+
 def test_only_with_both_fixes_do_the_forum_programs_two_trainers_agree():
-    output = run_script(LIGHTNING)
+    output = what_the_chapter_prints(
+        "puzzles/accumulate_vs_ddp.ipynb", f'print(run_script("{LIGHTNING}"))'
+    )
     processes = {
         line.split()[0]: line
         for line in output.splitlines()

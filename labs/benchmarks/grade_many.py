@@ -10,6 +10,7 @@ submissions take, because all checks of the key come to an end. Fails if any sub
 points than it should.
 """
 
+import contextlib
 import copy
 import json
 import resource
@@ -63,7 +64,13 @@ def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
 def processor_seconds() -> float:
     """The processor time of this process, of all below it, and of those that these waited for."""
     own = psutil.Process()
-    return sum(sum(each.cpu_times()[:4]) for each in (own, *own.children(recursive=True)))
+    total = 0.0
+    for each in (own, *own.children(recursive=True)):
+        with contextlib.suppress(
+            psutil.NoSuchProcess
+        ):  # it has just ended; its parent has its time
+            total += sum(each.cpu_times()[:4])
+    return total
 
 
 def largest_memory() -> dict[str, float]:

@@ -115,8 +115,12 @@ class Step:
         return dict(sorted(sums.items()))
 
 
-def combination(window: Window) -> Combination:
-    """Measure α from the gradients of one window."""
+def combination(window: Window, clipped: bool = False) -> Combination:
+    """Measure α from the gradients of one window.
+
+    `clipped`: the script itself rescales gradients, by another factor in each step. That factor is
+    then left out of α.
+    """
     if window.world == 1:
         return Combination("alone", 1.0)
     if window.sharded:
@@ -127,9 +131,9 @@ def combination(window: Window) -> Combination:
     if window.differing_gradients:
         return Combination("not combined", None)
     product = square = final_square = 0.0
-    rescaled = _rescaled(window)
+    rescale = rescaled(window) if clipped else 1.0
     for name, value in snapshots[0]["grads"].items():
-        value = None if value is None else value / rescaled
+        value = None if value is None else value / rescale
         parts = [each.get("local", {}).get(name) for each in snapshots]
         if value is None or all(part is None for part in parts):
             continue
@@ -151,7 +155,7 @@ def combination(window: Window) -> Combination:
     return Combination("scaled", factor, residual)
 
 
-def _rescaled(window: Window) -> float:
+def rescaled(window: Window) -> float:
     """The one factor by which a script scaled all gradients between backward and the update.
 
     1 if there is none: then `.grad` is what backward left, or it was combined in between.
@@ -169,7 +173,7 @@ def _rescaled(window: Window) -> float:
     return factors[0]
 
 
-def step_of(window: Window) -> Step | None:
+def step_of(window: Window, clipped: bool = False) -> Step | None:
     """The equation of a window, for its main loss term. None if no loss was seen."""
     terms: dict[tuple[str, str], list[Entry]] = {}
     for rank, fact in window:
@@ -209,7 +213,7 @@ def step_of(window: Window) -> Step | None:
         window=window,
         world=window.world,
         micros=max((len(each) for each in order.values()), default=0),
-        combination=combination(window),
+        combination=combination(window, clipped),
         entries=entries,
         function=main[0],
         reduction=entries[0].fact["reduction"],
@@ -260,7 +264,10 @@ class Equation:
 
 def equation(run: Run) -> Equation:
     """Analyze every complete window; show the most common kind of them."""
-    steps = [step for window in run.complete if (step := step_of(window)) is not None]
+    # A factor that is equal in all steps belongs to the gradient; a clip's differs between steps.
+    factors = [rescaled(window) for window in run.complete]
+    clipped = not alike(factors, 1e-3)
+    steps = [step for window in run.complete if (step := step_of(window, clipped)) is not None]
     if not steps:
         seen = "no complete optimizer step" if not run.complete else "no loss function"
         return Equation(None, [], run.world, False, [f"Not seen: {seen}."])

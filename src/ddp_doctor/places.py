@@ -40,6 +40,8 @@ def users_frame(frame: FrameType | None = None) -> FrameType | None:
 
 @lru_cache(maxsize=4096)
 def _shown(filename: str) -> str:
+    if filename.startswith("<ipython") or f"{os.sep}ipykernel_" in filename:
+        return "<cell>"
     if filename.startswith("<"):
         return filename
     path = os.path.abspath(filename)

@@ -19,10 +19,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_doctor.journal import Journal
 from ddp_doctor.places import stack
+
+if TYPE_CHECKING:
+    from ddp_doctor.patching import Patches
 
 RUN = "DDP_DOCTOR_RUN"  # the run's folder, for the processes that a process starts
 OPTIONS = "DDP_DOCTOR_OPTIONS"
@@ -59,6 +62,7 @@ class Session:
         self._facts_before: list[tuple[str, dict[str, Any]]] = []
         self._inside = threading.local()
         self._closed = False
+        self.patches: Patches | None = None
         self.recorder = Recorder(self)
         self.step_count = 0
         self.observing = options.first > 0
@@ -66,6 +70,8 @@ class Session:
 
     def _begin_again(self) -> None:
         """A forked process is another process: it has seen nothing and writes its own journal."""
+        if self.over:
+            return
         self._journal = None
         self._closed = False
         self._facts_before.clear()
@@ -248,7 +254,7 @@ def start(options: Options | None = None, leader: bool | None = None) -> Session
         session = Session(options, run)
         from ddp_doctor.observe import install
 
-        install(session)
+        session.patches = install(session)
     except Exception as error:
         say(f"could not start ({type(error).__name__}: {error}). Your run goes on without it.")
         return None
@@ -264,9 +270,46 @@ def watch(**options: Any) -> Session | None:
     """Observe this script. Call it on its first line, before it imports torch's functions by name.
 
     Keywords are the command line's options: `folder`, `json`, `first`, `every`, `hang_after`.
-    The report is printed when the script ends.
+    The report is printed when the script ends; in a notebook, below the cell that trains.
     """
-    return start(Options(**options) if options else None)
+    chosen = Options(**options) if options else None
+    shell = _notebook()
+    if shell is None:
+        return start(chosen)
+    session = start(chosen, leader=False)
+    if session is not None:
+        shell.events.register("post_run_cell", _AfterCell(session, shell))
+    return session
+
+
+def _notebook() -> Any:
+    """The running IPython shell, or None in a script. IPython is never imported here."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+class _AfterCell:
+    """Reports below the first cell in which this process, or one that it started, trained."""
+
+    def __init__(self, session: Session, shell: Any) -> None:
+        self.session = session
+        self.shell = shell
+
+    def __call__(self, result: Any) -> None:
+        session = self.session
+        if not any(session.run.glob("*.jsonl")):
+            return
+        from ddp_doctor.report import report
+
+        self.shell.events.unregister("post_run_cell", self)
+        session.close(result.error_in_exec)
+        session.over = True
+        if session.patches is not None:
+            session.patches.undo()
+        _current.session = None
+        for name in (RUN, OPTIONS):
+            os.environ.pop(name, None)
+        report(session.run, session.options)
 
 
 def _run_folder(options: Options) -> Path | None:
@@ -275,7 +318,7 @@ def _run_folder(options: Options) -> Path | None:
     parts = [env.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
     parts.append(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if "RANK" not in env:
-        parts = ["alone", str(os.getpid()), str(int(time.time()))]
+        parts = ["alone", str(os.getpid()), str(time.time_ns() // 1000)]
     elif env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE")) == env.get("WORLD_SIZE"):
         parts.append(str(os.getppid()))
     name = "-".join("".join(c if c.isalnum() else "." for c in part) for part in parts if part)

@@ -116,13 +116,31 @@ def test_averaging_parameters_explains_gradients_and_replicas_that_differ() -> N
     assert findings(run_of(windows, every=[start, average])) == {}
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.031, 0.25])
-def test_a_clip_written_by_hand_is_not_part_of_what_combines_the_ranks(factor: float) -> None:
-    clipped = {name: factor * value for name, value in SAME.items()}
-    windows = [window([4], [1.0], clipped, mine, left=SAME) for mine in OWN]
-    found = combination(run_of(windows).complete[0])
-    assert found.kind == "averaged"
-    assert findings(run_of(windows)) == {}
+def rescaled_step(factor: float, share: float = 1.0) -> list[dict[str, Any]]:
+    """The script multiplies what backward left, `SAME`, by a factor before the update."""
+    after = {name: factor * value for name, value in SAME.items()}
+    windows = [window([4], [share], after, mine, left=SAME) for mine in OWN]
+    for rank, one in enumerate(windows):
+        one["backwards"][0]["values"] = [1.0 + rank]
+    return windows
+
+
+def test_a_clip_written_by_hand_is_not_part_of_what_combines_the_ranks() -> None:
+    run = run_with_steps([rescaled_step(factor) for factor in (0.5, 0.031, 0.25)])
+    found = equation(run)
+    assert found.right
+    assert [each.combination.kind for each in found.steps] == ["averaged"] * 3
+    assert findings(run) == {}
+
+
+def test_a_division_in_every_step_is_part_of_the_gradient() -> None:
+    divided = run_with_steps([rescaled_step(0.5)] * 3)
+    assert set(findings(divided)) == {"scaled_by_world_size"}
+    unscaled = run_with_steps(
+        [rescaled_step(1 / 1024, share=1024.0)] * 3
+    )  # a loss scale of one's own
+    assert equation(unscaled).right
+    assert findings(unscaled) == {}
 
 
 def test_an_all_reduce_after_backward_is_no_rescaling() -> None:

@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch import run_ranks
 from labkit.scenarios.one_step import (
-    Outcome,
     Step,
+    StepGradients,
     after_one_update,
-    loss_of,
-    micro_batches,
+    batches_of_rank,
+    gradients_of_step,
+    loss_of_batch,
     model,
-    one_step,
 )
 from labkit.testing.compare import ratio_and_cosine
 from labkit.testing.verdict import kind_of
@@ -95,10 +95,13 @@ def near(found: list, wanted: torch.Tensor | list[torch.Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def both() -> list[tuple[dict, dict, Outcome]]:
+def both() -> list[tuple[dict, dict, StepGradients]]:
     cases = states()
     found = shown(cases)
-    return [(case, one, one_step(step_of(case))) for case, one in zip(cases, found, strict=True)]
+    return [
+        (case, one, gradients_of_step(step_of(case)))
+        for case, one in zip(cases, found, strict=True)
+    ]
 
 
 def test_every_gradient_is_the_one_of_autograd(both):
@@ -150,7 +153,7 @@ def test_the_row_of_the_table_names_the_factor_that_is_right():
         if right is None:  # a mean of unequal means may be right by chance, and is so rarely
             continue
         for factor in ("1", "W", "1/W"):
-            outcome = one_step(step_of(case | {"factor": factor}))
+            outcome = gradients_of_step(step_of(case | {"factor": factor}))
             comparison = ratio_and_cosine([outcome.final[0]], [outcome.truth])
             assert (kind_of(comparison) == "right") == (factor == right), (case, factor)
     assert set(seen) == {0, *LEAVES}
@@ -171,7 +174,7 @@ def on_a_rank(rank, world_size, step, wrapper):
     if step.combine == "sum":
         ddp.register_comm_hook(None, total)
     network = ddp if step.wrapped else ddp.module
-    batches = [batch for batch in micro_batches(step, step.present[rank]) if batch]
+    batches = [batch for batch in batches_of_rank(step, step.present[rank]) if batch]
     silent = {"never": len(batches), "last": len(batches) - 1}.get(step.accumulate, 0)
     joined = (
         Join([ddp], divide_by_initial_world_size=step.absent == "zeros")
@@ -181,7 +184,7 @@ def on_a_rank(rank, world_size, step, wrapper):
     with joined:
         for number, batch in enumerate(batches):
             with ddp.no_sync() if number < silent else contextlib.nullcontext():
-                loss_of(step, network, batch).backward()
+                loss_of_batch(step, network, batch).backward()
     dist.barrier()
     if not batches:
         return None

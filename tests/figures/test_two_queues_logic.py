@@ -59,8 +59,8 @@ def some_queues(draw: random.Random) -> tuple[list[Call], list[Call]]:
 
 
 def as_figure(run: Run) -> dict[str, Any]:
-    met = [{"outcome": one.outcome, "results": list(one.results)} for one in run.met]
-    return {"met": met, "end": run.end}
+    pairs = [{"outcome": one.outcome, "results": list(one.results)} for one in run.pairs]
+    return {"pairs": pairs, "end": run.end}
 
 
 def test_1000_random_pairs_of_queues_end_as_the_python_model_says() -> None:
@@ -71,7 +71,7 @@ def test_1000_random_pairs_of_queues_end_as_the_python_model_says() -> None:
     for (first, second, detail), one in zip(cases, found, strict=True):
         run = pair_up(first, second, detail)
         assert one == as_figure(run), (first, second, detail)
-        seen.update(met.outcome for met in run.met)
+        seen.update(pair.outcome for pair in run.pairs)
     assert min(seen[o] for o in ("right", "mixed", "garbled", "hang", "mismatch", "error")) > 20
 
 
@@ -105,7 +105,7 @@ def test_each_preset_of_the_figure_ends_as_its_name_says() -> None:
     for number, (name, *_) in enumerate(presets):
         first, second = ([Call(**one) for one in queues[2 * number + rank]] for rank in (0, 1))
         run = pair_up(first, second)
-        ends[name] = (run.end, [met.outcome for met in run.met])
+        ends[name] = (run.end, [pair.outcome for pair in run.pairs])
     assert ends == {
         "a gradient is missing": ("hang", ["mixed"] * 3 + ["hang"] + ["unreached"] * 2),
         "one head per rank": ("wrong", ["mixed"] * 2),

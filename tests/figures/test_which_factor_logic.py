@@ -10,7 +10,7 @@ import pytest
 from figures.node import call
 
 from labkit.launch.scripts import project_root
-from labkit.scenarios.one_step import Step, one_step
+from labkit.scenarios.one_step import Step, gradients_of_step
 from labkit.testing.compare import ratio_and_cosine
 
 CHAPTER = project_root() / "book" / "start/when_to_multiply.ipynb"
@@ -184,7 +184,7 @@ def test_the_factor_makes_a_gradient_equal_to_the_full_batchs_and_no_other_facto
     for samples, multiplier in zip(cases, multipliers, strict=True):
         w = len(samples)
         for factor in (1.0, float(w), 1 / w):
-            outcome = one_step(Step(tuple(samples), factor=factor, **OWN[leaf]))
+            outcome = gradients_of_step(Step(tuple(samples), factor=factor, **OWN[leaf]))
             ratio, cosine = ratio_and_cosine([outcome.final[0]], [outcome.truth])
             right = abs(ratio - 1) < 1e-9 and cosine > 1 - 1e-9
             assert right == (factor == multiplier), (samples, factor)

@@ -48,6 +48,11 @@ def arguments() -> argparse.Namespace:
     add("--timeout", type=float, default=60, help="seconds for one test (default 60)")
     add("--json", help="write the results to this file")
     add(
+        "--names",
+        dest="names_file",
+        help="write the names of all tests, chosen or not, to this file",
+    )
+    add(
         "--write-table",
         action="store_true",
         help="with --class torch: write table.json anew; with --checkout, for torch and miniddp: "
@@ -112,6 +117,9 @@ def main() -> int:
             module = discover.load(source)
             swap.swap(cls)
             chosen += discover.tests(module, every=options.every)
+    if options.names_file:
+        with open(options.names_file, "w") as file:
+            file.writelines(f"{runner.name_of(*test)}\n" for test in chosen)
     if options.names:
         patterns = [f"*{name}*" for name in options.names]
         chosen = [

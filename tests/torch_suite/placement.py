@@ -256,6 +256,8 @@ def pretend_devices(target: torch.device) -> None:
 
 def _pretend_cuda() -> None:
     """On the CPU: what torch.cuda does has been done, as the CPU runs in the program's order."""
+    # A build with CUDA would count the pretended devices.
+    torch.cuda.is_available = lambda: False
     torch.cuda.current_device = lambda: 0
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.nccl.version = lambda: (2, 27, 3)

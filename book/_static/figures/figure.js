@@ -113,6 +113,7 @@
       });
       this.state = copy(this.start);
       this.signature = null;
+      this.unfolded = new Set();
       this.build();
     }
 
@@ -206,6 +207,15 @@
         textWidth,
         height: (pixels) => drawing.setAttribute("viewBox", `0 0 ${width} ${Math.ceil(pixels)}`),
         number,
+        // A folded part below the drawing, which stays open when the figure is drawn again.
+        fold: (label, parent = this.after) => {
+          const details = html("details", { class: "figure-more", open: this.unfolded.has(label) }, parent);
+          html("summary", { text: label, "data-focus": label }, details);
+          details.addEventListener("toggle", () => {
+            this.unfolded[details.open ? "add" : "delete"](label);
+          });
+          return details;
+        },
         draggable: (element, actions) => this.draggable(element, actions),
         page: (path) => (document.documentElement.dataset.content_root ?? "./") + path,
         calm: matchMedia("(prefers-reduced-motion: reduce)").matches,

@@ -13,7 +13,6 @@
     accumulate: "off",
     over_k: true,
     absent: "none",
-    optimizers: false,
   };
   // What a rank gets when a sample is added to it.
   const SPARE = [[1, 5, 2, 2], [0, 0, 2, 1], [2, 4, 0, 1], [1, 4, -1, 5]];
@@ -22,6 +21,7 @@
   // Samples lie in this square.
   const LEFT = -3;
   const EDGE = 6;
+  const MARGIN = 14; // px around it, for samples on its border
 
   const PRESETS = [
     ["equal counts", {}],
@@ -32,12 +32,10 @@
     ["call .module", { through: "module" }],
     ["only no_sync", { accumulate: "never" }],
     ["rank without data", { w: 3, absent: "zeros" }],
-  ].map(([name, part]) => {
-    const { optimizers, ...state } = { ...START, ...part };
-    return [name, state];
-  });
+  ].map(([name, part]) => [name, { ...START, ...part }]);
 
-  const signed = (value) => (Number.isFinite(value) ? value.toFixed(2).replace("-", "−") : "undefined");
+  // Without the minus sign of a zero.
+  const signed = (value) => value.toFixed(2).replace(/^-0\.00$/, "0.00").replace("-", "−");
   const pair = ([a, b]) => `(${signed(a)}, ${signed(b)})`;
 
   // ---- what the state means, in words ----------------------------------------------------------
@@ -102,7 +100,7 @@
     const model = state.through === "ddp" ? "ddp" : "ddp.module";
     const lines = [`losses = (${model}(x) - y).square()`, `loss = ${reduced}${factor}`, "loss.backward()"];
     const body = (indent) => lines.map((line) => indent + line);
-    const out = [];
+    let out = [];
     if (state.combine === "sum") out.push("ddp.register_comm_hook(None, total)  # a hook that sums");
     if (!many) out.push(...body(""));
     else {
@@ -116,6 +114,10 @@
       }
     }
     out.push("optimizer.step()");
+    if (state.absent !== "none") {
+      const divides = state.absent === "active" ? "divide_by_initial_world_size=False" : "";
+      out = [`with ddp.join(${divides}):`, ...out.map((line) => `    ${line}`)];
+    }
     return out.join("\n");
   }
 
@@ -125,7 +127,7 @@
     const least = state.accumulate === "off" ? 1 : 2;
     const box = tools.html("div", { class: "figure-counts", role: "group", "aria-label": "Samples per rank" }, parent);
     tools.html("span", { class: "figure-label", text: "Samples" }, box);
-    for (let rank = 0; rank < state.w; rank += 1) {
+    for (let rank = 0; rank < (state.absent === "none" ? state.w : state.w - 1); rank += 1) {
       const own = state.samples[rank];
       const count = own.length / 2;
       const set = (samples) => change({ samples: state.samples.map((each, r) => (r === rank ? samples : each)) });
@@ -179,7 +181,6 @@
             ["active", "has none: an average over the others"],
           ],
         },
-        { kind: "switch", key: "optimizers", label: "Show what SGD and Adam do with it" },
       ],
     },
   ];
@@ -191,11 +192,12 @@
 
   function dataPanel(state, change, tools, x, y, size, tall) {
     const { color } = tools;
-    const at = ([sx, sy]) => [x + ((sx - LEFT) / EDGE) * size, y + tall - (sy / EDGE) * tall];
-    tools.text(x, y - 14, "Samples, and the model's line", { "font-weight": 600 });
+    const [unitX, unitY] = [(size - 2 * MARGIN) / EDGE, (tall - 2 * MARGIN) / EDGE];
+    const at = ([sx, sy]) => [x + MARGIN + (sx - LEFT) * unitX, y + tall - MARGIN - sy * unitY];
+    tools.text(x, y - 14, "Samples, and the model 0.5·x + 2", { "font-weight": 600 });
     tools.svg("rect", { x, y, width: size, height: tall, fill: color.soft });
     const grid = { stroke: color.line, "stroke-width": 0.5 };
-    for (let tick = 1; tick < EDGE; tick += 1) {
+    for (let tick = 0; tick <= EDGE; tick += 1) {
       const [tx, ty] = at([LEFT + tick, tick]);
       tools.svg("line", { x1: tx, x2: tx, y1: y, y2: y + tall, ...grid });
       tools.svg("line", { x1: x, x2: x + size, y1: ty, y2: ty, ...grid });
@@ -204,7 +206,6 @@
     const [x1, y1] = at(line(LEFT));
     const [x2, y2] = at(line(LEFT + EDGE));
     tools.svg("line", { x1, y1, x2, y2, stroke: color.ink, "stroke-width": 2 });
-    tools.text(x + 6, y1 - 16, "0.5·x + 2", { "font-size": 13 });
     for (let rank = 0; rank < state.w; rank += 1) {
       if (state.absent !== "none" && rank === state.w - 1) continue;
       const own = state.samples[rank];
@@ -223,7 +224,7 @@
           change({ samples: now.samples.map((each, r) => (r === rank ? moved : each)) });
         };
         tools.draggable(point, {
-          move: (px, py, now) => put(LEFT + ((px - x) / size) * EDGE, ((y + tall - py) / tall) * EDGE, now),
+          move: (px, py, now) => put(LEFT + (px - x - MARGIN) / unitX, (y + tall - MARGIN - py) / unitY, now),
           nudge: (dx, dy, now) => {
             const [sx, sy] = now.samples[rank].slice(2 * i, 2 * i + 2);
             put(sx + dx / 2, sy - dy / 2, now);
@@ -250,7 +251,7 @@
   function arrowPanel(state, now, tools, x, y, size, tall) {
     const { color } = tools;
     const rule = state.combine === "sum" ? "sum" : "average";
-    tools.text(x, y - 14, "Gradients", { "font-weight": 600 });
+    tools.text(x, y - 14, "Gradients: slope →, offset ↑", { "font-weight": 600 });
     tools.svg("rect", { x, y, width: size, height: tall, fill: color.soft });
     const vectors = [...now.local, ...now.final, now.truth];
     const extent = (i) => [Math.min(0, ...vectors.map((v) => v[i])), Math.max(0, ...vectors.map((v) => v[i]))];
@@ -310,8 +311,8 @@
     return narrow ? y + 52 + 34 : y + 34;
   }
 
-  function table(tools, headers, rows, caption) {
-    const wrap = tools.html("div", { class: "figure-table", tabindex: 0, role: "region", "aria-label": caption }, tools.after);
+  function table(tools, parent, headers, rows, caption) {
+    const wrap = tools.html("div", { class: "figure-table", tabindex: 0, role: "region", "aria-label": caption }, parent);
     const out = tools.html("table", {}, wrap);
     const head = tools.html("tr", {}, tools.html("thead", {}, out));
     for (const text of headers) tools.html("th", { scope: "col", text }, head);
@@ -335,9 +336,18 @@
     const y = narrow ? top + tall + 44 : top;
     tools.height(arrowPanel(state, now, tools, narrow ? 0 : size + 40, y, size, tall) + 8);
 
-    tools.html("pre", { class: "figure-code", tabindex: 0, "aria-label": "The step's code", text: code(state) }, tools.after);
+    const line = tools.html("p", {}, tools.after);
+    const where = place(state, now);
+    const [address, text] = where ?? [`start/when_to_multiply.html#leaf-${now.leaf}`, `leaf ${now.leaf}: ${ROWS[now.leaf]}`];
+    line.append(where ? "Explained in " : "In the tree of “When do I multiply?”, this is ");
+    tools.html("a", { href: tools.page(address), text }, line);
+    line.append(".");
+
+    const fold = tools.fold("The code, the numbers, and what SGD and Adam do with them");
+    tools.html("pre", { class: "figure-code", tabindex: 0, "aria-label": "The step's code", text: code(state) }, fold);
     table(
       tools,
+      fold,
       ["gradient of", "own", "after backward"],
       [
         ...now.local.map((own, r) => [`rank ${r}`, color.rank(r), pair(own), pair(now.final[r])]),
@@ -345,24 +355,17 @@
       ],
       "Gradients in numbers",
     );
-    if (state.optimizers) {
-      const moved = (weights) => pair(weights.map((each, i) => each - WEIGHTS[i]).map((each) => each * 100));
-      table(
-        tools,
-        [`first update at lr ${RATE}, times 100`, "rank 0", "one process, full batch"],
-        [
-          ["SGD", null, moved(now.sgd[0]), moved(now.sgd_truth)],
-          ["Adam", null, moved(now.adam[0]), moved(now.adam_truth)],
-        ],
-        "First updates of SGD and Adam",
-      );
-    }
-    const line = tools.html("p", {}, tools.after);
-    const where = place(state, now);
-    const [address, text] = where ?? [`start/when_to_multiply.html#leaf-${now.leaf}`, `leaf ${now.leaf}: ${ROWS[now.leaf]}`];
-    line.append(where ? "Explained in " : "In the table of When to multiply, this is ");
-    tools.html("a", { href: tools.page(address), text }, line);
-    line.append(".");
+    const moved = (weights) => pair(weights.map((each, i) => (each - WEIGHTS[i]) / RATE));
+    table(
+      tools,
+      fold,
+      ["first update ÷ lr", "rank 0", "full batch"],
+      [
+        ["SGD", null, moved(now.sgd[0]), moved(now.sgd_truth)],
+        ["Adam", null, moved(now.adam[0]), moved(now.adam_truth)],
+      ],
+      "First updates of SGD and Adam",
+    );
   }
 
   Figures.register({

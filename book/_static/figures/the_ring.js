@@ -7,6 +7,12 @@
   const NAMES = {
     naive: "naive", ring: "ring", doubling: "recursive doubling", hierarchical: "hierarchical",
   };
+  const RULES = {
+    naive: "Every rank sends its tensor to rank 0, which adds them and sends the sum back.",
+    ring: "In each step, every rank sends one chunk to the next rank.",
+    doubling: "Pairs of ranks exchange their whole tensors, then pairs of pairs.",
+    hierarchical: "Chunks are summed inside each node, then across the nodes, then copied inside.",
+  };
   const ROW = 34;
   const SECONDS_PER_STEP = 1.2;
 
@@ -50,19 +56,20 @@
 
   function draw(svg, given, change, tools) {
     const state = clean(given);
-    const { width, text, color } = tools;
+    const { width, text, color, paragraph } = tools;
+    const down = paragraph(width / 2, 16, RULES[state.way], width, { "text-anchor": "middle" });
     const steps = stepsOf(state);
     const chunks = chunksOf(steps);
     const wide = width >= 620;
     const now = steps[state.step - 1] ?? [];
     const links = sent(steps, state.w, state.step);
     const place = wide
-      ? { x: 145, y: 158, radius: 104, table: 306 }
-      : { x: width / 2, y: 150, radius: Math.min(104, width / 2 - 46), table: 2 };
+      ? { x: 145, y: 158 + down, radius: 104, table: 306 }
+      : { x: width / 2, y: 150 + down, radius: Math.min(104, width / 2 - 46), table: 2 };
     drawNetwork(place, state, now, links, steps, tools);
-    const top = wide ? 44 : place.y + place.radius + (twoNodes(state) ? 104 : 66);
+    const top = wide ? 44 + down : place.y + place.radius + (twoNodes(state) ? 104 : 66);
     const bottom = drawTable(place.table, top, width - place.table - 2, state, steps, chunks, now, links, tools);
-    text(place.x, 16, title(state, steps), {
+    text(place.x, 16 + down, title(state, steps), {
       "text-anchor": "middle", "font-weight": 600, fill: color.ink,
     });
     tools.height(Math.max(bottom, wide ? place.y + place.radius + 64 : 0));
@@ -77,9 +84,9 @@
     if (way === "naive") return step < w ? "rank 0 adds" : "rank 0 sends the sum";
     if (way === "ring") return step < w ? "reduce-scatter" : "all-gather";
     if (way === "doubling") {
-      if (steps[step - 1].some((one) => !one.adds)) return "the others get the sum";
+      if (steps[step - 1].some((one) => !one.adds)) return "extra ranks get the sum";
       const handOver = steps[step - 1].every(({ to }, i) => to === i); // to ranks 0, 1, …
-      return handOver ? "the others hand over" : "pairs exchange";
+      return handOver ? "extra ranks send first" : "pairs exchange";
     }
     if (step < perNode(w)) return "reduce-scatter inside";
     return step <= perNode(w) + 1 ? "all-reduce across" : "all-gather inside";
@@ -290,7 +297,7 @@
   Figures.register({
     name: "the_ring",
     title: "All-reduce, step by step",
-    tryThis: "Press “Next step” and follow one chunk around the ring until it is green. Then compare the other algorithms.",
+    tryThis: "Press “Next step” and follow one chunk until it is green. Then compare: which algorithm sends least, which takes fewest steps?",
     state: { way: "ring", w: 4, step: 1 },
     clean,
     controls: (state) => [

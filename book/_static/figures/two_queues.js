@@ -101,10 +101,10 @@
     const state = clean(given);
     const { width, color, paragraph, text } = tools;
     const queues = queuesOf(state);
-    const { met } = runOf(state);
+    const { pairs } = runOf(state);
     const box = Math.min(190, Math.floor(width * 0.355));
     const edges = [2, width - 2 - box];
-    const rows = Math.max(1, Math.min(MOST, Math.max(met.length, queues[state.rank].length + 1)));
+    const rows = Math.max(1, Math.min(MOST, Math.max(pairs.length, queues[state.rank].length + 1)));
     const rule = "The n-th call of rank 0 pairs with the n-th call of rank 1. Names are not compared.";
     const bottom = paragraph(width / 2, 16, rule, width, { "text-anchor": "middle" });
     const top = Math.max(TOP, bottom + 36);
@@ -113,7 +113,7 @@
     }));
     for (let row = 0; row < rows; row++) {
       const y = top + row * ROW;
-      if (row < met.length) drawPair(row, y, queues, met[row], edges[0] + box, edges[1], tools);
+      if (row < pairs.length) drawPair(row, y, queues, pairs[row], edges[0] + box, edges[1], tools);
       for (const rank of [0, 1]) drawCall(rank, row, edges[rank], y, box);
     }
     tools.height(top + rows * ROW);
@@ -123,7 +123,7 @@
       const isSelected = state.rank === rank && state.at === row;
       const isNext = row === queues[rank].length;
       if (!call && !isNext) return;
-      const outcome = met[row]?.outcome;
+      const outcome = pairs[row]?.outcome;
       const lost = outcome === "unreached";
       const name = call ? describe(call, rank) : "no call";
       const group = tools.svg("g", {
@@ -189,7 +189,7 @@
     if (outcome === "garbled") return ["", "garbled"];
     if (outcome === "mismatch")
       return [here.length === there.length ? "dtypes" : `${here.length} ≠ ${there.length}`, "mismatch"];
-    if (here.op === "barrier") return ["", "together"];
+    if (here.op === "barrier") return ["", "both pass"];
     const [mine, other] = [value(here, 0), value(there, 1)];
     const numbers = here.op === "broadcast" ? `${mine} → ${other}` : `${mine} + ${other} = ${mine + other}`;
     return [numbers, outcome === "right" ? "same tensor" : `${here.name} with ${there.name}`];
@@ -227,8 +227,8 @@
 
   function says(state) {
     const [first, second] = queuesOf(state);
-    const { met, end } = runOf(state);
-    const numbered = (outcome) => met.flatMap((one, i) => (one.outcome === outcome ? [i + 1] : []));
+    const { pairs, end } = runOf(state);
+    const numbered = (outcome) => pairs.flatMap((one, i) => (one.outcome === outcome ? [i + 1] : []));
     const sentences = [];
     const mixed = numbered("mixed");
     if (mixed.length) {
@@ -245,10 +245,10 @@
     if (garbled.length)
       sentences.push(`${list(garbled)} without an error, and a rank has numbers that mean nothing: ` +
         "it reads bytes that were written in another format or length.");
-    const stop = met.findIndex(({ outcome }) => ["hang", "mismatch", "error"].includes(outcome));
-    if (stop >= 0) sentences.push(ending(met[stop].outcome, stop + 1, first[stop], second[stop], state.detail));
+    const stop = pairs.findIndex(({ outcome }) => ["hang", "mismatch", "error"].includes(outcome));
+    if (stop >= 0) sentences.push(ending(pairs[stop].outcome, stop + 1, first[stop], second[stop], state.detail));
     else if (end === "wrong") sentences.push("The run ends, and nothing is reported.");
-    else if (met.length) sentences.push(`All ${met.length} calls pair up with the same tensor: every result is right.`);
+    else if (pairs.length) sentences.push(`All ${pairs.length} calls pair up with the same tensor: every result is right.`);
     else sentences.push("Neither rank calls anything.");
     return sentences.join(" ");
   }

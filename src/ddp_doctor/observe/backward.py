@@ -1,4 +1,4 @@
-"""Backward passes: which parameters they reach with which local gradient, and which loss terms.
+"""Backward passes: the parameters they reach, the local gradients, and the loss terms.
 
 A hook on a parameter sees the *local* gradient, before any wrapper or all-reduce combines it. The
 hooks are registered when an observed backward begins and removed when it ends.

@@ -1,4 +1,4 @@
-"""Gradient clipping: when, over which gradients, with which norm."""
+"""Gradient clipping: when it runs, over which gradients, and the norm that it finds."""
 
 from __future__ import annotations
 

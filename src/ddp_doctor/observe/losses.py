@@ -112,7 +112,7 @@ def install(session: Session, patches: Patches) -> None:
                 or not isinstance(source, Tensor)
                 or not result.requires_grad
                 or result.numel() != 1
-                or source.numel() <= 1
+                or source.dim() == 0
             ):
                 return
             count, masked = _unmasked(source)

@@ -1,4 +1,4 @@
-"""Optimizers: made with which parameters, stepped when, gradients cleared when."""
+"""Optimizers: their parameters, when they step, and when gradients are cleared."""
 
 from __future__ import annotations
 

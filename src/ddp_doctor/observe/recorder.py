@@ -180,7 +180,11 @@ class Recorder:
         if state.index == 0 and plain and plain[0].device.type != "meta":
             self.addresses = {each.data_ptr() for each in plain if each.numel()}
             self.total = sum(each.numel() for each in plain) if len(plain) > 1 else 0
-            self.first_values = plain[0].detach().reshape(-1)[:64].double().cpu()
+            parts: list[Tensor] = []
+            while sum(each.numel() for each in parts) < 64 and len(parts) < len(plain):
+                parts.append(plain[len(parts)].detach().reshape(-1).double().cpu())
+            first = torch.cat(parts)[:64]
+            self.first_values = first if first.numel() >= 8 else None
 
     def before_update(self, state: OptimizerState) -> None:
         """The optimizer is about to change its parameters."""
@@ -228,7 +232,8 @@ class Recorder:
                 scale=self.scales,
                 **self.window,
             )
-        if self.on and state.steps <= 2 and self.find_wrappers is not None and ranks() > 1:
+        early = self.on and state.steps <= 2 and not self.wrappers
+        if early and self.find_wrappers is not None and ranks() > 1:
             self.find_wrappers()
         state.pending = []
         state.backwards = 0

@@ -13,9 +13,8 @@ from ddp_doctor.merged import Fact, Run
 def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
     """Two ranks compute their loss from the same inputs and targets, step after step.
 
-    Right if the ranks split the batch only after the forward's inputs are made, or split a model
-    instead of data (parallel groups): then inputs are equal and targets or losses are not, or only
-    some ranks agree.
+    Right if the ranks split the batch after the forward's inputs are made: the targets or losses
+    differ then. Right too if they split a model instead of data: then only some ranks agree.
     """
     if run.world < 2 or len(run.complete) < 2:
         return

@@ -138,6 +138,8 @@ def _combined(step: Step) -> bool:
 def _global_count(step: Step) -> str:
     start = "Use reduction='sum'" if step.reduction == "mean" else "Keep the sum"
     window = " of all micro-batches" if step.micros > 1 else ""
+    if step.world == 1:
+        return f"{start}, count the items{window} first, and back-propagate loss_sum / count."
     return (
         f"{start}, count the items{window} with dist.all_reduce(count), and back-propagate "
         f"loss_sum * world_size / count."
@@ -147,8 +149,8 @@ def _global_count(step: Step) -> str:
 def scale(run: Run, equation: Equation) -> Iterator[Finding]:
     """The sum of all weights is K, 1/K, W or 1/W instead of 1.
 
-    Right if factors cancel (W times a global count, an all-reduce that sums a loss divided by N),
-    and if the factor is a coefficient that the code writes as a number.
+    Right if factors cancel: W times a global count, or an all-reduce that sums a loss divided by N.
+    Right too if the factor is a coefficient that the code writes as a number.
     """
     findings: dict[str, list[tuple[Step, str, str, str, str | None]]] = {}
     checked = 0
@@ -417,8 +419,9 @@ def loss_reduced_before_backward(run: Run, equation: Equation) -> Iterator[Findi
 def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
     """A loss over pairs sees only this rank's samples, or other ranks' without gradient.
 
-    Right in one process; if a gather that carries gradient (torch.distributed.nn) brings the other
-    ranks' features; and if each rank's rows are multiplied by W to make up for the missing paths.
+    Right in one process, and if a gather that carries gradient (torch.distributed.nn) brings the
+    other ranks' features. Right too if each rank's rows are multiplied by W to make up for the
+    missing paths.
     """
     if run.world < 2:
         return

@@ -89,9 +89,9 @@ def _total(fact: Fact) -> int:
 def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
     """Several ranks train without any wrapper, and nothing combines their gradients.
 
-    Right if an all-reduce of one's own makes the gradients equal, if parameters are averaged from
-    time to time (local SGD), and if the ranks' models are different on purpose: those do not start
-    from the same weights.
+    Right if an all-reduce of one's own makes the gradients equal, and if parameters are averaged
+    from time to time (local SGD). Right too if the ranks' models are different on purpose: those do
+    not start from the same weights.
     """
     if run.world < 2 or (run.windows and any(window.sharded for window in run.windows)):
         return
@@ -141,8 +141,8 @@ def _touches_model(fact: Fact) -> bool:
 def changed_after_wrapping(run: Run, equation: Equation) -> Iterator[Finding]:
     """Parameters are new, unfrozen, converted, replaced or moved since the model was wrapped.
 
-    Right if their gradients are equal on all ranks all the same (a hook or an all-reduce of one's
-    own), and for parameters that are frozen or that no optimizer trains.
+    Right if a hook or an all-reduce of one's own makes their gradients equal, and for parameters
+    that are frozen or that no optimizer trains.
     """
     if run.world < 2:
         return

@@ -1,6 +1,6 @@
 """One data-parallel step of a model with two weights, and the mistakes that change its gradient.
 
-The model is a·x + b with squared errors, in float64. `one_step` computes what every rank's
+The model is a·x + b with squared errors, in float64. `gradients_of_step` computes what every rank's
 gradient would be, without starting ranks. The figure "One step, live" shows the same numbers.
 """
 
@@ -61,7 +61,7 @@ class Step:
         return self.wrapped and self.accumulate != "never"
 
 
-class Outcome(NamedTuple):
+class StepGradients(NamedTuple):
     """The gradients of a step, each of shape (2,), float64.
 
     Attributes:
@@ -85,7 +85,7 @@ def model() -> nn.Linear:
     return linear
 
 
-def micro_batches(step: Step, own: tuple[Sample, ...]) -> list[tuple[Sample, ...]]:
+def batches_of_rank(step: Step, own: tuple[Sample, ...]) -> list[tuple[Sample, ...]]:
     """A rank's samples, as its backwards see them; the first of two has the odd one."""
     if step.accumulate == "off":
         return [own]
@@ -93,7 +93,7 @@ def micro_batches(step: Step, own: tuple[Sample, ...]) -> list[tuple[Sample, ...
     return [own[:first], own[first:]]
 
 
-def loss_of(step: Step, network: nn.Module, batch: tuple[Sample, ...]) -> Tensor:
+def loss_of_batch(step: Step, network: nn.Module, batch: tuple[Sample, ...]) -> Tensor:
     """The loss on which a rank calls backward for `batch`, which is not empty."""
     x, y = torch.tensor(batch, dtype=torch.float64).T.unsqueeze(-1)
     loss = (network(x) - y).square().sum() * step.factor
@@ -105,9 +105,9 @@ def loss_of(step: Step, network: nn.Module, batch: tuple[Sample, ...]) -> Tensor
     return loss / len(batch) / (MICRO_BATCHES if accumulated else 1)
 
 
-def one_step(step: Step) -> Outcome:
+def gradients_of_step(step: Step) -> StepGradients:
     """Every rank's gradient. Raises ValueError if a rank that accumulates has one sample."""
-    computed = [[_gradient(step, b) for b in micro_batches(step, own)] for own in step.present]
+    computed = [[_gradient(step, b) for b in batches_of_rank(step, own)] for own in step.present]
     local = [torch.stack(own).sum(dim=0) for own in computed]
     if not step.synchronizes:
         final = local
@@ -120,7 +120,7 @@ def one_step(step: Step) -> Outcome:
         final = [_all_reduced(step, local)] * len(local)
     everything = tuple(sample for own in step.present for sample in own)
     divide: Divide = "none" if step.divide == "none" else "own"
-    return Outcome(local, final, _gradient(Step((everything,), divide), everything))
+    return StepGradients(local, final, _gradient(Step((everything,), divide), everything))
 
 
 def after_one_update(gradient: Tensor, optimizer: type[torch.optim.Optimizer]) -> Tensor:
@@ -137,7 +137,7 @@ def _gradient(step: Step, batch: tuple[Sample, ...]) -> Tensor:
             raise ValueError("a rank has no sample for one of its micro-batches")
         return torch.zeros(2, dtype=torch.float64)
     network = model()
-    loss_of(step, network, batch).backward()
+    loss_of_batch(step, network, batch).backward()
     return torch.cat([network.weight.grad.view(-1), network.bias.grad])
 
 

@@ -2,7 +2,7 @@
 
     run = pair_up([Call("all_reduce", "a1"), Call("all_reduce", "b1")], [Call("all_reduce", "b1")])
     run.end                            # "hang"
-    [met.outcome for met in run.met]   # ["mixed", "hang"]
+    [pair.outcome for pair in run.pairs]   # ["mixed", "hang"]
 
 One rule decides everything: **the n-th call of one rank pairs with the n-th call of the other.**
 Names play no part, because no message contains them. What follows for a pair was measured on gloo
@@ -47,7 +47,7 @@ class Call(NamedTuple):
         return VALUES[self.name] * 10**rank if self.op != "barrier" else 0
 
 
-class Met(NamedTuple):
+class Pair(NamedTuple):
     """What became of the n-th call of both ranks.
 
     outcome:
@@ -66,13 +66,13 @@ class Met(NamedTuple):
 
 
 class Run(NamedTuple):
-    """`met[n]` is what became of the n-th calls; `end` is how the whole run ended.
+    """`pairs[n]` is what became of the n-th calls; `end` is how the whole run ended.
 
     end: the outcome of the call at which the run stopped. If it ran to the end, "wrong" if any pair
     was mixed or garbled, otherwise "right".
     """
 
-    met: tuple[Met, ...]
+    pairs: tuple[Pair, ...]
     end: Literal["right", "wrong", "hang", "mismatch", "error"]
 
 
@@ -83,39 +83,39 @@ def pair_up(first: Sequence[Call], second: Sequence[Call], detail: bool = False)
     each call. It cannot see names. A missing call remains a hang; at the timeout, the error names
     the rank that did not answer.
     """
-    met: list[Met] = []
+    pairs: list[Pair] = []
     stopped: Outcome | None = None
     for position in range(max(len(first), len(second))):
         if stopped:
-            met.append(Met("unreached"))
+            pairs.append(Pair("unreached"))
             continue
         if position < min(len(first), len(second)):
-            met.append(meet(first[position], second[position], detail))
+            pairs.append(outcome_of(first[position], second[position], detail))
         else:
-            met.append(Met("hang"))
-        if met[-1].outcome in ("hang", "mismatch", "error"):
-            stopped = met[-1].outcome
-    silent = any(one.outcome in ("mixed", "garbled") for one in met)
-    return Run(tuple(met), stopped or ("wrong" if silent else "right"))  # type: ignore[arg-type]
+            pairs.append(Pair("hang"))
+        if pairs[-1].outcome in ("hang", "mismatch", "error"):
+            stopped = pairs[-1].outcome
+    silent = any(one.outcome in ("mixed", "garbled") for one in pairs)
+    return Run(tuple(pairs), stopped or ("wrong" if silent else "right"))
 
 
-def meet(here: Call, there: Call, detail: bool = False) -> Met:
+def outcome_of(here: Call, there: Call, detail: bool = False) -> Pair:
     """What becomes of one pair: `here` is rank 0's call and `there` rank 1's."""
     same_kind = (here.op, here.nbytes, here.dtype) == (there.op, there.nbytes, there.dtype)
     if here.op == there.op == "barrier":
-        return Met("right", (0, 0))
+        return Pair("right", (0, 0))
     if detail and not same_kind:
-        return Met("error")
+        return Pair("error")
     if here.op != there.op:
-        return Met("hang")
+        return Pair("hang")
     if same_kind:
         mine, other = here.value(0), there.value(1)
         results = (mine + other,) * 2 if here.op == "all_reduce" else (mine, mine)
-        return Met("right" if here.name == there.name else "mixed", results)
+        return Pair("right" if here.name == there.name else "mixed", results)
     if here.op == "broadcast":
         # The receiver keeps what it had behind a shorter message; a longer one aborts it.
         fits = here.nbytes <= there.nbytes
-        return Met("garbled", (here.value(0), None)) if fits else Met("mismatch")
+        return Pair("garbled", (here.value(0), None)) if fits else Pair("mismatch")
     if here.nbytes == there.nbytes and BYTES[here.dtype] == BYTES[there.dtype]:
-        return Met("garbled")  # each rank reads the other's bits in its own format
-    return Met("mismatch")
+        return Pair("garbled")  # each rank reads the other's bits in its own format
+    return Pair("mismatch")

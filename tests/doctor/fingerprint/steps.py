@@ -24,6 +24,7 @@ def save(folder, optimizer, number, limit=16):
 
 
 def watch(folder):
+    import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def stepped(optimizer, args, kwargs):
@@ -32,7 +33,9 @@ def watch(folder):
             for parameter in group["params"]:
                 data = parameter.detach()
                 data = getattr(data, "_local_tensor", data).contiguous().cpu()
-                checksum = zlib.crc32(bytes(data.untyped_storage()), checksum)
+                if data.numel():
+                    flat = data.reshape(-1).view(torch.uint8)
+                    checksum = zlib.crc32(flat.numpy().tobytes(), checksum)
         if "MEASURE" in os.environ:
             save(folder, optimizer, checksum)
         with open(os.path.join(folder, f"{os.getpid()}.steps"), "a") as file:

@@ -4,7 +4,7 @@ import re
 
 from playwright.sync_api import Locator, expect
 
-from labkit.scenarios.one_step import Step, one_step
+from labkit.scenarios.one_step import Step, gradients_of_step
 from labkit.testing.compare import ratio_and_cosine
 
 SAMPLES = (((2, 5), (-1, 2)), ((-2, 0), (1, 2)), ((3, 2), (-3, 1)), ((0, 4), (-2, 3)))
@@ -16,7 +16,7 @@ def written(vector) -> str:
 
 def expect_outcome(figure: Locator, step: Step) -> None:
     """The figure's sentence and its two numbers are those that Python computes."""
-    outcome = one_step(step)
+    outcome = gradients_of_step(step)
     says = figure.locator(".figure-says")
     expect(says).to_contain_text(f"full batch's gradient is {written(outcome.truth)}")
     expect(says).to_contain_text(written(outcome.final[0]))
@@ -76,7 +76,7 @@ def test_every_mistake_can_be_switched_on_without_a_mouse(open_figure):
     opened = open_figure("one_step")
     figure = opened.page.locator("figure.playable")
     press = opened.page.keyboard.press
-    figure.locator("summary").focus()
+    figure.get_by_text("More switches").focus()
     press("Enter")
     figure.get_by_label("ddp(x)", exact=True).focus()
     press("ArrowRight")

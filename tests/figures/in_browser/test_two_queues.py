@@ -38,15 +38,15 @@ def expect_what_python_says(opened: OpenedPage, texts: tuple[str, str]) -> None:
     run = pair_up(first, second, opened.page.evaluate("Figures.states().two_queues.detail"))
     says = opened.page.locator(".figure-says")
     drawn = opened.page.locator(".figure-drawing").text_content() or ""
-    outcomes = [met.outcome for met in run.met]
-    for number, met in enumerate(run.met):
+    outcomes = [pair.outcome for pair in run.pairs]
+    for number, pair in enumerate(run.pairs):
         for rank, calls in enumerate((first, second)):
             if number < len(calls):
                 box = opened.page.locator(f'[data-call="{rank}.{number}"]')
-                assert (box.get_attribute("aria-label") or "").endswith(f", {met.outcome}")
-        if met.outcome in ("right", "mixed") and first[number].op == "all_reduce":
+                assert (box.get_attribute("aria-label") or "").endswith(f", {pair.outcome}")
+        if pair.outcome in ("right", "mixed") and first[number].op == "all_reduce":
             here, there = first[number].value(0), second[number].value(1)
-            assert f"{here} + {there} = {met.results[0]}" in drawn
+            assert f"{here} + {there} = {pair.results[0]}" in drawn
     silent = "mixed" in outcomes or "garbled" in outcomes
     assert bool(re.search(SILENT, says.inner_text())) == silent
     stop = next((i for i, one in enumerate(outcomes) if one in ("hang", "mismatch", "error")), None)

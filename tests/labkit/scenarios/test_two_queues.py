@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch import RanksError, RanksTimeoutError, run_ranks
-from labkit.scenarios.two_queues import Call, meet, pair_up
+from labkit.scenarios.two_queues import Call, outcome_of, pair_up
 from labkit.testing.watch import RecordedCollectives
 
 Queue = list[Call]
@@ -60,10 +60,10 @@ FINISHES = [
 def test_every_pair_that_the_model_lets_pass_gives_these_numbers_on_gloo() -> None:
     of_rank = run_ranks(each_pair, 2, FINISHES, device="cpu")
     for number, pair in enumerate(FINISHES):
-        met = meet(*pair)
-        assert met.outcome == ("right" if pair[0].name == pair[1].name else "mixed")
+        found = outcome_of(*pair)
+        assert found.outcome == ("right" if pair[0].name == pair[1].name else "mixed")
         for rank in (0, 1):
-            assert set(of_rank[rank][number]) == {met.results[rank]}, pair
+            assert set(of_rank[rank][number]) == {found.results[rank]}, pair
 
 
 GARBLES = [
@@ -76,12 +76,12 @@ GARBLES = [
 def test_a_garbled_pair_passes_without_an_error_and_a_rank_has_neither_sum_nor_copy() -> None:
     of_rank = run_ranks(each_pair, 2, GARBLES, device="cpu")
     for number, (here, there) in enumerate(GARBLES):
-        met = meet(here, there)
-        assert met.outcome == "garbled"
+        found = outcome_of(here, there)
+        assert found.outcome == "garbled"
         right = here.value(0) + (there.value(1) if here.op == "all_reduce" else 0)
         assert set(of_rank[1][number]) != {right}
-        if met.results[0] is not None:
-            assert set(of_rank[0][number]) == {met.results[0]}
+        if found.results[0] is not None:
+            assert set(of_rank[0][number]) == {found.results[0]}
 
 
 HANGS = {
@@ -113,7 +113,7 @@ MISMATCHES = {
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_after_a_mismatch_at_least_one_rank_waits_or_is_aborted(name: str) -> None:
     pair = MISMATCHES[name]
-    assert meet(*pair).outcome == "mismatch"
+    assert outcome_of(*pair).outcome == "mismatch"
     with pytest.raises((RanksError, RuntimeError)) as caught:
         run_ranks(each_pair, 2, [pair], timeout=2, device="cpu")
     assert "collectives on ranks" not in str(caught.value)
@@ -144,7 +144,7 @@ def test_detail_reports_every_difference_but_that_of_the_names() -> None:
     pairs += [pair for pair in (*FINISHES, *GARBLES, *MISMATCHES.values()) if pair[0] != BARRIER]
     wanted = []
     for pair in pairs:
-        outcome = meet(*pair, detail=True).outcome
+        outcome = outcome_of(*pair, detail=True).outcome
         assert outcome in ("right", "mixed", "error")
         wanted.append("Detected mismatch between collectives" if outcome == "error" else "no error")
     assert run_ranks(errors, 2, pairs, device="cpu", env=DETAIL) == [wanted, wanted]

@@ -36,7 +36,7 @@
   const nbytes = (call) => (call.op === "barrier" ? 0 : call.length * BYTES[call.dtype]);
   const value = (call, rank) => (call.op === "barrier" ? 0 : VALUES[call.name] * 10 ** rank);
 
-  function meet(here, there, detail) {
+  function outcomeOf(here, there, detail) {
     if (here.op === "barrier" && there.op === "barrier") return { outcome: "right", results: [0, 0] };
     const sameKind =
       here.op === there.op && nbytes(here) === nbytes(there) && here.dtype === there.dtype;
@@ -57,22 +57,22 @@
   }
 
   function pairUp(first, second, detail) {
-    const met = [];
+    const pairs = [];
     let stopped = null;
     for (let position = 0; position < Math.max(first.length, second.length); position++) {
       if (stopped) {
-        met.push({ outcome: "unreached", results: [null, null] });
+        pairs.push({ outcome: "unreached", results: [null, null] });
         continue;
       }
       const paired = position < Math.min(first.length, second.length);
-      met.push(paired
-        ? meet(first[position], second[position], detail)
+      pairs.push(paired
+        ? outcomeOf(first[position], second[position], detail)
         : { outcome: "hang", results: [null, null] });
-      const { outcome } = met[position];
+      const { outcome } = pairs[position];
       if (["hang", "mismatch", "error"].includes(outcome)) stopped = outcome;
     }
-    const silent = met.some(({ outcome }) => outcome === "mixed" || outcome === "garbled");
-    return { met, end: stopped ?? (silent ? "wrong" : "right") };
+    const silent = pairs.some(({ outcome }) => outcome === "mixed" || outcome === "garbled");
+    return { pairs, end: stopped ?? (silent ? "wrong" : "right") };
   }
 
   /* Hangs and mix-ups of the book, as [name, queue of rank 0, queue of rank 1]. */

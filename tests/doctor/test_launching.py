@@ -1,0 +1,115 @@
+"""How a run gets its doctor: accelerate, one line in a notebook cell; and without Jinja2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from doctor.journals import run_of, window
+from nbclient import NotebookClient
+
+from ddp_doctor.report import report
+from ddp_doctor.session import Options
+
+SOURCES = Path(__file__).resolve().parents[2] / "src"
+ENVIRONMENT = {
+    **{k: v for k, v in os.environ.items() if not k.startswith("DDP_DOCTOR")},
+    "PYTHONPATH": str(SOURCES),
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",
+    "COLUMNS": "100",
+}
+TRAIN = """
+import torch, torch.nn as nn
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = nn.Linear(3, 2)
+model, opt = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+gen = torch.Generator().manual_seed(accelerator.process_index)
+for _ in range(3):
+    x = torch.randn(4, 3, generator=gen)
+    loss = nn.functional.mse_loss(accelerator.unwrap_model(model)(x), torch.ones(4, 2))
+    opt.zero_grad()
+    accelerator.backward(loss)
+    opt.step()
+print("weights", accelerator.process_index, round(model.module.weight.sum().item(), 3), flush=True)
+accelerator.end_training()
+"""
+
+
+def test_accelerate_launches_the_doctor_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    target = tmp_path / "report.json"
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    # The only launcher of Accelerate's that starts several ranks on one machine; the script asks
+    # for CPUs, and gets them.
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch += ["-m", "ddp_doctor", "--json", str(target), "train.py"]
+    done = subprocess.run(
+        [sys.executable, *launch],
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"HF_HOME": str(tmp_path / "hf")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("weights") == 2, done.stderr
+    found = json.loads(target.read_text())
+    assert [each["ended"] for each in found["ranks"]] == [True, True]
+    assert "wrapper_bypassed" in {each["code"] for each in found["findings"]}
+
+
+def test_one_line_in_a_notebook_cell_reports_below_the_cell_that_trains(tmp_path: Path) -> None:
+    cells = [
+        "import ddp_doctor\nddp_doctor.watch();",
+        "import torch, torch.nn as nn\nmodel = nn.Linear(3, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        "for _ in range(2):\n    for k in range(4):\n"
+        "        nn.functional.mse_loss(model(torch.randn(4, 3)), torch.ones(4, 2)).backward()\n"
+        "    optimizer.step()\n    optimizer.zero_grad()",
+        "nn.functional.mse_loss(model(torch.randn(4, 3)), torch.ones(4, 2)).backward()\n"
+        "optimizer.step()\nprint(torch.Tensor.backward.__module__)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=240, resources=resources).execute(env=ENVIRONMENT)
+    shown = [_text(each) for each in notebook.cells]
+    assert shown[0] == shown[1] == ""
+    assert "1 of 1 ranks, 2 optimizer steps" in shown[2]
+    assert "loss_not_divided_by_accumulation" in shown[2]
+    assert "<cell>:3" in shown[2]
+    assert shown[3] == "torch._tensor\n"  # one report only; torch is as it was
+    assert (tmp_path / "ddp-doctor" / "report.html").exists()
+
+
+def _text(cell: Any) -> str:
+    return "".join(each.get("text", "") for each in cell["outputs"])
+
+
+def test_without_jinja2_one_line_says_so_and_text_and_json_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)  # its import raises ImportError
+    monkeypatch.delitem(sys.modules, "ddp_doctor.page", raising=False)
+    journals = tmp_path / "ddp-doctor" / "journals" / "run"
+    journals.mkdir(parents=True)
+    mine = {"weight": 1.0, "bias": 2.0}
+    for rank in run_of([window([4], [1.0], mine, mine)] * 2).ranks:
+        lines = [json.dumps(fact) for facts in rank.facts.values() for fact in facts]
+        (journals / f"host-{rank.rank + 1}.jsonl").write_text("\n".join(lines) + "\n")
+    target = tmp_path / "report.json"
+    report(journals, Options(folder=str(tmp_path / "ddp-doctor"), json=str(target)))
+    said = capsys.readouterr().err
+    assert "2 of 2 ranks" in said
+    assert said.count("no page, because Jinja2 is not installed (pip install jinja2)") == 1
+    assert json.loads(target.read_text())["version"] == 1
+    assert not (tmp_path / "ddp-doctor" / "report.html").exists()

@@ -99,6 +99,8 @@ def _name_things(page: BeautifulSoup) -> None:
     for header in page.find_all("th"):
         if not header.get_text(strip=True) and not header.find("img"):
             header.name = "td"
+    for entry in page.find_all(role="doc-biblioentry"):
+        entry["role"] = "listitem"  # what its list has to contain
     sidebar = page.find("div", class_="bd-sidebar-primary")
     if isinstance(sidebar, Tag):
         sidebar["role"], sidebar["aria-label"] = "navigation", "Book"

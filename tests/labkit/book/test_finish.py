@@ -49,6 +49,11 @@ def test_a_label_does_not_hide_the_text_of_a_fold():
     assert finished(folded) == "<details><summary>Show code</summary></details>"
 
 
+def test_a_list_of_references_has_list_items():
+    listed = finished('<div role="list"><div role="doc-biblioentry">A paper</div></div>')
+    assert listed == '<div role="list"><div role="listitem">A paper</div></div>'
+
+
 @pytest.mark.parametrize(
     "figure", ['<img src="a.png"/>', '<a class="reference" href="a.png"><img src="a.png"/></a>']
 )

@@ -45,9 +45,9 @@ def average_gradients(
 
     Raises ValueError for another `combine`, and on a rank that is not in `group`.
 
-    Cost, for P used parameters on W ranks: P all-reduces, and one of a byte per parameter that tells
-    the ranks which gradients exist; with `flat`, one per dtype and device, which carries those flags
-    too. A ring all-reduce of b bytes sends 2(W−1)/W · b from each rank, in 2(W−1) steps.
+    Cost, for P used parameters on W ranks: P all-reduces, and one of a byte per parameter that says
+    which gradients exist; with `flat`, one per dtype and device, which carries those flags too. A
+    ring all-reduce of b bytes sends 2(W−1)/W · b from each rank, in 2(W−1) steps.
     """
     if combine not in ("average", "sum"):
         raise ValueError(f'combine must be "average" or "sum", got {combine!r}')

@@ -38,7 +38,7 @@
       ],
     },
     counts: {
-      text: "Have all ranks equally many samples, tokens, or boxes?",
+      text: "Do all ranks have the same number of samples, tokens, or boxes?",
       answers: [
         ["equal", "yes, always", 3],
         ["unequal", "not always", 4],

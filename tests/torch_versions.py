@@ -9,6 +9,7 @@ PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for the CPU build.
 """
 
 import argparse
+import datetime
 import json
 import os
 import re
@@ -53,6 +54,7 @@ def torchs_tests(python: Path, environment: dict[str, str], cls: str, folder: Pa
     """`passed / run` of the DDP tests that ship inside torch, on `cls`."""
     results = folder / f"{cls}.json"
     command = [python, "-m", "tests.torch_suite", "--class", cls, "--json", results]
+    command += ["--timeout", "600"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if not results.exists():
         raise SystemExit(f"{' '.join(map(str, command))} wrote no results:\n{done.stderr}")
@@ -77,11 +79,12 @@ def main() -> None:
         environment = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"}
         row = [
             installed,
+            datetime.date.today().isoformat(),
             own_tests(python, environment),
             torchs_tests(python, environment, "torch", folder),
             torchs_tests(python, environment, "miniddp", folder),
         ]
-    print("| torch | tests/miniddp | PyTorch's DDP tests, torch's class | the same, miniddp |")
+    print("| torch | date | tests/miniddp | PyTorch's DDP tests on torch's class | on miniddp |")
     print(f"| {' | '.join(row)} |")
 
 

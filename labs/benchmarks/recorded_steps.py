@@ -1,14 +1,14 @@
-"""Recorded steps of two small models on two ranks, for comparison with simulated ones.
+"""Recorded steps of a small model on two ranks, for comparison with simulated ones.
 
     python labs/benchmarks/recorded_steps.py [--rounds 5]
 
-The two models of `labkit.scenarios.toy_steps` take steps over a software link of 1 Gbit/s with a
+The stack of `labkit.scenarios.toy_steps` takes steps over a software link of 1 Gbit/s with a
 latency of 50 µs: with one message after backward (`miniddp.ladder.Flat`), and with torch's DDP and
 several bucket caps. Every way is recorded once per round, and its shortest step is kept, because
 other programs only make a step longer.
 
-The JSON has, per model, the gradients of the step without communication in backward (bytes, and
-when each was ready on the slowest rank), and per way what rank 0 recorded. All times are whole
+The JSON has the gradients of the step without communication in backward (bytes, and
+when each was ready on the slowest rank), and what rank 0 recorded of each way. All times are whole
 microseconds since the start of the step. `simulated ms` in the table is computed from the first of
 these; its error says how close the cost model comes to this machine.
 """
@@ -22,25 +22,19 @@ from labkit.profiling.cost_model import Backward, Link, backward_of
 from labkit.profiling.recording import RankRecording, Recording
 from labkit.profiling.sweeps import simulate_ring
 from labkit.scenarios.recorded_ways import Way, record_ways, torch_ddp
-from labkit.scenarios.toy_steps import ToyStep, small_transformer, stack_of_linears
+from labkit.scenarios.toy_steps import ToyStep, stack_of_linears
 from miniddp.buckets import ParameterSize, arrival_plan, bucket_caps
 from miniddp.ladder import Flat
 
 GBIT_PER_S, LATENCY_US, RANKS = 1, 50, 2
 DEFAULT_CAPS = "torch's caps"
 FLAT = "flat"
-CAPS_MIB = {"stack": (1, 2), "transformer": (1, 4)}  # besides torch's own
+CAPS_MIB = (1, 2)  # besides torch's own
 FLAGS = 100  # bytes: a message below carries flags, no gradient
 
 
-def models_to_record(quick: bool) -> dict[str, ToyStep]:
-    if quick:
-        return {"stack": stack_of_linears(layers=3, width=256, samples=16)}
-    return {"stack": stack_of_linears(), "transformer": small_transformer(samples=8)}
-
-
-def ways_to_record(caps_mib: tuple[int, ...]) -> dict[str, Way]:
-    capped = {f"{cap} MiB": partial(torch_ddp, bucket_cap_mb=cap) for cap in caps_mib}
+def ways_to_record() -> dict[str, Way]:
+    capped = {f"{cap} MiB": partial(torch_ddp, bucket_cap_mb=cap) for cap in CAPS_MIB}
     return {FLAT: Flat, DEFAULT_CAPS: torch_ddp, **capped}
 
 
@@ -90,31 +84,30 @@ def main() -> None:
     arguments = benchmark_parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=5, help="rounds of all ways (default 5)")
     given = arguments.parse_args()
-    kept: dict[str, Any] = {}
+    small = {"layers": 3, "width": 256, "samples": 16}
+    toy = stack_of_linears(**small) if given.quick else stack_of_linears()
+    steps = shortest_steps(toy, ways_to_record(), 1 if given.quick else given.rounds)
+    backward = backward_of(steps[FLAT])
+    caps = {FLAT: None, DEFAULT_CAPS: None, **{f"{cap} MiB": cap for cap in CAPS_MIB}}
+    recorded = {way: as_recorded(step.ranks[0], caps[way]) for way, step in steps.items()}
+    forwards = (rank.forwards[0][1] - rank.begin for rank in steps[FLAT].ranks)
+    stack = {
+        "bytes": list(backward.bytes),
+        "forward": microseconds(max(forwards)),
+        "ready": [microseconds(moment) for moment in backward.ready],
+        "ways": recorded,
+    }
     rows = []
-    for name, toy in models_to_record(given.quick).items():
-        caps = CAPS_MIB[name]
-        steps = shortest_steps(toy, ways_to_record(caps), 1 if given.quick else given.rounds)
-        backward = backward_of(steps[FLAT])
-        caps_of = {FLAT: None, DEFAULT_CAPS: None, **{f"{cap} MiB": cap for cap in caps}}
-        recorded = {way: as_recorded(step.ranks[0], caps_of[way]) for way, step in steps.items()}
-        forwards = (rank.forwards[0][1] - rank.begin for rank in steps[FLAT].ranks)
-        kept[name] = {
-            "bytes": list(backward.bytes),
-            "forward": microseconds(max(forwards)),
-            "ready": [microseconds(moment) for moment in backward.ready],
-            "ways": recorded,
-        }
-        for way, step in recorded.items():
-            measured = 1e-3 * step["done"][-1]
-            simulated = simulated_ms(backward, step["caps"], way != FLAT)
-            error = 100 * (simulated / measured - 1)
-            rows.append([f"{name}, {way}", len(step["bytes"]), simulated, measured, error])
+    for way, step in recorded.items():
+        measured = 1e-3 * step["done"][-1]
+        simulated = simulated_ms(backward, step["caps"], way != FLAT)
+        error = 100 * (simulated / measured - 1)
+        rows.append([way, len(step["bytes"]), simulated, measured, error])
     headers = ["", "messages", "simulated ms", "recorded ms", "error, %"]
     print(f"{RANKS} ranks, {GBIT_PER_S} Gbit/s, {LATENCY_US} µs")
     print(table(headers, rows, digits=1))
     link = {"gbit_per_s": GBIT_PER_S, "latency_us": LATENCY_US, "ranks": RANKS}
-    write_json(given.json, {"link": link, "models": kept})
+    write_json(given.json, {"link": link, "stack": stack})
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ The core, in reading order, one idea per file:
 `unused`           parameters that a backward leaves out
 `reducer`          the bucketed, overlapped reducer and its states
 `ddp`              `MiniDDP`: the wrapper, with the everyday keywords
-`errors`           every message of the core
+`errors`           the longer messages of the core
 =================  =============================================================================
 
-The rooms. Each can be read alone. They import the core, never the reverse:
+The rooms. They import the core, never the reverse:
 
 =================  =============================================================================
 `collectives`      all-reduce from send and receive; collectives with a gradient

@@ -85,13 +85,13 @@ class OutputGate(torch.autograd.Function):
     """The identity on all outputs together: backward visits all of them or none.
 
     Without it, a backward whose loss ignores an output would not visit the parameters behind it,
-    and their buckets would wait forever. With it their hooks run, with an undefined gradient.
+    and their buckets would never be full. With it their hooks run, with an undefined gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, clone: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Without a copy the outputs are views of one another's graph and refuse in-place changes.
+        # Without a copy, autograd takes the outputs for views and refuses in-place changes.
         return tuple(tensor.clone() for tensor in tensors) if clone else tensors
 
     @staticmethod

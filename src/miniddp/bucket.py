@@ -1,12 +1,12 @@
 """One bucket: gradients side by side in one flat buffer, so that one message carries them all.
 
 Each parameter has a *view* of the buffer, in the memory layout that autograd gives its gradient.
-**This file is where a gradient is divided**: by the world size W, while `copy_in` copies it into
-the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
+**This file is where `MiniDDP` divides a gradient**: by the world size W, while `copy_in` copies it
+into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
-Cost: the gradients' bytes are read and written once on the way in and once on the way out. A large
-gradient is divided and copied in one pass as soon as it arrives, while it is in the cache. Small
-ones wait for their neighbors (a `Run`), because for them the calls cost more than the bytes.
+Cost: one copy in and one copy out; with views of the buffer as gradients, neither. A large gradient
+is divided and copied in one pass as soon as it arrives, while it is in the cache. Small ones wait
+for their neighbors (a `Run`), because for them the calls cost more than the bytes.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-# Elements: a gradient of at least LARGE is copied alone; smaller ones wait until they total RUN.
+# Elements: a gradient of at least LARGE is copied alone; smaller neighbors are copied together, at
+# most about RUN at once.
 LARGE, RUN = 1 << 14, 1 << 16
 
 
@@ -94,8 +95,8 @@ class Bucket:
     def wait_for_streams(self) -> None:
         """Let the current CUDA stream wait for those on which gradients were computed or copied.
 
-        Checked by a simulation of streams on a CPU (tests/miniddp/test_streams.py); not yet run on
-        a GPU, as all that concerns streams. `make gpu` does both.
+        Tested on simulated streams (tests/miniddp/test_streams.py). No code for streams has run on
+        a GPU yet; `make gpu` runs it.
         """
         if not self.streams:
             return
@@ -154,7 +155,7 @@ class Bucket:
         """Copy the averages to the gradients at `slots` (None: to all); create those that are None.
 
         With `alias`, gradients are views of the buffer already, and nothing is copied to them.
-        Returns the slots where that is not so.
+        Returns the slots whose gradient is no longer a view.
         """
         gradients, views = [parameter.grad for parameter in self.parameters], self.views
         if all(map(is_, gradients, views)):

@@ -8,8 +8,9 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
 2. *Forward.* Take rank 0's buffers, call the module, and announce the backward to the reducer
    (`miniddp.reducer`); `no_sync()` announces a local one instead.
 
-Cost: one broadcast of the model at construction, and of the buffers, if any, per forward; per
-backward what `miniddp.reducer` states. Source: torch/nn/parallel/distributed.py.
+Three things are broadcast: the model at construction, the buffers before a forward that follows a
+synchronized one, and the plan of the buckets, once. Each backward costs what `miniddp.reducer`
+states. Source: torch/nn/parallel/distributed.py.
 """
 
 import warnings
@@ -35,14 +36,15 @@ class MiniDDP(nn.Module):
     Args:
         module: the same on every rank; its trainable parameters are reduced.
         process_group: the ranks that take part; the default group when None.
-        broadcast_buffers: take rank 0's buffers at construction and before each forward.
+        broadcast_buffers: take rank 0's buffers at construction and before each synchronized step.
         init_sync: verify and broadcast the model at construction.
         bucket_cap_mb: the buckets' size in MiB; a first one of 1 and then 25 when None.
         find_unused_parameters: for models in which a forward may leave parameters unused.
         gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
 
-    Raises (on every rank, even if the cause is on one alone, unless `init_sync` is False):
-        RuntimeError: the ranks' models or settings differ, or nothing is trainable.
+    Raises:
+        RuntimeError: the ranks' models or settings differ, or nothing is trainable. Unless
+            `init_sync` is False, every rank raises, even if the cause is on one alone.
         ValueError: there is no process group, this rank is outside it, or a cap is negative.
     """
 
@@ -171,8 +173,8 @@ class MiniDDP(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Forwards in here leave the gradients of their backwards local, to accumulate.
 
-        The first synchronized backward afterwards reduces the sum. Where the *forward* runs
-        decides: a backward in here of a forward before is still reduced.
+        The first synchronized backward afterwards reduces the sum. The *forward* decides: if it ran
+        before this block, its backward is reduced even in here. The next forward takes no buffers.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -188,7 +190,7 @@ class MiniDDP(nn.Module):
         return synced and len(self.modules_buffers) > 0
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        """Whether it does so before it calls the module. Overridden by torch_drop_in."""
+        """Whether to take them before the module's forward. Overridden by torch_drop_in."""
         return self.will_sync_module_buffers()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Every message of the core, as pure functions of plain data.
+"""The longer messages of the core, as pure functions of plain data.
 
 A message says what was found, where, and what to do next. It keeps the phrases of torch's own
 reducer, because users search for them and tools look for them.
@@ -32,7 +32,7 @@ def nothing_to_average(module: str) -> str:
 
 
 def second_backward(name: str) -> str:
-    """On the ladder: a gradient arrived whose all-reduce had been launched already."""
+    """On the ladder: a gradient arrived a second time within one step."""
     return (
         f"the gradient of {name} arrived a second time before finish(). Call finish() after every "
         "backward, also after one that raised; to accumulate over several, put all but the last "

@@ -101,7 +101,7 @@ class Rung:
         raise NotImplementedError
 
     def second_backward(self, parameter: nn.Parameter) -> RuntimeError:
-        """A gradient arrived that has been launched already."""
+        """A gradient arrived a second time within one step."""
         names = {p: name for name, p in self.module.named_parameters()}
         return RuntimeError(errors.second_backward(names[parameter]))
 

@@ -8,7 +8,8 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
 4. *Launch.* All-reduce each full bucket while backward goes on, strictly in bucket order: gradients
    may arrive in another order on another rank, and collectives are matched by their order alone.
 5. *Finalize.* Once per backward, at its end: wait for each all-reduce and copy the averages out.
-6. *Rebuild.* Before the second forward, assign the buckets again in the order of arrival on rank 0.
+6. *Rebuild.* Once, before the first forward after a reduced backward: assign the buckets again, in
+   the order of arrival on rank 0. With `find_unused_parameters`, never.
 
 What the reducer is doing is one value, `ReducerState`; any other transition raises RuntimeError.
 `reset_state` leads from every state to IDLE.
@@ -18,7 +19,7 @@ state         meaning                                                          n
 ============  ===============================================================  ===================
 `IDLE`        no backward is expected; a gradient that arrives stays local,    LOCAL, READY
               which is reported as a mistake
-`LOCAL`       the last forward ran under `no_sync()`: gradients accumulate     READY
+`LOCAL`       `no_sync()` was entered: gradients accumulate on this rank       READY
 `READY`       a forward has announced a backward                               READY, REDUCING
 `REDUCING`    gradients arrive, full buckets are launched                      FINALIZING
 `FINALIZING`  all buckets are launched; their averages are awaited             IDLE, LOCAL
@@ -95,7 +96,8 @@ class Reducer:
         self.state = self.state_between_backwards = IDLE
         self.rebuilt = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
-        self.counts_every_hook = not find_unused_parameters  # changed by the rooms
+        # Whether every gradient that arrives while REDUCING is counted; changed by the rooms.
+        self.counts_every_hook = not find_unused_parameters
         self.order: list[int] = []  # the indices of the gradients, as they arrived
         self.usage = UsedParameters(self.parameters, process_group)
         self.build(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
@@ -111,7 +113,8 @@ class Reducer:
 
     def build(self, plan: Plan) -> None:
         """Allocate the buckets of `plan`; existing gradients become views of them, if asked for."""
-        self.buckets: list[Bucket] = []  # frees the old buffers before the new ones are allocated
+        # Both are emptied first: nothing but views keeps the old buffers while new ones are made.
+        self.buckets: list[Bucket] = []
         self.place_of: dict[int, tuple[Bucket, Run]] = {}
         for indices in plan:
             bucket = self.make_bucket(indices)
@@ -125,7 +128,7 @@ class Reducer:
         self.reset_bucket_counting()
 
     def hook_accumulators(self) -> None:
-        """Call `autograd_hook` for each gradient; again if the parameters' dtype has changed."""
+        """Hook each accumulator. Called again after the parameters' dtype has changed."""
         self.accumulators, self.remove_hooks = hook_accumulators(self, self.parameters)
 
     # 2. Prepare -----------------------------------------------------------------------------------
@@ -139,7 +142,7 @@ class Reducer:
             self.usage.search(self.accumulators, outputs)
 
     def prepare_for_local_backward(self) -> None:
-        """Let the next backward accumulate, unless a forward before has announced a reduction."""
+        """Keep the next backward local, unless an earlier forward has announced a reduction."""
         self.state_between_backwards = LOCAL
         if self.state is IDLE:
             self.enter(LOCAL)
@@ -151,7 +154,7 @@ class Reducer:
             bucket.reset()
 
     def reset_state(self) -> None:
-        """Forget a backward that was interrupted, or that this reducer is not to reduce."""
+        """Forget a backward that was interrupted, or that another reducer will handle."""
         self.state = self.state_between_backwards = IDLE
         self.reset_bucket_counting()
 
@@ -166,14 +169,14 @@ class Reducer:
     def autograd_hook(self, index: int) -> None:
         """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined."""
         with self.lock:
-            # The common case first, without a call: a backward comes here once per gradient.
+            # The common case needs no method call: this hook runs once per gradient.
             common = self.state is REDUCING and self.counts_every_hook
             if common or self.expect_autograd_hook(index):
                 self.order.append(index)
                 self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Whether a bucket waits for this gradient. Extended by extras.static_graph."""
+        """Update the state; whether the gradient is to be counted. Extended by static_graph."""
         if self.find_unused_parameters:
             self.usage.mark(index)  # under no_sync too: used once in a window counts as used
         if self.state is READY:
@@ -207,7 +210,7 @@ class Reducer:
         bucket.wait_for_streams()
         try:
             bucket.copy_in(run, self.current_divisor, self.gradient_as_bucket_view)
-        except RuntimeError:  # asked only now: a look at each gradient takes time
+        except RuntimeError:  # checked after a failure only: a look at every gradient is slow
             if misplaced := [self.names[bucket.indices[slot]] for slot in bucket.misplaced()]:
                 raise self.error(errors.misplaced(self.rank, misplaced, bucket.holds)) from None
             raise
@@ -269,7 +272,7 @@ class Reducer:
     # 6. Rebuild -----------------------------------------------------------------------------------
 
     def rebuild_buckets(self) -> bool:
-        """Before a forward: assign buckets in the order of arrival, once. True if it was now.
+        """Before a forward: assign buckets in the order of arrival, once. True if this call did.
 
         Raises RuntimeError if the previous backward did not produce all gradients.
         """

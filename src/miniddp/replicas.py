@@ -5,7 +5,7 @@ differ would crash, hang, or write garbage without an error, so their descriptio
 first.
 
 Cost: one all-gather of 32 bytes per rank if all agree (of the descriptions, if not), and one
-broadcast of all parameters and buffers, in chunks of 250 MiB.
+broadcast per dtype and 250 MiB of parameters and buffers.
 Source: _verify_param_shape_across_processes and _sync_module_states in torch/distributed/utils.py.
 """
 

@@ -2,8 +2,8 @@
 
 With `find_unused_parameters=True`:
 
-1. *Search.* After each forward, walk the graph from its outputs. A parameter whose accumulator is
-   not reached gets no gradient on this rank; its bucket must not wait for one.
+1. *Search.* After a synchronized forward, walk the graph from its outputs. A parameter whose
+   accumulator is not reached gets no gradient on this rank; its bucket must not wait for one.
 2. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
 3. *All-reduce.* After the last bucket, one all-reduce counts the ranks that used each parameter.
 4. *Write.* A parameter that some rank used gets the average, in which the others count as zeros.
@@ -33,7 +33,8 @@ class UsedParameters:
         self.unreachable: list[int] = []  # indices that the announced backward cannot reach
         self.used = [0] * len(parameters)  # on this rank, since the last reduction
         self.counts = torch.empty(0)  # per parameter: how many ranks used it
-        self.nowhere: list[bool] | None = None  # whether none did, once that has been waited for
+        # Per parameter, whether no rank used it; None until the all-reduce has been waited for.
+        self.nowhere: list[bool] | None = None
 
     def search(self, accumulators: Sequence[Node], outputs: Iterable[Tensor]) -> None:
         """Find the parameters that no path from `outputs` reaches."""

@@ -298,3 +298,11 @@ mp.start_processes(rank_main, args=(port,), nprocs=2, start_method="fork")
     assert looked.report is not None
     assert [each["ended"] for each in looked.report["ranks"]] == [True, True]
     assert "wrapper_bypassed" in codes(looked)
+
+
+def test_a_backward_that_fails_because_the_other_rank_has_left_is_said_to_wait(
+    server: Server, script: Write
+) -> None:
+    event = "def event():\n    if rank == 1:\n        os._exit(0)\n"
+    looked = server.run(script(START + event + LOOP + END), doctor=True)
+    assert "Rank 0 waits in backward" in codes(looked)["hang_missing_rank"]

@@ -1,66 +1,76 @@
-"""The recorded steps in the bucket timeline's script are those of the stored recording."""
-
-import json
+"""The measured steps in the bucket timeline's script are those of the stored results."""
 
 import pytest
 from figures.node import call
 
-from labkit.book.timeline_data import RECORDING, SCRIPT, written
+from labkit.book.timeline_data import SCRIPT, stored, written
 from labkit.launch.scripts import project_root
 from labkit.scenarios.toy_steps import small_transformer, stack_of_linears
-from miniddp.buckets import MIB, ParameterSize, arrival_plan
+from miniddp.buckets import MIB, ParameterSize, arrival_plan, bucket_caps
 
-RECORDED = json.loads((project_root() / RECORDING).read_text())
-MODELS = {"stack": stack_of_linears, "transformer": small_transformer}
+MODELS = stored(project_root())["models"]
+STACK = MODELS["stack"]
 LINK = {"w": 2, "gbit": 1, "latency": 50, "speed": 1}
-WAYS = [(model, way) for model, kept in RECORDED["models"].items() for way in kept["ways"]]
+WAYS = [(model, way) for model, kept in MODELS.items() for way in kept["ways"]]
 
 
 def choices_of(model: str, way: str) -> dict[str, object]:
-    """The figure's choices for which this way was recorded."""
-    caps = [cap / MIB for cap in RECORDED["models"][model]["ways"][way]["caps"]]
+    """The figure's choices for which this way was measured."""
+    caps = [cap / MIB for cap in MODELS[model]["ways"][way]["caps"]]
     first = caps[0] if len(caps) > 1 else None
     return {**LINK, "cap": caps[-1], "first": first, "overlap": way != "flat"}
 
 
-def test_the_script_has_the_stored_recording():
+def test_the_script_has_the_stored_results():
     script = (project_root() / SCRIPT).read_text()
-    assert written(script, RECORDED) == script, "run: python -m labkit.book.timeline_data"
+    again = written(script, stored(project_root()))
+    assert again == script, "run: python -m labkit.book.timeline_data"
 
 
 def test_a_script_without_the_marked_lines_is_refused():
     with pytest.raises(ValueError, match="has 0 lines"):
-        written("const DATA = {};", RECORDED)
+        written("const DATA = {};", {"models": MODELS})
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_gradients_are_those_of_the_chapters_model(name):
-    parameters = MODELS[name]().model.parameters()
-    found = RECORDED["models"][name]["bytes"]
-    assert sorted(found) == sorted(one.nbytes for one in parameters)
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("stack", stack_of_linears),
+        ("transformer", small_transformer),
+        ("assumed", small_transformer),
+    ],
+)
+def test_the_gradients_are_those_of_the_chapters_model(name, make):
+    parameters = make().model.parameters()
+    assert sorted(MODELS[name]["bytes"]) == sorted(one.nbytes for one in parameters)
 
 
-@pytest.mark.parametrize(("model", "way"), WAYS)
-def test_torchs_ddp_sent_the_buckets_that_the_plan_has(model, way):
-    kept = RECORDED["models"][model]
-    step, sizes = kept["ways"][way], [ParameterSize(one, "float32") for one in kept["bytes"]]
+@pytest.mark.parametrize("way", STACK["ways"])
+def test_torchs_ddp_sent_the_buckets_that_the_plan_has(way):
+    step, sizes = STACK["ways"][way], [ParameterSize(one, "float32") for one in STACK["bytes"]]
     plan = [range(len(sizes))]
     if way != "flat":
         plan = arrival_plan(sizes, range(len(sizes)), step["caps"])
-    planned = [sum(kept["bytes"][place] for place in bucket) for bucket in plan]
+    planned = [sum(STACK["bytes"][place] for place in bucket) for bucket in plan]
     if way == "flat":
         planned[-1] += 4 * len(sizes)  # it appends a flag per parameter
     assert step["bytes"] == planned
 
 
-def test_the_figure_finds_the_recorded_step_of_every_way():
+@pytest.mark.parametrize(("model", "way"), WAYS)
+def test_the_caps_of_a_way_are_those_of_its_name(model, way):
+    cap = float(way.removesuffix(" MiB")) if way.endswith(" MiB") else None
+    assert tuple(MODELS[model]["ways"][way]["caps"]) == bucket_caps(cap)
+
+
+def test_the_figure_finds_the_measured_step_of_every_way():
     cases = [(model, choices_of(model, way)) for model, way in WAYS]
     for (model, way), found in zip(WAYS, call("bucket_timeline", "recorded", cases), strict=True):
-        step = RECORDED["models"][model]["ways"][way]
+        step = MODELS[model]["ways"][way]
         assert found["way"] == way
-        assert found["ready"] == pytest.approx([1e-6 * one for one in step["ready"]])
-        assert found["end"] == pytest.approx(1e-6 * step["done"][-1])
-        assert [one["bytes"] for one in found["sent"]] == step["bytes"]
+        end = step["end"] if model == "transformer" else step["done"][-1]
+        assert found["end"] == pytest.approx(1e-6 * end)
+        assert [one["bytes"] for one in found["sent"]] == step.get("bytes", [])
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,17 @@ def test_a_script_needs_no_server(script):
     assert addresses <= {"http://www.w3.org/2000/svg"}
 
 
+PLACE = re.compile(r"""["'`]([a-z]+/[a-z_]+)\.html(?:#([a-z][a-z0-9-]*))?["'`]""")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_figure_links_only_to_places_that_the_book_has(name):
+    for address, place in PLACE.findall((BOOK / FOLDER / f"{name}.js").read_text()):
+        files = [BOOK / f"{address}{suffix}" for suffix in (".md", ".ipynb")]
+        (found,) = (path.read_text() for path in files if path.is_file())
+        assert not place or f"({place})=" in found, (address, place)
+
+
 def test_the_page_with_all_figures_loads_each_script_once(tmp_path):
     text = write_page(BOOK, tmp_path / "figures").read_text()
     loaded = re.findall(r'src="([^"]+)"', text)

@@ -6,7 +6,7 @@ from typing import Any
 
 from figures.node import call
 
-from labkit.scenarios.two_queues import VALUES, Call, Run, pair_up
+from labkit.scenarios.two_queues import VALUES, Call, PairedRun, pair_up
 
 LETTERS = {"all_reduce": "r", "broadcast": "b", "float32": "f", "float16": "h", "bfloat16": "b"}
 
@@ -58,7 +58,7 @@ def some_queues(draw: random.Random) -> tuple[list[Call], list[Call]]:
     return first, second
 
 
-def as_figure(run: Run) -> dict[str, Any]:
+def as_figure(run: PairedRun) -> dict[str, Any]:
     pairs = [{"outcome": one.outcome, "results": list(one.results)} for one in run.pairs]
     return {"pairs": pairs, "end": run.end}
 

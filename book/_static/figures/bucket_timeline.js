@@ -13,7 +13,7 @@
   const RECORDED = { w: 2, gbit: 1, latency: 50, speed: 1 };
   const TRIED = {
     stack: [1, 2],
-    transformer: [1, 4],
+    transformer: [1, 4, 16],
     assumed: [1, 4],
   };
   const OWN_CAP = 0; // a first cap of this value: the first bucket takes the cap of all
@@ -42,7 +42,7 @@
     return [
       {
         kind: "presets",
-        label: state.model === "assumed" ? "Try" : "Recorded steps",
+        label: state.model === "assumed" ? "Try" : "Measured steps",
         options: presetsOf(state.model),
       },
       { kind: "slider", key: "cap", label: "Bucket cap", values: [0, 0.25, 0.5, 1, 2, 4, 8, 16, 25, 32], format: cap },
@@ -178,7 +178,7 @@
     tools.text(at, bottom + 32, waiting, { ...small, fill: color.wrong });
     y = bottom + 56;
 
-    if (recorded) {
+    if (recorded?.sent.length) {
       const way = state.overlap ? "torch's DDP" : "one message after backward";
       tools.text(0, y, `Recorded: ${way}`, { "font-weight": 600 });
       drawComputing(tools, scale, { y: y + 9, height: 14, forward: recorded.forward, ready: recorded.ready, buckets: plan, pale: true });
@@ -190,7 +190,7 @@
     tools.text(0, y, "Time of the step", { "font-weight": 600 });
     const rows = [
       ["this plan", step.end, color.accent],
-      ...(recorded ? [["recorded", recorded.end, color.muted]] : []),
+      ...(recorded ? [["measured", recorded.end, color.muted]] : []),
       ["one message after backward", flat, color.muted],
       ["lower limit of any plan", limit, color.right],
     ];
@@ -246,7 +246,7 @@
     if (recorded) {
       const error = 100 * (step.end / recorded.end - 1);
       const side = error < 0 ? "below" : "above";
-      text += ` Recorded: ${time(recorded.end)}; the prediction is ${Math.abs(error).toFixed(1)} % ${side} it.`;
+      text += ` Measured: ${time(recorded.end)}; the prediction is ${Math.abs(error).toFixed(1)} % ${side} it.`;
     }
     return text;
   }

@@ -398,7 +398,7 @@
         "data-key": control.key, "data-focus": control.key,
         oninput: () => change({ [control.key]: values[Number(input.value)] }),
       }, box);
-      const output = html("output", { for: id }, box);
+      const output = html("output", { for: id, "aria-live": "off" }, box); // the slider says it
       label.append(" ");
       return (state, list) => {
         const now = flat(list).find((each) => each.kind === "slider" && each.key === control.key);

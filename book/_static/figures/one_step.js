@@ -42,7 +42,8 @@
 
   const PLACES = {
     bypassed: ["puzzles/bypassed_wrapper.html", "Around the wrapper, nothing is averaged"],
-    window: ["puzzles/mean_of_means.html#the-well-known-fix", "Dividing by the number of micro-batches"],
+    window: ["puzzles/mean_of_means.html#divided-twice", "Divided twice, or not at all"],
+    summed: ["start/when_to_multiply.html#leaf-2", "leaf 2, with unequal counts"],
     join: ["surprises/in_the_data.html#uneven-inputs", "One rank has one more batch"],
     no_sync: ["puzzles/accumulate_vs_ddp.html", "Accumulation and DDP"],
   };
@@ -61,7 +62,9 @@
     if (state.through === "module") return PLACES.bypassed;
     if (state.accumulate === "never") return PLACES.no_sync;
     if (state.absent !== "none") return PLACES.join;
-    return PLACES.window;
+    if (state.accumulate === "each" && state.combine === "sum") return PLACES.no_sync;
+    if (state.accumulate !== "off" && !state.over_k) return PLACES.window;
+    return PLACES.summed;
   }
 
   function verdict(state, now) {

@@ -124,8 +124,7 @@ def install(session: Session, patches: Patches) -> None:
     def abandoned(error: BaseException) -> None:
         recorder.in_backward = max(0, recorder.in_backward - 1)
         if recorder.in_backward == 0:
-            recorder.window.pop("current", None)
-            session.doing("after backward")
+            recorder.window.pop("current", None)  # what it was doing stays written down
 
     patches.observe(torch.Tensor, "backward", before, after, failed=abandoned)
     patches.observe(torch.autograd, "backward", before, after, failed=abandoned)

@@ -65,7 +65,7 @@ class Pair(NamedTuple):
     results: tuple[int | None, int | None] = (None, None)
 
 
-class Run(NamedTuple):
+class PairedRun(NamedTuple):
     """`pairs[n]` is what became of the n-th calls; `end` is how the whole run ended.
 
     end: the outcome of the call at which the run stopped. If it ran to the end, "wrong" if any pair
@@ -76,7 +76,7 @@ class Run(NamedTuple):
     end: Literal["right", "wrong", "hang", "mismatch", "error"]
 
 
-def pair_up(first: Sequence[Call], second: Sequence[Call], detail: bool = False) -> Run:
+def pair_up(first: Sequence[Call], second: Sequence[Call], detail: bool = False) -> PairedRun:
     """Run the queues of ranks 0 and 1.
 
     detail: with TORCH_DISTRIBUTED_DEBUG=DETAIL, which compares operation, shape, and dtype before
@@ -96,7 +96,7 @@ def pair_up(first: Sequence[Call], second: Sequence[Call], detail: bool = False)
         if pairs[-1].outcome in ("hang", "mismatch", "error"):
             stopped = pairs[-1].outcome
     silent = any(one.outcome in ("mixed", "garbled") for one in pairs)
-    return Run(tuple(pairs), stopped or ("wrong" if silent else "right"))
+    return PairedRun(tuple(pairs), stopped or ("wrong" if silent else "right"))
 
 
 def outcome_of(here: Call, there: Call, detail: bool = False) -> Pair:

@@ -88,6 +88,15 @@ def test_a_changed_state_is_in_the_address_and_the_address_brings_it_back(open_f
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_copy_link_says_what_it_did(open_figure, name):
+    figure = open_figure(name).page.locator(f"#playable-{name}")
+    figure.get_by_role("button", name="Copy link").click()
+    expect(figure.locator(".figure-note")).to_have_text(
+        re.compile("Link copied|Copy this link: file:")
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_broken_address_starts_the_figure_as_it_is(open_figure, name):
     whole = open_figure(name)
     broken = open_figure(name, "w=%E0%A4%A&samples=;;,,&nothing=1&=&combine=nonsense")

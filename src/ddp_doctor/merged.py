@@ -139,10 +139,15 @@ class Run:
 
     @cached_property
     def windows(self) -> list[Window]:
-        """Observed optimizer steps, by number; the optimizer is part of what has to agree."""
+        """Observed optimizer steps, by number; the optimizer is part of what has to agree.
+
+        Steps that a process took alone, before it joined the others, are left out.
+        """
         found: dict[tuple[int, int], Window] = {}
         for rank in self.ranks:
             for fact in rank.windows:
+                if fact.get("world", self.world) != self.world:
+                    continue
                 key = (fact["n"], fact["optimizer"])
                 window = found.setdefault(key, Window(*key, {}, self.world))
                 window.ranks[rank.rank] = fact

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ddp_doctor.session import Session
 
 VERDICT = "verdict.json"
+HANGS = {"hang_missing_rank", "mismatched_collectives"}
 PATIENCE = 2.0  # seconds that the leader waits for the report at its end
 
 
@@ -89,9 +90,10 @@ def alive(pid: int) -> bool:
 
 def _wait(run: Path, options: Any, leader: int) -> bool:
     from ddp_doctor.journal import read
-    from ddp_doctor.report import report
+    from ddp_doctor.report import merge, report
 
     reported_hang = False
+    look_again = 0.0
     gone_since: float | None = None
     while True:
         time.sleep(0.15)
@@ -118,6 +120,10 @@ def _wait(run: Path, options: Any, leader: int) -> bool:
             gone_since = None
         if running and not reported_hang and options.hang_after > 0:
             now = time.time()
-            if all(page.now and now - page.now.since > options.hang_after for page in running):
-                reported_hang = True
-                report(run, options, hung=True)
+            waited = all(page.now and now - page.now.since > options.hang_after for page in running)
+            if waited and now >= look_again:
+                look_again = now + options.hang_after / 2
+                # Slow is not stuck: ranks that import or load data wait for nobody.
+                if {each.code for each in merge(run, hung=True).findings} & HANGS:
+                    reported_hang = True
+                    report(run, options, hung=True)

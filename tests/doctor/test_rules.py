@@ -227,3 +227,12 @@ def test_every_code_has_a_rule_that_can_report_it() -> None:
         for family in ("cost", "data", "hangs", "loss", "replicas", "synchronization", "wrapper")
     )
     assert [code for code in CATALOG if f'"{code}"' not in source] == []
+
+
+def test_steps_that_each_process_took_alone_are_not_steps_of_the_group() -> None:
+    """Two Trainers in one script: the first one trains in every process before the ranks join."""
+    alone = [window([4], [1.0], mine, mine, world=1) for mine in OWN]
+    together = [{**one, "world": 2} for one in step()]
+    run = run_with_steps([alone, together, together])
+    assert [each.n for each in run.windows] == [1, 2]
+    assert findings(run) == {}

@@ -46,6 +46,7 @@ class Recorder:
         self.backward_count = 0
         self.in_backward = 0
         self.in_step: list[int] = []
+        self.made = 0
         self.averages = 0
         self.addresses: set[int] = set()
         self.first_values: Tensor | None = None
@@ -91,7 +92,8 @@ class Recorder:
     def add_optimizer(self, optimizer: Any) -> OptimizerState:
         state = self.optimizers.get(id(optimizer))
         if state is None or state.optimizer() is not optimizer:
-            state = OptimizerState(optimizer, len(self.optimizers))
+            state = OptimizerState(optimizer, self.made)
+            self.made += 1
             self.optimizers[id(optimizer)] = state
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             self.session.write(
@@ -230,6 +232,7 @@ class Recorder:
                 # what the model did in training, by class of module
                 modules=self.names.modules(self.wrappers),
                 scale=self.scales,
+                world=ranks(),
                 **self.window,
             )
         early = self.on and state.steps <= 2 and not self.wrappers

@@ -40,10 +40,10 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
     ratio, step, weights = max(found, key=lambda each: each[0])
     counts = {rank: count for rank, (count, _) in step.by_rank().items()}
     heavy, light = weights.index(max(weights)), weights.index(min(weights))
-    listed = ", ".join(f"rank {r}: {number(c)}" for r, c in list(counts.items())[:8])
+    listed = ", ".join(f"rank {r} has {number(c)}" for r, c in list(counts.items())[:8])
     yield finding(
         "unequal_denominators",
-        f"Step {step.window.n}: items per rank {listed}. Each rank divides by its own count, so an "
+        f"Step {step.window.n}: {listed} items. Each rank divides by its own count, so an "
         f"item on rank {heavy} weighs {ratio:.2f} times an item on rank {light}. Seen in "
         f"{len(found)} of {len(steps)} observed steps.",
         step.place,

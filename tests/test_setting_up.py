@@ -39,7 +39,9 @@ def with_torch(folder: Path, version: str | None) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    """Every file but what Python keeps of modules that were imported."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {str(path): path.read_bytes() for path in files}
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ losses over the number of all their tokens.
 The bug: that number counts this rank's tokens only. The average then weights every *rank* equally,
 so a token on a rank with few tokens counts more than one on a rank with many.
 
-Symptom: none while all ranks have the same number of tokens. With sequences of unequal length, or
+Symptom: none while all ranks have equally many tokens. With sequences of different lengths, or
 with masked tokens, short sequences weigh too much. The logged loss is a mean of means and looks
 normal.
 

@@ -84,7 +84,7 @@
     local: (job) => `an all-reduce of the weights every ${job.every} steps`,
   };
 
-  // One bar of stacked parts; returns its right end.
+  // One bar of stacked parts.
   function bar(tools, parts, kinds, { x, y, height, scale }) {
     for (const [key, , color] of kinds) {
       const width = parts[key] * scale;
@@ -93,7 +93,6 @@
         x += width;
       }
     }
-    return x;
   }
 
   function legend(tools, kinds, y, shown) {
@@ -169,22 +168,26 @@
       const y = top + logic.STRATEGIES.indexOf(state.strategy) * height;
       tools.svg("rect", { x: -6, y, width: tools.width + 12, height, rx: 4, fill: tools.color.soft });
     }
+    const [inset, thick] = wide ? [11, 18] : [25, 14]; // a bar's place in its row
+    rows.forEach(({ memory, traffic }, row) => {
+      const y = row * height + inset;
+      bar(tools, memory, KEPT, { ...kept, y: kept.top + y, height: thick });
+      bar(tools, traffic, SENT, { ...sent, y: sent.top + y, height: thick });
+    });
     const edge = device <= most ? kept.x + device * kept.scale : null;
     drawDevice(tools, state, { x: kept.x, y: 36, bottom: below, edge, right: kept.x + panel });
     rows.forEach(({ strategy, memory, traffic }, row) => {
       const chosen = strategy === state.strategy;
-      const fits = memory.total <= device;
       const halo = { stroke: tools.color[chosen ? "soft" : "paper"], "stroke-width": 4, "paint-order": "stroke" };
-      const drawBar = ({ x, top, scale }, parts, kinds, look) => {
-        const y = top + row * height;
-        const middle = y + (wide ? 11 : 25);
-        const end = bar(tools, parts, kinds, { x, y: middle, height: wide ? 18 : 14, scale });
-        tools.text(end + 6, middle + (wide ? 14 : 12), bytes(parts.total), { "font-size": 13, ...halo, ...look });
-      };
-      drawBar(kept, memory, KEPT, fits ? {} : { fill: tools.color.wrong, "font-weight": 600 });
-      drawBar(sent, traffic, SENT, {});
       for (const { top } of named)
         drawName(tools, job, strategy, top + row * height, { wide, chosen, halo });
+      const number = ({ x, top, scale }, { total }, look) => {
+        const y = top + row * height + inset + thick - 4;
+        tools.text(x + total * scale + 6, y, bytes(total), { "font-size": 13, ...halo, ...look });
+      };
+      const tooLarge = { fill: tools.color.wrong, "font-weight": 600 };
+      number(kept, memory, memory.total <= device ? {} : tooLarge);
+      number(sent, traffic, {});
     });
     tools.text(kept.x, kept.y, "Each rank keeps", { "font-weight": 600 });
     tools.text(sent.x, sent.y, "Each rank sends per step", { "font-weight": 600 });

@@ -205,8 +205,8 @@
       tools.svg("line", { x1: tx, x2: tx, y1: y, y2: y + tall, ...grid });
       tools.svg("line", { x1: x, x2: x + size, y1: ty, y2: ty, ...grid });
     }
-    const loss = state.divide === "none" ? "sum of the squared errors" : "mean squared error";
-    tools.text(x, y + tall + 20, `Loss: ${loss} (dashed: the errors)`, { "font-size": 13 });
+    const loss = state.divide === "none" ? "sum of squared errors" : "mean squared error";
+    tools.text(x, y + tall + 20, `Loss: ${loss} (dashed: errors)`, { "font-size": 13 });
     const line = (sx) => [sx, WEIGHTS[0] * sx + WEIGHTS[1]];
     const [x1, y1] = at(line(LEFT));
     const [x2, y2] = at(line(LEFT + EDGE));

@@ -43,16 +43,17 @@
       fill: chosen ? stroke : color.paper,
       stroke: possible ? stroke : color.line, "stroke-width": possible ? 2 : 1,
     });
+    const [small, large] = [{ "font-size": 12 }, { "font-size": 13, "font-weight": 600 }];
     const middle = { "text-anchor": "middle", fill: ink };
     tools.text(x + wide / 2, y + 17, `leaf ${leaf}`, { ...middle, "font-size": 12 });
-    tools.text(x + wide / 2, y + 35, SHORT[factor], { ...middle, "font-size": 13, "font-weight": 600 });
+    tools.text(x + wide / 2, y + 35, SHORT[factor], { ...middle, ...(wide < 90 ? small : large) });
   }
 
   function draw(svg, state, change, tools) {
     const { width, color } = tools;
     const { leaf, possible } = walk(state);
     const gap = 8;
-    const wide = Math.min(98, (width - 2 * gap) / 3);
+    const wide = Math.min(98, (width - 3 * gap) / 4);
     const perRow = Math.max(1, Math.floor((width + gap + 0.5) / (wide + gap)));
     let y = 16;
     for (const [name, leaves] of GROUPS) {

@@ -21,6 +21,7 @@
   // Samples lie in this square.
   const LEFT = -3;
   const EDGE = 6;
+  const NARROW = 640; // px; below it, everything is one below the other
   const MARGIN = 14; // px around it, for samples on its border
 
   const PRESETS = [
@@ -69,7 +70,7 @@
 
   function verdict(state, now) {
     if (!now.synchronized) return "replicas diverge";
-    return { undefined: "no gradient to compare", zero: "all zeros" }[now.kind[0]] ?? now.kind[0];
+    return { undefined: "no gradient", zero: "all zeros" }[now.kind[0]] ?? now.kind[0];
   }
 
   function says(state) {
@@ -307,8 +308,10 @@
       ["equals the full batch?", good ? "✓ yes" : "✗ no", good ? color.right : color.wrong],
     ];
     // Side by side, or one below the other.
-    const narrow = width < 520;
-    const starts = [0, 0.34 * width, 0.73 * width];
+    const narrow = width < NARROW;
+    const [first, second] = cells.map(([name]) => tools.textWidth(name, 13));
+    const gap = Math.max(16, (width - first - second - 180) / 2);
+    const starts = [0, first + gap, first + second + 2 * gap];
     cells.forEach(([name, value, fill], index) => {
       const [x, top] = narrow ? [0, y + 50 * index] : [starts[index], y];
       tools.text(x, top, name, { "font-size": 13, fill: color.muted });
@@ -336,7 +339,7 @@
   function draw(svg, state, change, tools) {
     const now = step(state);
     const { width, color } = tools;
-    const narrow = width < 520;
+    const narrow = width < NARROW;
     const size = narrow ? width : (width - 40) / 2;
     const tall = narrow ? 0.72 * size : 0.8 * size;
     const top = verdictRow(state, now, tools, 16) + 42;

@@ -189,8 +189,8 @@
       const box = { y: y - 12, width: 16, height: 14, rx: 3 };
       svg("rect", { ...box, x: begin + 2, fill: color.soft, stroke: color.network, "stroke-width": 3 });
       text(begin + 26, y, "outlined: just received", { "font-size": 13 });
-      svg("rect", { ...box, x: begin + 182, fill: color.done });
-      text(begin + 204, y, "green: finished", { "font-size": 13 });
+      svg("rect", { ...box, x: begin + 176, fill: color.done });
+      text(begin + 198, y, "green: finished", { "font-size": 13 });
     }
 
     function touched(rank, { begin: from, end: to }) {

@@ -17,6 +17,7 @@
     assumed: [1, 4],
   };
   const OWN_CAP = 0; // a first cap of this value: the first bucket takes the cap of all
+  const PALE = 0.45; // opacity of what was recorded
 
   // All times of one drawing have one unit, which follows from the longest.
   const unitOf = (longest) => (longest < 10 ? ["ms", 1e-3] : ["s", 1]);
@@ -33,7 +34,7 @@
     ]);
     return [
       ["after backward", { ...RECORDED, overlap: false }],
-      ["torch's caps: 1, then 25", { ...RECORDED, cap: 25, first: 1, overlap: true }],
+      ["torch's caps: 1, then 25 MiB", { ...RECORDED, cap: 25, first: 1, overlap: true }],
       ...tried,
     ];
   }
@@ -96,9 +97,14 @@
     ready.forEach((moment, place) => {
       const fill = color.rank(owner.get(place) % 4);
       const width = Math.max(0, scale(moment) - scale(before));
-      tools.svg("rect", { x: scale(before), y, width, height, fill, opacity: pale ? 0.55 : 1 });
+      tools.svg("rect", { x: scale(before), y, width, height, fill, opacity: pale ? PALE : 1 });
       before = moment;
     });
+    const [begin, end] = [scale(forward), scale(before)];
+    if (end - begin > tools.textWidth("backward", 13) + 8)
+      tools.text((begin + end) / 2, y + height / 2 + 5, "backward", {
+        "font-size": 13, "text-anchor": "middle", fill: pale ? color.ink : color.on,
+      });
   }
 
   function drawMessages(tools, scale, { y, height, messages, pale }) {
@@ -106,7 +112,7 @@
       const width = Math.max(1, scale(done) - scale(begun));
       const fill = tools.color.rank(number % 4);
       tools.svg("rect", {
-        x: scale(begun), y, width, height, fill, opacity: pale ? 0.55 : 1,
+        x: scale(begun), y, width, height, fill, opacity: pale ? PALE : 1,
         stroke: tools.color.paper, "stroke-width": width > 3 ? 1 : 0,
       });
       const label = [size(bytes), String(number)].find(
@@ -138,6 +144,14 @@
     y = computing.y + computing.height + 44;
     const network = { y, height: 30 };
     const bottom = network.y + network.height;
+
+    // The end of backward, behind everything else.
+    const waits = step.end - step.computeEnd;
+    const edge = scale(step.computeEnd);
+    tools.svg("line", {
+      x1: edge, x2: edge, y1: computing.y - 4, y2: bottom + 22,
+      stroke: color.wrong, "stroke-width": 1.5, "stroke-dasharray": "4 3",
+    });
     drawComputing(tools, scale, { ...computing, forward: compute.forward, ready: compute.ready, buckets: plan });
 
     // From the moment a bucket is full to the moment the network is free for it.
@@ -165,12 +179,6 @@
     });
 
     // What the step waits for after backward.
-    const waits = step.end - step.computeEnd;
-    const edge = scale(step.computeEnd);
-    tools.svg("line", {
-      x1: edge, x2: edge, y1: computing.y - 4, y2: bottom + 22,
-      stroke: color.wrong, "stroke-width": 1.5, "stroke-dasharray": "4 3",
-    });
     tools.svg("rect", { x: edge, y: bottom + 9, width: scale(waits), height: 7, fill: color.wrong });
     const waiting = `waits ${time(waits)}`;
     const wide = tools.textWidth(waiting, 13);
@@ -189,17 +197,21 @@
     // The step's time against the two others.
     tools.text(0, y, "Time of the step", { "font-weight": 600 });
     const rows = [
-      ["this plan", step.end, color.accent],
-      ...(recorded ? [["measured", recorded.end, color.muted]] : []),
-      ["one message after backward", flat, color.muted],
-      ["lower limit of any plan", limit, color.right],
+      [["this plan"], step.end, color.accent],
+      ...(recorded ? [[["measured"], recorded.end, color.muted]] : []),
+      [["one message after backward", "one message"], flat, color.muted],
+      [["lower limit of any plan", "lower limit"], limit, color.right],
     ];
     y += 10;
-    for (const [name, seconds, fill] of rows) {
-      const text = `${time(seconds)}  ${name}`;
-      tools.svg("rect", { x: 0, y, width: scale(seconds), height: 6, fill });
-      tools.text(0, y + 20, text, small);
-      y += 30;
+    for (const [names, seconds, fill] of rows) {
+      const end = scale(seconds);
+      tools.svg("rect", { x: 0, y, width: end, height: 20, fill });
+      const texts = names.map((name) => `${name}: ${time(seconds)}`);
+      const room = Math.max(end, tools.width - end) - 12; // in the bar, or to the right of it
+      const text = texts.find((one) => tools.textWidth(one, 13) <= room) ?? texts.at(-1);
+      const inside = tools.textWidth(text, 13) <= end - 12;
+      tools.text(inside ? 6 : end + 6, y + 15, text, { ...small, fill: inside ? color.on : color.ink });
+      y += 26;
     }
     drawAxis(tools, scale, last, y + 4);
     const rule = "The rule: a bucket is sent once all its gradients are ready and the network is free.";
@@ -247,6 +259,8 @@
       const error = 100 * (step.end / recorded.end - 1);
       const side = error < 0 ? "below" : "above";
       text += ` Measured: ${time(recorded.end)}; the prediction is ${Math.abs(error).toFixed(1)} % ${side} it.`;
+      if (recorded.sent.length && state.overlap)
+        text += " Other programs ran on the machine, so the recorded forward and backward differ from the model's.";
     }
     return text;
   }

@@ -13,7 +13,7 @@
 
   const COLORS = [
     "ink", "muted", "line", "paper", "soft", "compute", "network", "right", "wrong", "accent",
-    "on", "rank0", "rank1", "rank2", "rank3", "rank4", "rank5", "rank6", "rank7",
+    "on", "done", "rank0", "rank1", "rank2", "rank3", "rank4", "rank5", "rank6", "rank7",
   ];
   const color = Object.fromEntries(COLORS.map((name) => [name, `var(--figure-${name})`]));
   color.rank = (rank) => color[`rank${rank % 8}`];

@@ -84,7 +84,7 @@
     local: (job) => `an all-reduce of the weights every ${job.every} steps`,
   };
 
-  // One bar of stacked parts; returns its right end.
+  // One bar of stacked parts.
   function bar(tools, parts, kinds, { x, y, height, scale }) {
     for (const [key, , color] of kinds) {
       const width = parts[key] * scale;
@@ -93,7 +93,6 @@
         x += width;
       }
     }
-    return x;
   }
 
   function legend(tools, kinds, y, shown) {
@@ -112,6 +111,34 @@
     return y;
   }
 
+  // The setting of a row, which its name shows; most rows have none.
+  function settingOf(job, strategy) {
+    if (strategy === "hsdp") return `(groups of ${job.shardRanks})`;
+    if (strategy !== "local") return "";
+    return job.every === 1 ? "(every step)" : `(every ${job.every} steps)`;
+  }
+
+  // A row's name, to the left of its bars, or above them where there is no room.
+  function drawName(tools, job, strategy, y, { wide, chosen, halo }) {
+    const setting = settingOf(job, strategy);
+    const look = { "font-weight": chosen ? 700 : 400, ...halo };
+    if (wide) {
+      tools.text(0, y + (setting ? 17 : 24), NAMES[strategy], look);
+      tools.text(0, y + 32, setting, { "font-size": 13 });
+    } else tools.text(0, y + 17, `${NAMES[strategy]} ${setting}`.trim(), look);
+  }
+
+  // The line where the device's memory ends, from its label on top.
+  function drawDevice(tools, state, { x, y, bottom, edge, right }) {
+    const text = edge === null ? `a device of ${state.device} GB holds each of them` : `device: ${state.device} GB`;
+    const size = tools.textWidth(text, 13);
+    const at = edge === null ? x : Math.max(x, Math.min(edge - size / 2, right - size));
+    const color = edge === null ? tools.color.muted : tools.color.wrong;
+    tools.text(at, y, text, { "font-size": 13, fill: color });
+    if (edge !== null)
+      tools.svg("line", { x1: edge, x2: edge, y1: y + 5, y2: bottom, stroke: color, "stroke-width": 2 });
+  }
+
   function draw(svg, state, change, tools) {
     const job = jobOf(state);
     const rows = logic.compare(job);
@@ -121,57 +148,53 @@
     const gap = 28;
     const amount = 64; // room for a number to the right of the longest bar
     const panel = wide ? (tools.width - gutter - gap) / 2 : tools.width;
-    const left = { kept: gutter, sent: wide ? gutter + panel + gap : 0 };
     // Both scales stay as they are while the ranks change.
     const alone = logic.compare({ ...job, ranks: 1, shardRanks: 1 });
     const most = Math.max(...[...alone, ...rows].map((row) => row.memory.total));
     const limit = 3 * logic.memory({ ...job, bucketViews: true }, "ddp").weights;
     const mostSent = Math.max(limit, ...rows.map((row) => row.traffic.total));
-    const scale = { kept: (panel - amount) / most, sent: (panel - amount) / mostSent };
 
-    let y = 16;
-    const heading = (x, text) => tools.text(x, y, text, { "font-weight": 600 });
-    heading(left.kept, wide ? "Each rank keeps" : "Each rank keeps (thick bars) and");
-    if (!wide) {
-      y += 20;
-      heading(0, "sends per step (thin bars)");
+    // Two blocks: side by side with shared names, or one below the other.
+    const height = wide ? 40 : 48;
+    const kept = { x: gutter, y: 16, top: 46, scale: (panel - amount) / most };
+    const below = kept.top + rows.length * height;
+    const sent = wide
+      ? { ...kept, x: gutter + panel + gap }
+      : { x: 0, y: below + 28, top: below + 36 };
+    sent.scale = (panel - amount) / mostSent;
+    const bottom = sent.top + rows.length * height;
+    const named = wide ? [kept] : [kept, sent]; // the blocks with names
+    for (const { top } of named) {
+      const y = top + logic.STRATEGIES.indexOf(state.strategy) * height;
+      tools.svg("rect", { x: -6, y, width: tools.width + 12, height, rx: 4, fill: tools.color.soft });
     }
-    if (wide) heading(left.sent, "Each rank sends per step");
-    const top = y + 12;
-    y = top;
-    for (const { strategy, memory, traffic } of rows) {
+    const [inset, thick] = wide ? [11, 18] : [25, 14]; // a bar's place in its row
+    rows.forEach(({ memory, traffic }, row) => {
+      const y = row * height + inset;
+      bar(tools, memory, KEPT, { ...kept, y: kept.top + y, height: thick });
+      bar(tools, traffic, SENT, { ...sent, y: sent.top + y, height: thick });
+    });
+    const edge = device <= most ? kept.x + device * kept.scale : null;
+    drawDevice(tools, state, { x: kept.x, y: 36, bottom: below, edge, right: kept.x + panel });
+    rows.forEach(({ strategy, memory, traffic }, row) => {
       const chosen = strategy === state.strategy;
-      const fits = memory.total <= device;
-      const height = wide ? 34 : 62;
-      if (chosen)
-        tools.svg("rect", { x: -6, y, width: tools.width + 12, height, rx: 4, fill: tools.color.soft });
-      const label = { "font-weight": chosen ? 700 : 400 };
-      tools.text(0, y + (wide ? 22 : 17), NAMES[strategy], label);
-      const middle = wide ? y + 8 : y + 24;
-      const kept = { x: left.kept, y: middle, height: wide ? 18 : 16, scale: scale.kept };
-      const keptEnd = bar(tools, memory, KEPT, kept);
-      const ink = fits ? tools.color.ink : tools.color.wrong;
-      const number = { "font-size": 13, fill: ink, "font-weight": fits ? 400 : 600 };
-      tools.text(keptEnd + 6, middle + 13, bytes(memory.total), number);
-      const sent = { x: left.sent, y: wide ? middle : y + 45, height: wide ? 18 : 9, scale: scale.sent };
-      const sentEnd = bar(tools, traffic, SENT, sent);
-      tools.text(sentEnd + 6, wide ? middle + 13 : y + 54, bytes(traffic.total), { "font-size": 13 });
-      y += height;
-    }
-    const edge = left.kept + device * scale.kept;
-    const shown = device <= most;
-    const spans = wide ? [[top, y]] : rows.map((_, row) => [top + 62 * row + 20, top + 62 * row + 44]);
-    for (const [y1, y2] of shown ? spans : [])
-      tools.svg("line", { x1: edge, x2: edge, y1, y2, stroke: tools.color.wrong, "stroke-width": 2 });
-    const text = shown ? `device: ${state.device} GB` : `a device of ${state.device} GB holds each of them`;
-    const size = tools.textWidth(text, 13);
-    const x = shown ? Math.max(0, Math.min(edge - size / 2, left.kept + panel - size)) : left.kept;
-    const shade = shown ? tools.color.wrong : tools.color.muted;
-    tools.text(x, y + 20, text, { "font-size": 13, fill: shade });
-    y += 46;
+      const halo = { stroke: tools.color[chosen ? "soft" : "paper"], "stroke-width": 4, "paint-order": "stroke" };
+      for (const { top } of named)
+        drawName(tools, job, strategy, top + row * height, { wide, chosen, halo });
+      const number = ({ x, top, scale }, { total }, look) => {
+        const y = top + row * height + inset + thick - 4;
+        tools.text(x + total * scale + 6, y, bytes(total), { "font-size": 13, ...halo, ...look });
+      };
+      const tooLarge = { fill: tools.color.wrong, "font-weight": 600 };
+      number(kept, memory, memory.total <= device ? {} : tooLarge);
+      number(sent, traffic, {});
+    });
+    tools.text(kept.x, kept.y, "Each rank keeps", { "font-weight": 600 });
+    tools.text(sent.x, sent.y, "Each rank sends per step", { "font-weight": 600 });
+
+    let y = bottom + 28;
     const isKept = (key) => rows.some((row) => row.memory[key] > 0);
-    const named = [...KEPT, SENT[2]];
-    y = legend(tools, named, y, (key) => isKept(key) || (key === "across" && rows[4].traffic.across > 0));
+    y = legend(tools, [...KEPT, SENT[2]], y, (key) => isKept(key) || (key === "across" && rows[4].traffic.across > 0));
     y += 28;
     tools.svg("line", { x1: 0, x2: tools.width, y1: y - 18, y2: y - 18, stroke: tools.color.line });
     const rule =
@@ -200,7 +223,7 @@
     name: "memory_and_traffic",
     title: "Memory and traffic",
     tryThis:
-      "Drag the number of ranks: sharding shrinks what a rank keeps, and never sends less than DDP.",
+      "Drag the number of ranks: sharding shrinks what a rank keeps; no sharded plan sends less than DDP.",
     state: {
       strategy: "zero2",
       parameters: 7.5e9,

@@ -21,6 +21,7 @@
   // Samples lie in this square.
   const LEFT = -3;
   const EDGE = 6;
+  const NARROW = 640; // px; below it, everything is one below the other
   const MARGIN = 14; // px around it, for samples on its border
 
   const PRESETS = [
@@ -69,7 +70,7 @@
 
   function verdict(state, now) {
     if (!now.synchronized) return "replicas diverge";
-    return { undefined: "no gradient to compare", zero: "all zeros" }[now.kind[0]] ?? now.kind[0];
+    return { undefined: "no gradient", zero: "all zeros" }[now.kind[0]] ?? now.kind[0];
   }
 
   function says(state) {
@@ -153,7 +154,7 @@
 
   const controls = () => [
     { kind: "presets", label: "Try", options: PRESETS },
-    { kind: "slider", key: "w", label: "Ranks", min: 1, max: 4, step: 1 },
+    { kind: "slider", key: "w", label: "Ranks (W)", min: 1, max: 4, step: 1 },
     { kind: "own", make: counts },
     {
       kind: "more",
@@ -205,6 +206,8 @@
       tools.svg("line", { x1: tx, x2: tx, y1: y, y2: y + tall, ...grid });
       tools.svg("line", { x1: x, x2: x + size, y1: ty, y2: ty, ...grid });
     }
+    const loss = state.divide === "none" ? "sum of squared errors" : "mean squared error";
+    tools.text(x, y + tall + 20, `Loss: ${loss} (dashed: errors)`, { "font-size": 13 });
     const line = (sx) => [sx, WEIGHTS[0] * sx + WEIGHTS[1]];
     const [x1, y1] = at(line(LEFT));
     const [x2, y2] = at(line(LEFT + EDGE));
@@ -300,18 +303,23 @@
       return `${tools.number(low)} to ${tools.number(high)}`;
     };
     const cells = [
-      ["ratio to the full batch", range(now.ratio), color.ink],
-      ["cosine", range(now.cosine), color.ink],
-      ["verdict", `${good ? "✓" : "✗"} ${verdict(state, now)}`, good ? color.right : color.wrong],
+      ["gradient length ÷ full batch's", range(now.ratio), color.ink],
+      ["cosine with the full batch's gradient", range(now.cosine), color.ink],
+      ["equals the full batch?", good ? "✓ yes" : "✗ no", good ? color.right : color.wrong],
     ];
-    const narrow = width < 520;
+    // Side by side, or one below the other.
+    const narrow = width < NARROW;
+    const [first, second] = cells.map(([name]) => tools.textWidth(name, 13));
+    const gap = Math.max(16, (width - first - second - 180) / 2);
+    const starts = [0, first + gap, first + second + 2 * gap];
     cells.forEach(([name, value, fill], index) => {
-      const x = narrow ? (index % 2) * (width / 2) : index * (width / 3);
-      const top = narrow && index === 2 ? y + 52 : y;
+      const [x, top] = narrow ? [0, y + 50 * index] : [starts[index], y];
       tools.text(x, top, name, { "font-size": 13, fill: color.muted });
       tools.text(x, top + 24, value, { "font-size": 20, "font-weight": 600, fill });
+      if (index === 2 && !good)
+        tools.text(x + tools.textWidth(value, 20, 600) + 10, top + 23, verdict(state, now), { "font-size": 14, fill });
     });
-    return narrow ? y + 52 + 34 : y + 34;
+    return y + (narrow ? 100 : 0) + 34;
   }
 
   function table(tools, parent, headers, rows, caption) {
@@ -331,12 +339,12 @@
   function draw(svg, state, change, tools) {
     const now = step(state);
     const { width, color } = tools;
-    const narrow = width < 520;
+    const narrow = width < NARROW;
     const size = narrow ? width : (width - 40) / 2;
     const tall = narrow ? 0.72 * size : 0.8 * size;
     const top = verdictRow(state, now, tools, 16) + 42;
     dataPanel(state, change, tools, 0, top, size, tall);
-    const y = narrow ? top + tall + 44 : top;
+    const y = narrow ? top + tall + 62 : top;
     tools.height(arrowPanel(state, now, tools, narrow ? 0 : size + 40, y, size, tall) + 8);
 
     const line = tools.html("p", {}, tools.after);

@@ -155,7 +155,7 @@
   const thickness = (elements) => 1.8 + 2.6 * inUnits(elements);
   const amountOf = (elements) => inUnits(elements).toFixed(3).replace(/0$/, "");
 
-  // One row per rank: what it holds, and what it has sent against the limit.
+  // One row per rank: what it holds, and what it has sent against the least possible.
   function drawTable(left, top, wide, state, steps, chunks, now, links, { svg, text, color }) {
     const { w, step } = state;
     const { sums, ranks } = held(steps, chunks, w, step);
@@ -167,7 +167,7 @@
     const scale = barRoom / Math.max(most, limit(w));
     const small = { "font-size": 13, fill: color.muted };
     text(begin, top - 12, "what each rank holds", small);
-    text(left + wide, top - 12, "sent (n: the tensor)", { ...small, "text-anchor": "end" });
+    text(left + wide, top - 12, "sent, in n", { ...small, "text-anchor": "end" });
     const lowest = barAt + limit(w) * scale;
     for (let rank = 0; rank < w; rank++) {
       const y = top + rank * ROW;
@@ -179,8 +179,19 @@
     }
     const bottom = top + w * ROW;
     svg("line", { x1: lowest, x2: lowest, y1: top - 2, y2: bottom, stroke: color.ink, "stroke-width": 1.5, "stroke-dasharray": "2 3" });
-    text(left + wide, bottom + 17, `limit 2(N−1)/N = ${amountOf(limit(w) * LENGTH)} n`, { "font-size": 13, "text-anchor": "end" });
-    return bottom + 24;
+    const least = `least possible: 2(N−1)/N = ${amountOf(limit(w) * LENGTH)} n`;
+    text(left + wide, bottom + 17, least, { "font-size": 13, "text-anchor": "end" });
+    text(left + wide, bottom + 37, "N: number of ranks · n: size of the tensor", { ...small, "text-anchor": "end" });
+    legend(bottom + 62);
+    return bottom + 70;
+
+    function legend(y) {
+      const box = { y: y - 12, width: 16, height: 14, rx: 3 };
+      svg("rect", { ...box, x: begin + 2, fill: color.soft, stroke: color.network, "stroke-width": 3 });
+      text(begin + 26, y, "outlined: just received", { "font-size": 13 });
+      svg("rect", { ...box, x: begin + 176, fill: color.done });
+      text(begin + 198, y, "green: finished", { "font-size": 13 });
+    }
 
     function touched(rank, { begin: from, end: to }) {
       return now.find((one) => one.to === rank && one.begin <= from && to <= one.end);
@@ -190,8 +201,8 @@
       const [x, size] = [begin + inUnits(from) * cells, inUnits(to - from) * cells];
       const whole = count === w;
       svg("rect", {
-        x: x + 1, y, width: size - 2, height: 28, rx: 3, fill: whole ? color.right : color.soft,
-        stroke: arrived ? color.network : whole ? color.right : color.line, "stroke-width": arrived ? 3 : 1,
+        x: x + 1, y, width: size - 2, height: 28, rx: 3, fill: whole ? color.done : color.soft,
+        stroke: arrived ? color.network : whole ? color.done : color.line, "stroke-width": arrived ? 3 : 1,
       });
       text(x + size / 2, y + 19, String(sum), {
         "text-anchor": "middle", "font-size": size < 24 ? 12 : 14, fill: whole ? color.on : color.ink,
@@ -298,7 +309,7 @@
     name: "the_ring",
     title: "All-reduce, step by step",
     tryThis: "Press “Next step” and follow one chunk until it is green. Then compare: which algorithm sends least, which takes fewest steps?",
-    state: { way: "ring", w: 4, step: 1 },
+    state: { way: "ring", w: 4, step: 0 },
     clean,
     controls: (state) => [
       { kind: "choice", key: "way", label: "Algorithm", options: Object.entries(NAMES) },

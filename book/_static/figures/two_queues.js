@@ -138,7 +138,7 @@
       });
       tools.svg("rect", {
         x, y, width: box, height: BOX, rx: 6, fill: call ? color.soft : color.paper,
-        stroke: isSelected ? color.accent : call && !lost ? color.rank(rank) : color.line,
+        stroke: isSelected ? color.ink : call && !lost ? color.rank(rank) : color.line,
         "stroke-width": isSelected ? 3 : 1.5, "stroke-dasharray": call ? null : "3 4",
       }, group);
       const middle = { "text-anchor": "middle", fill: lost || !call ? color.muted : color.ink };
@@ -278,7 +278,8 @@
     name: "two_queues",
     title: "Two queues of collectives",
     tryThis:
-      "In each of three steps, rank 1 has no gradient for a and skips its all-reduce. Press “Insert here” to add a1. How many calls does that repair?",
+      "In each of three steps, rank 1 has no gradient for a and skips its all-reduce. Press “Insert here” to add a1. How many calls does that repair? " +
+      "Click a call to edit it. a1: the gradient of a in step 1; rank 1's values are ten times rank 0's.",
     interactive: true,
     state: { q0, q1, rank: 1, at: 0, detail: false },
     clean,

@@ -8,12 +8,12 @@
     ["averaged, the loss sees all samples", [7, 8, 9, 10, 11]],
     ["summed", [1, 2]],
   ];
-  const SHORT = { 1: "×1", W: "×W", "1/W": "×1/W", none: "no factor" };
+  const SHORT = { 1: "×1", W: "×W", "1/W": "×1/W", none: "none works" };
   const SAID = {
-    1: "No factor: this loss is right as it is.",
-    W: "Multiply the loss by W, the world size.",
-    "1/W": "Divide the loss by W, the world size.",
-    none: "No factor repairs this loss. Write a different one.",
+    1: "×1: this loss is right as it is.",
+    W: "×W: multiply the loss by W.",
+    "1/W": "×1/W: divide the loss by W.",
+    none: "None works: write a different loss.",
   };
 
   const controls = (state) =>
@@ -30,7 +30,7 @@
     if (!leaf) return `${possible.length} of the 11 leaves are left.`;
     const { factor, why, measured } = LEAVES[leaf];
     const [ratio, cosine] = measured.map((each) => each.toFixed(4));
-    return `${SAID[factor]} ${why} Measured on two ranks without a factor: ratio ${ratio}, cosine ${cosine}.`;
+    return `${SAID[factor]} ${why} Measured on two ranks with ×1: ratio ${ratio}, cosine ${cosine}.`;
   }
 
   function chip(tools, x, y, wide, leaf, { chosen, possible }) {
@@ -43,16 +43,17 @@
       fill: chosen ? stroke : color.paper,
       stroke: possible ? stroke : color.line, "stroke-width": possible ? 2 : 1,
     });
+    const [small, large] = [{ "font-size": 12 }, { "font-size": 13, "font-weight": 600 }];
     const middle = { "text-anchor": "middle", fill: ink };
     tools.text(x + wide / 2, y + 17, `leaf ${leaf}`, { ...middle, "font-size": 12 });
-    tools.text(x + wide / 2, y + 35, SHORT[factor], { ...middle, "font-size": 13, "font-weight": 600 });
+    tools.text(x + wide / 2, y + 35, SHORT[factor], { ...middle, ...(wide < 90 ? small : large) });
   }
 
   function draw(svg, state, change, tools) {
     const { width, color } = tools;
     const { leaf, possible } = walk(state);
     const gap = 8;
-    const wide = Math.min(82, (width - 3 * gap) / 4);
+    const wide = Math.min(98, (width - 3 * gap) / 4);
     const perRow = Math.max(1, Math.floor((width + gap + 0.5) / (wide + gap)));
     let y = 16;
     for (const [name, leaves] of GROUPS) {
@@ -68,7 +69,8 @@
       });
       y += Math.ceil(leaves.length / perRow) * 52 + 18;
     }
-    tools.height(y - 8);
+    tools.text(0, y + 2, "W: the number of ranks", { "font-size": 13, fill: color.muted });
+    tools.height(y + 8);
 
     if (!leaf) return;
     const { line } = LEAVES[leaf];
@@ -76,7 +78,7 @@
     const text = tools.html("p", {}, tools.after);
     const address = tools.page(`start/when_to_multiply.html#leaf-${leaf}`);
     tools.html("a", { href: address, text: `See leaf ${leaf} run` }, text);
-    text.append(", and put in your own loss.");
+    text.append(", then try your own loss there.");
   }
 
   Figures.register({

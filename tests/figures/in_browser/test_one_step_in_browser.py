@@ -31,7 +31,7 @@ def test_a_key_on_the_slider_adds_a_rank(open_figure):
     opened = open_figure("one_step")
     figure = opened.page.locator("figure.playable")
     expect_outcome(figure, Step(SAMPLES[:2]))
-    figure.get_by_label("Ranks", exact=True).focus()
+    figure.get_by_label("Ranks (W)", exact=True).focus()
     opened.page.keyboard.press("ArrowRight")
     expect_outcome(figure, Step(SAMPLES[:3]))
     opened.page.keyboard.press("ArrowRight")
@@ -51,7 +51,7 @@ def test_unequal_counts_are_a_direction_bug_and_the_global_count_times_w_repairs
     expect(figure).to_contain_text("scale bug")
     figure.get_by_role("button", name="divide by all, × W").click()
     expect_outcome(figure, Step(unequal, divide="all", factor=2.0))
-    expect(figure).to_contain_text("✓ right")
+    expect(figure).to_contain_text("✓ yes")
 
 
 def test_a_sample_is_dragged_with_the_mouse_and_moved_with_the_keyboard(open_figure):

@@ -96,10 +96,10 @@ def test_it_moves_only_on_request_and_can_be_stopped(open_figure):
     assert said(opened) == before
     opened.page.get_by_role("button", name="Play").click()
     opened.page.clock.run_for(1_300)
-    assert "Step 3 of 6" in said(opened)
+    assert "Step 2 of 6" in said(opened)
     opened.page.get_by_role("button", name="Pause").click()
     opened.page.clock.run_for(10_000)
-    assert "Step 3 of 6" in said(opened)
+    assert "Step 2 of 6" in said(opened)
     opened.page.get_by_role("button", name="Play").click()
     opened.page.clock.run_for(10_000)
     expect_the_end(opened, "ring", 4)

@@ -23,6 +23,7 @@ import os
 import random
 import signal
 import sys
+import time
 import traceback
 import types
 from pathlib import Path
@@ -76,6 +77,11 @@ def rank(script: str) -> None:
     except Exception:  # torchrun would keep it for its own report, at the end of all
         traceback.print_exc()
         sys.exit(1)
+    finally:
+        # gloo's thread may still wait for the interpreter's lock, to drop its last collective. If a
+        # DDP wrapper of the script is freed first, its destructor joins that thread with the lock
+        # held, and both wait forever (torch 2.13). Asleep, this thread holds no lock.
+        time.sleep(0.05)
 
 
 def side_by_side(count: int, arguments: list[str]) -> int:

@@ -96,7 +96,8 @@ test: $(READY)
 
 # Opens what `make html` rendered. Debian's Chromium: apt-get install chromium.
 test-site: $(READY)
-	@$(BIN)/python -m pytest $(wildcard tests/site tests/figures/in_browser)
+	@$(BIN)/python -m pytest tests/site
+	@$(BIN)/python -m pytest tests/figures/in_browser
 
 test-cluster: $(READY)
 	@tests/cluster/needs.sh

@@ -14,19 +14,12 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from labkit.book.playable_page import FLAGS
 from labkit.launch.scripts import project_root
 
 AXE = Path(__file__).parent / "site" / "vendor" / "axe.min.js"
 MISSING = "There is no chromium on the PATH. On Debian: apt-get install chromium"
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-]
+ARGUMENTS = [*FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND"]
 # The theme reads these names; a page without the theme follows prefers-color-scheme.
 CHOOSE_THEME = "try {{ localStorage.mode = localStorage.theme = '{theme}' }} catch (error) {{}}"
 # What axe counts as a violation that matters here. Those below are `minor`.

@@ -2,12 +2,12 @@
 
     python labs/benchmarks/grade_many.py [--submissions 200] [--jobs 2]
 
-Three in twenty are the key, three the empty release, nine a known wrong answer; the others hold a
-syntax error, a deadlock, a dead rank, an endless loop, or a function that sleeps. Prints each
-kind's time per submission, the whole run's, and the largest memory of any process on the trusted
-side; then the processor time of the key alone, graded again and again. That is more than most
-submissions take, because all checks of the key come to an end. Fails if any submission earned other
-points than it should.
+Of twenty submissions, three are the key, three the empty release, and nine a known wrong answer.
+The others hold a syntax error, a deadlock, a dead rank, an endless loop, or a function that sleeps.
+Prints the time per submission of each kind, the time of the run, and the largest memory of any
+process on the trusted side. Then it prints the processor time of the key alone, graded again and
+again. Most submissions take less, because all checks of the key run to their end. Fails if any
+submission earned other points than it should.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
     python labs/benchmarks/memory.py [--model "wide MLP"]
 
 After a backward, the distinct storages of all gradients and buckets are counted, in bytes, and
-divided by the bytes of the parameters. 2.00 means a gradient and its copy in a bucket; 1.00 means
-a gradient that is a view of its bucket. A communication hook gives access to the buckets, in
+divided by the bytes of the parameters. With 2.00, each gradient has a copy in a bucket. With 1.00,
+each gradient is a view of its bucket. A communication hook gives access to the buckets, in
 torch's DDP and in our drop-in.
 
 On Linux, the growth of the process is measured, too. It is the peak of its resident memory in the

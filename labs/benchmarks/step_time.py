@@ -14,9 +14,9 @@ gives the lower limit for any plan, max(compute, t₁ + C):
 
 torch's DDP runs with its defaults, with gradient views, with each of several bucket caps, and with
 the plan that MiniDDP found, through `bucket_cap_mb_list`. With `--device cuda` each rank has a GPU
-of its own where there are enough, over NCCL, and a turn ends when the GPU is done; there are no
-measured plans there, and no slow link; this has not been run yet. `--json FILE` adds the raw
-seconds of each cell to FILE and keeps the cells that are already there; `report.py` prints them.
+of its own, if there are enough, and uses NCCL. A turn then ends when the GPU is done. There are no
+measured plans and no slow link. This has not been run yet. `--json FILE` adds the raw seconds of
+each cell to FILE and keeps the cells that are already there; `report.py` prints them.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Loss terms: which function, over how many items, and by which factor its gradient is scaled.
 
-The gradient that arrives at a loss function's output is the product of all factors behind it:
-division by accumulation steps, multiplication by the world size, the reduction itself where the
-function does not reduce. Divided by the count of items it is the weight of one item.
+The gradient that arrives at a loss function's output is the product of all later factors. They are
+the division by accumulation steps, the multiplication by the world size, and the reduction, if the
+function does not reduce. Divided by the count of items, the product is the weight of one item.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def note_state(recorder: Recorder) -> None:
 
 
 def _state() -> int:
-    """One number for all generators; that of the GPU has not been read on a GPU yet."""
+    """A checksum of all generators' states. Not yet run on a GPU."""
     state = checksum(torch.get_rng_state())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state ^= checksum(torch.cuda.get_rng_state())

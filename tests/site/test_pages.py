@@ -8,6 +8,7 @@ import yaml
 from browser import OpenPage
 from bs4 import BeautifulSoup
 from PIL import Image
+from playwright.sync_api import Browser
 
 from labkit.launch.scripts import project_root
 
@@ -48,6 +49,16 @@ def test_a_page_is_light(site: Path, open_page: OpenPage, name):
     formulas = opened.page.locator(".math").count() > 0
     assert opened.weight() <= (3 if formulas else 1) * MEGABYTE
     assert any("tex-svg" in one for one in opened.requests) == formulas
+
+
+def test_who_comes_for_the_first_time_gets_no_error_either(site: Path, chromium: Browser):
+    """`open_page` chooses a theme, as a visitor has on a later visit."""
+    page = chromium.new_page()
+    errors: list[str] = []
+    page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    page.goto((site / "index.html").as_uri())
+    page.close()
+    assert errors == []
 
 
 @pytest.mark.parametrize("name", PAGES)

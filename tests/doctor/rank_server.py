@@ -12,11 +12,14 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "src"
@@ -38,13 +41,12 @@ def run(
     folder = Path(scratch)
     (folder / "steps").mkdir(parents=True)
     (folder / "cwd").mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = _store()
     started = time.monotonic()
     count = ranks if launch == "torchrun" else 1
     children = {
-        _fork(script, rank, ranks, port, launch, doctor, folder): rank for rank in range(count)
+        _fork(script, rank, ranks, store.port, launch, doctor, folder): rank
+        for rank in range(count)
     }
     codes: dict[int, int] = {}
     failed_at = None
@@ -66,6 +68,13 @@ def run(
         "seconds": time.monotonic() - started,
         "pids": sorted(children),
     }
+
+
+def _store() -> TCPStore:
+    """The store at which ranks meet; here, as at torchrun's agent: its port cannot be taken."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _fork(
@@ -98,6 +107,7 @@ def _fork(
                 GROUP_RANK="0",
                 TORCHELASTIC_RUN_ID=f"corpus{port}",
                 TORCHELASTIC_RESTART_COUNT="0",
+                TORCHELASTIC_USE_AGENT_STORE="True",
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )

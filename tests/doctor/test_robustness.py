@@ -288,10 +288,11 @@ def rank_main(rank, port):
     dist.destroy_process_group()
 
 train(nn.Linear(3, 2), 0)
-with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
-mp.start_processes(rank_main, args=(port,), nprocs=2, start_method="fork")
+with socket.socket() as holder:  # bound, so that nobody else is given the port
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    port = holder.getsockname()[1]
+    mp.start_processes(rank_main, args=(port,), nprocs=2, start_method="fork")
 """
     looked = server.run(script(text, ranks=2, launch="python"), doctor=True)
     assert looked.codes == [0], looked.errors

@@ -97,11 +97,13 @@ MAY_IMPORT = {
     "labkit": {
         *("torch", "numpy", "cloudpickle", "psutil", "matplotlib", "matplotlib_inline"),
         *("IPython", "nbclient", "nbformat", "yaml", "bs4", "PIL", "fontTools"),
+        *("jupyter_client", "jupyter_core", "traitlets"),  # how a chapter's kernel is reached
         "pytorch_lightning",  # a thread's own program, in labkit.scenarios
         *("sphinx", "docutils"),  # the directive of the figures to play with
     },
     "grader": {"numpy", "jinja2", "tqdm", "nbval", "nbclient", "nbformat", "pytest", "psutil"}
-    | {"labkit", "labkit.launch.guard"},  # of labkit itself, only where it lies
+    # Of labkit itself, only where it lies.
+    | {"labkit", "labkit.launch.guard", "labkit.launch.kernels"},
     "grader.inside": {"torch", "numpy"},
 }
 

@@ -5,9 +5,8 @@ Requests and answers are one JSON line each, on standard input and output. A req
 script, the number of ranks, how it is launched, whether the doctor looks on, and a scratch folder.
 """
 
-from __future__ import annotations
-
 import atexit
+import functools
 import importlib
 import json
 import os
@@ -70,7 +69,7 @@ def run(
     }
 
 
-def _store() -> TCPStore:
+def _store() -> "TCPStore":
     """The store at which ranks meet; here, as at torchrun's agent: its port cannot be taken."""
     from torch.distributed import TCPStore
 
@@ -117,6 +116,7 @@ def _fork(
         import steps
 
         steps.watch(str(folder / "steps"))
+        _wait_before_groups_end()
         code = _execute(script, doctor)
     except BaseException:
         traceback.print_exc()
@@ -125,6 +125,24 @@ def _fork(
         sys.stderr.flush()
         os._exit(code)
     return 0
+
+
+def _wait_before_groups_end() -> None:
+    """Let gloo's thread drop its last collective before a wrapper is freed, in both kinds of runs.
+
+    A DDP wrapper's destructor joins that thread with the interpreter's lock held, and the thread
+    may wait for the lock (torch 2.13): one run in fifty would hang, with or without the doctor.
+    """
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def after_a_pause(*args: object, **kwargs: object) -> None:
+        time.sleep(0.05)
+        destroy(*args, **kwargs)
+
+    dist.destroy_process_group = after_a_pause
 
 
 def _execute(script: str, doctor: list[str] | None) -> int:

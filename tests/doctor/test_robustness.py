@@ -1,7 +1,5 @@
 """What happens to a run does not depend on the doctor, and the doctor survives what happens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,17 +1,14 @@
 """The user's modules: names of parameters, buffers, and which kinds of layers are training."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from ddp_doctor.observe.recorder import WrapperState
+from ddp_doctor.observe.states import WrapperState
 
 
 class Names:

@@ -1,7 +1,5 @@
 """Loss and counts: the weights of all items have to be equal, and to sum to 1."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Two figures on gathered features: what backward brings back; which scores a rank computes."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure

@@ -34,15 +34,11 @@ class _ThroughFiles(HasTraits):
 
 
 class KernelThroughFiles(_ThroughFiles, KernelManager):
-    """jupyter_client's manager of one kernel; ports are used only where such sockets are not."""
+    """jupyter_client's manager of one kernel; ports are used only where such sockets do not work.
+
+    nbval has no option for it: `nbval.kernel.KernelManager = KernelThroughFiles` makes it its own.
+    """
 
 
 class AsyncKernelThroughFiles(_ThroughFiles, AsyncKernelManager):
     """The same for nbclient: `NotebookClient(…, kernel_manager_class=AsyncKernelThroughFiles)`."""
-
-
-def nbval_starts_kernels_through_files() -> None:
-    """Let nbval, in this process, start its kernels so. nbval has no option for it."""
-    import nbval.kernel
-
-    nbval.kernel.KernelManager = KernelThroughFiles

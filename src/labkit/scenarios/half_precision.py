@@ -1,7 +1,5 @@
 """One gradient, averaged in half precision at many magnitudes and in two orders."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist

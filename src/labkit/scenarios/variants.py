@@ -13,8 +13,6 @@ the replica's gradients is compared, unless it returns something else: a list of
 with notes for the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -23,8 +23,6 @@ then W times too large. With a plain gather and only the own rows of the loss, n
 private module.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -23,8 +23,6 @@ sentences: an item then weighs more on a rank that has few of them. No learning 
 a count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar

@@ -17,8 +17,6 @@ Cost, in bytes sent by each rank for C channels: 2C·b + 8 to each other rank in
 Source: `torch.nn.SyncBatchNorm` (torch/nn/modules/_functions.py), which refuses CPU tensors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

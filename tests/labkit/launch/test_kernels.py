@@ -8,11 +8,7 @@ import nbval.kernel
 import pytest
 from jupyter_client.connect import LocalPortCache
 
-from labkit.launch.kernels import (
-    AsyncKernelThroughFiles,
-    KernelThroughFiles,
-    nbval_starts_kernels_through_files,
-)
+from labkit.launch.kernels import AsyncKernelThroughFiles, KernelThroughFiles
 
 
 @pytest.fixture
@@ -23,8 +19,10 @@ def every_port_is_taken(monkeypatch):
     monkeypatch.setattr(LocalPortCache, "find_available_port", taken)
 
 
-def test_two_kernels_of_nbval_in_one_folder_need_no_port(every_port_is_taken, tmp_path):
-    nbval_starts_kernels_through_files()
+def test_two_kernels_of_nbval_in_one_folder_need_no_port(
+    every_port_is_taken, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(nbval.kernel, "KernelManager", KernelThroughFiles)
     kernels = [nbval.kernel.RunningKernel("python3", cwd=str(tmp_path)) for _ in range(2)]
     places = [Path(kernel.kc.connection_file) for kernel in kernels]
     try:

@@ -2,14 +2,8 @@
 
 import os
 
-import nbval.kernel
 import pytest
 from hypothesis import settings
-
-from labkit.launch.kernels import KernelThroughFiles
-
-# Other tests draw thousands of ports: a chapter's kernel must not wait for one of its own.
-nbval.kernel.KernelManager = KernelThroughFiles
 
 # One thread a process: each test starts processes that are as many as the cores, or more. Threads
 # of several processes on one core wait for each other in a loop: what takes a second takes ten.

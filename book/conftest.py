@@ -7,9 +7,14 @@ of that very run, figures included, are written to `_build/executed`, from which
 
 from pathlib import Path
 
+import nbval.kernel
 import pytest
 
 from labkit.book.chapters import copy_pages, normalize, write_chapter
+from labkit.launch.kernels import KernelThroughFiles
+
+# Other tests draw thousands of ports, and could take one that was promised to a chapter's kernel.
+nbval.kernel.KernelManager = KernelThroughFiles
 
 BOOK = Path(__file__).parent
 EXECUTED = BOOK.parent / "_build" / "executed"

@@ -13,7 +13,8 @@ import pytest
 from labkit.book.chapters import copy_pages, normalize, write_chapter
 from labkit.launch.kernels import KernelThroughFiles
 
-# Other tests draw thousands of ports, and could take one that was promised to a chapter's kernel.
+# Other tests draw thousands of ports, and could take one that a chapter's kernel was
+# promised.
 nbval.kernel.KernelManager = KernelThroughFiles
 
 BOOK = Path(__file__).parent

@@ -11,14 +11,11 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "src"
@@ -40,12 +37,12 @@ def run(
     folder = Path(scratch)
     (folder / "steps").mkdir(parents=True)
     (folder / "cwd").mkdir()
-    store = _store()
+    holder = _holder_of_a_port()
+    port = holder.getsockname()[1]
     started = time.monotonic()
     count = ranks if launch == "torchrun" else 1
     children = {
-        _fork(script, rank, ranks, store.port, launch, doctor, folder): rank
-        for rank in range(count)
+        _fork(script, rank, ranks, port, launch, doctor, folder): rank for rank in range(count)
     }
     codes: dict[int, int] = {}
     failed_at = None
@@ -62,6 +59,7 @@ def run(
             for child, rank in children.items():
                 if rank not in codes:
                     os.killpg(child, signal.SIGKILL if late else signal.SIGTERM)
+    holder.close()
     return {
         "codes": [codes[rank] for rank in range(count)],
         "seconds": time.monotonic() - started,
@@ -69,11 +67,12 @@ def run(
     }
 
 
-def _store() -> "TCPStore":
-    """The store at which ranks meet; here, as at torchrun's agent: its port cannot be taken."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def _holder_of_a_port() -> socket.socket:
+    """Bound and not listening: no other process is given its port, and rank 0 can listen there."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def _fork(
@@ -106,7 +105,6 @@ def _fork(
                 GROUP_RANK="0",
                 TORCHELASTIC_RUN_ID=f"corpus{port}",
                 TORCHELASTIC_RESTART_COUNT="0",
-                TORCHELASTIC_USE_AGENT_STORE="True",
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )

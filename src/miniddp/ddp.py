@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from miniddp import errors
-from miniddp.autograd_graph import OutputGate, find_tensors, not_compiled
+from miniddp.autograd_graph import not_compiled
 from miniddp.buckets import bucket_caps
 from miniddp.reducer import Reducer
 from miniddp.replicas import broadcast_tensors, this_group, verify_same_model
+from miniddp.unused import OutputGate, find_tensors
 
 
 class MiniDDP(nn.Module):

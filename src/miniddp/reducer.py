@@ -98,7 +98,6 @@ class Reducer:
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
         # Whether every gradient that arrives while REDUCING is counted; changed by the rooms.
         self.counts_every_hook = not find_unused_parameters
-        self.order: list[int] = []  # the indices of the gradients, as they arrived
         self.usage = UsedParameters(self.parameters, process_group)
         self.build(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
         self.hook_accumulators()
@@ -149,7 +148,9 @@ class Reducer:
 
     def reset_bucket_counting(self) -> None:
         """Expect every gradient once more. Extended by extras.static_graph."""
-        self.order, self.next_bucket = [], 0
+        self.arrived = [False] * len(self.parameters)
+        self.order: list[int] = []  # the indices of the gradients, as they arrived
+        self.next_bucket = 0
         for bucket in self.buckets:
             bucket.reset()
 
@@ -198,25 +199,32 @@ class Reducer:
 
     def mark_variable_ready(self, index: int) -> None:
         """Count a gradient; copy its run into the bucket once the run is complete."""
-        bucket, run = self.place_of[index]
-        if index not in run.missing:
+        if self.arrived[index]:
             searched = bool(self.usage.unreachable)
             raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
-        run.missing.remove(index)
+        self.arrived[index] = True
+        bucket, run = self.place_of[index]
         if bucket.buffer.is_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
-        if run.missing:
-            return
+        run.missing -= 1
+        if run.missing == 0:
+            self.copy_in(bucket, run)
+            bucket.missing_runs -= 1
+            if bucket.missing_runs == 0:
+                self.mark_bucket_ready()
+
+    def copy_in(self, bucket: Bucket, run: Run) -> None:
+        """Copy a run into its bucket. Raises RuntimeError for a sparse gradient among dense."""
         bucket.wait_for_streams()
         try:
             bucket.copy_in(run, self.current_divisor, self.gradient_as_bucket_view)
         except RuntimeError:  # checked after a failure only: a look at every gradient is slow
-            if misplaced := [self.names[bucket.indices[slot]] for slot in bucket.misplaced()]:
-                raise self.error(errors.misplaced(self.rank, misplaced, bucket.holds)) from None
+            dense = bucket.holds == "dense"
+            pairs = [(self.names[i], self.parameters[i].grad) for i in bucket.indices]
+            wrong = [n for n, g in pairs if g is not None and (g.layout == torch.strided) != dense]
+            if wrong:
+                raise self.error(errors.misplaced(self.rank, wrong, bucket.holds)) from None
             raise
-        bucket.missing_runs -= 1
-        if bucket.missing_runs == 0:
-            self.mark_bucket_ready()
 
     # 4. Launch ------------------------------------------------------------------------------------
 
@@ -292,12 +300,12 @@ class Reducer:
     def ensure_prior_reduction_finished(self) -> None:
         """Raise RuntimeError if gradients of a reduced backward never arrived."""
         if self.state is REDUCING:
-            absent = {index: self.names[index] for index in self.absent()}
-            raise self.error(errors.unfinished(self.rank, absent, self.find_unused_parameters))
+            found = self.find_unused_parameters
+            raise self.error(errors.unfinished(self.rank, self.absent(), found))
 
-    def absent(self) -> list[int]:
-        """The indices of the parameters whose gradients have not arrived."""
-        return sorted(i for bucket in self.buckets for run in bucket.runs for i in run.missing)
+    def absent(self) -> dict[int, str]:
+        """The parameters whose gradients have not arrived, index to name."""
+        return {i: self.names[i] for i, arrived in enumerate(self.arrived) if not arrived}
 
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
         """The exception to raise. Overridden by torch_drop_in, which logs the message."""

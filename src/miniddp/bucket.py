@@ -68,6 +68,7 @@ class Bucket:
 
     def reset(self) -> None:
         """Forget the last backward: all gradients are missing again."""
+        self.on_cuda = self.buffer.is_cuda  # asked once per backward, not once per gradient
         self.streams.clear()
         for run in self.runs:
             run.missing = len(run.indices)

@@ -91,7 +91,7 @@ class Reducer:
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.device = self.parameters[0].device
-        self.lock = threading.RLock()  # autograd runs one thread per GPU
+        self.lock = threading.RLock()  # held for what concerns several buckets
 
         self.state = self.state_between_backwards = IDLE
         self.rebuilt = False
@@ -168,13 +168,17 @@ class Reducer:
     # 3. Collect -----------------------------------------------------------------------------------
 
     def autograd_hook(self, index: int) -> None:
-        """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined."""
-        with self.lock:
-            # The common case needs no method call: this hook runs once per gradient.
-            common = self.state is REDUCING and self.counts_every_hook
-            if common or self.expect_autograd_hook(index):
-                self.order.append(index)
-                self.mark_variable_ready(index)
+        """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined.
+
+        The common case runs once per gradient and takes no lock: autograd has one thread per
+        device, and all gradients of a bucket are on one device.
+        """
+        if self.state is not REDUCING or not self.counts_every_hook:
+            with self.lock:
+                if not self.expect_autograd_hook(index):
+                    return
+        self.order.append(index)
+        self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
         """Update the state; whether the gradient is to be counted. Extended by static_graph."""
@@ -188,8 +192,8 @@ class Reducer:
 
     def start_reduction(self) -> None:
         """At the first gradient of an announced backward: unreachable ones count as ready."""
-        self.enter(REDUCING)
         self.current_divisor = self.divisor()
+        self.enter(REDUCING)
         for index in self.usage.unreachable:
             self.mark_variable_ready(index)
 
@@ -204,14 +208,15 @@ class Reducer:
             raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
         self.arrived[index] = True
         bucket, run = self.place_of[index]
-        if bucket.buffer.is_cuda:
+        if bucket.on_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
         run.missing -= 1
         if run.missing == 0:
             self.copy_in(bucket, run)
-            bucket.missing_runs -= 1
-            if bucket.missing_runs == 0:
-                self.mark_bucket_ready()
+            with self.lock:  # full buckets of several devices are launched in one order
+                bucket.missing_runs -= 1
+                if bucket.missing_runs == 0:
+                    self.mark_bucket_ready()
 
     def copy_in(self, bucket: Bucket, run: Run) -> None:
         """Copy a run into its bucket. Raises RuntimeError for a sparse gradient among dense."""

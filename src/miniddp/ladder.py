@@ -103,7 +103,11 @@ class Rung:
     def second_backward(self, parameter: nn.Parameter) -> RuntimeError:
         """A gradient arrived a second time within one step."""
         names = {p: name for name, p in self.module.named_parameters()}
-        return RuntimeError(errors.second_backward(names[parameter]))
+        return RuntimeError(
+            f"the gradient of {names[parameter]} arrived a second time before finish(). Call "
+            "finish() after every backward, also after one that raised; to accumulate over "
+            "several, put all but the last under no_sync()."
+        )
 
 
 class PerParameter(Rung):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from miniddp.replicas import size_of_group
+from miniddp.replicas import this_group
 
 Combine = Literal["average", "sum"]
 Group = dist.ProcessGroup | None
@@ -56,7 +56,7 @@ def average_gradients(
         return
     gradients = [own_gradient(p) for p in parameters]
     has_gradient = [p.grad is not None for p in parameters]
-    divisor = size_of_group(group) if combine == "average" else 1
+    divisor = this_group(group).size() if combine == "average" else 1
     combine_all = _all_reduce_flat if flat else _all_reduce_each
     exists_somewhere = combine_all(gradients, has_gradient, divisor, group)
     for parameter, gradient, exists in zip(parameters, gradients, exists_somewhere, strict=True):

@@ -162,7 +162,10 @@ class Reducer:
     def enter(self, state: ReducerState) -> None:
         """Change the state. Raises RuntimeError if the table above does not allow it."""
         if state not in _NEXT[self.state]:
-            raise self.error(errors.illegal_transition(self.state.name, state.name))
+            raise self.error(
+                f"the reducer is {self.state.name} and cannot become {state.name}. An exception "
+                "during backward leaves it REDUCING: construct a new wrapper to go on after one."
+            )
         self.state = state
 
     # 3. Collect -----------------------------------------------------------------------------------

@@ -53,16 +53,9 @@ def wait_for_default_stream(device: torch.device) -> None:
 
 def this_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """`group`, or the default one. Raises ValueError on a rank outside the group."""
-    size_of_group(group)
-    return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
-
-
-def size_of_group(group: dist.ProcessGroup | None) -> int:
-    """W, the number of ranks in `group` (None: the default group), or ValueError outside of it."""
-    size = dist.get_world_size(group)
-    if size < 0:  # collectives would only warn
+    if dist.get_world_size(group) < 0:  # collectives would only warn
         raise ValueError(f"rank {dist.get_rank()} is not in the group: call on its members only")
-    return size
+    return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
 
 
 def verify_same_model(
@@ -78,12 +71,19 @@ def verify_same_model(
     here, and the other ranks raise RuntimeError.
     """
     ours = (
-        {name: _describe(tensor) for name, tensor in named.items()},
+        {
+            name: f"shape {tuple(t.shape)}, strides {t.stride()}, {t.dtype}, "
+            + ("trainable" if t.requires_grad else "not trainable")
+            for name, t in named.items()
+        },
         {name: repr(value) for name, value in (settings or {}).items()},
         "" if problem is None else f"{type(problem).__name__}: {problem}",
     )
     digest = hashlib.sha256(repr([list(ours[0].items()), *ours[1:]]).encode()).digest()
-    message = torch.tensor(list(digest), dtype=torch.uint8, device=_device_of(named, group))
+    devices = [tensor.device for tensor in named.values()] or [
+        torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    ]
+    message = torch.tensor(list(digest), dtype=torch.uint8, device=devices[0])
     gathered = [torch.empty_like(message) for _ in range(group.size())]
     wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
     every = [ours] * group.size()
@@ -95,18 +95,16 @@ def verify_same_model(
     if problem is not None:
         raise problem
     if any(problems):
-        raise RuntimeError(errors.another_rank_failed(group.rank(), problems))
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
+        raise RuntimeError(
+            f"Rank {group.rank()} could take part, but others could not, so every rank raises. "
+            f"{told}"
+        )
     if all(list(model.items()) == list(models[0].items()) for model in models):
         advice = "Pass the same values on every rank: they decide which collectives it calls."
         raise RuntimeError(errors.different("settings", group.rank(), of_settings, advice))
     advice = "Build the module by the same code and configuration on every rank, then wrap it."
     raise RuntimeError(errors.different("model", group.rank(), models, advice))
-
-
-def _device_of(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> torch.device:
-    for tensor in named.values():
-        return tensor.device
-    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
@@ -143,8 +141,3 @@ def plan_of_rank_0(plan: Plan, group: dist.ProcessGroup, device: torch.device) -
     indices, sizes = message.tolist()
     ends = list(accumulate(sizes))
     return [indices[end - size : end] for end, size in zip(ends, sizes, strict=True) if size]
-
-
-def _describe(tensor: Tensor) -> str:
-    trainable = "trainable" if tensor.requires_grad else "not trainable"
-    return f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}, {trainable}"

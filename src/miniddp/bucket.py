@@ -78,8 +78,7 @@ class Bucket:
     def wait_for_streams(self) -> None:
         """Let the current CUDA stream wait for those on which gradients were computed or copied.
 
-        Tested on simulated streams (tests/miniddp/test_streams.py). No code for streams has run on
-        a GPU yet; `make gpu` runs it.
+        Tested on simulated streams only (tests/miniddp/test_streams.py); `make gpu` runs it.
         """
         if not self.streams:
             return

@@ -5,13 +5,11 @@ reducer, because users search for them and tools look for them.
 """
 
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-_MOST_LINES = 20
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
@@ -35,14 +33,14 @@ def different(what: str, rank: int, every: Sequence[Mapping[str, str]], advice: 
     """The ranks' models or settings differ; `every`: each rank's values, by name."""
     lines = []
     for name in dict.fromkeys(name for values in every for name in values):
-        ranks_of = defaultdict(list)
+        ranks_of: dict[str, list[str]] = {}
         for other, values in enumerate(every):
-            ranks_of[values.get(name, "absent")].append(str(other))
+            ranks_of.setdefault(values.get(name, "absent"), []).append(str(other))
         if len(ranks_of) > 1:
             found = "; ".join(f"{value} on rank {', '.join(r)}" for value, r in ranks_of.items())
             lines.append(f"  {name}: {found}")
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    if len(lines) > 20:
+        lines[20:] = [f"  and {len(lines) - 20} more"]
     listed = "\n".join(lines or ["  the order in which they are defined"])
     return (
         f"MiniDDP expects same {what} across all ranks. What appears not to match:\n{listed}\n"
@@ -53,13 +51,9 @@ def different(what: str, rank: int, every: Sequence[Mapping[str, str]], advice: 
 def unfinished(
     rank: int, absent: Mapping[int, str], find_unused: bool, reason: str | None = None
 ) -> str:
-    """The previous backward left buckets waiting for `absent` (index to name).
-
-    `reason` replaces what is said about unused parameters.
-    """
+    """The previous backward left buckets waiting for `absent` (index to name), for a `reason`."""
     advice = (
-        "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` "
-        "outputs participate in computing loss. You can fix this by"
+        "Since `find_unused_parameters=True` is enabled, some outputs are likely unused. Fix it by"
         if find_unused
         else "You can enable unused parameter detection by passing the keyword argument "
         "`find_unused_parameters=True` to the wrapper, and by"
@@ -74,9 +68,8 @@ def unfinished(
         "Expected to have finished reduction in the prior iteration before starting a new one. "
         f"{reason}\nParameter indices which {lacks} {' '.join(map(str, absent))}"
         f"\nParameters which {lacks} {', '.join(absent.values())}"
-        "\nFor all ranks' parameters, in the step in which it happens, use strict=True of "
-        "the drop-in wrapper (torch_drop_in), or set the environment variable "
-        "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+        "\nFor all ranks' parameters, in the same step, use strict=True of torch_drop_in, or set "
+        "the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
     )
 
 
@@ -89,8 +82,8 @@ def marked_twice(rank: int, index: int, name: str, searched: bool) -> str:
         "forward-backward passes. 2) Reused parameters in multiple reentrant backward passes, as "
         "when several reentrant `checkpoint` functions wrap the same part of the model: pass "
         "static_graph=True if the graph never changes, or use checkpoint(..., use_reentrant=False)."
-        f"{third * searched}\nParameter at index {index} with name {name} has been marked as "
-        f"ready twice on rank {rank}: its autograd hook has fired twice in this iteration."
+        f"{third * searched}\nParameter at index {index} with name {name} has been marked as ready "
+        f"twice on rank {rank}: its autograd hook has fired twice in this iteration."
     )
 
 

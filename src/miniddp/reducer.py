@@ -11,8 +11,8 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
 6. *Rebuild.* Once, before the first forward after a reduced backward: assign the buckets again, in
    the order of arrival on rank 0. With `find_unused_parameters`, never.
 
-What the reducer is doing is one value, `ReducerState`; any other transition raises RuntimeError.
-`reset_state` leads from every state to IDLE.
+What the reducer is doing is one value, `ReducerState`. Any other transition than these raises
+RuntimeError; `reset_state` leads from every state to IDLE.
 
 ============  ===============================================================  ===================
 state         meaning                                                          next
@@ -25,9 +25,8 @@ state         meaning                                                          n
 `FINALIZING`  all buckets are launched; their averages are awaited             IDLE, LOCAL
 ============  ===============================================================  ===================
 
-Cost per backward: one all-reduce per bucket, which on a ring sends 2(W−1)/W times the gradients'
-bytes from each rank; with `find_unused_parameters`, one more of 4 bytes per parameter. Memory: one
-buffer as large as the gradients, or nothing beyond the gradients with `gradient_as_bucket_view`.
+Cost per backward: one all-reduce per bucket; on a ring, each rank sends 2(W−1)/W bytes per byte of
+gradient. Memory: one buffer as large as the gradients; with `gradient_as_bucket_view`, none.
 
 Source: torch/csrc/distributed/c10d/reducer.cpp, whose names and arithmetic this file follows; Li et
 al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
@@ -64,10 +63,8 @@ class Reducer:
 
     Args:
         parameters, names: those that require a gradient, in the same order on every rank.
-        process_group: the ranks that average.
+        process_group, find_unused_parameters, gradient_as_bucket_view: as in `miniddp.ddp`.
         caps: the buckets' caps in bytes (`miniddp.buckets.bucket_caps`).
-        find_unused_parameters: see `miniddp.unused`.
-        gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
         plan_at_once: apply the caps from the first backward on. Otherwise it uses one bucket per
             dtype and device, because the order of the gradients is not yet known.
     """
@@ -96,7 +93,7 @@ class Reducer:
         self.state = self.state_between_backwards = IDLE
         self.rebuilt = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
-        # Whether every gradient that arrives while REDUCING is counted; changed by the rooms.
+        # While REDUCING, does every gradient count, with nothing else to do? Changed by the rooms.
         self.counts_every_hook = not find_unused_parameters
         self.usage = UsedParameters(self.parameters, process_group)
         self.build(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
@@ -163,8 +160,8 @@ class Reducer:
         """Change the state. Raises RuntimeError if the table above does not allow it."""
         if state not in _NEXT[self.state]:
             raise self.error(
-                f"the reducer is {self.state.name} and cannot become {state.name}. An exception "
-                "during backward leaves it REDUCING: construct a new wrapper to go on after one."
+                f"the reducer is {self.state.name} and cannot become {state.name}. If a backward "
+                "raised an exception, construct a new wrapper to go on."
             )
         self.state = state
 

@@ -11,14 +11,15 @@ With `find_unused_parameters=True`:
 5. *Write.* A parameter that some rank used gets the average, in which the others count as zeros.
    One that no rank used keeps its `.grad`: zeros would let momentum and weight decay move it.
 
-Cost per backward: one visit per node of the graph, a few microseconds each; one copy of the outputs
-and one all-reduce of 4 bytes per parameter. Source: search_unused_parameters and
-all_reduce_local_used_map in torch's reducer.cpp; _DDPSink in torch/nn/parallel/distributed.py.
+Cost: a few microseconds per node of the graph, a copy of the outputs, and one all-reduce of 4 bytes
+per parameter. Source: search_unused_parameters and all_reduce_local_used_map in torch's
+reducer.cpp; _DDPSink in torch/nn/parallel/distributed.py.
 """
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,7 @@ class UsedParameters:
         self.unreachable: list[int] = []  # indices that the announced backward cannot reach
         self.reset()
         self.counts = torch.empty(0)  # per parameter: how many ranks used it
-        # Per parameter, whether no rank used it; None until the all-reduce has been waited for.
-        self.nowhere: list[bool] | None = None
+        self.anywhere: list[bool] = []  # the same as yes or no; empty until it has been waited for
 
     def reset(self) -> None:
         """After a reduction: nothing is used yet."""
@@ -67,17 +67,14 @@ class UsedParameters:
         device = self.parameters[0].device
         self.counts = torch.tensor(self.used, dtype=torch.int32, device=device)
         self.work = dist.all_reduce(self.counts, group=self.process_group, async_op=True)
-        self.nowhere = None
+        self.anywhere = []
 
     def slots_to_write(self, indices: Sequence[int]) -> list[int]:
         """The positions in `indices` of the parameters that some rank used."""
-        return [s for s, i in enumerate(indices) if self.used[i] or not self._unused_everywhere(i)]
-
-    def _unused_everywhere(self, index: int) -> bool:
-        if self.nowhere is None:  # wait only when a parameter is unused on this rank
+        if not self.anywhere and not all(self.used[index] for index in indices):
             wait_for(self.work)
-            self.nowhere = (self.counts == 0).tolist()
-        return self.nowhere[index]
+            self.anywhere = (self.counts > 0).tolist()
+        return [s for s, i in enumerate(indices) if self.used[i] or self.anywhere[i]]
 
 
 class OutputGate(torch.autograd.Function):
@@ -124,11 +121,10 @@ def replace_tensors(output: Any, replacements: Iterator[Tensor]) -> Any:
         values = parts.values()
         return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
     replaced = copy.copy(output)
+    indexed = isinstance(output, dict | list)
+    assign = replaced.__setitem__ if indexed else partial(object.__setattr__, replaced)
     for key, part in parts.items():
-        if isinstance(output, dict | list):
-            replaced[key] = part
-        else:
-            object.__setattr__(replaced, key, part)
+        assign(key, part)
     return replaced
 
 

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 # The one base of BatchNorm1d, 2d and 3d, torch's SyncBatchNorm among them. It has no public name.
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from miniddp.replicas import size_of_group
+from miniddp.replicas import this_group
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -101,7 +101,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"input has shape {found}, expected (N, {self.num_features}, *)")
         tracked = self.training and self.track_running_stats
         grouped = dist.is_available() and dist.is_initialized()
-        if not self.training or not grouped or size_of_group(self.process_group) == 1:
+        if not self.training or not grouped or this_group(self.process_group).size() == 1:
             untracked = self.training and not tracked
             statistics = (None, None) if untracked else (self.running_mean, self.running_var)
             use_batch = self.training or self.running_mean is None

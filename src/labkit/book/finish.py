@@ -1,8 +1,8 @@
 """What the build leaves to do: pages that are light, quiet, and legible to a screen reader.
 
-The theme's pages load Font Awesome three times, MathJax without a formula, and a script that
-declares a constant twice. `finish` changes the built files in place. Doing it again changes
-nothing more.
+The theme's pages load Font Awesome three times, MathJax without a formula, a script that
+declares a constant twice, and half a megabyte before anything is painted. `finish` changes the
+built files in place. Doing it again changes nothing more.
 """
 
 import base64
@@ -17,14 +17,18 @@ from fontTools import subset
 from fontTools.ttLib import TTFont
 from PIL import Image
 
+from labkit.book.style_sheet import gather
+
 FONT_AWESOME = "_static/vendor/fontawesome"
 ICONS = "_static/icons.css"
 # A plot has few colors and their blends at edges; 256 of them show no difference.
 COLORS = 256
 # Names of Font Awesome's classes that choose a style or a size, not an icon.
 STYLES = {"fa-solid", "fa-regular", "fa-brands", "fa-lg", "fa-fw", "fa-stack"}
+FIRST_THEME = 'localStorage.getItem("theme") || "auto"'
+SYSTEMS = '(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")'
 ICONS_CSS = """\
-/* The icons of these pages, from Font Awesome Free {version}; its license is in vendor/. */
+/*! The icons of these pages, from Font Awesome Free {version}; its license is in vendor/. */
 @font-face {{
   font-family: "Font Awesome 6 Free";
   font-weight: 900;
@@ -52,8 +56,9 @@ def finish(site: Path, pages: Iterable[Path]) -> None:
     """
     texts = {path: path.read_text(encoding="utf-8") for path in pages}
     _write_icons(site, texts.values())
-    for path, text in texts.items():
-        path.write_text(finished(text), encoding="utf-8")
+    done = gather(site, {path: finished(text) for path, text in texts.items()})
+    for path, text in done.items():
+        path.write_text(text, encoding="utf-8")
     for image in (site / "_images").glob("*.png"):
         _reduce_colors(image)
     options = site / "_static" / "documentation_options.js"
@@ -69,6 +74,7 @@ def finished(text: str) -> str:
     """The HTML of one page, without what it does not need and with what axe-core asks for."""
     page = BeautifulSoup(text, "html.parser")
     _drop_unused_scripts(page)
+    _paint_first(page)
     _name_things(page)
     _open_figures(page)
     return str(page)
@@ -88,6 +94,24 @@ def _drop_unused_scripts(page: BeautifulSoup) -> None:
             tag.decompose()
         elif source:
             seen.add(source)
+
+
+def _paint_first(page: BeautifulSoup) -> None:
+    """No script holds up the first paint, and no theme is shown before the reader's."""
+    for preload in page.find_all("link", rel="preload"):
+        preload.decompose()  # in a slow network it takes its share from the style sheet
+    for script in page.select("head script"):
+        source = script.string or ""
+        if "/vendor/tex-" in script.get("src", ""):
+            # Scripts after it need not wait for two megabytes.
+            del script["defer"]
+            script["async"] = ""
+        elif script.get("src") and not script.has_attr("async"):
+            script["defer"] = "defer"
+        elif source.startswith("DOCUMENTATION_OPTIONS."):
+            script["type"] = "module"  # runs after the deferred script that declares it
+        elif FIRST_THEME in source:
+            script.string = source.replace(FIRST_THEME, FIRST_THEME.replace('"auto"', SYSTEMS))
 
 
 def _name_things(page: BeautifulSoup) -> None:

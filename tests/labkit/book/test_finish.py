@@ -30,6 +30,27 @@ def test_mathjax_stays_on_a_page_with_a_formula_and_thebe_on_none():
     assert "THEBE" not in head_of('<span class="math">\\(x\\)</span>')
 
 
+def test_no_script_of_the_head_is_waited_for_and_the_order_is_kept():
+    theme = '<script>d.theme = localStorage.getItem("theme") || "auto";</script>'
+    body = "<script src='c.js'></script>"
+    page = (
+        '<html><head><link as="script" href="c.js" rel="preload"/>'
+        '<script src="a.js"></script><script>DOCUMENTATION_OPTIONS.pagename = "p";</script>'
+        f'<script defer="defer" src="b.js"></script>{theme}{MATHJAX}</head>'
+        f'<body>{body}<i class="math"></i></body></html>'
+    )
+    once = finished(page)
+    head = BeautifulSoup(once, "html.parser").head
+    first, name, second, shown, _, formulas = head.find_all("script")
+    assert (first["defer"], second["defer"]) == ("defer", "defer")
+    assert name["type"] == "module", "runs after the scripts that are deferred before it"
+    assert "async" in formulas.attrs, "no script waits for two megabytes"
+    assert "prefers-color-scheme" in shown.string, "the reader's theme, before the first paint"
+    assert head.find("link") is None, "nothing takes its share from the style sheet"
+    assert body.replace("'", '"') in once, "these run as soon as they are there"
+    assert finished(once) == once
+
+
 def test_an_inline_script_that_comes_twice_is_kept_once():
     assert finished("<script>var a = 1;</script><script>var a = 1;</script>").count("var a") == 1
 
@@ -96,9 +117,14 @@ def built(tmp_path: Path) -> Path:
 def test_the_icons_in_use_lie_in_one_small_sheet_and_no_font_is_loaded(built):
     finish(built, pages_of(built))
     sheet = (built / "_static" / "icons.css").read_text()
-    assert (built / "index.html").read_text() == (
-        '<link href="_static/icons.css" rel="stylesheet"/><i class="fa-solid fa-moon"></i>'
+    page = (built / "index.html").read_text()
+    assert re.fullmatch(
+        r'<link href="_static/pages.css\?v=\w+" rel="stylesheet"/>\s*'
+        r'<i class="fa-solid fa-moon"></i>',
+        page,
     )
+    merged = (built / "_static" / "pages.css").read_text(encoding="utf-8")
+    assert '.fa-moon::before{content: "\uf186";}' in merged
     font = base64.b64decode(re.search(r"base64,([^\"]+)", sheet)[1])
     assert set(TTFont(io.BytesIO(font)).getBestCmap()) == {0xF107, 0xF0EB, 0xF186}
     assert '.fa-moon::before { content: "\\f186"; }' in sheet

@@ -23,6 +23,8 @@ FONT_AWESOME = "_static/vendor/fontawesome"
 ICONS = "_static/icons.css"
 # A plot has few colors and their blends at edges; 256 of them show no difference.
 COLORS = 256
+# Pixels. A figure of one panel has up to 651; at 350 its text is 8 pixels high, and legible.
+WIDE = 660
 # Names of Font Awesome's classes that choose a style or a size, not an icon.
 STYLES = {"fa-solid", "fa-regular", "fa-brands", "fa-lg", "fa-fw", "fa-stack"}
 FIRST_THEME = 'localStorage.getItem("theme") || "auto"'
@@ -123,6 +125,8 @@ def _name_things(page: BeautifulSoup) -> None:
     for header in page.find_all("th"):
         if not header.get_text(strip=True) and not header.find("img"):
             header.name = "td"
+    for table in page.find_all(class_="pst-scrollable-table-container"):
+        table["tabindex"] = "0"  # on a phone it scrolls, and a keyboard has to reach it
     for entry in page.find_all(role="doc-biblioentry"):
         entry["role"] = "listitem"  # what its list has to contain
     sidebar = page.find("div", class_="bd-sidebar-primary")
@@ -133,15 +137,19 @@ def _name_things(page: BeautifulSoup) -> None:
 def _open_figures(page: BeautifulSoup) -> None:
     """Every figure of a chapter becomes a link to its file, where a phone can enlarge it.
 
-    It is loaded when a reader comes near it; its attributes keep its place free until then.
+    It is loaded when a reader comes near it; its attributes keep its place free until then. On a
+    phone, a wide one scrolls sideways in its place, rather than being too small to read.
     """
     for image in page.select("div.cell_output img[src]"):
         image["loading"] = "lazy"
         for name, pixels in re.findall(r"\b(width|height): (\d+)px", image.get("style", "")):
             image[name] = pixels
         link = image.find_parent("a") or image.wrap(page.new_tag("a", href=image["src"]))
-        if "full-figure" not in link.get("class", []):
-            link["class"] = [*link.get("class", []), "full-figure"]
+        names = ["full-figure"]
+        if int(image.get("width", 0)) > WIDE:
+            names.append("wide-figure")
+            link["style"] = f"--figure-width: {image['width']}px"
+        link["class"] = list(dict.fromkeys([*link.get("class", []), *names]))
 
 
 def _write_icons(site: Path, texts: Iterable[str]) -> None:

@@ -17,6 +17,9 @@ import tinycss2
 
 SHEET = "_static/pages.css"
 LINK = re.compile(r'<link\b(?=[^>]*\brel="stylesheet")[^>]*\bhref="([^"]+)"[^>]*>\n*')
+# What the page linked to: the next build may render other pages only.
+FORMER = "data-former"
+FORMER_LINKS = re.compile(rf'\b{FORMER}="([^"]*)"')
 RELATIVE_URL = re.compile(r"""url\((["']?)(?!data:|https?:|[/#%"'])([^)"']+)\1\)""")
 CHARSET = '@charset "utf-8";'
 GROUPS = ("media", "supports")
@@ -44,27 +47,31 @@ class Names:
 def gather(site: Path, pages: dict[Path, str]) -> dict[Path, str]:
     """Write the sheets that `pages` link to, without unused rules, to one; return the new pages.
 
-    `pages` are the HTML of every page below `site`. Their sheets stay where they are, because the
-    next build looks for them. If all pages link to the one sheet alone, nothing changes.
+    `pages` are the HTML of every page below `site`. Their sheets stay where they are. Gathering
+    again gives the same, and takes in what a build has changed since.
     """
     own = site / SHEET
     sheets = _merged([_sheets(path, text) for path, text in pages.items()])
-    if set(sheets) <= {own}:
+    if not sheets:
         return pages
     scripts = [path for path in sorted(site.rglob("*.js")) if path.name != NOT_READ]
     names = Names(pages.values(), (path.read_text(encoding="utf-8") for path in scripts))
-    parts = ["\n".join(_used(_rules(sheet, site), names)) for sheet in sheets if sheet != own]
+    parts = ["\n".join(_used(_rules(sheet, site), names)) for sheet in sheets]
     css = "\n".join([CHARSET, *parts]) + "\n"
     own.write_text(css, encoding="utf-8")
     version = hashlib.sha256(css.encode()).hexdigest()[:8]
     return {path: _with_one_link(path, text, own, version) for path, text in pages.items()}
 
 
+def _links(text: str) -> list[str]:
+    """The addresses of the page's sheets, as it came from the build."""
+    former = FORMER_LINKS.search(text)
+    return former[1].split() if former else LINK.findall(text)
+
+
 def _sheets(path: Path, text: str) -> list[Path]:
-    return [
-        Path(os.path.normpath(path.parent / unquote(urlsplit(href).path)))
-        for href in LINK.findall(text)
-    ]
+    addresses = (unquote(urlsplit(link).path) for link in _links(text))
+    return [Path(os.path.normpath(path.parent / address)) for address in addresses]
 
 
 def _merged(lists: Iterable[list[Path]]) -> list[Path]:
@@ -84,7 +91,8 @@ def _with_one_link(path: Path, text: str, sheet: Path, version: str) -> str:
     first = LINK.search(text)
     if first is None:
         return text
-    link = f'<link href="{address}" rel="stylesheet"/>\n'
+    former = " ".join(_links(text))
+    link = f'<link {FORMER}="{former}" href="{address}" rel="stylesheet"/>\n'
     return text[: first.start()] + link + LINK.sub("", text[first.end() :])
 
 

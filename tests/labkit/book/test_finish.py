@@ -70,6 +70,11 @@ def test_a_label_does_not_hide_the_text_of_a_fold():
     assert finished(folded) == "<details><summary>Show code</summary></details>"
 
 
+def test_a_table_that_may_scroll_is_reached_with_the_keyboard():
+    table = '<div class="pst-scrollable-table-container"><table></table></div>'
+    assert 'tabindex="0"' in finished(table)
+
+
 def test_a_list_of_references_has_list_items():
     listed = finished('<div role="list"><div role="doc-biblioentry">A paper</div></div>')
     assert listed == '<div role="list"><div role="listitem">A paper</div></div>'
@@ -90,6 +95,18 @@ def test_a_figure_is_loaded_when_it_is_near_and_its_place_is_kept():
     figure = '<img src="a.png" style="width: 651px; height: 371px;"/>'
     image = BeautifulSoup(finished(f'<div class="cell_output">{figure}</div>'), "html.parser").img
     assert (image["loading"], image["width"], image["height"]) == ("lazy", "651", "371")
+
+
+def test_a_figure_that_a_phone_would_make_too_small_to_read_is_wide():
+    figures = [
+        f'<img src="a.png" style="width: {pixels}px; height: 9px;"/>' for pixels in (651, 771)
+    ]
+    once = finished(f'<div class="cell_output">{"".join(figures)}</div>')
+    one, other = BeautifulSoup(once, "html.parser").find_all("a")
+    assert one["class"] == ["full-figure"]
+    assert other["class"] == ["full-figure", "wide-figure"]
+    assert other["style"] == "--figure-width: 771px"
+    assert finished(once) == once
 
 
 @pytest.fixture
@@ -119,7 +136,8 @@ def test_the_icons_in_use_lie_in_one_small_sheet_and_no_font_is_loaded(built):
     sheet = (built / "_static" / "icons.css").read_text()
     page = (built / "index.html").read_text()
     assert re.fullmatch(
-        r'<link href="_static/pages.css\?v=\w+" rel="stylesheet"/>\s*'
+        r'<link data-former="_static/icons.css" href="_static/pages.css\?v=\w+"'
+        r' rel="stylesheet"/>\s*'
         r'<i class="fa-solid fa-moon"></i>',
         page,
     )

@@ -9,7 +9,7 @@ import base64
 import io
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from bs4 import BeautifulSoup, Tag
@@ -48,6 +48,22 @@ ICONS_CSS = """\
   -webkit-font-smoothing: antialiased;
 }}
 .fa-lg {{ font-size: 1.25em; line-height: .05em; vertical-align: -.075em; }}
+"""
+
+
+# The logos of other projects, such as GitHub's, have a font of their own.
+LOGOS_CSS = """\
+@font-face {{
+  font-family: "Font Awesome 6 Brands";
+  font-weight: 400;
+  src: url("data:font/woff;base64,{font}") format("woff");
+}}
+.fab, .fa-brands {{
+  font: normal 400 1em/1 "Font Awesome 6 Brands";
+  font-size: inherit;
+  display: inline-block;
+  -webkit-font-smoothing: antialiased;
+}}
 """
 
 
@@ -152,7 +168,7 @@ def _open_figures(page: BeautifulSoup) -> None:
         link["class"] = list(dict.fromkeys([*link.get("class", []), *names]))
 
 
-def _write_icons(site: Path, texts: Iterable[str]) -> None:
+def _write_icons(site: Path, texts: Collection[str]) -> None:
     """Write the icons that pages and styles use to one style sheet; remove all the others.
 
     The font lies inside the style sheet, because a browser loads no font from another file.
@@ -169,13 +185,23 @@ def _write_icons(site: Path, texts: Iterable[str]) -> None:
     for sheet in (site / "_static").rglob("*.css"):
         if sheet not in (css, site / ICONS):
             codes |= _codes_in(sheet.read_text())
-    font = base64.b64encode(_only(css.parent.parent / "webfonts" / "fa-solid-900.ttf", codes))
+    fonts = css.parent.parent / "webfonts"
+    solid = _only(fonts / "fa-solid-900.ttf", codes)
+    text = ICONS_CSS.format(version=css.parent.parent.name, font=solid)
+    logos = {name: code for name, code in icons.items() if _is_logo(name, texts)}
+    if logos:
+        text += LOGOS_CSS.format(font=_only(fonts / "fa-brands-400.ttf", set(logos.values())))
     rules = [f'.{name}::before {{ content: "\\{code:x}"; }}' for name, code in icons.items()]
-    version = css.parent.parent.name
-    text = ICONS_CSS.format(version=version, font=font.decode()) + "\n".join(rules) + "\n"
+    text += "\n".join(rules) + "\n"
     (site / ICONS).write_text(text)
     for folder in ("css", "js", "webfonts"):
         shutil.rmtree(css.parent.parent / folder)
+
+
+def _is_logo(icon: str, texts: Collection[str]) -> bool:
+    """Whether a page has `icon` with the class of a logo: `<i class="fab fa-github">`."""
+    logo = re.compile(rf'class="(?=[^"]*\b(?:fab|fa-brands)\b)[^"]*\b{icon}\b')
+    return any(logo.search(text) for text in texts)
 
 
 def _codes_in(css: str) -> set[int]:
@@ -195,8 +221,8 @@ def _codes(css: str) -> dict[str, int]:
     return codes
 
 
-def _only(font: Path, codes: set[int]) -> bytes:
-    """The font at `font` with the glyphs of `codes` alone, as WOFF."""
+def _only(font: Path, codes: set[int]) -> str:
+    """The font at `font` with the glyphs of `codes` alone, as WOFF in Base64."""
     options = subset.Options()
     options.flavor = "woff"
     options.layout_features = []
@@ -207,7 +233,7 @@ def _only(font: Path, codes: set[int]) -> bytes:
     out = io.BytesIO()
     loaded.flavor = "woff"
     loaded.save(out)
-    return out.getvalue()
+    return base64.b64encode(out.getvalue()).decode()
 
 
 def _reduce_colors(path: Path) -> None:

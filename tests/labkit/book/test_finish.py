@@ -114,7 +114,12 @@ def built(tmp_path: Path) -> Path:
     """A site with one page, and the files of the installed theme that matter here."""
     (package,) = importlib.util.find_spec("pydata_sphinx_theme").submodule_search_locations
     static = Path(package) / "theme" / "pydata_sphinx_theme" / "static"
-    for name in ("css/all.min.css", "js/all.min.js", "webfonts/fa-solid-900.ttf"):
+    for name in (
+        "css/all.min.css",
+        "js/all.min.js",
+        "webfonts/fa-solid-900.ttf",
+        "webfonts/fa-brands-400.ttf",
+    ):
         target = tmp_path / FONT / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((static / "vendor" / "fontawesome" / "6.5.2" / name).read_bytes())
@@ -148,6 +153,20 @@ def test_the_icons_in_use_lie_in_one_small_sheet_and_no_font_is_loaded(built):
     assert '.fa-moon::before { content: "\\f186"; }' in sheet
     assert len(sheet) < 5000
     assert not (built / FONT / "js").exists()
+
+
+def test_the_logo_of_a_button_that_leads_to_a_public_repository_has_its_glyph(built):
+    with (built / "index.html").open("a") as page:
+        page.write('<i class="fab fa-github"></i>')
+    finish(built, pages_of(built))
+    sheet = (built / "_static" / "icons.css").read_text()
+    solid, logos = (
+        TTFont(io.BytesIO(base64.b64decode(font))).getBestCmap()
+        for font in re.findall(r"base64,([^\"]+)", sheet)
+    )
+    assert set(logos) == {0xF09B}
+    assert 0xF186 in solid
+    assert '.fa-github::before { content: "\\f09b"; }' in sheet
 
 
 def test_finishing_twice_changes_nothing_more(built):

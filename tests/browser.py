@@ -1,7 +1,7 @@
 """Open built pages in Debian's Chromium: what it reports, what axe finds, how a page looks.
 
 A `conftest.py` imports the fixtures from here: `from browser import chromium, open_page`. A page is
-opened from its file, in a new empty profile, without a network.
+opened from its file, in a new empty profile, without a network but the loopback interface.
 """
 
 import shutil
@@ -19,7 +19,7 @@ from labkit.launch.scripts import project_root
 
 AXE = Path(__file__).parent / "site" / "vendor" / "axe.min.js"
 MISSING = "There is no chromium on the PATH. On Debian: apt-get install chromium"
-ARGUMENTS = [*FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND"]
+ARGUMENTS = [*FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
 # The theme reads these names; a page without the theme follows prefers-color-scheme.
 CHOOSE_THEME = "try {{ localStorage.mode = localStorage.theme = '{theme}' }} catch (error) {{}}"
 # What axe counts as a violation that matters here. Those below are `minor`.

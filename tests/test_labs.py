@@ -32,7 +32,7 @@ def blocks(output: str) -> dict[str, dict[str, list[str]]]:
 
 
 LABS = sorted(p.name for p in (ROOT / "labs").glob("*.py"))
-
+BENCHMARKS = sorted(p.name for p in (ROOT / "labs" / "benchmarks").glob("*.py"))
 
 LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
 # Started by torchrun, or able to be: all but Lightning's, which starts its ranks itself.
@@ -58,10 +58,11 @@ for script in sys.argv[1:]:
 
 
 def test_help_does_not_wait_for_the_import_of_torch():
-    command = [sys.executable, "-c", HELP_OF_ALL, *(f"labs/{name}" for name in LABS)]
+    scripts = [*LABS, *(f"benchmarks/{name}" for name in BENCHMARKS)]
+    command = [sys.executable, "-c", HELP_OF_ALL, *(f"labs/{name}" for name in scripts)]
     done = run_guarded(command, 60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage:") == len(LABS)
+    assert done.stdout.count("usage:") == len(scripts)
 
 
 @pytest.mark.parametrize("script", UNDER_TORCHRUN)

@@ -6,8 +6,24 @@ Wrapping verifies that all ranks hold the same model, broadcasts rank 0's weight
 buckets. Each turn wraps a new module; building the module is not timed.
 """
 
+# ruff: noqa: E402
+import argparse
 import statistics
 from collections.abc import Callable
+
+from labkit.profiling.benchmark_arguments import benchmark_parser
+
+
+def arguments_of_this_benchmark() -> argparse.Namespace:
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--rounds", type=int, default=20, help="turns of each (default 20)")
+    return arguments.parse_args()
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_benchmark()
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +33,6 @@ from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import (
     BenchmarkModel,
     benchmark_models,
-    benchmark_parser,
     paired_ratio,
     take_turns,
     write_json,
@@ -47,11 +62,7 @@ def wrap_in_turns(model: BenchmarkModel, rounds: int) -> dict[str, list[float]]:
     return take_turns(programs, rounds, renew)
 
 
-def main() -> None:
-    arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--ranks", type=int, default=2)
-    arguments.add_argument("--rounds", type=int, default=20, help="turns of each (default 20)")
-    given = arguments.parse_args()
+def main(given: argparse.Namespace) -> None:
     rounds = 2 if given.quick else given.rounds
 
     cells = {}
@@ -72,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -6,11 +6,26 @@ Two ranks, torch's DDP, SGD. Blocks of ten steps with the doctor installed and b
 take turns; the doctor observes every 50th step fully, as it does by default after the first ones.
 """
 
+# ruff: noqa: E402
+import argparse
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from labkit.profiling.benchmark_arguments import benchmark_parser
+
+
+def arguments_of_this_benchmark() -> argparse.Namespace:
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=20, help="pairs of blocks (default 20)")
+    return arguments.parse_args()
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_benchmark()
 
 import torch
 from torch import nn
@@ -20,7 +35,6 @@ from ddp_doctor.observe import install
 from ddp_doctor.session import Options, Session
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import benchmark_parser
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "12 × Linear(1024)": (
@@ -73,10 +87,7 @@ def blocks(name: str, rounds: int) -> tuple[list[float], list[float]]:
     return times
 
 
-def main() -> None:
-    arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=20, help="pairs of blocks (default 20)")
-    given = arguments.parse_args()
+def main(given: argparse.Namespace) -> None:
     rounds = 1 if given.quick else given.rounds
     rows = []
     for name in MODELS:
@@ -91,4 +102,4 @@ def _mean(values: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -10,6 +10,8 @@ again. Most submissions take less, because all checks of the key run to their en
 submission earned other points than it should.
 """
 
+# ruff: noqa: E402
+import argparse
 import contextlib
 import copy
 import json
@@ -20,6 +22,20 @@ import tempfile
 import time
 from pathlib import Path
 
+from labkit.profiling.benchmark_arguments import benchmark_parser
+
+
+def arguments_of_this_benchmark() -> argparse.Namespace:
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument("--submissions", type=int, default=200, help="(default 200)")
+    arguments.add_argument("--jobs", type=int, default=2, help="at a time (default 2)")
+    return arguments.parse_args()
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_benchmark()
+
 import psutil
 
 from grader.batch import grade_all
@@ -29,7 +45,7 @@ from grader.source import Assignment, read_assignment, source_of
 from grader.submissions import HandedIn
 from labkit.book.tables import table
 from labkit.launch.scripts import project_root
-from labkit.profiling.benchmark import benchmark_parser, write_json
+from labkit.profiling.benchmark import write_json
 
 SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
 KEYS = 20
@@ -83,11 +99,7 @@ def largest_memory() -> dict[str, float]:
     return {name: resource.getrusage(whose).ru_maxrss / 1024 for name, whose in kinds.items()}
 
 
-def main() -> None:
-    arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--submissions", type=int, default=200, help="(default 200)")
-    arguments.add_argument("--jobs", type=int, default=2, help="at a time (default 2)")
-    given = arguments.parse_args()
+def main(given: argparse.Namespace) -> None:
     assignment = read_assignment(SOURCE)
     of_kind = kinds(assignment)
     # The quick ones leave out what waits for a time limit.
@@ -138,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -12,9 +12,24 @@ step that rebuilds the buckets and in a later step, minus its memory before wrap
 the parameters' bytes. This includes activations, which are small: the batch is one sample.
 """
 
+# ruff: noqa: E402
+import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
+
+from labkit.profiling.benchmark_arguments import add_models, benchmark_parser
+
+
+def arguments_of_this_benchmark() -> argparse.Namespace:
+    arguments = benchmark_parser(__doc__)
+    add_models(arguments)
+    return arguments.parse_args()
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_benchmark()
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +41,6 @@ from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import (
     BenchmarkModel,
     benchmark_models,
-    benchmark_parser,
     write_json,
 )
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
@@ -87,13 +101,7 @@ def count(model: BenchmarkModel, name: str, observed: bool) -> dict[str, float]:
     return {"rebuild": peaks[1], "later": peaks[3]} if weigh else {}
 
 
-def main() -> None:
-    arguments = benchmark_parser(__doc__)
-    arguments.add_argument(
-        "--model", nargs="+", choices=list(benchmark_models()), default=list(benchmark_models())
-    )
-    given = arguments.parse_args()
-
+def main(given: argparse.Namespace) -> None:
     cells: dict[str, dict[str, float]] = {}
     for name in given.model:
         model = benchmark_models(given.quick)[name]
@@ -116,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -7,8 +7,23 @@ copy. What remains is the bookkeeping per gradient and per step. The module alon
 take turns; the output shows medians of the paired differences.
 """
 
+# ruff: noqa: E402
+import argparse
 import statistics
 from collections.abc import Callable
+
+from labkit.profiling.benchmark_arguments import benchmark_parser
+
+
+def arguments_of_this_benchmark() -> argparse.Namespace:
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=200, help="turns of each (default 200)")
+    return arguments.parse_args()
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_benchmark()
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +32,6 @@ from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import (
     BenchmarkModel,
-    benchmark_parser,
     paired_ratio,
     take_turns,
     write_json,
@@ -51,10 +65,7 @@ def steps(layers: int, rounds: int) -> dict[str, list[float]]:
     return take_turns(programs, rounds, clear)
 
 
-def main() -> None:
-    arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=200, help="turns of each (default 200)")
-    given = arguments.parse_args()
+def main(given: argparse.Namespace) -> None:
     layers, rounds = (5, 3) if given.quick else (300, given.rounds)
 
     seconds = run_ranks(steps, 1, layers, rounds, timeout=600, device="cpu")[0]
@@ -76,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -13,11 +13,26 @@ microseconds since the start of the step. `simulated ms` in the table is compute
 these; its error says how close the cost model comes to this machine.
 """
 
+# ruff: noqa: E402
+import argparse
 from functools import partial
 from typing import Any
 
+from labkit.profiling.benchmark_arguments import benchmark_parser
+
+
+def arguments_of_this_benchmark() -> argparse.Namespace:
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=5, help="rounds of all ways (default 5)")
+    return arguments.parse_args()
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_benchmark()
+
 from labkit.book.tables import table
-from labkit.profiling.benchmark import benchmark_parser, write_json
+from labkit.profiling.benchmark import write_json
 from labkit.profiling.cost_model import Backward, Link, backward_of
 from labkit.profiling.recording import RankRecording, Recording
 from labkit.profiling.sweeps import simulate_ring
@@ -80,10 +95,7 @@ def simulated_ms(backward: Backward, caps: list[int], overlap: bool) -> float:
     return 1e3 * simulate_ring(backward, plan, link, RANKS, overlap).end
 
 
-def main() -> None:
-    arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=5, help="rounds of all ways (default 5)")
-    given = arguments.parse_args()
+def main(given: argparse.Namespace) -> None:
     small = {"layers": 3, "width": 256, "samples": 16}
     toy = stack_of_linears(**small) if given.quick else stack_of_linears()
     steps = shortest_steps(toy, ways_to_record(), 1 if given.quick else given.rounds)
@@ -111,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -10,6 +10,7 @@ DDP's time in the same round is reliable on an idle machine. On a busy machine, 
 better: it compares the fastest quarter of the rounds of both.
 """
 
+# ruff: noqa: E402
 import argparse
 import json
 import statistics
@@ -17,13 +18,28 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).parent / "results"
+
+
+def arguments_of_this_benchmark() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the race there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_benchmark()
+
 import matplotlib.pyplot as plt
 
 from labkit.book.figures import RANKS, TRUTH, WRONG
 from labkit.book.tables import table
 from labkit.profiling.benchmark import paired_ratio
 
-RESULTS = Path(__file__).parent / "results"
 TORCH, OURS, PLANNED, FLAT = "torch DDP", "MiniDDP", "MiniDDP, planned", "Flat"
 SHOWN = (FLAT, "PerParameter", "OverlappedPerParameter", "Bucketed", "BucketedOverlapped", OURS)
 SHOWN += ("MiniDDP, views", PLANNED, TORCH, "torch DDP, views", "torch DDP, our plan")
@@ -194,19 +210,12 @@ def draw_race(cells: Cells, path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the race there")
-    given = parser.parse_args()
-
+def main(given: argparse.Namespace) -> None:
     paths = {name: given.folder / f"{name}.json" for name in ("step_time", *OTHERS)}
     found = {name: json.loads(p.read_text()) for name, p in paths.items() if p.exists()}
     if not found:
         names = ", ".join(path.name for path in paths.values())
-        parser.error(f"{given.folder} holds none of {names}; run some of their scripts first")
+        raise SystemExit(f"{given.folder} holds none of {names}; run some of their scripts first")
     race = found.get("step_time", {})
     cells: Cells = race.get("cells", {})
     memory: Cells = found.get("memory", {}).get("cells", {})
@@ -227,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

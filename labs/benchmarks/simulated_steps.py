@@ -10,10 +10,26 @@
    SIMULATED: the network is idle, and no node is slower than the others.
 """
 
+# ruff: noqa: E402
+import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+
+from labkit.profiling.benchmark_arguments import benchmark_parser
+
+
+def arguments_of_this_benchmark() -> argparse.Namespace:
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
+    return arguments.parse_args()
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_benchmark()
 
 import torch.distributed as dist
 
@@ -22,7 +38,6 @@ from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import (
     BenchmarkModel,
     benchmark_models,
-    benchmark_parser,
     take_turns,
     write_json,
 )
@@ -173,11 +188,7 @@ def _seconds(link: Link, algorithm: Callable[..., Cost], ranks: int, nbytes: flo
     return link.seconds(algorithm(ranks, nbytes))
 
 
-def main() -> None:
-    arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--ranks", type=int, default=2)
-    arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
-    given = arguments.parse_args()
+def main(given: argparse.Namespace) -> None:
     sizes, rounds = (SIZES[:3], 2) if given.quick else (SIZES, given.rounds)
 
     collectives = run_ranks(time_collectives, given.ranks, sizes, timeout=300, device="cpu")[0]
@@ -222,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

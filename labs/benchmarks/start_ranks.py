@@ -6,12 +6,28 @@ Each call starts new processes, joins them in a gloo group, runs one all-reduce,
 three take turns, so a slowdown of the machine affects all of them. Prints medians and the spread.
 """
 
+# ruff: noqa: E402
+import argparse
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+
+from labkit.profiling.benchmark_arguments import benchmark_parser
+
+
+def arguments_of_this_benchmark() -> argparse.Namespace:
+    arguments = benchmark_parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=4)
+    arguments.add_argument("--repeat", type=int, default=20, help="calls of run_ranks (default 20)")
+    return arguments.parse_args()
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_benchmark()
 
 import torch
 import torch.distributed as dist
@@ -21,7 +37,7 @@ from labkit.book.tables import table
 from labkit.launch.guard import run_guarded
 from labkit.launch.lab import join_ranks
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import benchmark_parser, write_json
+from labkit.profiling.benchmark import write_json
 
 
 def all_reduce_once(rank: int) -> float:
@@ -59,15 +75,11 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
+def main(given: argparse.Namespace) -> None:
     if "LOCAL_RANK" in os.environ:
         with join_ranks() as place:
             all_reduce_once(place.rank)
         return
-    arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--ranks", type=int, default=4)
-    arguments.add_argument("--repeat", type=int, default=20, help="calls of run_ranks (default 20)")
-    given = arguments.parse_args()
     ranks, repeat = (2, 1) if given.quick else (given.ranks, given.repeat)
 
     first = seconds(lambda: run_ranks(all_reduce_once, ranks))
@@ -92,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

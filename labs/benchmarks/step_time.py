@@ -19,12 +19,49 @@ measured plans and no slow link. This has not been run yet. `--json FILE` adds t
 each cell to FILE and keeps the cells that are already there; `report.py` prints them.
 """
 
+# ruff: noqa: E402
+import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from labkit.profiling.benchmark_arguments import add_models, benchmark_parser
+
+LINKS = {"loopback": None, "1gbit": 1.0}
+
+
+def arguments_of_this_benchmark() -> argparse.Namespace:
+    arguments = benchmark_parser(__doc__)
+    add_models(arguments)
+    arguments.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    arguments.add_argument("--link", nargs="+", choices=list(LINKS), default=list(LINKS))
+    arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
+    arguments.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="a cell's time for repeating turns that other programs disturbed (default 0)",
+    )
+    arguments.add_argument(
+        "--before",
+        type=Path,
+        metavar="SRC",
+        help="the src folder of another checkout: its MiniDDP takes part, too",
+    )
+    given = arguments.parse_args()
+    if given.device == "cuda" and given.link != ["loopback"]:
+        arguments.error("--device cuda goes with --link loopback: the slow link is for the CPU")
+    return given
+
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_benchmark()
 
 import torch
 import torch.distributed as dist
@@ -36,7 +73,6 @@ from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import (
     BenchmarkModel,
     benchmark_models,
-    benchmark_parser,
     describe_machine,
     paired_ratio,
     take_turns,
@@ -50,7 +86,6 @@ from miniddp.extras.first_steps import STEPS, TRIAL, WARM_UP
 from miniddp.ladder import RUNGS
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
-LINKS = {"loopback": None, "1gbit": 1.0}
 CAPS = (1, 2, 4, 8, 16)
 REFERENCE = "torch DDP"
 PLANNED_AFTER = WARM_UP + STEPS + 4 * (1 + TRIAL) + 1  # steps until the plan is settled
@@ -192,38 +227,14 @@ def show(name: str, cell: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    arguments = benchmark_parser(__doc__)
-    arguments.add_argument(
-        "--model", nargs="+", choices=list(benchmark_models()), default=list(benchmark_models())
-    )
-    arguments.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    arguments.add_argument("--link", nargs="+", choices=list(LINKS), default=list(LINKS))
-    arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
-    arguments.add_argument(
-        "--patience",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="a cell's time for repeating turns that other programs disturbed (default 0)",
-    )
-    arguments.add_argument(
-        "--before",
-        type=Path,
-        metavar="SRC",
-        help="the src folder of another checkout: its MiniDDP takes part, too",
-    )
-    given = arguments.parse_args()
+def main(given: argparse.Namespace) -> None:
     rounds = 2 if given.quick else given.rounds
-    if given.device == "cuda" and given.link != ["loopback"]:
-        arguments.error("--device cuda goes with --link loopback: the slow link is for the CPU")
 
     cells = {}
     if given.json is not None and given.json.exists():
         stored = json.loads(given.json.read_text())
         if (stored.get("quick"), stored["machine"]) != (given.quick, describe_machine()):
-            arguments.error(
+            raise SystemExit(
                 f"{given.json} holds cells taken with --quick, without it, or on another machine; "
                 "these do not go into one file: choose another"
             )
@@ -249,4 +260,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -1,6 +1,7 @@
 """Every built page in a browser, from its file: quiet, local, accessible, light, and narrow."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from bs4 import BeautifulSoup
 from PIL import Image
 from playwright.sync_api import Browser
 
+from labkit.book.serve import server
 from labkit.launch.scripts import project_root
 
 TABLE = yaml.safe_load((project_root() / "book" / "_toc.yml").read_text())
@@ -17,8 +19,15 @@ FILES = [chapter["file"] for part in TABLE["parts"] for chapter in part["chapter
 PAGES = [f"{name}.html" for name in (TABLE["root"], *FILES, "genindex", "search")]
 
 MEGABYTE = 1_000_000
-# On a slow mobile network (1.6 Mbit/s), 520 kB arrive in 2.6 seconds.
-BEFORE_FIRST_PAINT = 520_000
+# On a slow mobile network, 200 kB arrive in one second.
+BEFORE_FIRST_PAINT = 200_000
+SLOW_4G = {
+    "offline": False,
+    "latency": 150,  # ms
+    "downloadThroughput": 200_000,  # bytes per second: 1.6 Mbit/s
+    "uploadThroughput": 93_750,
+}
+FIRST_PAINT = 'performance.getEntriesByName("first-contentful-paint")'
 SCROLLING_CODE = """[...document.querySelectorAll(".bd-article pre")]
     .filter((block) => block.offsetParent && block.scrollWidth > block.clientWidth + 1)
     .map((block) => block.textContent.trim().slice(0, 60))"""
@@ -62,18 +71,55 @@ def test_who_comes_for_the_first_time_gets_no_error_either(site: Path, chromium:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_little_has_to_arrive_before_a_page_is_painted(site: Path, name):
+def test_one_small_style_sheet_is_all_that_the_first_paint_waits_for(site: Path, name):
     path = site / name
     head = BeautifulSoup(path.read_text(), "html.parser").head
-    styles = [link["href"] for link in head.find_all("link", rel="stylesheet")]
-    scripts = [
+    waited_for = [
         script["src"]
         for script in head.find_all("script", src=True)
         if not script.has_attr("defer") and not script.has_attr("async")
     ]
-    files = {(path.parent / one.partition("?")[0]).resolve() for one in styles + scripts}
-    files.discard(site / "searchindex.js")  # the search page's own content: the words of all pages
-    assert sum(file.stat().st_size for file in files) <= BEFORE_FIRST_PAINT
+    assert waited_for == []
+    (style,) = head.find_all("link", rel="stylesheet")
+    sheet = (path.parent / style["href"].partition("?")[0]).resolve()
+    assert sheet.stat().st_size <= BEFORE_FIRST_PAINT
+    assert "@import" not in sheet.read_text()
+
+
+# The front page, the one with the most HTML, one with formulas, and a page of the theme.
+PAINTED = ("index", "surprises/in_the_step", "start/what_is_averaged", "search")
+
+
+@pytest.mark.parametrize("name", PAINTED)
+def test_a_page_is_painted_within_three_seconds_on_a_slow_mobile_network(
+    site: Path, chromium: Browser, name
+):
+    """One of five visits with an empty cache: a busy machine only makes a visit slower.
+
+    The processor is as fast as it is; with a fourth of its speed, a page took 1.9 to 2.8 s.
+    """
+    with server(site, port=0) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{running.server_port}/{name}.html"
+        taken: list[float] = []
+        while len(taken) < 5 and not any(seconds < 3 for seconds in taken):
+            taken.append(first_paint(chromium, address))
+        running.shutdown()
+    assert min(taken) < 3
+
+
+def first_paint(chromium: Browser, address: str) -> float:
+    """Seconds until the first text or image, on a phone in a slow network."""
+    context = chromium.new_context(viewport={"width": 390, "height": 844})
+    page = context.new_page()
+    session = context.new_cdp_session(page)
+    session.send("Network.enable")
+    session.send("Network.emulateNetworkConditions", SLOW_4G)
+    page.goto(address, timeout=120_000)
+    page.wait_for_function(f"{FIRST_PAINT}.length > 0")
+    milliseconds: float = page.evaluate(f"{FIRST_PAINT}[0].startTime")
+    context.close()
+    return milliseconds / 1000
 
 
 def test_fewer_than_ten_blocks_of_code_scroll_sideways_on_a_laptop(site: Path, open_page: OpenPage):
@@ -166,6 +212,30 @@ def test_on_a_phone_a_figure_fits_and_a_tap_opens_it(site: Path, open_page: Open
     assert box["x"] + box["width"] <= 390
     hint = "getComputedStyle(document.querySelector('a.full-figure'), '::after').content"
     assert page.evaluate(hint) == '"Tap for the full figure"'
+    figure.tap()
+    page.wait_for_url(re.compile(r"_images/.*\.png$"))
+
+
+WIDE = {"puzzles/accumulate_vs_ddp": 0, "start/when_to_multiply": 0, "speed/choosing_buckets": 2}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_on_a_phone_a_wide_figure_is_legible_scrolls_and_says_so(
+    site: Path, open_page: OpenPage, name
+):
+    opened = open_page(site / f"{name}.html", width=390, touch=True)
+    page = opened.page
+    link = page.locator("a.full-figure").nth(WIDE[name])
+    figure = link.locator("img")
+    link.scroll_into_view_if_needed()
+    assert figure.bounding_box()["width"] >= 0.74 * int(figure.get_attribute("width"))
+    box = link.bounding_box()
+    assert box["x"] + box["width"] <= 390
+    assert link.evaluate("link => { link.scrollLeft = 9999; return link.scrollLeft }") > 80
+    hint = "link => getComputedStyle(link, '::after').content"
+    assert link.evaluate(hint) == '"Swipe to see the rest, tap for the full figure"'
+    assert opened.wider_by() == 0
+    assert opened.violations(".bd-article") == []
     figure.tap()
     page.wait_for_url(re.compile(r"_images/.*\.png$"))
 

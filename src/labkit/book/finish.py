@@ -1,15 +1,15 @@
 """What the build leaves to do: pages that are light, quiet, and legible to a screen reader.
 
-The theme's pages load Font Awesome three times, MathJax without a formula, and a script that
-declares a constant twice. `finish` changes the built files in place. Doing it again changes
-nothing more.
+The theme's pages load Font Awesome three times, MathJax without a formula, a script that
+declares a constant twice, and half a megabyte before anything is painted. `finish` changes the
+built files in place. Doing it again changes nothing more.
 """
 
 import base64
 import io
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from bs4 import BeautifulSoup, Tag
@@ -17,14 +17,20 @@ from fontTools import subset
 from fontTools.ttLib import TTFont
 from PIL import Image
 
+from labkit.book.style_sheet import gather
+
 FONT_AWESOME = "_static/vendor/fontawesome"
 ICONS = "_static/icons.css"
 # A plot has few colors and their blends at edges; 256 of them show no difference.
 COLORS = 256
+# Pixels. A figure of one panel has up to 651; at 350 its text is 8 pixels high, and legible.
+WIDE = 660
 # Names of Font Awesome's classes that choose a style or a size, not an icon.
 STYLES = {"fa-solid", "fa-regular", "fa-brands", "fa-lg", "fa-fw", "fa-stack"}
+FIRST_THEME = 'localStorage.getItem("theme") || "auto"'
+SYSTEMS = '(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")'
 ICONS_CSS = """\
-/* The icons of these pages, from Font Awesome Free {version}; its license is in vendor/. */
+/*! The icons of these pages, from Font Awesome Free {version}; its license is in vendor/. */
 @font-face {{
   font-family: "Font Awesome 6 Free";
   font-weight: 900;
@@ -45,6 +51,22 @@ ICONS_CSS = """\
 """
 
 
+# The logos of other projects, such as GitHub's, have a font of their own.
+LOGOS_CSS = """\
+@font-face {{
+  font-family: "Font Awesome 6 Brands";
+  font-weight: 400;
+  src: url("data:font/woff;base64,{font}") format("woff");
+}}
+.fab, .fa-brands {{
+  font: normal 400 1em/1 "Font Awesome 6 Brands";
+  font-size: inherit;
+  display: inline-block;
+  -webkit-font-smoothing: antialiased;
+}}
+"""
+
+
 def finish(site: Path, pages: Iterable[Path]) -> None:
     """Rewrite `pages` of the built book below `site`, and the files that they share.
 
@@ -52,8 +74,9 @@ def finish(site: Path, pages: Iterable[Path]) -> None:
     """
     texts = {path: path.read_text(encoding="utf-8") for path in pages}
     _write_icons(site, texts.values())
-    for path, text in texts.items():
-        path.write_text(finished(text), encoding="utf-8")
+    done = gather(site, {path: finished(text) for path, text in texts.items()})
+    for path, text in done.items():
+        path.write_text(text, encoding="utf-8")
     for image in (site / "_images").glob("*.png"):
         _reduce_colors(image)
     options = site / "_static" / "documentation_options.js"
@@ -69,6 +92,7 @@ def finished(text: str) -> str:
     """The HTML of one page, without what it does not need and with what axe-core asks for."""
     page = BeautifulSoup(text, "html.parser")
     _drop_unused_scripts(page)
+    _paint_first(page)
     _name_things(page)
     _open_figures(page)
     return str(page)
@@ -90,6 +114,24 @@ def _drop_unused_scripts(page: BeautifulSoup) -> None:
             seen.add(source)
 
 
+def _paint_first(page: BeautifulSoup) -> None:
+    """No script holds up the first paint, and no theme is shown before the reader's."""
+    for preload in page.find_all("link", rel="preload"):
+        preload.decompose()  # in a slow network it takes its share from the style sheet
+    for script in page.select("head script"):
+        source = script.string or ""
+        if "/vendor/tex-" in script.get("src", ""):
+            # Scripts after it need not wait for two megabytes.
+            del script["defer"]
+            script["async"] = ""
+        elif script.get("src") and not script.has_attr("async"):
+            script["defer"] = "defer"
+        elif source.startswith("DOCUMENTATION_OPTIONS."):
+            script["type"] = "module"  # runs after the deferred script that declares it
+        elif FIRST_THEME in source:
+            script.string = source.replace(FIRST_THEME, FIRST_THEME.replace('"auto"', SYSTEMS))
+
+
 def _name_things(page: BeautifulSoup) -> None:
     for summary in page.find_all("summary", {"aria-label": True}):
         del summary["aria-label"]  # it hides the text that says what is folded
@@ -99,6 +141,8 @@ def _name_things(page: BeautifulSoup) -> None:
     for header in page.find_all("th"):
         if not header.get_text(strip=True) and not header.find("img"):
             header.name = "td"
+    for table in page.find_all(class_="pst-scrollable-table-container"):
+        table["tabindex"] = "0"  # on a phone it scrolls, and a keyboard has to reach it
     for entry in page.find_all(role="doc-biblioentry"):
         entry["role"] = "listitem"  # what its list has to contain
     sidebar = page.find("div", class_="bd-sidebar-primary")
@@ -109,18 +153,22 @@ def _name_things(page: BeautifulSoup) -> None:
 def _open_figures(page: BeautifulSoup) -> None:
     """Every figure of a chapter becomes a link to its file, where a phone can enlarge it.
 
-    It is loaded when a reader comes near it; its attributes keep its place free until then.
+    It is loaded when a reader comes near it; its attributes keep its place free until then. On a
+    phone, a wide one scrolls sideways in its place, rather than being too small to read.
     """
     for image in page.select("div.cell_output img[src]"):
         image["loading"] = "lazy"
         for name, pixels in re.findall(r"\b(width|height): (\d+)px", image.get("style", "")):
             image[name] = pixels
         link = image.find_parent("a") or image.wrap(page.new_tag("a", href=image["src"]))
-        if "full-figure" not in link.get("class", []):
-            link["class"] = [*link.get("class", []), "full-figure"]
+        names = ["full-figure"]
+        if int(image.get("width", 0)) > WIDE:
+            names.append("wide-figure")
+            link["style"] = f"--figure-width: {image['width']}px"
+        link["class"] = list(dict.fromkeys([*link.get("class", []), *names]))
 
 
-def _write_icons(site: Path, texts: Iterable[str]) -> None:
+def _write_icons(site: Path, texts: Collection[str]) -> None:
     """Write the icons that pages and styles use to one style sheet; remove all the others.
 
     The font lies inside the style sheet, because a browser loads no font from another file.
@@ -137,13 +185,23 @@ def _write_icons(site: Path, texts: Iterable[str]) -> None:
     for sheet in (site / "_static").rglob("*.css"):
         if sheet not in (css, site / ICONS):
             codes |= _codes_in(sheet.read_text())
-    font = base64.b64encode(_only(css.parent.parent / "webfonts" / "fa-solid-900.ttf", codes))
+    fonts = css.parent.parent / "webfonts"
+    solid = _only(fonts / "fa-solid-900.ttf", codes)
+    text = ICONS_CSS.format(version=css.parent.parent.name, font=solid)
+    logos = {name: code for name, code in icons.items() if _is_logo(name, texts)}
+    if logos:
+        text += LOGOS_CSS.format(font=_only(fonts / "fa-brands-400.ttf", set(logos.values())))
     rules = [f'.{name}::before {{ content: "\\{code:x}"; }}' for name, code in icons.items()]
-    version = css.parent.parent.name
-    text = ICONS_CSS.format(version=version, font=font.decode()) + "\n".join(rules) + "\n"
+    text += "\n".join(rules) + "\n"
     (site / ICONS).write_text(text)
     for folder in ("css", "js", "webfonts"):
         shutil.rmtree(css.parent.parent / folder)
+
+
+def _is_logo(icon: str, texts: Collection[str]) -> bool:
+    """Whether a page has `icon` with the class of a logo: `<i class="fab fa-github">`."""
+    logo = re.compile(rf'class="(?=[^"]*\b(?:fab|fa-brands)\b)[^"]*\b{icon}\b')
+    return any(logo.search(text) for text in texts)
 
 
 def _codes_in(css: str) -> set[int]:
@@ -163,8 +221,8 @@ def _codes(css: str) -> dict[str, int]:
     return codes
 
 
-def _only(font: Path, codes: set[int]) -> bytes:
-    """The font at `font` with the glyphs of `codes` alone, as WOFF."""
+def _only(font: Path, codes: set[int]) -> str:
+    """The font at `font` with the glyphs of `codes` alone, as WOFF in Base64."""
     options = subset.Options()
     options.flavor = "woff"
     options.layout_features = []
@@ -175,7 +233,7 @@ def _only(font: Path, codes: set[int]) -> bytes:
     out = io.BytesIO()
     loaded.flavor = "woff"
     loaded.save(out)
-    return out.getvalue()
+    return base64.b64encode(out.getvalue()).decode()
 
 
 def _reduce_colors(path: Path) -> None:

@@ -68,6 +68,14 @@ def start_lines(address: str) -> str:
     return "\n".join([before, "", "```bash", *commands, "```"])
 
 
+def install_lines(address: str) -> str:
+    """The Markdown of "Install it": what puts `miniddp` and `ddp_doctor` into an environment."""
+    where, what = "In the folder that this book came in:", "."
+    if address:
+        where, what = "In your own environment:", f"git+{address}"
+    return "\n".join([where, "", "```bash", f"pip install {what}", "```"])
+
+
 def citation(address: str, title: str, authors: str, year: str) -> str:
     """The Markdown of the book's BibTeX entry."""
     fields = {"title": title, "author": f"{{{authors}}}", "year": year}
@@ -82,6 +90,7 @@ def substitutions(address: str, cff: str, year: str) -> dict[str, str]:
     cited = yaml.safe_load(cff)
     return {
         "get_the_code": start_lines(address),
+        "install_it": install_lines(address),
         "citation": citation(address, cited["title"], cited["authors"][0]["name"], year),
     }
 

@@ -6,7 +6,6 @@ changes. Times from separate runs can differ by more than the effect of interest
 another program disturbed can be repeated.
 """
 
-import argparse
 import json
 import os
 import random
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from labkit.profiling.benchmark_arguments import MODELS
 
 
 class BenchmarkModel(NamedTuple):
@@ -57,16 +58,18 @@ def benchmark_models(quick: bool = False) -> dict[str, BenchmarkModel]:
     runs.
     """
     if quick:
-        return {
-            "wide MLP": BenchmarkModel(lambda: _linears(3, 64), (4, 64)),
-            "600 small tensors": BenchmarkModel(lambda: _linears(10, 8), (4, 8)),
-            "transformer": BenchmarkModel(lambda: _transformer(1, 16), (2, 4, 16)),
-        }
-    return {
-        "wide MLP": BenchmarkModel(lambda: _linears(12, 1024), (256, 1024)),
-        "600 small tensors": BenchmarkModel(lambda: _linears(300, 64), (512, 64)),
-        "transformer": BenchmarkModel(lambda: _transformer(8, 256), (3, 128, 256)),
-    }
+        models = (
+            BenchmarkModel(lambda: _linears(3, 64), (4, 64)),
+            BenchmarkModel(lambda: _linears(10, 8), (4, 8)),
+            BenchmarkModel(lambda: _transformer(1, 16), (2, 4, 16)),
+        )
+    else:
+        models = (
+            BenchmarkModel(lambda: _linears(12, 1024), (256, 1024)),
+            BenchmarkModel(lambda: _linears(300, 64), (512, 64)),
+            BenchmarkModel(lambda: _transformer(8, 256), (3, 128, 256)),
+        )
+    return dict(zip(MODELS, models, strict=True))
 
 
 def take_turns(
@@ -132,22 +135,6 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def describe_machine() -> dict[str, Any]:
     """The facts about this machine that a reader of the numbers needs."""
     return {"cores": os.cpu_count(), "threads a rank": 1, "torch": torch.__version__}
-
-
-def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments that all benchmarks take."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument(
-        "--quick",
-        action="store_true",
-        help="tiny sizes and few repeats: only shows that the code runs",
-    )
-    made.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the raw numbers to FILE"
-    )
-    return made
 
 
 def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:

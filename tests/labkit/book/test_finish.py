@@ -30,6 +30,27 @@ def test_mathjax_stays_on_a_page_with_a_formula_and_thebe_on_none():
     assert "THEBE" not in head_of('<span class="math">\\(x\\)</span>')
 
 
+def test_no_script_of_the_head_is_waited_for_and_the_order_is_kept():
+    theme = '<script>d.theme = localStorage.getItem("theme") || "auto";</script>'
+    body = "<script src='c.js'></script>"
+    page = (
+        '<html><head><link as="script" href="c.js" rel="preload"/>'
+        '<script src="a.js"></script><script>DOCUMENTATION_OPTIONS.pagename = "p";</script>'
+        f'<script defer="defer" src="b.js"></script>{theme}{MATHJAX}</head>'
+        f'<body>{body}<i class="math"></i></body></html>'
+    )
+    once = finished(page)
+    head = BeautifulSoup(once, "html.parser").head
+    first, name, second, shown, _, formulas = head.find_all("script")
+    assert (first["defer"], second["defer"]) == ("defer", "defer")
+    assert name["type"] == "module", "runs after the scripts that are deferred before it"
+    assert "async" in formulas.attrs, "no script waits for two megabytes"
+    assert "prefers-color-scheme" in shown.string, "the reader's theme, before the first paint"
+    assert head.find("link") is None, "nothing takes its share from the style sheet"
+    assert body.replace("'", '"') in once, "these run as soon as they are there"
+    assert finished(once) == once
+
+
 def test_an_inline_script_that_comes_twice_is_kept_once():
     assert finished("<script>var a = 1;</script><script>var a = 1;</script>").count("var a") == 1
 
@@ -47,6 +68,11 @@ def test_a_header_without_text_becomes_a_cell_and_one_with_text_stays():
 def test_a_label_does_not_hide_the_text_of_a_fold():
     folded = '<details><summary aria-label="Toggle hidden content">Show code</summary></details>'
     assert finished(folded) == "<details><summary>Show code</summary></details>"
+
+
+def test_a_table_that_may_scroll_is_reached_with_the_keyboard():
+    table = '<div class="pst-scrollable-table-container"><table></table></div>'
+    assert 'tabindex="0"' in finished(table)
 
 
 def test_a_list_of_references_has_list_items():
@@ -71,12 +97,29 @@ def test_a_figure_is_loaded_when_it_is_near_and_its_place_is_kept():
     assert (image["loading"], image["width"], image["height"]) == ("lazy", "651", "371")
 
 
+def test_a_figure_that_a_phone_would_make_too_small_to_read_is_wide():
+    figures = [
+        f'<img src="a.png" style="width: {pixels}px; height: 9px;"/>' for pixels in (651, 771)
+    ]
+    once = finished(f'<div class="cell_output">{"".join(figures)}</div>')
+    one, other = BeautifulSoup(once, "html.parser").find_all("a")
+    assert one["class"] == ["full-figure"]
+    assert other["class"] == ["full-figure", "wide-figure"]
+    assert other["style"] == "--figure-width: 771px"
+    assert finished(once) == once
+
+
 @pytest.fixture
 def built(tmp_path: Path) -> Path:
     """A site with one page, and the files of the installed theme that matter here."""
     (package,) = importlib.util.find_spec("pydata_sphinx_theme").submodule_search_locations
     static = Path(package) / "theme" / "pydata_sphinx_theme" / "static"
-    for name in ("css/all.min.css", "js/all.min.js", "webfonts/fa-solid-900.ttf"):
+    for name in (
+        "css/all.min.css",
+        "js/all.min.js",
+        "webfonts/fa-solid-900.ttf",
+        "webfonts/fa-brands-400.ttf",
+    ):
         target = tmp_path / FONT / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((static / "vendor" / "fontawesome" / "6.5.2" / name).read_bytes())
@@ -96,14 +139,34 @@ def built(tmp_path: Path) -> Path:
 def test_the_icons_in_use_lie_in_one_small_sheet_and_no_font_is_loaded(built):
     finish(built, pages_of(built))
     sheet = (built / "_static" / "icons.css").read_text()
-    assert (built / "index.html").read_text() == (
-        '<link href="_static/icons.css" rel="stylesheet"/><i class="fa-solid fa-moon"></i>'
+    page = (built / "index.html").read_text()
+    assert re.fullmatch(
+        r'<link data-former="_static/icons.css" href="_static/pages.css\?v=\w+"'
+        r' rel="stylesheet"/>\s*'
+        r'<i class="fa-solid fa-moon"></i>',
+        page,
     )
+    merged = (built / "_static" / "pages.css").read_text(encoding="utf-8")
+    assert '.fa-moon::before{content: "\uf186";}' in merged
     font = base64.b64decode(re.search(r"base64,([^\"]+)", sheet)[1])
     assert set(TTFont(io.BytesIO(font)).getBestCmap()) == {0xF107, 0xF0EB, 0xF186}
     assert '.fa-moon::before { content: "\\f186"; }' in sheet
     assert len(sheet) < 5000
     assert not (built / FONT / "js").exists()
+
+
+def test_the_logo_of_a_button_that_leads_to_a_public_repository_has_its_glyph(built):
+    with (built / "index.html").open("a") as page:
+        page.write('<i class="fab fa-github"></i>')
+    finish(built, pages_of(built))
+    sheet = (built / "_static" / "icons.css").read_text()
+    solid, logos = (
+        TTFont(io.BytesIO(base64.b64decode(font))).getBestCmap()
+        for font in re.findall(r"base64,([^\"]+)", sheet)
+    )
+    assert set(logos) == {0xF09B}
+    assert 0xF186 in solid
+    assert '.fa-github::before { content: "\\f09b"; }' in sheet
 
 
 def test_finishing_twice_changes_nothing_more(built):

@@ -75,7 +75,9 @@ def test_without_an_address_no_page_names_one():
     # Jupyter Book's default is an address of its own.
     assert config["repository"]["url"] == ""
     words = config["parse"]["myst_substitutions"]
-    assert "the folder that this book came in" in words["get_the_code"]
+    for name in ("get_the_code", "install_it"):
+        assert "the folder that this book came in" in words[name]
+    assert "pip install ." in words["install_it"].splitlines()
     assert "url" not in words["citation"]
     assert "title  = {A title}" in words["citation"]
 
@@ -94,6 +96,7 @@ def test_the_address_reaches_the_header_the_launch_buttons_the_front_page_and_th
             ["make", "book"],
             ["make", "notebook"],
         ]
+        assert f"pip install git+{ADDRESS}" in words["install_it"].splitlines()
         assert f"url    = {{{ADDRESS}}}" in words["citation"]
 
 

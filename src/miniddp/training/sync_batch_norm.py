@@ -38,7 +38,7 @@ class SyncBatchNorm(_BatchNorm):
     some; C may not. Statistics are computed in float32 or higher. Every rank of the group must run
     the training forward, and backward, equally often.
 
-    The running variance is unbiased, by the count of all ranks. In eval mode, with one rank, and
+    The running variance is unbiased, by the global count. In eval mode, with one rank, and
     without a process group, nothing is exchanged: it is plain BatchNorm.
 
     Args:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -135,8 +136,17 @@ def _release(options: argparse.Namespace) -> int:
     print("Next, with what they hand in below handed_in/:")
     for source, assignment in zip(options.sources, assignments, strict=True):
         out = f"graded/{assignment.name}"
-        print(f"  python -m grader grade handed_in/ --assignment {source} --out {out}")
+        command = f"{_this_python()} -m grader grade handed_in/ --assignment {source} --out {out}"
+        print(f"  {command}")
     return 0
+
+
+def _this_python() -> str:
+    """What starts this interpreter in a shell, from the current folder: `.venv/bin/python`."""
+    path = Path(sys.executable)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return shlex.quote(str(path))
 
 
 def _tried(assignment: Assignment, server: RankServer) -> bool:

@@ -49,7 +49,9 @@ def test_every_assignment_can_be_released(source, tmp_path, capfd):
     assert package.exists() == (source == FIRST)
     assert ("add --package" in printed) == (source != FIRST)
     # The last line is the next command, and it is one.
-    last = printed.splitlines()[-1].removeprefix("  python -m grader ")
+    python, *module, last = printed.splitlines()[-1].split(maxsplit=3)
+    assert Path(python).samefile(sys.executable)
+    assert module == ["-m", "grader"]
     following = _parser().parse_args(last.split())
     assert (following.assignment, following.submissions) == (source, [Path("handed_in")])
 

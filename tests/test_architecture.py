@@ -96,7 +96,7 @@ MAY_IMPORT = {
     "ddp_doctor": {"torch", "jinja2"},
     "labkit": {
         *("torch", "numpy", "cloudpickle", "psutil", "matplotlib", "matplotlib_inline"),
-        *("IPython", "nbclient", "nbformat", "yaml", "bs4", "PIL", "fontTools"),
+        *("IPython", "nbclient", "nbformat", "yaml", "bs4", "PIL", "fontTools", "tinycss2"),
         "pytorch_lightning",  # a thread's own program, in labkit.scenarios
         *("sphinx", "docutils"),  # the directive of the figures to play with
     },

@@ -160,7 +160,10 @@ def test_every_name_that_a_package_of_labkit_offers_can_be_imported_and_hides_no
 
 
 # Names that mean the same thing wherever they occur, each in a module of its own.
-CONVENTIONAL = {"main", "arguments_of_this_lab", "average_gradients"}
+CONVENTIONAL = {
+    *("main", "arguments_of_this_lab", "arguments_of_this_benchmark"),
+    "average_gradients",
+}
 
 
 def test_no_two_public_functions_or_classes_share_a_name():

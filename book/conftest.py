@@ -7,9 +7,15 @@ of that very run, figures included, are written to `_build/executed`, from which
 
 from pathlib import Path
 
+import nbval.kernel
 import pytest
 
 from labkit.book.chapters import copy_pages, normalize, write_chapter
+from labkit.launch.kernels import KernelThroughFiles
+
+# Other tests draw thousands of ports, and could take one that a chapter's kernel was
+# promised.
+nbval.kernel.KernelManager = KernelThroughFiles
 
 BOOK = Path(__file__).parent
 EXECUTED = BOOK.parent / "_build" / "executed"

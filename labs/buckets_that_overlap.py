@@ -1,4 +1,4 @@
-"""Buckets that overlap: every way to average the same gradients, checked and timed in turns.
+"""Buckets that overlap: the same gradients averaged in eight ways, checked and timed.
 
 Start it with torchrun, on one machine:
 
@@ -9,26 +9,28 @@ or on two nodes with four ranks each, with the same line on both nodes:
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \\
         labs/buckets_that_overlap.py
 
-Each rank has its share of one batch. The gradients are averaged by one all-reduce per parameter
-after backward, by torch's DDP, and by the ways between them. Rank 0 prints one row per way:
+Each rank computes the gradients of its share of one batch. Each variant averages them over the
+ranks: the simplest with one all-reduce per parameter after backward, the last with torch's DDP. The
+variants take turns, step by step. Rank 0 prints one row per variant:
 
   all-reduces  the number of all-reduces per step
-  first after  how many gradients were ready when the first one was launched; if it is all of them,
-               communication started after backward
+  first after  the number of gradients that were ready when the first all-reduce was launched; if
+               all were, nothing overlapped backward
   full batch   the largest difference from the gradient of one process with the whole batch
-  torch DDP    the largest difference from the gradient of torch's DDP; both are relative to the
-               largest entry
+  torch DDP    the largest difference from the gradient of torch's DDP
   ranks        the largest difference between ranks
   ms           the median time of a step on rank 0 (forward, backward, average)
-  ÷ DDP        the median of the ratios to torch's DDP; both times are from the same turn
+  ÷ DDP        the median ratio to the time of torch's DDP in the same turn
   exposed      milliseconds of the last step that rank 0 spent communicating after backward
 
-"planned" is miniddp.torch_drop_in with bucket_plan="measured" (CPU only): it measures the link and
-its own gradients in its first steps and chooses its bucket sizes. --bucket-cap-mb sets the size of
-all other buckets.
+The differences in "full batch" and "torch DDP" are relative to the largest entry.
 
-The exit code is 1 if a way differs from the full batch or from torch's DDP by more than rounding,
-or if ranks are not bitwise equal.
+The variant "planned" is miniddp.torch_drop_in with bucket_plan="measured" (CPU only). In its first
+steps it measures the link and its own gradients, and then chooses its bucket sizes.
+--bucket-cap-mb sets the bucket size of the other variants.
+
+The exit code is 1 if a variant differs from the full batch or from torch's DDP by more than
+rounding, or if the ranks are not bitwise equal.
 """
 
 # ruff: noqa: E402

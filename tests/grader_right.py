@@ -64,7 +64,6 @@ def average_each(module):
 %timeit -n1 -r1 1 + 1
 """,
     "a frozen dataclass and futures": """
-from __future__ import annotations
 from dataclasses import dataclass
 
 @dataclass(frozen=True)

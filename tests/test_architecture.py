@@ -96,12 +96,15 @@ MAY_IMPORT = {
     "ddp_doctor": {"torch", "jinja2"},
     "labkit": {
         *("torch", "numpy", "cloudpickle", "psutil", "matplotlib", "matplotlib_inline"),
-        *("IPython", "nbclient", "nbformat", "yaml", "bs4", "PIL", "fontTools", "tinycss2"),
+        *("IPython", "nbclient", "nbformat", "yaml", "bs4", "PIL", "fontTools"),
+        *("jupyter_client", "jupyter_core", "traitlets"),  # how a chapter's kernel is reached
         "pytorch_lightning",  # a thread's own program, in labkit.scenarios
+        "tinycss2",  # the rules of the style sheet that no page can use
         *("sphinx", "docutils"),  # the directive of the figures to play with
     },
     "grader": {"numpy", "jinja2", "tqdm", "nbval", "nbclient", "nbformat", "pytest", "psutil"}
-    | {"labkit", "labkit.launch.guard"},  # of labkit itself, only where it lies
+    # Of labkit itself, only where it lies.
+    | {"labkit", "labkit.launch.guard", "labkit.launch.kernels"},
     "grader.inside": {"torch", "numpy"},
 }
 
@@ -161,7 +164,9 @@ def test_every_name_that_a_package_of_labkit_offers_can_be_imported_and_hides_no
 
 # Names that mean the same thing wherever they occur, each in a module of its own.
 CONVENTIONAL = {
-    *("main", "arguments_of_this_lab", "arguments_of_this_benchmark"),
+    "main",
+    "arguments_of_this_lab",
+    "arguments_of_this_benchmark",
     "average_gradients",
 }
 

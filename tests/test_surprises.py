@@ -270,3 +270,36 @@ def test_rank_0_may_evaluate_alone_on_the_module_or_without_buffers(buffers, unw
 def test_a_wrapper_with_buffers_called_on_rank_0_alone_does_not_end():
     with pytest.raises(RanksTimeoutError):
         run_ranks(_rank_0_evaluates, 2, True, False, timeout=5, device="cpu")
+
+
+def _rank_0_evaluates_between_steps(rank: int, with_grad: bool) -> torch.Tensor:
+    """Two training steps, an evaluation on rank 0 alone, two more steps: the last gradient."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)))
+    inputs = torch.randn(4, 6) + rank
+
+    def two_steps() -> None:
+        ddp.train()
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(inputs).exp().sum().backward()
+
+    two_steps()
+    if rank == 0:
+        ddp.eval()
+        with torch.set_grad_enabled(with_grad):
+            for _ in range(3):
+                ddp(inputs)
+    two_steps()
+    return ddp.module[0].weight.grad
+
+
+def test_without_a_barrier_rank_0s_evaluation_is_paired_with_the_others_next_forward():
+    rank_0, rank_1 = run_ranks(_rank_0_evaluates_between_steps, 2, False)
+    assert torch.equal(rank_0, rank_1)
+    assert rank_0.abs().max() > 1e-3
+
+
+def test_without_no_grad_every_forward_of_an_evaluation_broadcasts_and_the_job_hangs():
+    with pytest.raises(RanksTimeoutError):
+        run_ranks(_rank_0_evaluates_between_steps, 2, True, timeout=5, device="cpu")

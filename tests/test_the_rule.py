@@ -74,7 +74,7 @@ def contrastive(outputs: Tensor, scale: Tensor, targets: Tensor) -> Tensor:
     return contrastive_rows(targets, outputs, scale).mean()
 
 
-# What a rank back-propagates: of its own outputs and targets, and N, the count of all samples.
+# What a rank back-propagates: of its own outputs and targets, and N, the samples on all ranks.
 
 
 def own_terms_over_global_count(outputs: Tensor, scale: Tensor, targets: Tensor, n: int) -> Tensor:
@@ -115,7 +115,7 @@ def whole_loss_of_a_plain_gather(outputs: Tensor, scale: Tensor, targets: Tensor
 
 
 def plain_gather(tensor: Tensor, own: Tensor | None = None) -> Tensor:
-    """`dist.all_gather`, which autograd does not see; with `own`, this rank's slice put back."""
+    """`dist.all_gather`, which autograd does not see; with `own`, this rank's slice reinserted."""
     pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(pieces, tensor.detach())
     if own is not None:

@@ -23,8 +23,6 @@ Importing this package imports neither torch nor anything of the user's: the wat
 in a tenth of a second.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -4,8 +4,6 @@ torchrun --nproc-per-node 4 -m ddp_doctor [options] train.py [its arguments]
 python -m ddp_doctor [options] train.py [its arguments]
 """
 
-from __future__ import annotations
-
 import argparse
 import builtins
 import sys

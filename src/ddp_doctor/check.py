@@ -4,8 +4,6 @@ def test_my_training_step_averages_over_all_items():
     ddp_doctor.check_step(build_model, compute_loss, batches, world_size=2)
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

@@ -12,8 +12,6 @@ the ranks are combined. The wrapper multiplies by α (1/W if it averages). So
 saw, over all parameters. No trust in the wrapper's class is needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass, field

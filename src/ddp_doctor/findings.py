@@ -1,7 +1,5 @@
 """A finding, and the catalog of codes: title, severity, page of the book. The one place for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,8 +3,6 @@
 Both only read. Neither draws random numbers.
 """
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from functools import lru_cache

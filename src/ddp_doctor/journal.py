@@ -10,8 +10,6 @@ Two files per process in the run's folder:
 Nothing here communicates with other ranks. A full disk ends the journal, not the run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -4,12 +4,10 @@ Plain data, no torch. `Run.of` takes the pages of all processes; a process that 
 group and never stepped an optimizer is not a rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from ddp_doctor.journal import Now, Pages
 
@@ -112,7 +110,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, pages: list[Pages], alive: set[str] | None = None, hung: bool = False) -> Run:
+    def of(cls, pages: list[Pages], alive: set[str] | None = None, hung: bool = False) -> Self:
         """Merge. The last process group that a process joined says which rank it is."""
         ranks: dict[int, Rank] = {}
         for page in pages:

@@ -1,7 +1,5 @@
 """The report as one self-contained page, light and dark. The only file that needs Jinja2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +9,7 @@ if TYPE_CHECKING:
     from ddp_doctor.report import Report
 
 
-def write_page(report: Report, path: Path, book: str = "") -> Path:
+def write_page(report: "Report", path: Path, book: str = "") -> Path:
     """Render `report.html.j2`. Raises OSError if the file cannot be written."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

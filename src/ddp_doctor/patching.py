@@ -1,7 +1,5 @@
 """Replace an attribute by a function that also observes, and put the original back."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

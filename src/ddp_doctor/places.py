@@ -1,7 +1,5 @@
 """Where in the user's code something happens: file and line, and the expression at that place."""
 
-from __future__ import annotations
-
 import ast
 import linecache
 import os

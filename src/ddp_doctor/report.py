@@ -1,7 +1,5 @@
 """The report: one screen on the terminal, a page, JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -115,7 +113,7 @@ def merge(run_folder: Path, hung: bool = False) -> Report:
     return Report(run, found, findings)
 
 
-def report(run_folder: Path, options: Options, hung: bool = False) -> Report:
+def report(run_folder: Path, options: "Options", hung: bool = False) -> Report:
     """Merge, print, and write the page and the JSON. What cannot be written is said in one line."""
     result = merge(run_folder, hung)
     if result.run.ranks and not (options.quiet and not result.findings):

@@ -5,8 +5,6 @@ which kind the current step is; observers check it before they do anything that 
 are counted per process, and ranks take the same number of them, so all ranks sample the same ones.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -4,8 +4,6 @@ It survives what kills a rank, and it can report while ranks are stuck. It impor
 anything of the user's, and joins no process group.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,7 +20,7 @@ HANGS = {"hang_missing_rank", "mismatched_collectives"}
 PATIENCE = 2.0  # seconds that the leader waits for the report at its end
 
 
-def start_watcher(session: Session) -> None:
+def start_watcher(session: "Session") -> None:
     """Start this run's watcher. The leader waits for it at exit, `PATIENCE` seconds at most."""
     import atexit
 

@@ -6,6 +6,7 @@ reports as passed counts.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,13 +18,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from grader import outcomes
-from grader.bench import PASSED, VARIABLE, Cases
+from grader.bench import KERNEL, PASSED, VARIABLE, Cases
+from grader.check import GraderError
 from labkit.launch.guard import run_guarded
 
 _START = 120.0  # seconds for pytest and the kernel to start, on a loaded machine
 _CELL = 300.0  # seconds that a check may take: its ranks have limits, and so has its author's code
 _LOOK_EVERY = 0.05  # seconds
+_LAST_WORDS = 5.0  # seconds for nbval to end, once its kernel has
+_STARTS = 3  # of a kernel, before the machine is taken to be at fault
+_IMPORT = 0  # the number of the bench notebook's first cell
 # The guard is a program, too: closing its standard input ends everything below it at once.
 _GUARD = run_guarded.__module__
 
@@ -39,24 +46,28 @@ def judge(cases: Cases, stop: threading.Event | None = None) -> Iterator[tuple[i
 
     A verdict is what `Verdict.as_dict` holds, or {"needs_human": why}. "passed" is nbval's word,
     and a verdict that the check itself wrote must agree with it. Raises StoppedError within 0.2 s
-    after `stop` is set. Costs about 2 s besides the checks, most of it the start of pytest and of
-    the kernel, for all submissions together.
+    after `stop` is set, and GraderError if the kernel fails to start three times in a row. Costs
+    about 2 s besides the checks, most of it the start of pytest and of the kernel, for all
+    submissions together.
     """
     waiting = list(range(len(cases.submissions)))
+    failed_starts = 0
     while waiting:
         part = replace(cases, submissions=tuple(cases.submissions[n] for n in waiting))
         finished = 0
-        trouble = ""
         with tempfile.TemporaryDirectory(prefix="grader-bench-") as name:
             run = _Run(Path(name), part, stop or threading.Event())
             for verdicts in run.submissions():
                 yield waiting[finished], verdicts
                 finished += 1
-            trouble = run.trouble
         waiting = waiting[finished:]
-        if waiting:
-            # The kernel ended in the middle of this one; the next ones get another.
-            why = trouble or "the checks did not come to an end"
+        # A kernel that never began says nothing of any submission.
+        failed_starts = 0 if run.began else failed_starts + 1
+        if failed_starts == _STARTS:
+            raise GraderError(f"the grader's own kernel did not start: {run.trouble}")
+        # One that ended within a submission leaves this one open; the next ones get another.
+        if waiting and run.began and not run.kernel_ended:
+            why = run.trouble or "the checks did not come to an end"
             yield waiting.pop(0), {check.name: {"needs_human": why} for check in cases.checks}
 
 
@@ -70,27 +81,43 @@ class _Run:
         self._stop = stop
         self._outcomes = _Lines(folder / "outcomes")
         self._notes = _Lines(folder / "notes")
+        self._passed: dict[int, bool] = {}  # what nbval says, by the number of the cell
+        self._noted: dict[tuple[int, str], dict[str, Any]] = {}  # by submission and check
         self.trouble = ""  # in words what went wrong with the run itself
+        self.began = True  # whether the kernel got as far as the first check
+        self.kernel_ended = False  # before the last check: no later one can have a verdict
         cases.write(folder / "cases.json")
         _write_bench(folder / "bench.ipynb", self._count, self._checks)
 
     def submissions(self) -> Iterator[Verdicts]:
-        """The verdicts on each submission in turn, as many as nbval comes to."""
-        passed: dict[int, bool] = {}
-        noted: dict[tuple[int, str], dict[str, Any]] = {}
-        each = len(self._checks)
+        """The verdicts on each submission in turn, as many as the kernel comes to."""
         done = 0
         for _ in self._while_it_runs():
-            passed |= {line["cell"]: line["passed"] for line in self._outcomes.new()}
+            self._passed |= {line["cell"]: line["passed"] for line in self._outcomes.new()}
             for line in self._notes.new():
-                noted[line.pop("submission"), line["check"]] = line
-            # Cell 0 is the import.
-            while done < self._count and all(1 + done * each + k in passed for k in range(each)):
-                yield {
-                    name: _agreed(noted.get((done, name)), passed[1 + done * each + k])
-                    for k, name in enumerate(self._checks)
-                }
+                self._noted[line.pop("submission"), line["check"]] = line
+            self.began = self._passed.get(_IMPORT, True)
+            while self.began and done < self._count and self._all_told(done):
+                yield self._verdicts(done)
                 done += 1
+        if not self.began:
+            lines = self._said().splitlines()
+            self.trouble = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+        elif self.kernel_ended and done < self._count:
+            yield self._verdicts(done)
+
+    def _cells(self, submission: int) -> range:
+        each = len(self._checks)
+        return range(_IMPORT + 1 + submission * each, _IMPORT + 1 + (submission + 1) * each)
+
+    def _all_told(self, submission: int) -> bool:
+        return all(cell in self._passed for cell in self._cells(submission))
+
+    def _verdicts(self, submission: int) -> Verdicts:
+        return {
+            name: _agreed(self._noted.get((submission, name)), self._passed.get(cell))
+            for name, cell in zip(self._checks, self._cells(submission), strict=True)
+        }
 
     def _while_it_runs(self) -> Iterator[None]:
         """Yields as long as nbval runs, and once after it has ended."""
@@ -104,6 +131,7 @@ class _Run:
                 env=self._environment(),
             )
         size, since, allowed = 0, time.monotonic(), _START + _CELL
+        gone = math.inf  # since when there is no kernel
         try:
             while guard.poll() is None:
                 if self._stop.wait(_LOOK_EVERY):
@@ -115,13 +143,32 @@ class _Run:
                 if now - since > allowed:
                     self.trouble = f"nbval did nothing for {allowed:g} s"
                     return
+                # nbval would wait for a dead kernel's answer until the cell's time is over.
+                gone = min(gone, now) if self._kernel_is_gone() else math.inf
+                if now - gone > _LAST_WORDS:
+                    self.kernel_ended = True
+                    return
             if guard.returncode not in (0, 1):
-                said = (self._folder / "said").read_text(encoding="utf-8", errors="replace")
-                self.trouble = f"nbval ended with {guard.returncode}: {said[-2000:]}"
+                self.trouble = f"nbval ended with {guard.returncode}: {self._said()}"
             yield
         finally:
             guard.stdin.close()
             guard.wait()
+
+    def _kernel_is_gone(self) -> bool:
+        """Whether the kernel has ended: after its last check, or before."""
+        written = self._folder / KERNEL
+        if not written.exists():
+            return False
+        try:
+            return psutil.Process(int(written.read_text())).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def _said(self) -> str:
+        """The end of what nbval printed."""
+        said = (self._folder / "said").read_text(encoding="utf-8", errors="replace")
+        return said.strip()[-2000:]
 
     def _command(self) -> list[str]:
         command = [sys.executable, "-P", "-s", "-m", "pytest", "-q", "-p", "nbval.plugin"]
@@ -133,6 +180,7 @@ class _Run:
         folder = self._folder
         return {
             "PATH": os.environ.get("PATH", os.defpath),
+            "COLUMNS": "500",  # pytest cuts the reason of an error to a line
             "PYTHONPATH": str(Path(__file__).parent.parent),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -167,8 +215,8 @@ class _Lines:
         return [json.loads(line) for line in whole.splitlines()]
 
 
-def _agreed(verdict: dict[str, Any] | None, passed: bool) -> dict[str, Any]:
-    if verdict is None:
+def _agreed(verdict: dict[str, Any] | None, passed: bool | None) -> dict[str, Any]:
+    if verdict is None or passed is None:
         return {"needs_human": "the check did not come to an end"}
     if "needs_human" not in verdict and verdict["passed"] is not passed:
         return {"needs_human": f"nbval says {passed}, the check says {verdict['passed']}"}

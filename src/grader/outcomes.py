@@ -1,4 +1,4 @@
-"""A pytest plugin: writes down what nbval says of each cell, as soon as it says it.
+"""A pytest plugin of the bench notebook: writes down what nbval says of each cell at once.
 
 One JSON line per cell in the file that the environment names: the cell's number, and whether nbval
 passed it. So an interrupted run keeps what was judged before.
@@ -6,6 +6,10 @@ passed it. So an interrupted run keeps what was judged before.
 
 import json
 import os
+
+import nbval.kernel
+
+from labkit.launch.kernels import KernelThroughFiles
 
 VARIABLE = "GRADER_OUTCOMES"
 
@@ -31,4 +35,5 @@ class Outcomes:
 def pytest_configure(config) -> None:
     """pytest's hook: follow the run, if there is a file to write to."""
     if VARIABLE in os.environ:
+        nbval.kernel.KernelManager = KernelThroughFiles
         config.pluginmanager.register(Outcomes(os.environ[VARIABLE]))

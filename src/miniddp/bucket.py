@@ -5,35 +5,34 @@ Each parameter has a *view* of the buffer, in the memory layout that autograd gi
 into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
 Cost: one copy in and one copy out; with views of the buffer as gradients, neither. A large gradient
-is divided and copied in one pass as soon as it arrives, while it is in the cache. Small ones wait
-for their neighbors (a `Run`), because for them the calls cost more than the bytes.
+is copied as soon as it arrives, while it is in the cache. Small neighbors wait for each other and
+are copied by one call (a `Run`), because for them the calls cost more than the bytes.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from operator import is_
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-# Elements: a gradient of at least LARGE is copied alone; smaller neighbors are copied together, at
-# most about RUN at once.
-LARGE, RUN = 1 << 14, 1 << 16
+LARGE = 1 << 14  # elements: a gradient of at least as many is copied alone
 
 
 class Run:
-    """Neighbors in a bucket whose gradients are copied in together, once all have arrived."""
+    """Neighbors in a bucket whose gradients are copied in together, once none is missing."""
 
-    def __init__(self, bucket: "Bucket", slots: range):
-        part = slice(slots.start, slots.stop)
+    def __init__(self, bucket: "Bucket", slots: list[int]):
+        part = slice(slots[0], slots[-1] + 1)
         self.indices, self.parameters = bucket.indices[part], bucket.parameters[part]
         self.views = bucket.views[part]
-        self.missing: set[int] = set()  # the indices whose gradients have not arrived
         begin = self.views[0].storage_offset() if self.views else 0
         self.flat = bucket.buffer[begin : begin + sum(view.numel() for view in self.views)]
+        self.missing = 0  # how many of its gradients have not arrived
 
 
 class Bucket:
@@ -47,56 +46,39 @@ class Bucket:
     def __init__(self, indices: list[int], parameters: list[Tensor]):
         self.indices, self.parameters = indices, parameters
         self.allocate()
-        self.runs = [Run(self, slots) for slots in self._runs()]
+
+        def run_of(slot: int) -> int:
+            return slot if parameters[slot].numel() >= LARGE else -1
+
+        self.runs = [Run(self, list(slots)) for _, slots in groupby(range(len(indices)), run_of)]
         self.streams: set[torch.cuda.Stream] = set()
         self.reset()
 
     def allocate(self) -> None:
-        """Make the buffer and its views. Overridden by extras.sparse."""
-        total = sum(parameter.numel() for parameter in self.parameters)
-        self.buffer = self.parameters[0].new_empty(total)
-        self.views = self.views_of(self.buffer)
-
-    def _runs(self) -> list[range]:
-        """Slots in order: a large gradient alone, small ones together until they reach RUN."""
-        runs, start, size = [], 0, 0
-        for slot, parameter in enumerate(self.parameters):
-            large = parameter.numel() >= LARGE
-            if large and slot > start:
-                runs.append(range(start, slot))
-                start, size = slot, 0
-            size += parameter.numel()
-            if large or size >= RUN or slot + 1 == len(self.parameters):
-                runs.append(range(start, slot + 1))
-                start, size = slot + 1, 0
-        return runs
+        """Make the buffer, and views laid out like gradients. Overridden by extras.sparse."""
+        self.buffer = self.parameters[0].new_empty(sum(p.numel() for p in self.parameters))
+        self.views, offset = [], 0
+        for parameter in self.parameters:
+            strides = parameter.stride()
+            if torch.empty_like(parameter, device="meta").stride() != strides:
+                # Not dense: autograd makes the gradient row-major.
+                strides = torch.empty(parameter.shape, device="meta").stride()
+            self.views.append(self.buffer.as_strided(parameter.shape, strides, offset))
+            offset += parameter.numel()
 
     def reset(self) -> None:
         """Forget the last backward: all gradients are missing again."""
+        self.on_cuda = self.buffer.is_cuda  # asked once per backward, not once per gradient
         self.streams.clear()
         for run in self.runs:
-            run.missing = set(run.indices)
+            run.missing = len(run.indices)
         self.missing_runs = len(self.runs)
         self.future: Future | None = None
-
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """One view of `flat` per parameter, laid out as autograd lays out its gradient."""
-        views, offset = [], flat.storage_offset()
-        for parameter in self.parameters:
-            strides = parameter.stride()
-            if not parameter.is_contiguous():
-                dense = torch.empty_like(parameter, device="meta").stride() == strides
-                if not dense:  # autograd then makes the gradient row-major
-                    strides = torch.empty(parameter.shape, device="meta").stride()
-            views.append(flat.as_strided(parameter.shape, strides, offset))
-            offset += parameter.numel()
-        return views
 
     def wait_for_streams(self) -> None:
         """Let the current CUDA stream wait for those on which gradients were computed or copied.
 
-        Tested on simulated streams (tests/miniddp/test_streams.py). No code for streams has run on
-        a GPU yet; `make gpu` runs it.
+        Tested on simulated streams only (tests/miniddp/test_streams.py); `make gpu` runs it.
         """
         if not self.streams:
             return
@@ -112,11 +94,6 @@ class Bucket:
         """The dense tensors that hold a gradient. Overridden by extras.sparse."""
         return (gradient,)
 
-    def misplaced(self) -> list[int]:
-        """The slots of the gradients that this bucket cannot hold. Overridden by extras.sparse."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        return [s for s, g in enumerate(gradients) if g is not None and g.layout != torch.strided]
-
     @torch.no_grad()
     def copy_in(self, run: Run, divisor: int | None, alias: bool) -> None:
         """Copy the gradients of `run` into the buffer, divided by `divisor` unless it is None.
@@ -126,11 +103,12 @@ class Bucket:
         """
         views, gradients = run.views, [parameter.grad for parameter in run.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
-        if all(map(is_, gradients, views)):
+        in_place = sum(map(is_, gradients, views))
+        if in_place == len(views):
             if divisor is not None:
                 run.flat.div_(divisor)
             return
-        if len(present) < len(gradients) or any(map(is_, gradients, views)):
+        if in_place or len(present) < len(views) or len(views) == 1:
             for view, gradient in zip(views, gradients, strict=True):
                 if gradient is None:
                     view.zero_()
@@ -140,8 +118,6 @@ class Bucket:
                     view.div_(divisor)
                 else:
                     torch.mul(gradient, 1.0 / divisor, out=view)
-        elif divisor is not None and len(present) == 1:
-            torch.mul(present[0], 1.0 / divisor, out=views[0])
         else:
             torch._foreach_copy_(views, present)  # has no public name
             if divisor is not None:

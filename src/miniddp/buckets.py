@@ -2,14 +2,8 @@
 
 Many small messages pay the link's latency once each; one large message cannot start before the last
 gradient is ready. Buckets of a few MiB lie between the two. A *plan* is a list of buckets in launch
-order, each a list of parameter indices:
-
-1. `initial_plan`, before any backward: packed in the order of definition, launched in reverse,
-   because gradients appear from the last layer to the first.
-2. `arrival_plan`, after one backward: packed in the order in which the gradients arrived.
-
-Source: `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp; Li et al.,
-"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 4.2.
+order, each a list of parameter indices: `initial_plan` before any backward, `arrival_plan` after
+one. Source: `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp.
 """
 
 from collections import defaultdict
@@ -56,20 +50,19 @@ def bucket_caps(caps_mb: float | Sequence[float] | None = None) -> tuple[int, ..
 
 
 def initial_plan(sizes: Sequence[ParameterSize], caps: Sequence[int] = NO_CAP) -> Plan:
-    """The plan for parameters in definition order, launched last bucket first.
+    """The plan for parameters in definition order; gradients appear from the last to the first.
 
-    With `NO_CAP` it has one bucket per kind: the careful choice while the order of the gradients is
-    unknown.
+    With `NO_CAP` it has one bucket per kind: the careful choice while their order is unknown.
     """
     buckets = _pack(sizes, range(len(sizes)), caps)
     return sorted(buckets, key=min, reverse=True)
 
 
 def arrival_plan(sizes: Sequence[ParameterSize], order: Sequence[int], caps: Sequence[int]) -> Plan:
-    """The plan for parameters in `order`, the order in which their gradients arrived.
+    """The plan for parameters in `order`, in which their gradients arrived.
 
-    Buckets are sorted by the arrival of their last gradient, the moment of their launch. Raises
-    ValueError if `order` is not a permutation of the parameters' indices.
+    Buckets are sorted by their last gradient, at which they are launched. Raises ValueError if
+    `order` is not a permutation of the parameters' indices.
     """
     if sorted(order) != list(range(len(sizes))):
         raise ValueError(

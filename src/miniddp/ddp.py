@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from miniddp import errors
-from miniddp.autograd_graph import OutputGate, find_tensors, not_compiled
+from miniddp.autograd_graph import not_compiled
 from miniddp.buckets import bucket_caps
 from miniddp.reducer import Reducer
 from miniddp.replicas import broadcast_tensors, this_group, verify_same_model
+from miniddp.unused import OutputGate, find_tensors
 
 
 class MiniDDP(nn.Module):
@@ -184,14 +185,13 @@ class MiniDDP(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward takes rank 0's buffers: not after an unsynchronized one."""
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        """Whether to take rank 0's buffers: not after a forward that was not synchronized.
+
+        Overridden by torch_drop_in, which may take them after the module's forward.
+        """
         synced = self.broadcast_buffers and self.require_forward_param_sync
         return synced and len(self.modules_buffers) > 0
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        """Whether to take them before the module's forward. Overridden by torch_drop_in."""
-        return self.will_sync_module_buffers()
 
     @torch.no_grad()
     def sync_buffers(self) -> None:

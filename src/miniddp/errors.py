@@ -5,13 +5,11 @@ reducer, because users search for them and tools look for them.
 """
 
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-_MOST_LINES = 20
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
@@ -31,33 +29,18 @@ def nothing_to_average(module: str) -> str:
     )
 
 
-def second_backward(name: str) -> str:
-    """On the ladder: a gradient arrived a second time within one step."""
-    return (
-        f"the gradient of {name} arrived a second time before finish(). Call finish() after every "
-        "backward, also after one that raised; to accumulate over several, put all but the last "
-        "under no_sync()."
-    )
-
-
-def another_rank_failed(rank: int, problems: Sequence[str]) -> str:
-    """This rank could construct the wrapper; `problems`: what kept each of the others from it."""
-    told = "; ".join(f"rank {other}: {text}" for other, text in enumerate(problems) if text)
-    return f"Rank {rank} could take part, but others could not, so every rank raises. {told}"
-
-
 def different(what: str, rank: int, every: Sequence[Mapping[str, str]], advice: str) -> str:
     """The ranks' models or settings differ; `every`: each rank's values, by name."""
     lines = []
     for name in dict.fromkeys(name for values in every for name in values):
-        ranks_of = defaultdict(list)
+        ranks_of: dict[str, list[str]] = {}
         for other, values in enumerate(every):
-            ranks_of[values.get(name, "absent")].append(str(other))
+            ranks_of.setdefault(values.get(name, "absent"), []).append(str(other))
         if len(ranks_of) > 1:
             found = "; ".join(f"{value} on rank {', '.join(r)}" for value, r in ranks_of.items())
             lines.append(f"  {name}: {found}")
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    if len(lines) > 20:
+        lines[20:] = [f"  and {len(lines) - 20} more"]
     listed = "\n".join(lines or ["  the order in which they are defined"])
     return (
         f"MiniDDP expects same {what} across all ranks. What appears not to match:\n{listed}\n"
@@ -65,58 +48,42 @@ def different(what: str, rank: int, every: Sequence[Mapping[str, str]], advice: 
     )
 
 
-def illegal_transition(state: str, wanted: str) -> str:
-    """The reducer was asked for something that its state does not allow."""
-    return (
-        f"the reducer is {state} and cannot become {wanted}. An exception during backward leaves "
-        "it REDUCING: construct a new wrapper to go on after one."
-    )
-
-
 def unfinished(
     rank: int, absent: Mapping[int, str], find_unused: bool, reason: str | None = None
 ) -> str:
-    """The previous backward left buckets waiting for `absent` (index to name).
-
-    `reason` replaces what is said about unused parameters.
-    """
+    """The previous backward left buckets waiting for `absent` (index to name), for a `reason`."""
     advice = (
-        "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` "
-        "outputs participate in computing loss. You can fix this by "
+        "Since `find_unused_parameters=True` is enabled, some outputs are likely unused. Fix it by"
         if find_unused
         else "You can enable unused parameter detection by passing the keyword argument "
-        "`find_unused_parameters=True` to the wrapper, and by "
+        "`find_unused_parameters=True` to the wrapper, and by"
     )
     reason = reason or (
         "This error indicates that your module has parameters that were not used in producing "
-        f"loss. {advice}making sure all `forward` function outputs participate in calculating "
+        f"loss. {advice} making sure all `forward` function outputs participate in calculating "
         "loss. Outputs are found in tensors, tuples, lists, dicts and dataclasses only."
     )
+    lacks = f"did not receive grad for rank {rank}:"
     return (
         "Expected to have finished reduction in the prior iteration before starting a new one. "
-        f"{reason}\nParameter indices which did not receive grad for rank {rank}: "
-        f"{' '.join(map(str, absent))}"
-        f"\nParameters which did not receive grad for rank {rank}: {', '.join(absent.values())}"
-        "\nFor all ranks' parameters, in the step in which it happens, use strict=True of "
-        "the drop-in wrapper (torch_drop_in), or set the environment variable "
-        "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+        f"{reason}\nParameter indices which {lacks} {' '.join(map(str, absent))}"
+        f"\nParameters which {lacks} {', '.join(absent.values())}"
+        "\nFor all ranks' parameters, in the same step, use strict=True of torch_drop_in, or set "
+        "the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
     )
 
 
 def marked_twice(rank: int, index: int, name: str, searched: bool) -> str:
     """A second gradient of one parameter in one backward, after its bucket took the first."""
-    third = (
-        "3) Incorrect unused parameter detection: the parameter was not part of the graph of "
-        "`forward`'s return value; try `find_unused_parameters=False`. "
-    )
+    third = " 3) Incorrect unused parameter detection; try `find_unused_parameters=False`."
     return (
         "Expected to mark a variable ready only once. This error is caused by one of the following "
         "reasons: 1) Use of a module parameter outside the `forward` function, or in concurrent "
         "forward-backward passes. 2) Reused parameters in multiple reentrant backward passes, as "
         "when several reentrant `checkpoint` functions wrap the same part of the model: pass "
         "static_graph=True if the graph never changes, or use checkpoint(..., use_reentrant=False)."
-        f" {third * searched}\nParameter at index {index} with name {name} has been marked as "
-        f"ready twice on rank {rank}: its autograd hook has fired twice in this iteration."
+        f"{third * searched}\nParameter at index {index} with name {name} has been marked as ready "
+        f"twice on rank {rank}: its autograd hook has fired twice in this iteration."
     )
 
 

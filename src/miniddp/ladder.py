@@ -9,8 +9,7 @@
 | `BucketedOverlapped` | a few large messages, sent during backward: what DDP does | B | during it |
 
 for P parameters in B buckets, all of one dtype and device. The additional all-reduce tells which
-gradients exist; elsewhere these flags travel with the gradients. On every rung a rank sends about
-2(W−1)/W bytes per byte of gradient. All rungs have one interface:
+gradients exist; elsewhere these flags travel with the gradients. All rungs have one interface:
 
     rung = Flat(module)                # every rank gets rank 0's parameters and buffers
     with rung.no_sync():               # to accumulate: for all micro-batches but the last
@@ -18,12 +17,9 @@ gradients exist; elsewhere these flags travel with the gradients. On every rung 
     loss(module(last)).backward()
     rung.finish()                      # after the last backward, before optimizer.step()
 
-All obey the rules that the simplest code forgets: every rank launches the same all-reduces in the
-same order; a gradient missing on some ranks counts as zeros; one missing on every rank stays None.
-
-On a GPU the gradients have to be accumulated on one CUDA stream, as they are unless a forward uses
-several: only `miniddp.reducer` waits for other streams. Source: section 3.2 of Li et al. (see
-`miniddp.reducer`) climbs the same rungs.
+All obey the two rules of `miniddp.manual`. On a GPU the gradients have to be accumulated on one
+CUDA stream, as they are unless a forward uses several: only `miniddp.reducer` waits for other
+streams. Source: section 3.2 of Li et al. (see `miniddp.reducer`) climbs the same rungs.
 """
 
 from collections.abc import Iterator
@@ -44,9 +40,8 @@ from miniddp.replicas import broadcast_tensors, this_group, verify_same_model
 class Rung:
     """What the rungs share: equal replicas at the start, and when not to communicate.
 
-    `module` is this rank's replica; `group` the process group, the default one when None. Raises
-    ValueError if no parameter requires a gradient, RuntimeError if the ranks' modules differ in
-    more than their values. Cost: one broadcast of the module, once.
+    Raises ValueError if no parameter of `module` requires a gradient, RuntimeError if the modules
+    of the ranks in `group` (None: the default one) differ in more than their values.
     """
 
     overlaps = False
@@ -103,7 +98,10 @@ class Rung:
     def second_backward(self, parameter: nn.Parameter) -> RuntimeError:
         """A gradient arrived a second time within one step."""
         names = {p: name for name, p in self.module.named_parameters()}
-        return RuntimeError(errors.second_backward(names[parameter]))
+        return RuntimeError(
+            f"the gradient of {names[parameter]} arrived a second time before finish(). Call it "
+            "after every backward, also after one that raised; to accumulate, use no_sync()."
+        )
 
 
 class PerParameter(Rung):
@@ -121,9 +119,9 @@ class Flat(Rung):
 
 
 class OverlappedPerParameter(Rung):
-    """Rung 3: one all-reduce per parameter, launched once the gradient is ready, in a fixed order.
+    """Rung 3: one all-reduce per parameter, launched once the gradient is ready. No copies.
 
-    The order is the module's, reversed: roughly that in which gradients appear. No copies.
+    The order is the module's, reversed: roughly that in which gradients appear.
     """
 
     overlaps = True

@@ -5,10 +5,9 @@ gradient (backward); the gradients of all ranks are summed and divided by W (all
 applies the same average to the same parameters (step). `average_gradients` is the all-reduce. It
 starts when backward has ended: nothing overlaps. Two rules are easy to break:
 
-- *Every rank must call the same collectives in the same order.* Skipping a parameter whose gradient
-  is None breaks this as soon as a gradient is missing on one rank only. Two different parameters
-  are then added together without an error, and eventually some rank waits forever. Here all that
-  any rank used take part, in the module's order; a missing gradient counts as zeros.
+- *Every rank must call the same collectives in the same order.* A rank that skips a parameter whose
+  gradient is None adds two different parameters together without an error, and eventually some rank
+  waits forever. Here all that any rank used take part; a missing gradient counts as zeros.
 - *A parameter that no rank used keeps `grad = None`.* Zeros would let Adam's momentum and weight
   decay move it, which a single process would not do.
 
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from miniddp.replicas import size_of_group
+from miniddp.replicas import this_group
 
 Combine = Literal["average", "sum"]
 Group = dist.ProcessGroup | None
@@ -46,8 +45,7 @@ def average_gradients(
     Raises ValueError for another `combine`, and on a rank that is not in `group`.
 
     Cost, for P used parameters on W ranks: P all-reduces, and one of a byte per parameter that says
-    which gradients exist; with `flat`, one per dtype and device, which carries those flags too. A
-    ring all-reduce of b bytes sends 2(W−1)/W · b from each rank, in 2(W−1) steps.
+    which gradients exist; with `flat`, one per dtype and device, which carries those flags too.
     """
     if combine not in ("average", "sum"):
         raise ValueError(f'combine must be "average" or "sum", got {combine!r}')
@@ -56,7 +54,7 @@ def average_gradients(
         return
     gradients = [own_gradient(p) for p in parameters]
     has_gradient = [p.grad is not None for p in parameters]
-    divisor = size_of_group(group) if combine == "average" else 1
+    divisor = this_group(group).size() if combine == "average" else 1
     combine_all = _all_reduce_flat if flat else _all_reduce_each
     exists_somewhere = combine_all(gradients, has_gradient, divisor, group)
     for parameter, gradient, exists in zip(parameters, gradients, exists_somewhere, strict=True):

@@ -11,8 +11,8 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
 6. *Rebuild.* Once, before the first forward after a reduced backward: assign the buckets again, in
    the order of arrival on rank 0. With `find_unused_parameters`, never.
 
-What the reducer is doing is one value, `ReducerState`; any other transition raises RuntimeError.
-`reset_state` leads from every state to IDLE.
+What the reducer is doing is one value, `ReducerState`. Any other transition than these raises
+RuntimeError; `reset_state` leads from every state to IDLE.
 
 ============  ===============================================================  ===================
 state         meaning                                                          next
@@ -25,9 +25,8 @@ state         meaning                                                          n
 `FINALIZING`  all buckets are launched; their averages are awaited             IDLE, LOCAL
 ============  ===============================================================  ===================
 
-Cost per backward: one all-reduce per bucket, which on a ring sends 2(W−1)/W times the gradients'
-bytes from each rank; with `find_unused_parameters`, one more of 4 bytes per parameter. Memory: one
-buffer as large as the gradients, or nothing beyond the gradients with `gradient_as_bucket_view`.
+Cost per backward: one all-reduce per bucket; on a ring, each rank sends 2(W−1)/W bytes per byte of
+gradient. Memory: one buffer as large as the gradients; with `gradient_as_bucket_view`, none.
 
 Source: torch/csrc/distributed/c10d/reducer.cpp, whose names and arithmetic this file follows; Li et
 al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
@@ -64,10 +63,8 @@ class Reducer:
 
     Args:
         parameters, names: those that require a gradient, in the same order on every rank.
-        process_group: the ranks that average.
+        process_group, find_unused_parameters, gradient_as_bucket_view: as in `miniddp.ddp`.
         caps: the buckets' caps in bytes (`miniddp.buckets.bucket_caps`).
-        find_unused_parameters: see `miniddp.unused`.
-        gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
         plan_at_once: apply the caps from the first backward on. Otherwise it uses one bucket per
             dtype and device, because the order of the gradients is not yet known.
     """
@@ -91,14 +88,13 @@ class Reducer:
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.device = self.parameters[0].device
-        self.lock = threading.RLock()  # autograd runs one thread per GPU
+        self.lock = threading.RLock()  # held for what concerns several buckets
 
         self.state = self.state_between_backwards = IDLE
         self.rebuilt = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
-        # Whether every gradient that arrives while REDUCING is counted; changed by the rooms.
+        # While REDUCING, does every gradient count, with nothing else to do? Changed by the rooms.
         self.counts_every_hook = not find_unused_parameters
-        self.order: list[int] = []  # the indices of the gradients, as they arrived
         self.usage = UsedParameters(self.parameters, process_group)
         self.build(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
         self.hook_accumulators()
@@ -149,7 +145,9 @@ class Reducer:
 
     def reset_bucket_counting(self) -> None:
         """Expect every gradient once more. Extended by extras.static_graph."""
-        self.order, self.next_bucket = [], 0
+        self.arrived = [False] * len(self.parameters)
+        self.order: list[int] = []  # the indices of the gradients, as they arrived
+        self.next_bucket = 0
         for bucket in self.buckets:
             bucket.reset()
 
@@ -161,19 +159,26 @@ class Reducer:
     def enter(self, state: ReducerState) -> None:
         """Change the state. Raises RuntimeError if the table above does not allow it."""
         if state not in _NEXT[self.state]:
-            raise self.error(errors.illegal_transition(self.state.name, state.name))
+            raise self.error(
+                f"the reducer is {self.state.name} and cannot become {state.name}. If a backward "
+                "raised an exception, construct a new wrapper to go on."
+            )
         self.state = state
 
     # 3. Collect -----------------------------------------------------------------------------------
 
     def autograd_hook(self, index: int) -> None:
-        """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined."""
-        with self.lock:
-            # The common case needs no method call: this hook runs once per gradient.
-            common = self.state is REDUCING and self.counts_every_hook
-            if common or self.expect_autograd_hook(index):
-                self.order.append(index)
-                self.mark_variable_ready(index)
+        """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined.
+
+        The common case runs once per gradient and takes no lock: autograd has one thread per
+        device, and all gradients of a bucket are on one device.
+        """
+        if self.state is not REDUCING or not self.counts_every_hook:
+            with self.lock:
+                if not self.expect_autograd_hook(index):
+                    return
+        self.order.append(index)
+        self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
         """Update the state; whether the gradient is to be counted. Extended by static_graph."""
@@ -187,8 +192,8 @@ class Reducer:
 
     def start_reduction(self) -> None:
         """At the first gradient of an announced backward: unreachable ones count as ready."""
-        self.enter(REDUCING)
         self.current_divisor = self.divisor()
+        self.enter(REDUCING)
         for index in self.usage.unreachable:
             self.mark_variable_ready(index)
 
@@ -198,25 +203,33 @@ class Reducer:
 
     def mark_variable_ready(self, index: int) -> None:
         """Count a gradient; copy its run into the bucket once the run is complete."""
-        bucket, run = self.place_of[index]
-        if index not in run.missing:
+        if self.arrived[index]:
             searched = bool(self.usage.unreachable)
             raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
-        run.missing.remove(index)
-        if bucket.buffer.is_cuda:
+        self.arrived[index] = True
+        bucket, run = self.place_of[index]
+        if bucket.on_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
-        if run.missing:
-            return
+        run.missing -= 1
+        if run.missing == 0:
+            self.copy_in(bucket, run)
+            with self.lock:  # full buckets of several devices are launched in one order
+                bucket.missing_runs -= 1
+                if bucket.missing_runs == 0:
+                    self.mark_bucket_ready()
+
+    def copy_in(self, bucket: Bucket, run: Run) -> None:
+        """Copy a run into its bucket. Raises RuntimeError for a sparse gradient among dense."""
         bucket.wait_for_streams()
         try:
             bucket.copy_in(run, self.current_divisor, self.gradient_as_bucket_view)
         except RuntimeError:  # checked after a failure only: a look at every gradient is slow
-            if misplaced := [self.names[bucket.indices[slot]] for slot in bucket.misplaced()]:
-                raise self.error(errors.misplaced(self.rank, misplaced, bucket.holds)) from None
+            dense = bucket.holds == "dense"
+            pairs = [(self.names[i], self.parameters[i].grad) for i in bucket.indices]
+            wrong = [n for n, g in pairs if g is not None and (g.layout == torch.strided) != dense]
+            if wrong:
+                raise self.error(errors.misplaced(self.rank, wrong, bucket.holds)) from None
             raise
-        bucket.missing_runs -= 1
-        if bucket.missing_runs == 0:
-            self.mark_bucket_ready()
 
     # 4. Launch ------------------------------------------------------------------------------------
 
@@ -292,12 +305,12 @@ class Reducer:
     def ensure_prior_reduction_finished(self) -> None:
         """Raise RuntimeError if gradients of a reduced backward never arrived."""
         if self.state is REDUCING:
-            absent = {index: self.names[index] for index in self.absent()}
-            raise self.error(errors.unfinished(self.rank, absent, self.find_unused_parameters))
+            found = self.find_unused_parameters
+            raise self.error(errors.unfinished(self.rank, self.absent(), found))
 
-    def absent(self) -> list[int]:
-        """The indices of the parameters whose gradients have not arrived."""
-        return sorted(i for bucket in self.buckets for run in bucket.runs for i in run.missing)
+    def absent(self) -> dict[int, str]:
+        """The parameters whose gradients have not arrived, index to name."""
+        return {i: self.names[i] for i, arrived in enumerate(self.arrived) if not arrived}
 
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
         """The exception to raise. Overridden by torch_drop_in, which logs the message."""

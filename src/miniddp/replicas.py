@@ -1,8 +1,7 @@
 """Equal replicas: verify that all ranks hold the same model, then broadcast one rank's values.
 
 Averaged gradients keep replicas equal only if they start equal. A broadcast between models that
-differ would crash, hang, or write garbage without an error, so their descriptions are compared
-first.
+differ would crash, hang, or write garbage, so their descriptions are compared first.
 
 Cost: one all-gather of 32 bytes per rank if all agree (of the descriptions, if not), and one
 broadcast per dtype and 250 MiB of parameters and buffers.
@@ -12,7 +11,8 @@ Source: _verify_param_shape_across_processes and _sync_module_states in torch/di
 import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import accumulate
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -43,8 +43,7 @@ def wait_for_future(future: Future, buffer: Tensor) -> Any:
 def wait_for_default_stream(device: torch.device) -> None:
     """Let the current CUDA stream wait for the default one, unless a CUDA graph is captured.
 
-    A future of NCCL makes the current stream wait for its collective. A future of gloo does not:
-    gloo's thread has made the default stream wait. Checked as `Bucket.wait_for_streams` is.
+    NCCL's futures make the current stream wait for the collective; gloo's the default stream only.
     """
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     if current != default and not torch.cuda.is_current_stream_capturing():
@@ -53,16 +52,9 @@ def wait_for_default_stream(device: torch.device) -> None:
 
 def this_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """`group`, or the default one. Raises ValueError on a rank outside the group."""
-    size_of_group(group)
-    return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
-
-
-def size_of_group(group: dist.ProcessGroup | None) -> int:
-    """W, the number of ranks in `group` (None: the default group), or ValueError outside of it."""
-    size = dist.get_world_size(group)
-    if size < 0:  # collectives would only warn
+    if dist.get_world_size(group) < 0:  # collectives would only warn
         raise ValueError(f"rank {dist.get_rank()} is not in the group: call on its members only")
-    return size
+    return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
 
 
 def verify_same_model(
@@ -77,13 +69,19 @@ def verify_same_model(
     `settings` is what else must agree. `problem` keeps this rank from taking part: it is raised
     here, and the other ranks raise RuntimeError.
     """
-    ours = (
-        {name: _describe(tensor) for name, tensor in named.items()},
-        {name: repr(value) for name, value in (settings or {}).items()},
-        "" if problem is None else f"{type(problem).__name__}: {problem}",
-    )
-    digest = hashlib.sha256(repr([list(ours[0].items()), *ours[1:]]).encode()).digest()
-    message = torch.tensor(list(digest), dtype=torch.uint8, device=_device_of(named, group))
+    model = {
+        name: f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}, "
+        + ("trainable" if tensor.requires_grad else "not trainable")
+        for name, tensor in named.items()
+    }
+    values = {name: repr(value) for name, value in (settings or {}).items()}
+    fault = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    ours = (list(model.items()), values, fault)
+    devices = [tensor.device for tensor in named.values()] or [
+        torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    ]
+    digest = list(hashlib.sha256(repr(ours).encode()).digest())
+    message = torch.tensor(digest, dtype=torch.uint8, device=devices[0])
     gathered = [torch.empty_like(message) for _ in range(group.size())]
     wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
     every = [ours] * group.size()
@@ -91,29 +89,28 @@ def verify_same_model(
         dist.all_gather_object(every, ours, group=group)
     elif problem is None:
         return
-    models, of_settings, problems = zip(*every, strict=True)
+    models, of_settings, faults = zip(*every, strict=True)
     if problem is not None:
         raise problem
-    if any(problems):
-        raise RuntimeError(errors.another_rank_failed(group.rank(), problems))
-    if all(list(model.items()) == list(models[0].items()) for model in models):
-        advice = "Pass the same values on every rank: they decide which collectives it calls."
-        raise RuntimeError(errors.different("settings", group.rank(), of_settings, advice))
+    if any(faults):
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)
+        raise RuntimeError(
+            f"Rank {group.rank()} could take part, but others could not, so every rank raises. "
+            f"{told}"
+        )
+    what, found = "model", [dict(items) for items in models]
     advice = "Build the module by the same code and configuration on every rank, then wrap it."
-    raise RuntimeError(errors.different("model", group.rank(), models, advice))
-
-
-def _device_of(named: Mapping[str, Tensor], group: dist.ProcessGroup) -> torch.device:
-    for tensor in named.values():
-        return tensor.device
-    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    if all(items == models[0] for items in models):
+        what, found = "settings", list(of_settings)
+        advice = "Pass the same values on every rank: they decide which collectives it calls."
+    raise RuntimeError(errors.different(what, group.rank(), found, advice))
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
     """Overwrite `tensors` with those of rank `src`; shapes must agree on every rank.
 
     Autograd's version counters stay as they are, so a graph built before may still be used.
-    Raises ValueError if a tensor is expanded: its elements share memory and cannot be written.
+    Raises ValueError if a tensor is expanded.
     """
     for tensor in tensors:
         # Checked on the source too, which would otherwise wait alone for the others.
@@ -136,15 +133,8 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
 
 def plan_of_rank_0(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> Plan:
     """Rank 0's plan, on every rank of `group`; the plans must hold the same parameters."""
-    indices = [index for bucket in plan for index in bucket]
-    sizes = [len(bucket) for bucket in plan] + [0] * (len(indices) - len(plan))
-    message = torch.tensor([indices, sizes], device=device)
+    numbered = [(number, index) for number, bucket in enumerate(plan) for index in bucket]
+    message = torch.tensor(numbered, device=device)
     wait_for(dist.broadcast(message, group=group, group_src=0, async_op=True))
-    indices, sizes = message.tolist()
-    ends = list(accumulate(sizes))
-    return [indices[end - size : end] for end, size in zip(ends, sizes, strict=True) if size]
-
-
-def _describe(tensor: Tensor) -> str:
-    trainable = "trainable" if tensor.requires_grad else "not trainable"
-    return f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}, {trainable}"
+    buckets = groupby(message.tolist(), key=itemgetter(0))
+    return [[index for _, index in of_bucket] for _, of_bucket in buckets]

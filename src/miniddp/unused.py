@@ -4,24 +4,30 @@ With `find_unused_parameters=True`:
 
 1. *Search.* After a synchronized forward, walk the graph from its outputs. A parameter whose
    accumulator is not reached gets no gradient on this rank; its bucket must not wait for one.
-2. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
-3. *All-reduce.* After the last bucket, one all-reduce counts the ranks that used each parameter.
-4. *Write.* A parameter that some rank used gets the average, in which the others count as zeros.
+2. *Gate.* The outputs pass through one node of the graph, `OutputGate`, so that a loss that ignores
+   some of them still reaches all that the search has found.
+3. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
+4. *All-reduce.* After the last bucket, one all-reduce counts the ranks that used each parameter.
+5. *Write.* A parameter that some rank used gets the average, in which the others count as zeros.
    One that no rank used keeps its `.grad`: zeros would let momentum and weight decay move it.
 
-Cost per backward: one visit per node of the graph, and one all-reduce of 4 bytes per parameter.
-Source: search_unused_parameters and all_reduce_local_used_map in torch's reducer.cpp.
+Cost: a few microseconds per node of the graph, a copy of the outputs, and one all-reduce of 4 bytes
+per parameter. Source: search_unused_parameters and all_reduce_local_used_map in torch's
+reducer.cpp; _DDPSink in torch/nn/parallel/distributed.py.
 """
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.profiler import record_function
 
-from miniddp.autograd_graph import reachable_from
 from miniddp.replicas import wait_for
 
 
@@ -31,16 +37,25 @@ class UsedParameters:
     def __init__(self, parameters: Sequence[Tensor], process_group: dist.ProcessGroup):
         self.parameters, self.process_group = parameters, process_group
         self.unreachable: list[int] = []  # indices that the announced backward cannot reach
-        self.used = [0] * len(parameters)  # on this rank, since the last reduction
+        self.reset()
         self.counts = torch.empty(0)  # per parameter: how many ranks used it
-        # Per parameter, whether no rank used it; None until the all-reduce has been waited for.
-        self.nowhere: list[bool] | None = None
+        self.anywhere: list[bool] = []  # the same as yes or no; empty until it has been waited for
+
+    def reset(self) -> None:
+        """After a reduction: nothing is used yet."""
+        self.used = [0] * len(self.parameters)  # on this rank, since the last reduction
 
     def search(self, accumulators: Sequence[Node], outputs: Iterable[Tensor]) -> None:
         """Find the parameters that no path from `outputs` reaches."""
         with record_function("miniddp.search_unused_parameters"):
-            reachable = reachable_from(outputs)
-        self.unreachable = [i for i, node in enumerate(accumulators) if node not in reachable]
+            reached = {get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad}
+            to_visit = list(reached)
+            while to_visit:
+                for node, _ in to_visit.pop().next_functions:
+                    if node is not None and node not in reached:
+                        reached.add(node)
+                        to_visit.append(node)
+        self.unreachable = [i for i, node in enumerate(accumulators) if node not in reached]
 
     def mark(self, index: int) -> None:
         """Count a parameter as used on this rank, if it has a gradient."""
@@ -52,18 +67,72 @@ class UsedParameters:
         device = self.parameters[0].device
         self.counts = torch.tensor(self.used, dtype=torch.int32, device=device)
         self.work = dist.all_reduce(self.counts, group=self.process_group, async_op=True)
-        self.nowhere = None
+        self.anywhere = []
 
     def slots_to_write(self, indices: Sequence[int]) -> list[int]:
         """The positions in `indices` of the parameters that some rank used."""
-        return [s for s, i in enumerate(indices) if self.used[i] or not self._unused_everywhere(i)]
-
-    def _unused_everywhere(self, index: int) -> bool:
-        if self.nowhere is None:  # wait only when a parameter is unused on this rank
+        if not self.anywhere and not all(self.used[index] for index in indices):
             wait_for(self.work)
-            self.nowhere = (self.counts == 0).tolist()
-        return self.nowhere[index]
+            self.anywhere = (self.counts > 0).tolist()
+        return [s for s, i in enumerate(indices) if self.used[i] or self.anywhere[i]]
 
-    def reset(self) -> None:
-        """After a reduction: nothing is used yet."""
-        self.used = [0] * len(self.used)
+
+class OutputGate(torch.autograd.Function):
+    """The identity on all outputs together: backward visits all of them or none.
+
+    The hooks of parameters behind an ignored output then run, with an undefined gradient. Without
+    the gate they would not, and their buckets would never be full.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, clone: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # Without a copy, autograd takes the outputs for views and refuses in-place changes.
+        return tuple(tensor.clone() for tensor in tensors) if clone else tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *gradients)
+
+    @classmethod
+    def pass_through(cls, output: Any, clone: bool = True) -> Any:
+        """`output`, every tensor of it that has a graph led through one gate."""
+        tensors = find_tensors(output)
+        gated = iter(cls.apply(clone, *(t for t in tensors if t.grad_fn is not None)) or ())
+        replacements = [next(gated) if t.grad_fn is not None else t for t in tensors]
+        return replace_tensors(output, iter(replacements))
+
+
+def find_tensors(output: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists, dicts, and dataclasses, in a fixed order."""
+    if isinstance(output, Tensor):
+        return [output]
+    return [tensor for part in _parts(output).values() for tensor in find_tensors(part)]
+
+
+def replace_tensors(output: Any, replacements: Iterator[Tensor]) -> Any:
+    """A copy of `output` in which each tensor of `find_tensors(output)` is the next replacement."""
+    if isinstance(output, Tensor):
+        return next(replacements)
+    parts = {key: replace_tensors(part, replacements) for key, part in _parts(output).items()}
+    if not parts:
+        return output
+    if isinstance(output, tuple):
+        values = parts.values()
+        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    replaced = copy.copy(output)
+    indexed = isinstance(output, dict | list)
+    assign = replaced.__setitem__ if indexed else partial(object.__setattr__, replaced)
+    for key, part in parts.items():
+        assign(key, part)
+    return replaced
+
+
+def _parts(output: Any) -> dict[Any, Any]:
+    if isinstance(output, dict):  # first: a model output may be a dict and a dataclass
+        return dict(output)
+    if isinstance(output, list | tuple):
+        return dict(enumerate(output))
+    if is_dataclass(output) and not isinstance(output, type):
+        return {field.name: getattr(output, field.name) for field in fields(output)}
+    return {}

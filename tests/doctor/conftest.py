@@ -1,7 +1,5 @@
 """One rank server for all tests of the doctor, and scripts that a test writes itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

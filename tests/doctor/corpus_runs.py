@@ -1,7 +1,5 @@
 """Run the scripts of a corpus, with and without the doctor, and compare."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,7 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 HERE = Path(__file__).resolve().parent
 # The time a run took is printed by some frameworks, and is never the same twice.
@@ -32,7 +30,7 @@ class Script:
     launch: str
 
     @classmethod
-    def read(cls, path: Path) -> Script:
+    def read(cls, path: Path) -> Self:
         first = path.read_text().split("\n", 1)[0]
         match = HEADER.match(first)
         if match is None:
@@ -58,11 +56,11 @@ class Outcome:
     errors: str
     report: dict[str, Any] | None = None
 
-    def same(self, other: Outcome) -> bool:
+    def same(self, other: Self) -> bool:
         ours, theirs = (self.codes, self.lines, self.steps), (other.codes, other.lines, other.steps)
         return ours == theirs
 
-    def differences(self, other: Outcome) -> str:
+    def differences(self, other: Self) -> str:
         """What is not the same, in words; empty if everything is."""
         found = []
         if self.codes != other.codes:
@@ -81,7 +79,7 @@ class Server:
     modules: tuple[str, ...] = ()
     process: subprocess.Popen[str] = field(init=False)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         environment = {
             key: value
             for key, value in os.environ.items()

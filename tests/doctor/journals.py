@@ -1,7 +1,5 @@
 """Journals of runs that never ran: what each rank would have written, from a few numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ddp_doctor.journal import Now, Pages

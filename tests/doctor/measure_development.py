@@ -8,8 +8,6 @@ which they differ. Replicas are compared between the ranks of the broken script:
 difference of a parameter. With `--write` the second line of the script is replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -18,8 +18,6 @@ every optimizer step. `references/NAME.py` then computes in one process what is 
 Without a reference only the replicas' last weights are compared and the exit code is reported.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -38,7 +36,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +59,7 @@ class Header:
     measured: str
 
     @classmethod
-    def of(cls, path: Path) -> Header:
+    def of(cls, path: Path) -> Self:
         lines = path.read_text().splitlines()
         if not lines[0].startswith("# doctor: ") or not lines[1].startswith("# measured: "):
             raise ValueError(f"{path}: the first two lines must be '# doctor:' and '# measured:'")

@@ -5,9 +5,8 @@ Requests and answers are one JSON line each, on standard input and output. A req
 script, the number of ranks, how it is launched, whether the doctor looks on, and a scratch folder.
 """
 
-from __future__ import annotations
-
 import atexit
+import functools
 import importlib
 import json
 import os
@@ -38,9 +37,8 @@ def run(
     folder = Path(scratch)
     (folder / "steps").mkdir(parents=True)
     (folder / "cwd").mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    holder = _holder_of_a_port()
+    port = holder.getsockname()[1]
     started = time.monotonic()
     count = ranks if launch == "torchrun" else 1
     children = {
@@ -61,11 +59,20 @@ def run(
             for child, rank in children.items():
                 if rank not in codes:
                     os.killpg(child, signal.SIGKILL if late else signal.SIGTERM)
+    holder.close()
     return {
         "codes": [codes[rank] for rank in range(count)],
         "seconds": time.monotonic() - started,
         "pids": sorted(children),
     }
+
+
+def _holder_of_a_port() -> socket.socket:
+    """Bound and not listening: no other process is given its port, and rank 0 can listen there."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def _fork(
@@ -107,6 +114,7 @@ def _fork(
         import steps
 
         steps.watch(str(folder / "steps"))
+        _wait_before_groups_end()
         code = _execute(script, doctor)
     except BaseException:
         traceback.print_exc()
@@ -115,6 +123,24 @@ def _fork(
         sys.stderr.flush()
         os._exit(code)
     return 0
+
+
+def _wait_before_groups_end() -> None:
+    """Let gloo's thread drop its last collective before a wrapper is freed, in both kinds of runs.
+
+    A DDP wrapper's destructor joins that thread with the interpreter's lock held, and the thread
+    may wait for the lock (torch 2.13): one run in fifty would hang, with or without the doctor.
+    """
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def after_a_pause(*args: object, **kwargs: object) -> None:
+        time.sleep(0.05)
+        destroy(*args, **kwargs)
+
+    dist.destroy_process_group = after_a_pause
 
 
 def _execute(script: str, doctor: list[str] | None) -> int:

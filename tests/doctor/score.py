@@ -1,7 +1,5 @@
 """Score the doctor on a corpus: `python -m tests.doctor.score [folder] [-k part of a name]`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models and losses for `check_step`: its ranks import them."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """`check_step`: the ratio, the cosine, and the name of the factor."""
 
-from __future__ import annotations
-
 import pytest
 from doctor import steps_to_check as steps
 

@@ -1,7 +1,5 @@
 """A part of the development corpus, small enough for every change; the score runs all of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The equation: factors, counts, and the weight of each item."""
 
-from __future__ import annotations
-
 import pytest
 from doctor.journals import run_of, window
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The programs of the five threads, as the page shows them: the doctor names each cause."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable

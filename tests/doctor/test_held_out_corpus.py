@@ -1,7 +1,5 @@
 """The held-out corpus is what its headers say: complete, well-formed, and measured."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

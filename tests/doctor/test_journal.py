@@ -1,7 +1,5 @@
 """The journal is bounded, and it survives what its process does not."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

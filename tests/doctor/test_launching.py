@@ -1,7 +1,5 @@
 """How a run gets its doctor: accelerate, one line in a notebook cell; and without Jinja2."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

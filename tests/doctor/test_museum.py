@@ -1,7 +1,5 @@
 """The museum's exhibits, trained under the doctor: the chapter's table says what it finds."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What happens to a run does not depend on the doctor, and the doctor survives what happens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +114,7 @@ def test_a_compiled_model_computes_the_same_and_is_understood(
     assert looked.codes == [0, 0], looked.errors
     assert looked.same(plain)
     assert looked.report is not None
-    assert looked.report["equation"]["right"]
+    assert looked.report["equation"]["right"], looked.report["equation"]
 
 
 def test_eight_ranks_are_merged(server: Server, script: Write) -> None:
@@ -216,7 +214,7 @@ def event():
     assert looked.same(plain)
     assert codes(looked) == {}
     assert looked.report is not None
-    assert looked.report["equation"]["right"]
+    assert looked.report["equation"]["right"], looked.report["equation"]
 
 
 def test_a_wrapper_that_was_made_and_dropped_is_named(server: Server, script: Write) -> None:
@@ -239,7 +237,7 @@ def test_a_wrapper_of_another_library_is_recognized_by_what_it_has(
     assert looked.codes == [0, 0], looked.errors
     assert looked.same(plain)
     assert looked.report is not None
-    assert looked.report["equation"]["right"]
+    assert looked.report["equation"]["right"], looked.report["equation"]
     assert looked.report["equation"]["combination_factor"] == pytest.approx(1 / 2)
     assert codes(looked) == {}
     bypassed = server.run(script(text.replace("model(x)", "model.module(x)")), doctor=True)
@@ -259,7 +257,7 @@ def test_a_clip_written_by_hand_does_not_change_the_equation(server: Server, scr
     assert looked.same(plain)
     assert codes(looked) == {}
     assert looked.report is not None
-    assert looked.report["equation"]["right"]
+    assert looked.report["equation"]["right"], looked.report["equation"]
 
 
 def test_processes_forked_by_a_process_that_has_trained_write_journals_of_their_own(
@@ -288,10 +286,11 @@ def rank_main(rank, port):
     dist.destroy_process_group()
 
 train(nn.Linear(3, 2), 0)
-with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
-mp.start_processes(rank_main, args=(port,), nprocs=2, start_method="fork")
+with socket.socket() as holder:  # bound, so that nobody else is given the port
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    port = holder.getsockname()[1]
+    mp.start_processes(rank_main, args=(port,), nprocs=2, start_method="fork")
 """
     looked = server.run(script(text, ranks=2, launch="python"), doctor=True)
     assert looked.codes == [0], looked.errors

@@ -1,7 +1,5 @@
 """Rules on journals of runs that never ran: what each says, and when it stays silent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -32,13 +32,13 @@ ROOTS = {
     ("average", "all"): "samples of all ranks",
 }
 TEXTS = {
-    "summed": {"all": "count of all ranks", "own": "divide by own count"},
-    "divide": {"own": "own count", "all": "count of all ranks", "none": "do not divide"},
+    "summed": {"all": "global count", "own": "divide by own count"},
+    "divide": {"own": "own count", "all": "global count", "none": "do not divide"},
     "computes": {"whole": "WHOLE", "rows": "OWN ROWS"},
     "counts": {"equal": "equal counts", "unequal": "unequal counts"},
     "whole": {"gradient": "carries gradient", "plain": "plain gather"},
     "rows": {
-        "all": "divide by count of all",
+        "all": "divide by global count",
         "own": "divide by own count",
         "plain": "plain gather",
     },

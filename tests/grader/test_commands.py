@@ -225,7 +225,7 @@ def _failing(new):
     """As nbval's outcomes would be read if it had passed nothing."""
 
     def lines(self):
-        return [{**line, "passed": False} if "cell" in line else line for line in new(self)]
+        return [{**line, "passed": False} if line.get("cell") else line for line in new(self)]
 
     return lines
 

@@ -3,8 +3,11 @@
 import gc
 import itertools
 import re
+import sys
+import threading
 import weakref
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -128,9 +131,53 @@ def gradients_under_the_lock(rank: int) -> tuple[int, bool]:
     return lock.taken, all(always)
 
 
-def test_every_gradient_is_counted_and_every_bucket_launched_under_the_lock():
-    # Four gradients and one finalization per backward.
-    assert run_ranks(gradients_under_the_lock, 2) == [(10, True)] * 2
+def test_every_bucket_is_counted_and_launched_under_the_lock():
+    # Per backward its beginning and its end; one bucket in the first, four in the second.
+    assert run_ranks(gradients_under_the_lock, 2) == [(9, True)] * 2
+
+
+def two_threads_fill_two_buckets(rank: int, repeats: int) -> set[tuple[tuple[int, ...], int]]:
+    """As on two devices: each thread counts the gradients of its own bucket, all at once."""
+    wide = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(9))
+    narrow = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(9))
+    averager = MiniDDP(nn.ModuleList([wide, narrow]), init_sync=False).reducer
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(repeats):
+            launched: list[int] = []
+            ended: list[object] = []
+            averager.all_reduce_bucket = lambda _, launched=launched: launched.append(
+                averager.next_bucket
+            )
+            averager.reset_state()
+            averager.prepare_for_backward(())
+            start = threading.Barrier(2)
+
+            def count(indices: list[int], start: threading.Barrier = start) -> None:
+                start.wait()
+                for index in indices:
+                    averager.autograd_hook(index)
+
+            with mock.patch.object(reducer, "at_end_of_backward", ended.append):
+                threads = [
+                    threading.Thread(target=count, args=(bucket.indices,))
+                    for bucket in averager.buckets
+                ]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            seen.add((tuple(launched), len(ended)))
+    finally:
+        sys.setswitchinterval(switch_interval)
+    return seen
+
+
+def test_two_threads_launch_each_bucket_once_in_order_and_end_the_backward_once():
+    for seen in run_ranks(two_threads_fill_two_buckets, 2, 200):
+        assert seen == {((0, 1), 1)}
 
 
 def hooks_after_the_wrapper_is_gone(rank: int) -> tuple[int, bool]:

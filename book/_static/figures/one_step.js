@@ -50,11 +50,11 @@
   };
 
   const ROWS = {
-    1: "gradients are summed, the loss divides by the count of all ranks (or not at all)",
+    1: "gradients are summed, the loss divides by the global count (or not at all)",
     2: "gradients are summed, the loss divides by the own count",
     3: "own samples, divided by the own count, equal on all ranks",
     4: "own samples, divided by the own count, unequal",
-    5: "own samples, divided by the count of all ranks",
+    5: "own samples, divided by the global count",
     6: "own samples, not divided",
   };
 
@@ -162,7 +162,7 @@
       controls: [
         {
           kind: "choice", key: "divide", label: "Each rank divides its summed loss by",
-          options: [["own", "its own count"], ["all", "the count of all ranks"], ["none", "nothing"]],
+          options: [["own", "its own count"], ["all", "the global count"], ["none", "nothing"]],
         },
         { kind: "choice", key: "factor", label: "Multiply the loss by", options: [["1", "1"], ["W", "W"], ["1/W", "1/W"]] },
         { kind: "choice", key: "combine", label: "The ranks' gradients are", options: [["average", "averaged"], ["sum", "summed"]] },

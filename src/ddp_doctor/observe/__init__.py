@@ -3,8 +3,6 @@
 An observer costs nothing visible on a step that is not observed: one comparison per call.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from ddp_doctor.observe import (
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from ddp_doctor.session import Session
 
 
-def install(session: Session) -> Patches:
+def install(session: "Session") -> Patches:
     """Observe everything from now on."""
     patches = Patches(session.guard)
     for part in (

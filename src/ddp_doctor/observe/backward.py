@@ -4,8 +4,6 @@ A hook on a parameter sees the *local* gradient, before any wrapper or all-reduc
 hooks are registered when an observed backward begins and removed when it ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +23,7 @@ MAX_NODES = 20_000
 MAX_BACKWARDS = 64
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     recorder = session.recorder
 
     def reached(parameter: Tensor, record: dict[str, Any]) -> Any:

@@ -1,7 +1,5 @@
 """Gradient clipping: when it runs, over which gradients, and the norm that it finds."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from ddp_doctor.session import Session
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     recorder = session.recorder
 
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

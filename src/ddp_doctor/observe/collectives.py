@@ -3,8 +3,6 @@
 The gradients that DistributedDataParallel sends itself do not pass through these functions.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +26,7 @@ NAMES = (
 MAX_PER_WINDOW = 300
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     recorder = session.recorder
     depth = [0]
     count = [0]

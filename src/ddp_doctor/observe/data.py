@@ -1,7 +1,5 @@
 """Samplers, loaders and data sets: who gets which rows, in which order, in which epoch."""
 
-from __future__ import annotations
-
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ MAX_ROWS = 4096
 MAX_BYTES = 1 << 24
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     recorder = session.recorder
     epochs: dict[int, int] = {}
     described: set[int] = set()

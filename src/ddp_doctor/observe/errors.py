@@ -1,7 +1,5 @@
 """An exception of the user's run, as the journal keeps it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ddp_doctor.places import is_users

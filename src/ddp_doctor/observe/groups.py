@@ -1,7 +1,5 @@
 """Process groups: which rank this process is, and of how many."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
     from ddp_doctor.session import Session
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session.open()
         session.doing(f"init_process_group at {place()}")

@@ -5,8 +5,6 @@ the division by accumulation steps, the multiplication by the world size, and th
 function does not reduce. Divided by the count of items, the product is the weight of one item.
 """
 
-from __future__ import annotations
-
 import linecache
 import sys
 from typing import TYPE_CHECKING, Any
@@ -48,7 +46,7 @@ FUNCTIONS = (
 MAX_TERMS = 200
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     recorder = session.recorder
     depth = [0]
 

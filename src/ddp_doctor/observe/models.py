@@ -1,17 +1,14 @@
 """The user's modules: names of parameters, buffers, and which kinds of layers are training."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from ddp_doctor.observe.recorder import WrapperState
+from ddp_doctor.observe.states import WrapperState
 
 
 class Names:
@@ -86,15 +83,23 @@ class Names:
 
 
 def _smallest_module_with(parameters: Sequence[Tensor]) -> nn.Module | None:
+    """The live module that holds most of the parameters and least besides.
+
+    A wrapper holds the same parameters as what it wraps, so modules are counted, too: the inner one
+    is taken. The order of live objects must not decide. It differs between ranks, and ranks that
+    name a parameter differently look as if their gradients differed.
+    """
     wanted = {id(each) for each in parameters}
-    best: tuple[int, int, nn.Module] | None = None
+    best: tuple[int, int, int, nn.Module] | None = None
     for candidate in gc.get_objects():
         kind: Any = type(candidate)
         if not issubclass(kind, nn.Module) or "_parameters" not in candidate.__dict__:
             continue
         inside = {id(each) for each in candidate.parameters()}
         found = len(wanted & inside)
-        key = (found, -len(inside))
-        if found and (best is None or key > best[:2]):
+        if not found:
+            continue
+        key = (found, -len(inside), -sum(1 for _ in candidate.modules()))
+        if best is None or key > best[:3]:
             best = (*key, candidate)
-    return None if best is None else best[2]
+    return None if best is None else best[3]

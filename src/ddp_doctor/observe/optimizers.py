@@ -1,7 +1,5 @@
 """Optimizers: their parameters, when they step, and when gradients are cleared."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from ddp_doctor.session import Session
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     recorder = session.recorder
 
     def made(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """The state of the random number generator: a hash of it, never a draw."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from ddp_doctor.session import Session
 
 
-def note_state(recorder: Recorder) -> None:
+def note_state(recorder: "Recorder") -> None:
     """Write into the open window which state the forward starts from."""
     states = recorder.window.setdefault("random", [])
     if len(states) < 8:
@@ -30,7 +28,7 @@ def _state() -> int:
     return state
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     recorder = session.recorder
 
     def dropped(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """Losses that the script reads as numbers, to print or to log them."""
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 MAX_READS = 16
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     recorder = session.recorder
 
     def when() -> bool:

@@ -6,12 +6,9 @@ gradients that the optimizer saw. Observed windows are written to the journal, a
 `MAX_WINDOWS` of them.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +17,7 @@ from torch import Tensor
 
 from ddp_doctor.fingerprints import checksum, projection
 from ddp_doctor.observe.models import Names
+from ddp_doctor.observe.states import OptimizerState, WrapperState
 from ddp_doctor.places import place
 
 if TYPE_CHECKING:
@@ -32,7 +30,7 @@ MAX_PARAMETERS = 400
 class Recorder:
     """State of one process: its optimizers, wrappers, and the window that is open."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: "Session") -> None:
         self.session = session
         self.find_wrappers: Callable[[], None] | None = None
         self.begin()
@@ -295,82 +293,10 @@ class Recorder:
         )
 
 
-class OptimizerState:
-    """One optimizer: how often it stepped, and the backward passes since its last step."""
-
-    def __init__(self, optimizer: Any, index: int) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.index = index
-        self.steps = 0
-        self.backwards = 0
-        self.pending: list[dict[str, Any]] = []
-        self.done: set[str] = set()
-
-
-class WrapperState:
-    """One DistributedDataParallel-like wrapper, as it was when it was made."""
-
-    def __init__(self, wrapper: Any, module: Any, index: int) -> None:
-        self.wrapper = weakref.ref(wrapper)
-        self.module = weakref.ref(module)
-        self.index = index
-        self.prepared: bool | None = None
-        self.forwards = 0
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.at_start = {
-            name: (
-                weakref.ref(each),
-                each.requires_grad,
-                str(each.dtype),
-                accumulator(each),
-                each.shape,
-            )
-            for name, each in module.named_parameters()
-            if name not in ignored
-        }
-        self.ignored = ignored
-
-    def changes(self) -> list[dict[str, Any]]:
-        """Parameters that are not what they were when the model was wrapped."""
-        module = self.module()
-        if module is None:
-            return []
-        found = []
-        now = dict(module.named_parameters())
-        for name, each in now.items():
-            if name in self.ignored or hasattr(each, "placements"):
-                continue
-            if name not in self.at_start:
-                if each.requires_grad:
-                    found.append({"name": name, "how": "new"})
-                continue
-            reference, trained, dtype, node, shape = self.at_start[name]
-            if reference() is not each:
-                same = each.shape == shape
-                found.append({"name": name, "how": "replaced" if same else "new"})
-            elif each.requires_grad and not trained:
-                found.append({"name": name, "how": "unfrozen"})
-            elif str(each.dtype) != dtype:
-                found.append({"name": name, "how": f"converted from {dtype} to {each.dtype}"})
-            elif each.requires_grad and node is not None and accumulator(each) is not node:
-                found.append({"name": name, "how": "moved"})
-        for one in found:
-            one["wrapper"] = self.index
-        return found[:50]
-
-
 def ranks() -> int:
     """The size of the default process group; 1 without one."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if there else 1
-
-
-def accumulator(parameter: Tensor) -> Any:
-    """The node that adds a gradient to `parameter.grad`: DDP's hooks are on it."""
-    if not parameter.requires_grad or hasattr(parameter, "placements"):
-        return None
-    with torch.enable_grad():
-        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def _rounded(values: dict[str, Any]) -> dict[str, Any]:

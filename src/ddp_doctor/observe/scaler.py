@@ -1,7 +1,5 @@
 """GradScaler: its scale, and the steps that it skips."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from ddp_doctor.patching import Patches
@@ -11,7 +9,7 @@ if TYPE_CHECKING:
     from ddp_doctor.session import Session
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     recorder = session.recorder
 
     def scaled(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

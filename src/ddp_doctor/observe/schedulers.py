@@ -1,7 +1,5 @@
 """Learning-rate schedulers: how often they step, and the rates that they set."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 MAX_FACTS = 400
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     counts: dict[int, int] = {}
 
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

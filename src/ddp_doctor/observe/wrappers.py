@@ -1,7 +1,5 @@
 """DistributedDataParallel and wrappers that look like it: made when, called when, synced or not."""
 
-from __future__ import annotations
-
 import gc
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +9,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_doctor.fingerprints import checksum
-from ddp_doctor.observe.recorder import WrapperState
+from ddp_doctor.observe.states import WrapperState
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from ddp_doctor.session import Session
 
 
-def install(session: Session, patches: Patches) -> None:
+def install(session: "Session", patches: Patches) -> None:
     recorder = session.recorder
 
     known_classes: set[type] = {DistributedDataParallel}

@@ -4,8 +4,6 @@ A rule states in its docstring the condition under which the pattern it looks fo
 returns nothing then. Rules only read; they may run while the ranks are still stuck.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from ddp_doctor.equation import Equation

@@ -1,7 +1,5 @@
 """Cost, and the errors of the wrapper that have a better explanation than their text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ddp_doctor.equation import Equation

@@ -1,7 +1,5 @@
 """Data and random numbers: which rank sees which samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

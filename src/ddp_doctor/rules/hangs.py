@@ -1,7 +1,5 @@
 """Hangs: who waits in which call at which line, and who is elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ddp_doctor.equation import Equation

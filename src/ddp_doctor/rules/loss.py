@@ -1,7 +1,5 @@
 """Loss and counts: the weights of all items have to be equal, and to sum to 1."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -348,7 +346,7 @@ def _coefficient(step: Step) -> float:
 
 
 def _divides_by_all(step: Step) -> bool:
-    """Whether the loss is divided by the count of all ranks' items: visibly, or as counts tell."""
+    """Whether the loss is divided by the items of all ranks: visibly, or as counts tell."""
     counts = [count for count, _ in step.by_rank().values()]
     wanted = [step.items, *(count for count, _ in step.by_micro().values())]
     seen = any(

@@ -1,7 +1,5 @@
 """Replicas: the parameters and buffers of all ranks are meant to be equal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ddp_doctor.equation import Equation

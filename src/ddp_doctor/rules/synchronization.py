@@ -1,7 +1,5 @@
 """Synchronization: which micro-batch is averaged, and what happens before and after."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ddp_doctor.equation import Equation, alike, near, number

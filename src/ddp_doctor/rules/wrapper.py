@@ -1,7 +1,5 @@
 """The wrapper: whether the gradients pass through what combines them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ddp_doctor.equation import Equation

@@ -1,7 +1,5 @@
 """Gradients of a model with two weights as arrows in the plane: each rank's, and their average."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt

@@ -23,6 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
+from labkit.launch.kernels import AsyncKernelThroughFiles
 from labkit.launch.scripts import project_root
 
 # Marks a folder that may be cleaned, unlike one that somebody named by mistake.
@@ -52,6 +53,7 @@ def execute(chapter: Path) -> NotebookNode:
         kernel_name="python3",
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(chapter.parent)}},
+        kernel_manager_class=AsyncKernelThroughFiles,
     ).execute(env={"OMP_NUM_THREADS": "1", **os.environ})
     return normalize(notebook)
 

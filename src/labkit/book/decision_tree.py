@@ -1,7 +1,5 @@
 """A tree of questions, drawn from left to right: each answer ends in a numbered, colored leaf."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import count
 

@@ -17,7 +17,7 @@ from fontTools import subset
 from fontTools.ttLib import TTFont
 from PIL import Image
 
-from labkit.book.style_sheet import gather_sheets
+from labkit.book.style_sheet import write_one_sheet
 
 FONT_AWESOME = "_static/vendor/fontawesome"
 ICONS = "_static/icons.css"
@@ -74,7 +74,7 @@ def finish(site: Path, pages: Iterable[Path]) -> None:
     """
     texts = {path: path.read_text(encoding="utf-8") for path in pages}
     _write_icons(site, texts.values())
-    done = gather_sheets(site, {path: finished(text) for path, text in texts.items()})
+    done = write_one_sheet(site, {path: finished(text) for path, text in texts.items()})
     for path, text in done.items():
         path.write_text(text, encoding="utf-8")
     for image in (site / "_images").glob("*.png"):

@@ -1,7 +1,5 @@
 """Two figures on gathered features: what backward brings back; which scores a rank computes."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -14,10 +12,10 @@ def gather_backward(world_size: int = 4) -> Figure:
     """The gradients that reach rank 0's tensor, with and without gradient through the gather.
 
     Every rank's loss uses every rank's tensor. Panel one draws a plain all-gather with the own
-    slice put back, panel two an all-gather with gradient. At most four ranks.
+    slice reinserted, panel two an all-gather with gradient. At most four ranks.
     """
     figure, panels = plt.subplots(1, 2, figsize=(6.4, 2.7), sharey=True)
-    titles = ("plain, own slice put back", "all-gather with gradient")
+    titles = ("plain, own slice reinserted", "all-gather with gradient")
     for axes, title, sources in zip(panels, titles, (1, world_size), strict=True):
         for rank in range(world_size):
             color = figures.RANKS[rank]

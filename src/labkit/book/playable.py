@@ -14,8 +14,6 @@ nothing. `:state:` changes the state that the figure starts with, written as in 
 This module is a Sphinx extension; `_config.yml` names it.
 """
 
-from __future__ import annotations
-
 import html
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which rank holds which sample in which step, as a grid of numbered cells."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """How much each sample counts in an averaged gradient, as one bar per sample."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Two diagrams of one training step: where each surprise sits, and what `no_sync` encloses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt

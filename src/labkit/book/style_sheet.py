@@ -44,7 +44,7 @@ class NamesOfPages:
         return name in self._words or name.startswith(self._beginnings)
 
 
-def gather_sheets(site: Path, pages: dict[Path, str]) -> dict[Path, str]:
+def write_one_sheet(site: Path, pages: dict[Path, str]) -> dict[Path, str]:
     """Write the sheets that `pages` link to, without unused rules, to one; return the new pages.
 
     `pages` are the HTML of every page below `site`. Their sheets stay where they are. Gathering

@@ -1,7 +1,5 @@
 """Ratio on the left, angle to the truth on the right: one row per way to compute a gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import matplotlib.pyplot as plt

@@ -1,7 +1,5 @@
 """One gradient, averaged in half precision at many magnitudes and in two orders."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
@@ -30,7 +28,7 @@ def pull_together(problem: Problem) -> Problem:
 def swept(problem: Problem, world_size: int = 4) -> list[Verdict]:
     """Average each factor times the gradient, for each dtype and order; then divide the factor out.
 
-    A verdict's `recipe` is "bf16, divided before the sum" and so on, followed by the factor:
+    A verdict's `variant` is "bf16, divided before the sum" and so on, followed by the factor:
     a pair. Costs one all-reduce per dtype, order and factor.
     """
     truth = flatten(gradient_of(problem.model, problem.loss)).float()
@@ -40,10 +38,10 @@ def swept(problem: Problem, world_size: int = 4) -> list[Verdict]:
 def picked(sweep: list[Verdict]) -> list[Verdict]:
     """Of a sweep, the three magnitudes that a table shows, with readable names."""
     return [
-        verdict._replace(recipe=f"{size}: {verdict.recipe[0]}")
+        verdict._replace(variant=f"{size}: {verdict.variant[0]}")
         for size, factor in SHOWN.items()
         for verdict in sweep
-        if verdict.recipe[1] == factor
+        if verdict.variant[1] == factor
     ]
 
 
@@ -51,8 +49,8 @@ def drawn(problem: Problem, sweep: list[Verdict]) -> Figure:
     """Ratio against the gradient's largest element; what is infinite lies at the top."""
     largest = flatten(gradient_of(problem.model, problem.loss)).abs().max().item()
     figure, axes = plt.subplots()
-    for number, name in enumerate(dict.fromkeys(v.recipe[0] for v in sweep)):
-        ratios = [min(v.comparison.ratio, 1.6) for v in sweep if v.recipe[0] == name]
+    for number, name in enumerate(dict.fromkeys(v.variant[0] for v in sweep)):
+        ratios = [min(v.comparison.ratio, 1.6) for v in sweep if v.variant[0] == name]
         style = "-" if "before" in name else "--"
         color = figures.RANKS[number]
         axes.plot([f * largest for f in FACTORS], ratios, style, lw=2, color=color, label=name)

@@ -12,8 +12,6 @@ A loss is a function of the model and of the rows that a rank owns. On a rank th
 in DDP and the rows are that rank's; for `meant` it is the bare model in one process, and all rows.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate

@@ -3,8 +3,6 @@
 Each function starts its own ranks, and returns what was found by the exhibit's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -25,8 +25,8 @@ class Step:
 
     Attributes:
         samples: each rank's samples, as (x, y). With `accumulate` a rank needs two or more.
-        divide: what a rank divides its summed loss by: the count of its own samples (of each
-            micro-batch, if it accumulates), the count of all ranks' samples, or nothing.
+        divide: what a rank divides its summed loss by: its own number of samples (of each
+            micro-batch, if it accumulates), the number on all ranks, or nothing.
         factor: multiplies every loss.
         combine: what an all-reduce does with the ranks' gradients.
         wrapped: forward through the wrapper; False calls the module inside, so that nothing is

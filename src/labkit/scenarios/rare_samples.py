@@ -5,8 +5,6 @@ Its gradient is larger than the others', as happens with real data, and without 
 bugs in these chapters would be invisible.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """How noisy one step is when all ranks draw the same dropout masks, or their own."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

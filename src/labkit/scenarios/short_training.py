@@ -1,7 +1,5 @@
 """A few steps of training, to compare how far the weights have moved; with a loss scaler, too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """A model in which a rank may leave out a branch, and what DDP's error says about it."""
 
-from __future__ import annotations
-
 import re
 
 import torch

@@ -1,7 +1,5 @@
 """A tiny CLIP: two linear encoders onto the unit sphere, and a learned temperature."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -13,8 +13,6 @@ the replica's gradients is compared, unless it returns something else: a list of
 with notes for the table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -46,7 +44,7 @@ class Tried(NamedTuple):
     def table(self, *headers: str, digits: int = 4) -> str:
         """One line per verdict; `headers` name the columns of notes."""
         lines = zip(self.verdicts, self.notes, strict=True)
-        rows = [[v.recipe, v.ranks, *v.comparison, v.kind, *notes] for v, notes in lines]
+        rows = [[v.variant, v.ranks, *v.comparison, v.kind, *notes] for v, notes in lines]
         return table(["variant", "ranks", "ratio", "cosine", "verdict", *headers], rows, digits)
 
 
@@ -71,7 +69,7 @@ def try_variants(
         variants = {variant.__name__.replace("_", " "): variant for variant in variants}
     of_ranks = run_ranks(_on_this_rank, world_size, problem, dict(variants))
     judged = verdicts([{n: h.tensors for n, h in held.items()} for held in of_ranks], truth)
-    notes = [_notes_of(verdict, [held[verdict.recipe] for held in of_ranks]) for verdict in judged]
+    notes = [_notes_of(verdict, [held[verdict.variant] for held in of_ranks]) for verdict in judged]
     return Tried(judged, notes)
 
 
@@ -93,5 +91,5 @@ def _notes_of(verdict: Verdict, held: Sequence[Held]) -> tuple[Cell, ...]:
         return tuple(held[int(verdict.ranks.removeprefix("rank "))].notes)
     notes = {tuple(one.notes) for one in held}
     if len(notes) > 1:
-        raise ValueError(f"{verdict.recipe}: equal tensors on all ranks, but notes {notes}")
+        raise ValueError(f"{verdict.variant}: equal tensors on all ranks, but notes {notes}")
     return notes.pop()

@@ -11,8 +11,6 @@ A *direction bug* has a cosine below 1: no positive factor repairs it. Adam also
 factor per parameter, which is a direction bug over all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

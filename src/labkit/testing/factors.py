@@ -9,8 +9,6 @@
 `meant` is the loss of one process that has every sample. A loss may call collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -7,9 +7,9 @@
     truth = gradient_of(model, lambda model: F.mse_loss(model(inputs), targets))
     print(verdict_table(verdicts(run_ranks(work, 4, model, inputs, targets), truth)))
 
-A recipe is one way to combine gradients, identified by its name. Each rank returns its result for
-every recipe. The truth is the gradient of a single process with the whole batch. If all ranks hold
-the same bits, a recipe has one verdict; otherwise it has one per rank, because the replicas
+A variant is one way to compute a gradient, identified by its name. Each rank returns its result for
+every variant. The truth is the gradient of a single process with the whole batch. If all ranks hold
+the same bits, a variant has one verdict; otherwise it has one per rank, because the replicas
 diverge at the next step, which no single number shows.
 
 The same functions judge any list of tensors, for example the change of the weights in an epoch
@@ -44,9 +44,9 @@ _RATIO = 5e-3
 
 
 class Verdict(NamedTuple):
-    """The gradient of one recipe on `ranks`: its ratio, its cosine, and its kind."""
+    """The gradient of one variant on `ranks`: its ratio, its cosine, and its kind."""
 
-    recipe: str
+    variant: str
     ranks: str
     comparison: Comparison
     kind: Kind
@@ -89,41 +89,41 @@ def verdicts(
     of_ranks: Sequence[Mapping[str, Sequence[Tensor]]],
     truth: Sequence[Tensor] | Mapping[str, Sequence[Tensor]],
 ) -> list[Verdict]:
-    """Compare what `run_ranks` returned, `[rank][recipe]`, with the truth.
+    """Compare what `run_ranks` returned, `[rank][variant]`, with the truth.
 
-    `truth` is one gradient for all recipes, or one per recipe, by name. A recipe with different
+    `truth` is one gradient for all variants, or one per variant, by name. A variant with different
     bits on different ranks gives one verdict per rank.
 
-    Raises ValueError if the ranks tried different recipes, if shapes differ, or if the truth is
+    Raises ValueError if the ranks tried different variants, if shapes differ, or if the truth is
     zero everywhere.
     """
-    recipes = list(of_ranks[0])
+    variants = list(of_ranks[0])
     for rank, found in enumerate(of_ranks):
-        if list(found) != recipes:
-            raise ValueError(f"rank 0 tried {recipes}, rank {rank} {list(found)}: try the same")
+        if list(found) != variants:
+            raise ValueError(f"rank 0 tried {variants}, rank {rank} {list(found)}: try the same")
     judged = []
-    for recipe in recipes:
-        true = truth[recipe] if isinstance(truth, Mapping) else truth
-        found = [list(of_rank[recipe]) for of_rank in of_ranks]
+    for variant in variants:
+        true = truth[variant] if isinstance(truth, Mapping) else truth
+        found = [list(of_rank[variant]) for of_rank in of_ranks]
         agree = all(_same_bits(one, found[0]) for one in found)
         for rank, one in enumerate(found[:1] if agree else found):
             ranks = "all" if agree else f"rank {rank}"
             comparison = _compared(one, true)
-            judged.append(Verdict(recipe, ranks, comparison, kind_of(comparison)))
+            judged.append(Verdict(variant, ranks, comparison, kind_of(comparison)))
     return judged
 
 
-def verdict_table(judged: Sequence[Verdict], digits: int = 4) -> str:
-    """One line per verdict: recipe, ranks, ratio, cosine, kind."""
-    rows = [[v.recipe, v.ranks, *v.comparison, v.kind] for v in judged]
-    return table(["recipe", "ranks", "ratio", "cosine", ""], rows, digits)
+def verdict_table(judged: Sequence[Verdict], header: str = "variant", digits: int = 4) -> str:
+    """One line per verdict: variant, ranks, ratio, cosine, kind. `header` is above the variants."""
+    rows = [[v.variant, v.ranks, *v.comparison, v.kind] for v in judged]
+    return table([header, "ranks", "ratio", "cosine", ""], rows, digits)
 
 
 def verdict_figure(sections: Mapping[str, Sequence[Verdict]]) -> Figure:
-    """The wrong recipes of a chapter, one per line: the ratio, and the angle to the truth.
+    """The wrong variants of a chapter, one per line: the ratio, and the angle to the truth.
 
     `sections` maps a heading to each group of verdicts. Right verdicts are left out, because all
-    of them would lie on the two lines of the truth. A recipe has one dot per rank if the ranks
+    of them would lie on the two lines of the truth. A variant has one dot per rank if the ranks
     differ. A ratio that is zero or not finite is drawn at the edge. The angle is arccos of the
     cosine.
     """
@@ -134,8 +134,8 @@ def verdict_figure(sections: Mapping[str, Sequence[Verdict]]) -> Figure:
         if wrong:
             headings.append(len(lines))
             lines.append((heading, []))
-        for recipe in dict.fromkeys(v.recipe for v in wrong):
-            lines.append((recipe, [v for v in wrong if v.recipe == recipe]))
+        for name in dict.fromkeys(v.variant for v in wrong):
+            lines.append((name, [v for v in wrong if v.variant == name]))
 
     figure, (ratio, angle) = plt.subplots(1, 2, figsize=(5.8, 0.7 + 0.24 * len(lines)), sharey=True)
     largest = 90.0

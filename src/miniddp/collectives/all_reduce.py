@@ -32,10 +32,8 @@ MPICH" (2005); Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for 
 Workstations" (2009), for the lower bound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -168,7 +166,7 @@ class Nodes(NamedTuple):
     across: dist.ProcessGroup
 
     @classmethod
-    def groups(cls, ranks_per_node: int) -> Nodes:
+    def groups(cls, ranks_per_node: int) -> Self:
         """The groups, for ranks that are numbered node by node, as torchrun numbers them.
 
         Every rank of the world has to call it. Raises ValueError, on every rank, if the world is

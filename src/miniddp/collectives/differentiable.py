@@ -15,15 +15,14 @@ Every rank must reach the backward passes, too, in the same order. If every rank
 whole loss L from the output, then Σ L_r = W · L, and DDP's average delivers the gradient of L
 without a factor. If ranks compute different losses, the rule of `miniddp.training.losses` applies.
 
-A plain gather with the own slice put back needs the factor W instead, and only for the parameters
-before the gather, such as an encoder's. A parameter of the loss itself (a learned temperature) is
-then W times too large. With a plain gather and only the own rows of the loss, no factor helps.
+A plain gather with the rank's own slice reinserted needs the factor W instead, and only for the
+parameters before the gather, such as an encoder's. A parameter of the loss itself (a learned
+temperature) is then W times too large. With a plain gather and only the own rows of the loss, no
+factor helps.
 
 `torch.distributed.nn.functional` has the same two functions, deprecated in torch 2.13 in favor of a
 private module.
 """
-
-from __future__ import annotations
 
 from typing import Any
 

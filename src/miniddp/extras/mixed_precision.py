@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from miniddp.autograd_graph import at_end_of_backward, find_tensors, replace_tensors
+from miniddp.autograd_graph import at_end_of_backward
+from miniddp.unused import find_tensors, replace_tensors
 
 
 class MixedPrecision:

@@ -34,10 +34,6 @@ class SparseBucket(Bucket):
         # `record_stream` takes no sparse tensor, and the public names no uncoalesced one.
         return gradient._indices(), gradient._values()
 
-    def misplaced(self) -> list[int]:
-        gradient = self.parameters[0].grad
-        return [0] if gradient is not None and not gradient.is_sparse else []
-
     @torch.no_grad()
     def copy_in(self, run: Run, divisor: int | None, alias: bool) -> None:
         """Take the gradient as the buffer. Raises RuntimeError if it is dense."""

@@ -89,8 +89,7 @@ class StaticGraphReducer(Reducer):
                 "e.g., one parameter is used in first iteration, but then got unused in the "
                 f"second iteration. {_STATIC}"
             )
-            absent = {index: self.names[index] for index in self.absent()}
-            raise self.error(errors.unfinished(self.rank, absent, False, reason))
+            raise self.error(errors.unfinished(self.rank, self.absent(), False, reason))
         super().ensure_prior_reduction_finished()
 
 

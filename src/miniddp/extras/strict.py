@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from miniddp import errors
-from miniddp.autograd_graph import at_end_of_backward, find_tensors
+from miniddp.autograd_graph import at_end_of_backward
 from miniddp.reducer import REDUCING
 from miniddp.replicas import wait_for
+from miniddp.unused import find_tensors
 
 if TYPE_CHECKING:
     from miniddp.torch_drop_in.reducer import TorchReducer
@@ -55,7 +56,7 @@ def complete_or_raise(reducer: "TorchReducer") -> None:
         if reducer.state is not REDUCING or reducer.checked:
             return
         reducer.checked = True
-        absent = reducer.absent()
+        absent = list(reducer.absent())
         for index in absent:
             reducer.mark_variable_ready(index)
         absent_on_ranks, unsynchronized_on = gather_faults(reducer, absent)

@@ -480,6 +480,10 @@ class DistributedDataParallel(MiniDDP, Joinable):
         self._assign_modules_buffers()
         self._sync_module_buffers(source)
 
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward synchronizes the buffers, before or after it runs the module."""
+        return super()._check_sync_bufs_pre_fwd()
+
     def _check_sync_bufs_pre_fwd(self) -> bool:
         return self.will_sync_module_buffers() and not self._syncs_buffers_late()
 

@@ -21,8 +21,6 @@ and R threads share one Python interpreter.
 Source: `torch.nn.DataParallel` (torch/nn/parallel), which without a GPU runs the plain module.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Sequence

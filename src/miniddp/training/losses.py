@@ -23,8 +23,6 @@ sentences: an item then weighs more on a rank that has few of them. No learning 
 a count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
@@ -34,7 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from miniddp.replicas import size_of_group
+from miniddp.replicas import this_group
 
 Batch = TypeVar("Batch")
 
@@ -177,7 +175,7 @@ def _over_all_ranks(
     loss_sum: Tensor, count: float | Tensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
     """Sum and count over the ranks, in float64. Invalid input on one rank raises on every rank."""
-    size_of_group(group)
+    this_group(group)
     own = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
     if own.numel() != 1:
         raise ValueError(f"count has shape {tuple(own.shape)}: pass one number, such as mask.sum()")

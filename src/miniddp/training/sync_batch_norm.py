@@ -17,8 +17,6 @@ Cost, in bytes sent by each rank for C channels: 2C·b + 8 to each other rank in
 Source: `torch.nn.SyncBatchNorm` (torch/nn/modules/_functions.py), which refuses CPU tensors.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from torch.autograd.function import once_differentiable
 # The one base of BatchNorm1d, 2d and 3d, torch's SyncBatchNorm among them. It has no public name.
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from miniddp.replicas import size_of_group
+from miniddp.replicas import this_group
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -40,7 +38,7 @@ class SyncBatchNorm(_BatchNorm):
     some; C may not. Statistics are computed in float32 or higher. Every rank of the group must run
     the training forward, and backward, equally often.
 
-    The running variance is unbiased, by the count of all ranks. In eval mode, with one rank, and
+    The running variance is unbiased, by the global count. In eval mode, with one rank, and
     without a process group, nothing is exchanged: it is plain BatchNorm.
 
     Args:
@@ -103,7 +101,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"input has shape {found}, expected (N, {self.num_features}, *)")
         tracked = self.training and self.track_running_stats
         grouped = dist.is_available() and dist.is_initialized()
-        if not self.training or not grouped or size_of_group(self.process_group) == 1:
+        if not self.training or not grouped or this_group(self.process_group).size() == 1:
             untracked = self.training and not tracked
             statistics = (None, None) if untracked else (self.running_mean, self.running_var)
             use_batch = self.training or self.running_mean is None

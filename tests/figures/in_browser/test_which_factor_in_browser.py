@@ -8,16 +8,16 @@ from playwright.sync_api import expect
 
 def test_answers_lead_to_every_leaf_of_the_tree(open_figure):
     paths = {
-        1: ["summed", "the count of all ranks"],
+        1: ["summed", "the global count"],
         2: ["summed", "its own count, equal on all ranks"],
         4: ["its own only", "its own count", "not always"],
         6: ["its own only", 'nothing (reduction="sum")'],
         8: [
             "samples of all ranks, gathered",
             "the whole loss",
-            "no, and the own slice is put back",
+            "no; the rank reinserts its own slice",
         ],
-        9: ["samples of all ranks, gathered", "its own rows of it", "yes; the count of all ranks"],
+        9: ["samples of all ranks, gathered", "its own rows of it", "yes; the global count"],
         11: ["samples of all ranks, gathered", "its own rows of it", "no"],
     }
     leaves = call("which_factor", "leaf", [(number,) for number in paths])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.book.style_sheet import SHEET, gather_sheets
+from labkit.book.style_sheet import SHEET, write_one_sheet
 
 PAGE = '<html><head>{links}</head><body><p class="lead" id="top">Text</p>{body}</body></html>'
 
@@ -27,7 +27,7 @@ def gathered(site: Path, css: str, body: str = "", script: str = "") -> str:
     (site / "_static" / "styles" / "a.css").write_text(css)
     (site / "_static" / "a.js").write_text(script)
     page = PAGE.format(links=link("_static/styles/a.css?v=1"), body=body)
-    gather_sheets(site, {site / "index.html": page})
+    write_one_sheet(site, {site / "index.html": page})
     return rules_of(site)
 
 
@@ -102,7 +102,7 @@ def test_every_page_links_to_the_one_sheet_and_the_sheets_keep_their_order(site)
             links="".join(link(f"../_static/{name}.css?v=2") for name in "abc"), body=""
         ),
     }
-    first, second = gather_sheets(site, pages).values()
+    first, second = write_one_sheet(site, pages).values()
     assert rules_of(site) == "p{order:a}\np{order:b}\np{order:c}\n"
     assert first.count("stylesheet") == second.count("stylesheet") == 1
     assert ' href="_static/pages.css?v=' in first
@@ -114,13 +114,13 @@ def test_gathering_again_takes_in_a_new_page_and_a_changed_sheet_and_nothing_els
         (site / "_static" / f"{name}.css").write_text(f".lead{{order:{name}}}.card{{top:{name}}}")
     old, new = site / "old.html", site / "new.html"
     page = PAGE.format(links=link("_static/a.css") + link("_static/b.css"), body="")
-    before = gather_sheets(site, {old: page})
-    assert gather_sheets(site, before) == before
+    before = write_one_sheet(site, {old: page})
+    assert write_one_sheet(site, before) == before
     assert rules_of(site) == ".lead{order:a}\n.lead{order:b}\n"
 
     (site / "_static" / "b.css").write_text(".lead{order:c}")
     another = PAGE.format(links=link("_static/a.css"), body='<i class="card"></i>')
-    after = gather_sheets(site, {**before, new: another})
+    after = write_one_sheet(site, {**before, new: another})
     assert rules_of(site) == ".lead{order:a}\n.card{top:a}\n.lead{order:c}\n"
     versions = {re.search(r"v=(\w+)", text)[1] for text in after.values()}
     assert len(versions) == 1

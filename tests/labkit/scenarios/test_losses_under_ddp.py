@@ -43,9 +43,9 @@ def test_each_loss_gets_its_verdict_on_every_rank(counts, kinds):
         "times W": lambda model, rows: 2 * over_all(model, rows),
     }
     judged = judge(model, losses, meant=mean, counts=counts)
-    assert {v.recipe: v.kind for v in judged} == kinds
+    assert {v.variant: v.kind for v in judged} == kinds
     assert all(v.ranks == "all" for v in judged)
-    ratio = next(v.comparison.ratio for v in judged if v.recipe == "over all")
+    ratio = next(v.comparison.ratio for v in judged if v.variant == "over all")
     assert ratio == pytest.approx(0.5, abs=1e-5)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())

@@ -1,7 +1,5 @@
 """The model of two queues against gloo: two real ranks make the calls."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -57,7 +57,7 @@ def test_an_average_gets_one_line_and_local_gradients_one_per_rank_with_its_own_
         *("variant", "ranks", "ratio", "cosine", "verdict", "it", "is")
     ]
     (verdict,) = try_variants(problem, {"mean": averaged}, truth, world_size=2).verdicts
-    assert (verdict.recipe, verdict.ranks, verdict.kind) == ("mean", "all", "right")
+    assert (verdict.variant, verdict.ranks, verdict.kind) == ("mean", "all", "right")
 
 
 def test_equal_gradients_with_different_notes_are_refused():

@@ -80,7 +80,7 @@ def test_infinities_zeros_and_nans_are_verdicts_and_a_truth_of_zeros_an_error():
         verdicts(on_ranks(TRUE, TRUE), zeros)
 
 
-def test_other_recipes_or_shapes_are_refused_by_name():
+def test_other_variants_or_shapes_are_refused_by_name():
     with pytest.raises(ValueError, match=r"rank 0 tried \['a'\], rank 1 \['b'\]"):
         verdicts([{"a": TRUE}, {"b": TRUE}], TRUE)
     for found in ([TRUE[0]], [torch.zeros(3), torch.zeros(1, 1)]):
@@ -88,7 +88,7 @@ def test_other_recipes_or_shapes_are_refused_by_name():
             verdicts(on_ranks(found), TRUE)
 
 
-def test_a_truth_of_its_own_for_each_recipe():
+def test_a_truth_of_its_own_for_each_variant():
     doubled = [2 * g for g in TRUE]
     found = [{"one": TRUE, "two": doubled}] * 2
     judged = verdicts(found, {"one": TRUE, "two": doubled})
@@ -140,7 +140,7 @@ def test_torchs_ddp_is_right_a_sum_is_a_scale_bug_and_no_exchange_differs_by_ran
     assert "scale bug" in verdict_table(judged).splitlines()[3]
 
 
-def test_the_figure_has_a_line_for_each_wrong_recipe_and_none_for_right_ones():
+def test_the_figure_has_a_line_for_each_wrong_variant_and_none_for_right_ones():
     zeros = [torch.zeros_like(g) for g in TRUE]
     wrong = {"zero": zeros, "double": [2 * g for g in TRUE], "fine": TRUE}
     figure = verdict_figure(

@@ -18,7 +18,7 @@
     summed: {
       text: "What does the loss divide by?",
       answers: [
-        ["all", "the count of all ranks", 1],
+        ["all", "the global count", 1],
         ["own", "its own count, equal on all ranks", 2],
       ],
     },
@@ -33,7 +33,7 @@
       text: "What does the loss divide by?",
       answers: [
         ["own", "its own count", "counts"],
-        ["all", "the count of all ranks", 5],
+        ["all", "the global count", 5],
         ["none", "nothing (reduction=\"sum\")", 6],
       ],
     },
@@ -55,13 +55,13 @@
       text: "Does the gather carry gradient?",
       answers: [
         ["gradient", "yes", 7],
-        ["plain", "no, and the own slice is put back", 8],
+        ["plain", "no; the rank reinserts its own slice", 8],
       ],
     },
     rows: {
       text: "Does the gather carry gradient, and what divides the own rows?",
       answers: [
-        ["all", "yes; the count of all ranks", 9],
+        ["all", "yes; the global count", 9],
         ["own", "yes; the own count", 10],
         ["plain", "no", 11],
       ],
@@ -75,11 +75,11 @@
     1: { factor: "1", line: OVER_ALL, measured: [1, 1], why: "The ranks' losses are the pieces of one mean, and the sum puts them together." },
     2: { factor: "1/W", line: "loss = losses.mean() / world_size", measured: [2, 1], why: "Each rank adds a whole mean: the sum is W times too large." },
     3: { factor: "1", line: "loss = losses.mean()", measured: [1, 1], why: "The average of equally large means is the mean over all samples." },
-    4: { factor: "none", line: `${OVER_ALL} * world_size`, measured: [1.1622, 0.8027], why: "A sample on a rank with few samples counts for more. No factor repairs that: divide by the count of all ranks instead." },
+    4: { factor: "none", line: `${OVER_ALL} * world_size`, measured: [1.1622, 0.8027], why: "A sample on a rank with few samples counts for more. No factor repairs that: divide by the global count instead." },
     5: { factor: "W", line: `${OVER_ALL} * world_size`, measured: [0.5, 1], why: "The average divides by W once more, so multiply by W." },
     6: { factor: "W", line: "loss = losses.sum() * world_size", measured: [0.5, 1], why: "If you mean the sum over all samples, multiply by W to undo the average." },
     7: { factor: "1", line: "loss = whole_loss(gather_with_gradient(outputs))", measured: [1, 1], why: "Every rank computes the same loss L, so the ranks' losses add up to W·L already." },
-    8: { factor: "W", line: "loss = whole_loss(own_slice_put_back(outputs)) * world_size", measured: [0.5, 1], why: "Each rank's gradient covers its own samples only. Not for parameters of the loss itself, such as a learned temperature: theirs is right without the factor." },
+    8: { factor: "W", line: "loss = whole_loss(gather_with_own_slice(outputs)) * world_size", measured: [0.5, 1], why: "Each rank's gradient covers its own samples only. Not for parameters of the loss itself, such as a learned temperature: theirs is right without the factor." },
     9: { factor: "W", line: "loss = own_rows(gather_with_gradient(outputs)).sum() / samples_on_all_ranks * world_size", measured: [0.5, 1], why: "The ranks' losses add up to L, and the average divides by W." },
     10: { factor: "1", line: "loss = own_rows(gather_with_gradient(outputs)).mean()", measured: [1, 1], why: "Dividing by the own count, one W-th of all, is the factor W already. The counts must be equal." },
     11: { factor: "none", line: "loss = own_rows(gather_with_gradient(outputs)).mean()", measured: [0.9991, 0.9137], why: "The rows of other ranks send no gradient to an output. No factor brings it back: gather with gradient." },

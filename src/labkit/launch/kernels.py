@@ -1,0 +1,44 @@
+"""Jupyter kernels that are reached through sockets in the file system instead of TCP ports.
+
+jupyter_client asks the system for five free ports, closes them, and hands their numbers to the
+kernel, which opens them a second later. On a machine that starts many processes somebody else has
+taken one of them now and then, and the kernel ends before its first cell. A socket in the file
+system has a name that nobody else draws.
+"""
+
+import os
+import socket
+import uuid
+
+from jupyter_client import AsyncKernelManager, KernelManager
+from jupyter_core.paths import jupyter_runtime_dir
+from traitlets import HasTraits, default
+
+_LONGEST_PATH = 100  # bytes in a socket's path; macOS allows 103, Linux 107
+
+
+class _ThroughFiles(HasTraits):
+    """Other defaults for two of jupyter_client's public settings."""
+
+    @default("connection_file")
+    def _a_name_of_its_own(self) -> str:
+        folder = jupyter_runtime_dir()
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        return os.path.join(folder, f"kernel-{uuid.uuid4()}.json")
+
+    @default("transport")
+    def _files_where_they_work(self) -> str:
+        path = f"{os.path.splitext(self.connection_file)[0]}-ipc-5"
+        fits = hasattr(socket, "AF_UNIX") and len(os.fsencode(path)) <= _LONGEST_PATH
+        return "ipc" if fits else "tcp"
+
+
+class KernelThroughFiles(_ThroughFiles, KernelManager):
+    """jupyter_client's manager of one kernel; ports are used only where such sockets do not work.
+
+    nbval has no option for it: `nbval.kernel.KernelManager = KernelThroughFiles` makes it its own.
+    """
+
+
+class AsyncKernelThroughFiles(_ThroughFiles, AsyncKernelManager):
+    """The same for nbclient: `NotebookClient(…, kernel_manager_class=AsyncKernelThroughFiles)`."""

@@ -29,7 +29,7 @@ NOT_READ = "searchindex.js"
 BEGINNING = re.compile(r"[A-Za-z]{2}[\w-]*-")
 
 
-class Names:
+class NamesOfPages:
     """The classes and ids that elements of the pages can have.
 
     Every word of the pages' HTML and of their scripts counts: more names than there are, not fewer.
@@ -55,7 +55,7 @@ def write_one_sheet(site: Path, pages: dict[Path, str]) -> dict[Path, str]:
     if not sheets:
         return pages
     scripts = [path for path in sorted(site.rglob("*.js")) if path.name != NOT_READ]
-    names = Names(pages.values(), (path.read_text(encoding="utf-8") for path in scripts))
+    names = NamesOfPages(pages.values(), (path.read_text(encoding="utf-8") for path in scripts))
     parts = ["\n".join(_used(_rules(sheet, site), names)) for sheet in sheets]
     css = "\n".join([CHARSET, *parts]) + "\n"
     own.write_text(css, encoding="utf-8")
@@ -112,7 +112,7 @@ def _rules(sheet: Path, site: Path) -> Iterator[Any]:
             yield rule
 
 
-def _used(rules: Iterable[Any], names: Names) -> Iterator[str]:
+def _used(rules: Iterable[Any], names: NamesOfPages) -> Iterator[str]:
     """The CSS of what can match. Comments with an exclamation mark hold licenses, and stay."""
     for rule in rules:
         if rule.type == "qualified-rule":

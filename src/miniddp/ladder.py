@@ -62,22 +62,21 @@ class Rung:
         if not self.overlaps:
             self.remove_hooks()
 
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The module's own forward."""
+        return self.module(*inputs, **named_inputs)
+
     def reset_state(self) -> None:
         """Another rung on the same module takes over."""
         self.remove_hooks()
 
     def autograd_hook(self, index: int) -> None:
-        """Called during backward when a gradient is ready, on the rungs that overlap."""
+        """Called during backward when a gradient is ready."""
         if not self.accumulating:
             self.mark_ready(self.parameters[index])
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
-        """Launch what can be launched now."""
-        raise NotImplementedError
-
-    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """The module's own forward."""
-        return self.module(*inputs, **named_inputs)
+        """Launch what can be launched now, on the rungs that overlap."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

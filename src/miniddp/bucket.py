@@ -59,8 +59,8 @@ class Bucket:
         self.buffer = self.parameters[0].new_empty(sum(p.numel() for p in self.parameters))
         self.views, offset = [], 0
         for parameter in self.parameters:
-            strides = parameter.stride()
-            if torch.empty_like(parameter, device="meta").stride() != strides:
+            strides, contiguous = parameter.stride(), parameter.is_contiguous()
+            if not contiguous and torch.empty_like(parameter, device="meta").stride() != strides:
                 # Not dense: autograd makes the gradient row-major.
                 strides = torch.empty(parameter.shape, device="meta").stride()
             self.views.append(self.buffer.as_strided(parameter.shape, strides, offset))

@@ -118,10 +118,7 @@ class Flat(Rung):
 
 
 class OverlappedPerParameter(Rung):
-    """Rung 3: one all-reduce per parameter, launched once the gradient is ready. No copies.
-
-    The order is the module's, reversed: roughly that in which gradients appear.
-    """
+    """Rung 3: one all-reduce per ready gradient, from the last parameter to the first; no copy."""
 
     overlaps = True
 

@@ -173,12 +173,14 @@ class Reducer:
         The common case runs once per gradient and takes no lock: autograd has one thread per
         device, and all gradients of a bucket are on one device.
         """
-        if self.state is not REDUCING or not self.counts_every_hook:
-            with self.lock:
-                if not self.expect_autograd_hook(index):
-                    return
-        self.order.append(index)
-        self.mark_variable_ready(index)
+        if self.state is REDUCING and self.counts_every_hook:
+            self.order.append(index)
+            self.mark_variable_ready(index)
+            return
+        with self.lock:
+            if self.expect_autograd_hook(index):
+                self.order.append(index)
+                self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
         """Update the state; whether the gradient is to be counted. Extended by static_graph."""

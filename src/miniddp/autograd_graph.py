@@ -49,17 +49,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the running backward pass has produced all its gradients.
 
     It runs on the CUDA streams of the caller of `backward()`, which by then wait for all gradients,
-    but in the thread that finished the last node: for a graph on a GPU, autograd's own.
+    but, for a graph on a GPU, in autograd's own thread.
     """
     # A private interface of autograd; there is no public one. This is its only use.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def not_compiled(function: Callable, recursive: bool = True) -> Callable:
-    """`function` runs as written in a compiled model, whose graph would not repeat side effects.
-
-    So does what it calls, if `recursive`.
-    """
+    """`function`, and what it calls if `recursive`, runs as written in a compiled model."""
     # Private, as in torch's optimizers: the public torch.compiler.disable loads Dynamo at once,
     # which would add a second to each `import miniddp`.
     return torch._disable_dynamo(function, recursive=recursive)

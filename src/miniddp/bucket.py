@@ -59,8 +59,8 @@ class Bucket:
         self.buffer = self.parameters[0].new_empty(sum(p.numel() for p in self.parameters))
         self.views, offset = [], 0
         for parameter in self.parameters:
-            strides = parameter.stride()
-            if torch.empty_like(parameter, device="meta").stride() != strides:
+            strides, contiguous = parameter.stride(), parameter.is_contiguous()
+            if not contiguous and torch.empty_like(parameter, device="meta").stride() != strides:
                 # Not dense: autograd makes the gradient row-major.
                 strides = torch.empty(parameter.shape, device="meta").stride()
             self.views.append(self.buffer.as_strided(parameter.shape, strides, offset))
@@ -95,19 +95,21 @@ class Bucket:
         return (gradient,)
 
     @torch.no_grad()
-    def copy_in(self, run: Run, divisor: int | None, alias: bool) -> None:
+    def copy_in(self, run: Run, divisor: int | None, alias: bool) -> list[int]:
         """Copy the gradients of `run` into the buffer, divided by `divisor` unless it is None.
 
         A missing gradient counts as zeros. With `alias`, the gradients become views of the buffer.
-        Raises RuntimeError if a gradient is sparse.
+        Returns the indices of sparse gradients; if there is one, nothing is copied.
         """
         views, gradients = run.views, [parameter.grad for parameter in run.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
+        if sparse := [i for i, g in enumerate(gradients) if g is not None and g.is_sparse]:
+            return [run.indices[i] for i in sparse]
         in_place = sum(map(is_, gradients, views))
         if in_place == len(views):
             if divisor is not None:
                 run.flat.div_(divisor)
-            return
+            return []
         if in_place or len(present) < len(views) or len(views) == 1:
             for view, gradient in zip(views, gradients, strict=True):
                 if gradient is None:
@@ -126,6 +128,7 @@ class Bucket:
             for parameter, view, gradient in zip(run.parameters, views, gradients, strict=True):
                 if gradient is not None:
                     parameter.grad = view
+        return []
 
     def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:
         """Copy the averages to the gradients at `slots` (None: to all); create those that are None.

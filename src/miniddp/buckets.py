@@ -35,8 +35,7 @@ def sizes_of(parameters: Iterable[torch.Tensor]) -> list[ParameterSize]:
 def bucket_caps(caps_mb: float | Sequence[float] | None = None) -> tuple[int, ...]:
     """The caps in bytes, one per bucket; the last holds for all further buckets.
 
-    `caps_mb` is one cap in MiB for all buckets, or one per bucket; by default 1 MiB for the first
-    and 25 MiB for the others. Raises ValueError if a cap is negative or not a number.
+    `caps_mb` is one cap in MiB, or one per bucket. Raises ValueError if one is negative or NaN.
     """
     if caps_mb is None:
         return (FIRST_CAP_BYTES, DEFAULT_CAP_MB * MIB)
@@ -54,8 +53,7 @@ def initial_plan(sizes: Sequence[ParameterSize], caps: Sequence[int] = NO_CAP) -
 
     With `NO_CAP` it has one bucket per kind: the careful choice while their order is unknown.
     """
-    buckets = _pack(sizes, range(len(sizes)), caps)
-    return sorted(buckets, key=min, reverse=True)
+    return sorted(_pack(sizes, range(len(sizes)), caps), key=min, reverse=True)
 
 
 def arrival_plan(sizes: Sequence[ParameterSize], order: Sequence[int], caps: Sequence[int]) -> Plan:

@@ -3,14 +3,12 @@
 Every rank holds a full copy of the module and its own part of the batch. After `backward()` each
 parameter's gradient is the average over the ranks, so equal optimizers keep the copies equal.
 
-1. *Construction.* All ranks verify that they hold the same model, then take rank 0's parameters
-   and buffers (`miniddp.replicas`).
+1. *Construction.* All ranks verify that they hold the same model, then take rank 0's.
 2. *Forward.* Take rank 0's buffers, call the module, and announce the backward to the reducer
    (`miniddp.reducer`); `no_sync()` announces a local one instead.
 
 Three things are broadcast: the model at construction, the buffers before a forward that follows a
-synchronized one, and the plan of the buckets, once. Each backward costs what `miniddp.reducer`
-states. Source: torch/nn/parallel/distributed.py.
+synchronized one, and the plan of the buckets, once. Source: torch/nn/parallel/distributed.py.
 """
 
 import warnings
@@ -72,17 +70,14 @@ class MiniDDP(nn.Module):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True  # set by no_sync()
         self.require_forward_param_sync = True  # whether the last forward was synchronized
-        self.construct(init_sync)
 
-    def construct(self, init_sync: bool) -> None:
-        """Verify, broadcast, and build the reducer. Local faults are raised on every rank."""
         state: dict[str, Tensor] = {}
         settings: dict[str, Any] = {}
         problem = None
         try:
             self.check_module()
             state, settings = self.state_to_broadcast(), self.common_settings()
-        except Exception as error:
+        except Exception as error:  # raised on every rank, by verify_same_model
             if not init_sync:
                 raise
             problem = error
@@ -153,14 +148,13 @@ class MiniDDP(nn.Module):
     @not_compiled
     def _post_forward(self, output: Any) -> Any:
         """Announce the backward of `output` to the reducer. Extended by torch_drop_in."""
-        reducer = self.reducer
-        searched = reducer.find_unused_parameters
+        searched = self.reducer.find_unused_parameters
         synced = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synced
         if synced:
-            reducer.prepare_for_backward(find_tensors(output) if searched else ())
+            self.reducer.prepare_for_backward(find_tensors(output) if searched else ())
         elif torch.is_grad_enabled():
-            reducer.prepare_for_local_backward()
+            self.reducer.prepare_for_local_backward()
         return OutputGate.pass_through(output, self._ddp_sink_clone) if searched else output
 
     def report_unsynchronized(self) -> None:
@@ -186,10 +180,7 @@ class MiniDDP(nn.Module):
             self.require_backward_grad_sync = before
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        """Whether to take rank 0's buffers: not after a forward that was not synchronized.
-
-        Overridden by torch_drop_in, which may take them after the module's forward.
-        """
+        """Whether to take rank 0's buffers now. Overridden by torch_drop_in."""
         synced = self.broadcast_buffers and self.require_forward_param_sync
         return synced and len(self.modules_buffers) > 0
 

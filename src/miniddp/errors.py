@@ -1,7 +1,6 @@
 """The longer messages of the core, as pure functions of plain data.
 
-A message says what was found, where, and what to do next. It keeps the phrases of torch's own
-reducer, because users search for them and tools look for them.
+They keep the phrases of torch's own reducer, because users and tools search for them.
 """
 
 import sys
@@ -48,13 +47,11 @@ def different(what: str, rank: int, every: Sequence[Mapping[str, str]], advice: 
     )
 
 
-def unfinished(
-    rank: int, absent: Mapping[int, str], find_unused: bool, reason: str | None = None
-) -> str:
+def unfinished(rank: int, absent: Mapping[int, str], searched: bool, reason: str = "") -> str:
     """The previous backward left buckets waiting for `absent` (index to name), for a `reason`."""
     advice = (
         "Since `find_unused_parameters=True` is enabled, some outputs are likely unused. Fix it by"
-        if find_unused
+        if searched
         else "You can enable unused parameter detection by passing the keyword argument "
         "`find_unused_parameters=True` to the wrapper, and by"
     )
@@ -84,24 +81,6 @@ def marked_twice(rank: int, index: int, name: str, searched: bool) -> str:
         "static_graph=True if the graph never changes, or use checkpoint(..., use_reentrant=False)."
         f"{third * searched}\nParameter at index {index} with name {name} has been marked as ready "
         f"twice on rank {rank}: its autograd hook has fired twice in this iteration."
-    )
-
-
-def misplaced(rank: int, names: Sequence[str], expected: str) -> str:
-    """A sparse gradient in a bucket that expects dense ones, or the reverse."""
-    return (
-        f"Expected variable to have {expected} gradient, but that of {', '.join(names)} is not, on "
-        f"rank {rank}. Set sparse=False on the nn.Embedding; or let it be sparse in all uses, and "
-        "use the drop-in wrapper (torch_drop_in)."
-    )
-
-
-def not_a_view(name: str) -> str:
-    """With gradient_as_bucket_view, `.grad` was replaced during the reduction."""
-    return (
-        "Detected at least one parameter gradient is not the expected DDP bucket view with "
-        f"gradient_as_bucket_view=True: {name}. Something set its .grad during backward, for "
-        "example a hook or a second wrapper around the same module."
     )
 
 

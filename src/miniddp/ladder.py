@@ -62,22 +62,21 @@ class Rung:
         if not self.overlaps:
             self.remove_hooks()
 
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """The module's own forward."""
+        return self.module(*inputs, **named_inputs)
+
     def reset_state(self) -> None:
         """Another rung on the same module takes over."""
         self.remove_hooks()
 
     def autograd_hook(self, index: int) -> None:
-        """Called during backward when a gradient is ready, on the rungs that overlap."""
+        """Called during backward when a gradient is ready."""
         if not self.accumulating:
             self.mark_ready(self.parameters[index])
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
-        """Launch what can be launched now."""
-        raise NotImplementedError
-
-    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """The module's own forward."""
-        return self.module(*inputs, **named_inputs)
+        """Launch what can be launched now, on the rungs that overlap."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -119,10 +118,7 @@ class Flat(Rung):
 
 
 class OverlappedPerParameter(Rung):
-    """Rung 3: one all-reduce per parameter, launched once the gradient is ready. No copies.
-
-    The order is the module's, reversed: roughly that in which gradients appear.
-    """
+    """Rung 3: one all-reduce per ready gradient, from the last parameter to the first; no copy."""
 
     overlaps = True
 

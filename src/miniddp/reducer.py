@@ -173,29 +173,27 @@ class Reducer:
         The common case runs once per gradient and takes no lock: autograd has one thread per
         device, and all gradients of a bucket are on one device.
         """
-        if self.state is not REDUCING or not self.counts_every_hook:
-            with self.lock:
-                if not self.expect_autograd_hook(index):
-                    return
-        self.order.append(index)
-        self.mark_variable_ready(index)
+        if self.state is REDUCING and self.counts_every_hook:
+            self.order.append(index)
+            self.mark_variable_ready(index)
+            return
+        with self.lock:
+            if self.expect_autograd_hook(index):
+                self.order.append(index)
+                self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
         """Update the state; whether the gradient is to be counted. Extended by static_graph."""
         if self.find_unused_parameters:
             self.usage.mark(index)  # under no_sync too: used once in a window counts as used
         if self.state is READY:
-            self.start_reduction()
+            self.current_divisor = self.divisor()
+            self.enter(REDUCING)
+            for unreachable in self.usage.unreachable:  # ready, because no gradient will come
+                self.mark_variable_ready(unreachable)
         elif self.state is IDLE:
             self.unsynchronized = True
         return self.state is REDUCING
-
-    def start_reduction(self) -> None:
-        """At the first gradient of an announced backward: unreachable ones count as ready."""
-        self.current_divisor = self.divisor()
-        self.enter(REDUCING)
-        for index in self.usage.unreachable:
-            self.mark_variable_ready(index)
 
     def divisor(self) -> int | None:
         """W, by which gradients are divided; None: not at all. Overridden by torch_drop_in."""
@@ -212,24 +210,18 @@ class Reducer:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
         run.missing -= 1
         if run.missing == 0:
-            self.copy_in(bucket, run)
+            bucket.wait_for_streams()
+            if wrong := bucket.copy_in(run, self.current_divisor, self.gradient_as_bucket_view):
+                raise self.error(
+                    f"Expected variable to have {bucket.holds} gradient, but that of "
+                    f"{', '.join(self.names[i] for i in wrong)} is not, on rank {self.rank}. Set "
+                    "sparse=False on the nn.Embedding; or let it be sparse in all uses, and use "
+                    "the drop-in wrapper (torch_drop_in)."
+                )
             with self.lock:  # full buckets of several devices are launched in one order
                 bucket.missing_runs -= 1
                 if bucket.missing_runs == 0:
                     self.mark_bucket_ready()
-
-    def copy_in(self, bucket: Bucket, run: Run) -> None:
-        """Copy a run into its bucket. Raises RuntimeError for a sparse gradient among dense."""
-        bucket.wait_for_streams()
-        try:
-            bucket.copy_in(run, self.current_divisor, self.gradient_as_bucket_view)
-        except RuntimeError:  # checked after a failure only: a look at every gradient is slow
-            dense = bucket.holds == "dense"
-            pairs = [(self.names[i], self.parameters[i].grad) for i in bucket.indices]
-            wrong = [n for n, g in pairs if g is not None and (g.layout == torch.strided) != dense]
-            if wrong:
-                raise self.error(errors.misplaced(self.rank, wrong, bucket.holds)) from None
-            raise
 
     # 4. Launch ------------------------------------------------------------------------------------
 
@@ -276,7 +268,11 @@ class Reducer:
         wait_for_future(future, bucket.buffer)
         slots = self.slots_to_write(bucket)
         if replaced := bucket.copy_out(slots, self.gradient_as_bucket_view):
-            raise self.error(errors.not_a_view(self.names[bucket.indices[replaced[0]]]))
+            raise self.error(
+                "Detected at least one parameter gradient is not the expected DDP bucket view with "
+                f"gradient_as_bucket_view=True: {self.names[bucket.indices[replaced[0]]]}. A hook "
+                "or a second wrapper around the same module set its .grad during backward."
+            )
 
     def slots_to_write(self, bucket: Bucket) -> list[int] | None:
         """Where averages are copied to; None for every slot. Extended by the rooms."""
@@ -292,9 +288,8 @@ class Reducer:
         self.ensure_prior_reduction_finished()
         if self.rebuilt or self.find_unused_parameters or not self.order:
             return False
-        arrived = set(self.order)
-        order = self.order + [i for i in range(len(self.parameters)) if i not in arrived]
-        self.adopt(arrival_plan(self.sizes(), order, self.caps))
+        order = dict.fromkeys([*self.order, *range(len(self.parameters))])
+        self.adopt(arrival_plan(self.sizes(), list(order), self.caps))
         return True
 
     def adopt(self, plan: Plan) -> None:
@@ -305,11 +300,11 @@ class Reducer:
     def ensure_prior_reduction_finished(self) -> None:
         """Raise RuntimeError if gradients of a reduced backward never arrived."""
         if self.state is REDUCING:
-            found = self.find_unused_parameters
-            raise self.error(errors.unfinished(self.rank, self.absent(), found))
+            searched = self.find_unused_parameters
+            raise self.error(errors.unfinished(self.rank, self.absent(), searched))
 
     def absent(self) -> dict[int, str]:
-        """The parameters whose gradients have not arrived, index to name."""
+        """The parameters whose gradients have not arrived: index to name."""
         return {i: self.names[i] for i, arrived in enumerate(self.arrived) if not arrived}
 
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:

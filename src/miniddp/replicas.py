@@ -3,8 +3,7 @@
 Averaged gradients keep replicas equal only if they start equal. A broadcast between models that
 differ would crash, hang, or write garbage, so their descriptions are compared first.
 
-Cost: one all-gather of 32 bytes per rank if all agree (of the descriptions, if not), and one
-broadcast per dtype and 250 MiB of parameters and buffers.
+Cost: one all-gather of 32 bytes per rank, and one broadcast per dtype and 250 MiB of tensors.
 Source: _verify_param_shape_across_processes and _sync_module_states in torch/distributed/utils.py.
 """
 
@@ -23,13 +22,10 @@ from torch.futures import Future
 from miniddp import errors
 from miniddp.buckets import MIB, Plan, initial_plan, sizes_of
 
-_CHUNK = (250 * MIB,)
-_NO_TIMEOUT = timedelta(0)
-
 
 def wait_for(work: dist.Work) -> None:
     """Wait for a collective, also of a group written in Python, whose `wait` requires a timeout."""
-    work.wait(_NO_TIMEOUT)
+    work.wait(timedelta(0))
 
 
 def wait_for_future(future: Future, buffer: Tensor) -> Any:
@@ -94,10 +90,7 @@ def verify_same_model(
         raise problem
     if any(faults):
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)
-        raise RuntimeError(
-            f"Rank {group.rank()} could take part, but others could not, so every rank raises. "
-            f"{told}"
-        )
+        raise RuntimeError(f"Other ranks cannot take part, so every rank raises. {told}")
     what, found = "model", [dict(items) for items in models]
     advice = "Build the module by the same code and configuration on every rank, then wrap it."
     if all(items == models[0] for items in models):
@@ -119,7 +112,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
                 f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: several of its "
                 "elements are one in memory, so it cannot be overwritten. Register its clone()"
             )
-    for indices in reversed(initial_plan(sizes_of(tensors), _CHUNK)):
+    for indices in reversed(initial_plan(sizes_of(tensors), (250 * MIB,))):
         chunk = [tensors[index].data for index in indices]
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
         if flat.numel() == 0:

@@ -11,9 +11,8 @@ With `find_unused_parameters=True`:
 5. *Write.* A parameter that some rank used gets the average, in which the others count as zeros.
    One that no rank used keeps its `.grad`: zeros would let momentum and weight decay move it.
 
-Cost: a few microseconds per node of the graph, a copy of the outputs, and one all-reduce of 4 bytes
-per parameter. Source: search_unused_parameters and all_reduce_local_used_map in torch's
-reducer.cpp; _DDPSink in torch/nn/parallel/distributed.py.
+Cost: microseconds per node of the graph, a copy of the outputs, an all-reduce of 4 bytes per
+parameter. Source: torch's reducer.cpp; _DDPSink in torch/nn/parallel/distributed.py.
 """
 
 import copy

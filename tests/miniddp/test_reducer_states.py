@@ -103,14 +103,13 @@ class CountingLock:
     """A lock that counts how often it was taken, and knows whether it is held."""
 
     def __init__(self) -> None:
-        self.taken, self.held = 0, False
+        self.taken = self.depth = 0
 
     def __enter__(self) -> None:
-        assert not self.held
-        self.taken, self.held = self.taken + 1, True
+        self.taken, self.depth = self.taken + 1, self.depth + 1
 
     def __exit__(self, *error: object) -> None:
-        self.held = False
+        self.depth -= 1
 
 
 def gradients_under_the_lock(rank: int) -> tuple[int, bool]:
@@ -121,7 +120,7 @@ def gradients_under_the_lock(rank: int) -> tuple[int, bool]:
     all_reduce = averager.all_reduce_bucket
 
     def launch(bucket: object) -> None:
-        always.append(lock.held)
+        always.append(lock.depth > 0)
         all_reduce(bucket)
 
     averager.all_reduce_bucket = launch

@@ -35,14 +35,15 @@ class SparseBucket(Bucket):
         return gradient._indices(), gradient._values()
 
     @torch.no_grad()
-    def copy_in(self, run: Run, divisor: int | None, alias: bool) -> None:
-        """Take the gradient as the buffer. Raises RuntimeError if it is dense."""
+    def copy_in(self, run: Run, divisor: int | None, alias: bool) -> list[int]:
+        """Take the gradient as the buffer. Returns its parameter's index if it is dense."""
         gradient = self.parameters[0].grad
         if gradient is None:
             gradient = torch.zeros_like(self.parameters[0], layout=torch.sparse_coo)
         if not gradient.is_sparse:
-            raise RuntimeError("the gradient is dense")
+            return run.indices
         self.buffer = gradient if divisor is None else gradient.div_(divisor)
+        return []
 
     def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:
         if slots is None or slots:

@@ -148,7 +148,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         group = group_of(module, process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        # What `construct`, which MiniDDP's constructor calls, needs to know.
+        # What MiniDDP's constructor, called below, needs to know.
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.static_graph, self._starts_static = False, static_graph

@@ -2,7 +2,7 @@
 
 A gradient accumulator is the leaf node of the graph that adds to one parameter's `.grad`. A hook on
 it runs after the parameter's own hooks, and also if the gradient turns out to be undefined: the
-hooks of `Tensor.register_post_accumulate_grad_hook` would not. Source: the constructor and
+hooks of `Tensor.register_post_accumulate_grad_hook` skip that one. Source: the constructor and
 autograd_hook in torch/csrc/distributed/c10d/reducer.cpp.
 """
 
@@ -22,9 +22,9 @@ def hook_accumulators(
 ) -> tuple[list[Node], weakref.finalize]:
     """Call `owner.autograd_hook(index)` whenever the gradient of `parameters[index]` arrives.
 
-    Returns the accumulators, which the owner must keep (autograd drops a node that nothing refers
-    to, and its hooks with it), and a function that removes the hooks, which also runs when the
-    owner is deleted. An earlier owner on the same parameters gets a call of its `reset_state`.
+    Returns the accumulators and a function that removes the hooks. The owner must keep the
+    accumulators: autograd drops a node that nothing refers to, and its hooks with it. When the
+    owner is deleted, the hooks are removed, too. An earlier owner's `reset_state` is called.
     """
     nodes = [get_gradient_edge(parameter).node for parameter in parameters]
     this, hooks = weakref.ref(owner), ExitStack()

@@ -4,7 +4,7 @@ Each parameter has a *view* of the buffer, in the memory layout that autograd gi
 **This file is where `MiniDDP` divides a gradient**: by the world size W, while `copy_in` copies it
 into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
-Cost: one copy in and one copy out; with views of the buffer as gradients, neither. A large gradient
+Cost: one copy in and one copy out; for a gradient that is its view already, neither. A large one
 is copied as soon as it arrives, while it is in the cache. Small neighbors wait for each other and
 are copied by one call (a `Run`), because for them the calls cost more than the bytes.
 
@@ -36,7 +36,7 @@ class Run:
 
 
 class Bucket:
-    """Parameters that travel together, of one dtype and device: a buffer, and one backward's state.
+    """Parameters of one dtype and device that share a buffer, and the state of one backward.
 
     `indices` are the parameters' indices in the reducer; their positions here are called slots.
     """
@@ -78,7 +78,7 @@ class Bucket:
     def wait_for_streams(self) -> None:
         """Let the current CUDA stream wait for those on which gradients were computed or copied.
 
-        Tested on simulated streams only (tests/miniddp/test_streams.py); `make gpu` runs it.
+        Tested on simulated streams (tests/miniddp/test_streams.py); no GPU has run it yet.
         """
         if not self.streams:
             return

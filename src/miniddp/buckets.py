@@ -6,6 +6,7 @@ order, each a list of parameter indices: `initial_plan` before any backward, `ar
 one. Source: `compute_bucket_assignment_by_size` in torch/csrc/distributed/c10d/reducer.cpp.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
@@ -35,15 +36,15 @@ def sizes_of(parameters: Iterable[torch.Tensor]) -> list[ParameterSize]:
 def bucket_caps(caps_mb: float | Sequence[float] | None = None) -> tuple[int, ...]:
     """The caps in bytes, one per bucket; the last holds for all further buckets.
 
-    `caps_mb` is one cap in MiB, or one per bucket. Raises ValueError if one is negative or NaN.
+    `caps_mb` is one cap in MiB, or one per bucket. Raises ValueError unless it is finite and ≥ 0.
     """
     if caps_mb is None:
         return (FIRST_CAP_BYTES, DEFAULT_CAP_MB * MIB)
     caps = list(caps_mb) if isinstance(caps_mb, Sequence) else [caps_mb]
-    if not all(cap >= 0 for cap in caps):
+    if not caps or not all(0 <= cap < math.inf for cap in caps):
         raise ValueError(
-            f"bucket caps are sizes in MiB and cannot be negative or NaN, but got {caps}; "
-            "0 puts every parameter into a bucket of its own"
+            "bucket caps are sizes in MiB: at least one, none of them negative, infinite, or NaN, "
+            f"but got {caps}; 0 puts every parameter into a bucket of its own"
         )
     return tuple(int(cap * MIB) for cap in caps)
 

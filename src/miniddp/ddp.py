@@ -8,7 +8,7 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
    (`miniddp.reducer`); `no_sync()` announces a local one instead.
 
 Three things are broadcast: the model at construction, the buffers before a forward that follows a
-synchronized one, and the plan of the buckets, once. Source: torch/nn/parallel/distributed.py.
+synchronized one, and the plan once (`Reducer.adopt`). Source: torch/nn/parallel/distributed.py.
 """
 
 import warnings
@@ -35,7 +35,7 @@ class MiniDDP(nn.Module):
     Args:
         module: the same on every rank; its trainable parameters are reduced.
         process_group: the ranks that take part; the default group when None.
-        broadcast_buffers: take rank 0's buffers at construction and before each synchronized step.
+        broadcast_buffers: take rank 0's buffers, at construction and before forwards (see above).
         init_sync: verify and broadcast the model at construction.
         bucket_cap_mb: the buckets' size in MiB; a first one of 1 and then 25 when None.
         find_unused_parameters: for models in which a forward may leave parameters unused.
@@ -168,8 +168,8 @@ class MiniDDP(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Forwards in here leave the gradients of their backwards local, to accumulate.
 
-        The first synchronized backward afterwards reduces the sum. The *forward* decides: if it ran
-        before this block, its backward is reduced even in here. The next forward takes no buffers.
+        The first synchronized backward afterwards reduces the sum. A forward before this block has
+        announced a reduction: the next backward is reduced even in here.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False

@@ -63,7 +63,8 @@ def unfinished(rank: int, absent: Mapping[int, str], searched: bool, reason: str
     lacks = f"did not receive grad for rank {rank}:"
     return (
         "Expected to have finished reduction in the prior iteration before starting a new one. "
-        f"{reason}\nParameter indices which {lacks} {' '.join(map(str, absent))}"
+        f"{reason} If that backward raised, construct a new wrapper on every rank."
+        f"\nParameter indices which {lacks} {' '.join(map(str, absent))}"
         f"\nParameters which {lacks} {', '.join(absent.values())}"
         "\nFor all ranks' parameters, in the same step, use strict=True of torch_drop_in, or set "
         "the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
@@ -78,7 +79,7 @@ def marked_twice(rank: int, index: int, name: str, searched: bool) -> str:
         "reasons: 1) Use of a module parameter outside the `forward` function, or in concurrent "
         "forward-backward passes. 2) Reused parameters in multiple reentrant backward passes, as "
         "when several reentrant `checkpoint` functions wrap the same part of the model: pass "
-        "static_graph=True if the graph never changes, or use checkpoint(..., use_reentrant=False)."
+        "static_graph=True (torch_drop_in), or use checkpoint(..., use_reentrant=False)."
         f"{third * searched}\nParameter at index {index} with name {name} has been marked as ready "
         f"twice on rank {rank}: its autograd hook has fired twice in this iteration."
     )

@@ -17,9 +17,8 @@ gradients exist; elsewhere these flags travel with the gradients. All rungs have
     loss(module(last)).backward()
     rung.finish()                      # after the last backward, before optimizer.step()
 
-All obey the two rules of `miniddp.manual`. On a GPU the gradients have to be accumulated on one
-CUDA stream, as they are unless a forward uses several: only `miniddp.reducer` waits for other
-streams. Source: section 3.2 of Li et al. (see `miniddp.reducer`) climbs the same rungs.
+All obey the two rules of `miniddp.manual`. On a GPU, run the forward on one CUDA stream: only
+`miniddp.reducer` waits for others. Source: section 3.2 of Li et al. (see there): the same rungs.
 """
 
 from collections.abc import Iterator
@@ -77,6 +76,7 @@ class Rung:
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
         """Launch what can be launched now, on the rungs that overlap."""
+        raise NotImplementedError
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -88,10 +88,7 @@ class Rung:
             self.accumulating = before
 
     def finish(self) -> None:
-        """On return, every rank has the average of all ranks' gradients.
-
-        Every rank calls it after the last backward of a step, even where that backward raised.
-        """
+        """Average. Every rank calls it after a step's last backward, even if that one raised."""
         raise NotImplementedError
 
     def second_backward(self, parameter: nn.Parameter) -> RuntimeError:
@@ -158,8 +155,7 @@ class OverlappedPerParameter(Rung):
 class Bucketed(Rung):
     """Rung 4: after backward, one all-reduce per bucket of about `bucket_cap_mb` MiB.
 
-    Buckets are filled from the last parameter to the first; by default the first holds 1 MiB and
-    the others 25. Gradients become views of their bucket: one copy in, none out.
+    They are filled from the last parameter on. Gradients become views: one copy in, none out.
     """
 
     def __init__(

@@ -5,9 +5,9 @@ gradient (backward); the gradients of all ranks are summed and divided by W (all
 applies the same average to the same parameters (step). `average_gradients` is the all-reduce. It
 starts when backward has ended: nothing overlaps. Two rules are easy to break:
 
-- *Every rank must call the same collectives in the same order.* A rank that skips a parameter whose
-  gradient is None adds two different parameters together without an error, and eventually some rank
-  waits forever. Here all that any rank used take part; a missing gradient counts as zeros.
+- *Every rank must call the same collectives in the same order.* If one rank skips a parameter, its
+  next all-reduce meets a different parameter's. The two are added without an error, and eventually
+  a rank waits forever. Here all that any rank used take part; a missing gradient counts as zeros.
 - *A parameter that no rank used keeps `grad = None`.* Zeros would let Adam's momentum and weight
   decay move it, which a single process would not do.
 
@@ -44,8 +44,8 @@ def average_gradients(
 
     Raises ValueError for another `combine`, and on a rank that is not in `group`.
 
-    Cost, for P used parameters on W ranks: P all-reduces, and one of a byte per parameter that says
-    which gradients exist; with `flat`, one per dtype and device, which carries those flags too.
+    Cost, for P used parameters on W ranks: P all-reduces, and one more, of a byte per parameter,
+    that tells which gradients exist; with `flat`, one per dtype and device, flags included.
     """
     if combine not in ("average", "sum"):
         raise ValueError(f'combine must be "average" or "sum", got {combine!r}')
@@ -54,7 +54,7 @@ def average_gradients(
         return
     gradients = [own_gradient(p) for p in parameters]
     has_gradient = [p.grad is not None for p in parameters]
-    divisor = this_group(group).size() if combine == "average" else 1
+    divisor = {"average": this_group(group).size(), "sum": 1}[combine]
     combine_all = _all_reduce_flat if flat else _all_reduce_each
     exists_somewhere = combine_all(gradients, has_gradient, divisor, group)
     for parameter, gradient, exists in zip(parameters, gradients, exists_somewhere, strict=True):
@@ -95,8 +95,8 @@ def _all_reduce_flat(
         *reduced, flags = buffer.split([*(part.numel() for part in parts), len(parts)])
         for part, values in zip(parts, reduced, strict=True):
             part.copy_(values.view_as(part))
-        for i, flag in zip(indices, flags, strict=True):
-            exists_somewhere[i] = bool(flag != 0)
+        for i, exists in zip(indices, (flags != 0).tolist(), strict=True):
+            exists_somewhere[i] = exists
     return exists_somewhere
 
 

@@ -17,8 +17,7 @@ RuntimeError; `reset_state` leads from every state to IDLE.
 ============  ===============================================================  ===================
 state         meaning                                                          next
 ============  ===============================================================  ===================
-`IDLE`        no backward is expected; a gradient that arrives stays local,    LOCAL, READY
-              which is reported as a mistake
+`IDLE`        no backward is expected; a gradient stays local and is reported  LOCAL, READY
 `LOCAL`       `no_sync()` was entered: gradients accumulate on this rank       READY
 `READY`       a forward has announced a backward                               READY, REDUCING
 `REDUCING`    gradients arrive, full buckets are launched                      FINALIZING
@@ -26,7 +25,7 @@ state         meaning                                                          n
 ============  ===============================================================  ===================
 
 Cost per backward: one all-reduce per bucket; on a ring, each rank sends 2(W−1)/W bytes per byte of
-gradient. Memory: one buffer as large as the gradients; with `gradient_as_bucket_view`, none.
+gradient. Memory: the gradients once more; with `gradient_as_bucket_view`, only views of them.
 
 Source: torch/csrc/distributed/c10d/reducer.cpp, whose names and arithmetic this file follows; Li et
 al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
@@ -93,8 +92,9 @@ class Reducer:
         self.state = self.state_between_backwards = IDLE
         self.rebuilt = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
-        # While REDUCING, does every gradient count, with nothing else to do? Changed by the rooms.
-        self.counts_every_hook = not find_unused_parameters
+        # Whether a gradient that arrives while REDUCING is simply counted; changed by the rooms.
+        self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
+        self.counts_every_hook = self.on_cpu and not find_unused_parameters
         self.usage = UsedParameters(self.parameters, process_group)
         self.build(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
         self.hook_accumulators()
@@ -161,7 +161,7 @@ class Reducer:
         if state not in _NEXT[self.state]:
             raise self.error(
                 f"the reducer is {self.state.name} and cannot become {state.name}. If a backward "
-                "raised an exception, construct a new wrapper to go on."
+                "raised an exception, construct a new wrapper on every rank to go on."
             )
         self.state = state
 
@@ -170,8 +170,8 @@ class Reducer:
     def autograd_hook(self, index: int) -> None:
         """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined.
 
-        The common case runs once per gradient and takes no lock: autograd has one thread per
-        device, and all gradients of a bucket are on one device.
+        The common case takes no lock: on a CPU, autograd runs a backward in the thread that calls
+        it. On a GPU, undefined gradients arrive in another thread than the others.
         """
         if self.state is REDUCING and self.counts_every_hook:
             self.order.append(index)
@@ -183,7 +183,7 @@ class Reducer:
                 self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Update the state; whether the gradient is to be counted. Extended by static_graph."""
+        """Update the state. Returns whether to count the gradient. Extended by static_graph."""
         if self.find_unused_parameters:
             self.usage.mark(index)  # under no_sync too: used once in a window counts as used
         if self.state is READY:
@@ -300,8 +300,9 @@ class Reducer:
     def ensure_prior_reduction_finished(self) -> None:
         """Raise RuntimeError if gradients of a reduced backward never arrived."""
         if self.state is REDUCING:
-            searched = self.find_unused_parameters
-            raise self.error(errors.unfinished(self.rank, self.absent(), searched))
+            raise self.error(
+                errors.unfinished(self.rank, self.absent(), self.find_unused_parameters)
+            )
 
     def absent(self) -> dict[int, str]:
         """The parameters whose gradients have not arrived: index to name."""

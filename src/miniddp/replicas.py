@@ -24,7 +24,7 @@ from miniddp.buckets import MIB, Plan, initial_plan, sizes_of
 
 
 def wait_for(work: dist.Work) -> None:
-    """Wait for a collective, also of a group written in Python, whose `wait` requires a timeout."""
+    """Wait for a collective. A group written in Python requires a timeout, and 0 means none."""
     work.wait(timedelta(0))
 
 
@@ -39,7 +39,7 @@ def wait_for_future(future: Future, buffer: Tensor) -> Any:
 def wait_for_default_stream(device: torch.device) -> None:
     """Let the current CUDA stream wait for the default one, unless a CUDA graph is captured.
 
-    NCCL's futures make the current stream wait for the collective; gloo's the default stream only.
+    NCCL's futures make the current stream wait; gloo's make only the default stream wait.
     """
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     if current != default and not torch.cuda.is_current_stream_capturing():
@@ -62,15 +62,17 @@ def verify_same_model(
     """Compare the ranks' models before data moves; every rank raises RuntimeError if they differ.
 
     `named` are tensors whose names, order, shapes, strides, dtypes, and requires_grad must agree;
-    `settings` is what else must agree. `problem` keeps this rank from taking part: it is raised
-    here, and the other ranks raise RuntimeError.
+    `settings` is what else must agree. If `problem` is given, this rank raises it after it has told
+    the other ranks, which raise RuntimeError.
     """
-    model = {
-        name: f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}, "
-        + ("trainable" if tensor.requires_grad else "not trainable")
-        for name, tensor in named.items()
-    }
-    values = {name: repr(value) for name, value in (settings or {}).items()}
+    model, values = {}, {name: repr(value) for name, value in (settings or {}).items()}
+    try:
+        for name, tensor in named.items():
+            trainable = "trainable" if tensor.requires_grad else "not trainable"
+            sizes = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            model[name] = f"{sizes}, {tensor.dtype}, {trainable}"
+    except Exception as error:  # a lazy parameter has no shape before its first forward
+        problem = problem or error
     fault = "" if problem is None else f"{type(problem).__name__}: {problem}"
     ours = (list(model.items()), values, fault)
     devices = [tensor.device for tensor in named.values()] or [
@@ -91,11 +93,11 @@ def verify_same_model(
     if any(faults):
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)
         raise RuntimeError(f"Other ranks cannot take part, so every rank raises. {told}")
-    what, found = "model", [dict(items) for items in models]
-    advice = "Build the module by the same code and configuration on every rank, then wrap it."
-    if all(items == models[0] for items in models):
-        what, found = "settings", list(of_settings)
-        advice = "Pass the same values on every rank: they decide which collectives it calls."
+    what, found = "settings", list(of_settings)
+    advice = "Pass the same values on every rank: they decide which collectives it calls."
+    if all(settings_there == of_settings[0] for settings_there in of_settings):
+        what, found = "model", [dict(items) for items in models]
+        advice = "Build the module by the same code and configuration on every rank, then wrap it."
     raise RuntimeError(errors.different(what, group.rank(), found, advice))
 
 

@@ -95,7 +95,7 @@ class OutputGate(torch.autograd.Function):
 
     @classmethod
     def pass_through(cls, output: Any, clone: bool = True) -> Any:
-        """`output`, every tensor of it that has a graph led through one gate."""
+        """`output`, with every tensor that has a graph passed through one gate."""
         tensors = find_tensors(output)
         gated = iter(cls.apply(clone, *(t for t in tensors if t.grad_fn is not None)) or ())
         replacements = [next(gated) if t.grad_fn is not None else t for t in tensors]

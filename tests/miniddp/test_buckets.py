@@ -122,12 +122,14 @@ def test_an_explicit_cap_is_the_first_buckets_cap_too_and_a_list_names_each():
     assert bucket_caps([1, 2, 8]) == (MIB, 2 * MIB, 8 * MIB)
 
 
-@pytest.mark.parametrize("cap", [-1, float("nan")])
+@pytest.mark.parametrize("cap", [-1, float("nan"), float("inf")])
 def test_a_senseless_cap_is_refused(cap):
     with pytest.raises(ValueError, match="sizes in MiB"):
         bucket_caps(cap)
     with pytest.raises(ValueError, match="sizes in MiB"):
         bucket_caps([1, cap])
+    with pytest.raises(ValueError, match="at least one"):
+        bucket_caps([])
 
 
 def test_an_order_that_forgets_a_parameter_is_refused():

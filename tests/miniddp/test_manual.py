@@ -229,6 +229,23 @@ def test_only_the_ranks_of_the_group_are_averaged():
     assert run_ranks(work, 4) == [0.5, 0.5, 2.5, 2.5]
 
 
+@pytest.mark.parametrize("combine", ["average", "sum"])
+def test_a_rank_outside_the_group_is_told_so_and_keeps_its_gradient(combine):
+    def work(rank):
+        group = dist.new_group([0, 1])
+        module = nn.Linear(1, 1, bias=False)
+        module.weight.grad = torch.full((1, 1), float(rank + 1))
+        if rank == 2:
+            with pytest.raises(ValueError, match="rank 2 is not in the group"):
+                average_gradients(module, combine=combine, group=group)
+        else:
+            average_gradients(module, combine=combine, group=group)
+        return module.weight.grad.item()
+
+    combined = 1.5 if combine == "average" else 3.0
+    assert run_ranks(work, 3) == [combined, combined, 3.0]
+
+
 def test_a_module_without_trainable_parameters_is_left_alone():
     assert run_ranks(lambda: average_gradients(nn.Tanh()), 2) == [None, None]
 

@@ -80,7 +80,7 @@ class TorchReducer(StaticGraphReducer):
         self.rpc_context = self._find_rpc_context()
         searched = self.find_unused_parameters or self.static_graph
         # Distributed autograd runs a device's gradients in several threads: they take the lock.
-        self.counts_every_hook = not searched and self.rpc_context is None
+        self.counts_every_hook = self.on_cpu and not searched and self.rpc_context is None
         self.times["backward_start"] = perf_counter_ns()
         if self.find_unused_parameters:
             unreachable = self.usage.unreachable

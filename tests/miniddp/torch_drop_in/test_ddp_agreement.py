@@ -8,6 +8,7 @@ from torch import nn
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
+from miniddp import MiniDDP
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 NO_HANG = 30  # seconds, of which ranks that agree need one
@@ -51,7 +52,7 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], DropIn], str]] = {
     ),
     "a cap that is negative": (
         lambda: DropIn(linear(), bucket_cap_mb=-1),
-        "ValueError: bucket caps are sizes in MiB and cannot be negative",
+        "ValueError: bucket caps are sizes in MiB: at least one, none of them negative",
     ),
     "torch's SyncBatchNorm on a CPU": (
         lambda: DropIn(nn.Sequential(linear(), nn.SyncBatchNorm(2))),
@@ -121,6 +122,32 @@ def test_a_setting_that_differs_is_named_with_its_values_and_ranks_on_every_rank
             assert said in errors[name]
             assert others in errors[name]
             assert f"Reported on rank {rank}" in errors[name]
+
+
+def buffers_of_one_rank(rank: int) -> list[str]:
+    return [
+        error_of(lambda: wrap(nn.BatchNorm1d(3), broadcast_buffers=rank == 0))
+        for wrap in (MiniDDP, DropIn)
+    ]
+
+
+def test_broadcast_buffers_of_one_rank_only_is_named_and_not_taken_for_another_model():
+    for errors in run_ranks(buffers_of_one_rank, 2, timeout=NO_HANG):
+        for error in errors:
+            assert "broadcast_buffers (or forward_sync_buffers): True on rank 0; False on" in error
+            assert "running_mean" not in error
+
+
+def one_lazy_layer(rank: int) -> str:
+    layer = nn.LazyLinear(2) if rank == 1 else linear()
+    return error_of(lambda: MiniDDP(nn.Sequential(linear(), layer)))
+
+
+def test_a_lazy_layer_of_one_rank_is_raised_by_the_core_on_every_rank():
+    on_rank_0, on_rank_1 = run_ranks(one_lazy_layer, 2, timeout=NO_HANG)
+    assert "uninitialized parameter" in on_rank_1
+    assert "every rank raises. rank 1: " in on_rank_0
+    assert on_rank_1.partition(": ")[2] in on_rank_0
 
 
 def one_sparse_embedding(rank: int) -> str:

@@ -126,7 +126,7 @@ def test_a_setting_that_differs_is_named_with_its_values_and_ranks_on_every_rank
 
 def buffers_of_one_rank(rank: int) -> list[str]:
     return [
-        error_of(lambda: wrap(nn.BatchNorm1d(3), broadcast_buffers=rank == 0))
+        error_of(lambda wrap=wrap: wrap(nn.BatchNorm1d(3), broadcast_buffers=rank == 0))
         for wrap in (MiniDDP, DropIn)
     ]
 

@@ -264,9 +264,9 @@ def main(arguments: argparse.Namespace) -> None:
             print(table([ranks, *headers, "ms", "÷ DDP", "exposed"], rows, digits=2), flush=True)
             if arguments.save:
                 save_timeline(arguments.save, found)
-    wrong = [name for name in found if not apart[name].is_rounding()]
-    if wrong and place.rank == 0:
-        print(f"\nNot the gradient of the full batch: {', '.join(wrong)}")
+        wrong = [name for name in found if not apart[name].is_rounding()]
+        if wrong and place.rank == 0:
+            print(f"\nNot the gradient of the full batch: {', '.join(wrong)}")
     if wrong:
         raise SystemExit(1)
 

@@ -44,6 +44,8 @@ if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and errors are printed at once.
     ARGUMENTS = arguments_of_this_lab()
 
+import torch.distributed as dist
+
 from labkit.book.tables import Cell, table
 from labkit.launch.lab import Place, join_ranks
 from labkit.scenarios.unwrapped_loss import (
@@ -114,8 +116,10 @@ def refuse_other_world_sizes(place: Place) -> NoReturn:
         print(
             f"The pull request's toy has {WORLD_SIZE} ranks, not {place.world_size}. "
             "Start it with\n"
-            f"    torchrun --standalone --nproc-per-node {WORLD_SIZE} labs/bypassed_wrapper.py"
+            f"    torchrun --standalone --nproc-per-node {WORLD_SIZE} labs/bypassed_wrapper.py",
+            flush=True,
         )
+    dist.barrier()  # torchrun ends rank 0, too, once another rank has failed
     raise SystemExit(1)
 
 

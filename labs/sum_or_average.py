@@ -45,6 +45,7 @@ if __name__ == "__main__":
     ARGUMENTS = arguments_of_this_lab()
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,8 +162,10 @@ def refuse_world_size(place: Place) -> NoReturn:
         print(
             f"{BATCH} samples cannot be divided evenly among {place.world_size} ranks. Start it on "
             "1, 2, 4, 8, or 16 ranks, for example\n"
-            "    torchrun --standalone --nproc-per-node 2 labs/sum_or_average.py"
+            "    torchrun --standalone --nproc-per-node 2 labs/sum_or_average.py",
+            flush=True,
         )
+    dist.barrier()  # torchrun ends rank 0, too, once another rank has failed
     raise SystemExit(1)
 
 

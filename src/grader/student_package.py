@@ -22,7 +22,7 @@ from grader.source import Assignment, SourceError
 INSTRUCTIONS = "START_HERE.md"
 _GRADER = Path(__file__).parent
 _LABKIT = Path(labkit.__file__).parent
-# All of labkit that the grader imports. labkit.testing holds right averages.
+# All of labkit that a student's grader imports. labkit.testing holds right averages.
 _FROM_LABKIT = ("__init__.py", "lazy.py", "launch/__init__.py", "launch/guard.py")
 _DISTRIBUTION, _VERSION = "course-checks", "1"
 _TIMEOUT = 300  # seconds for pip to build a wheel of Python files

@@ -51,6 +51,8 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     dist.init_process_group(backend, timeout=timeout, device_id=own_gpu)
     yield Place(dist.get_rank(), dist.get_world_size(), device)
     # Reached only without an exception: a rank that failed must not wait for the others here.
+    # A launcher ends all ranks once one has failed: what they printed must be out before.
+    sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()
 

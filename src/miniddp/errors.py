@@ -63,11 +63,11 @@ def unfinished(rank: int, absent: Mapping[int, str], searched: bool, reason: str
     lacks = f"did not receive grad for rank {rank}:"
     return (
         "Expected to have finished reduction in the prior iteration before starting a new one. "
-        f"{reason} If that backward raised, construct a new wrapper on every rank."
-        f"\nParameter indices which {lacks} {' '.join(map(str, absent))}"
+        f"{reason}\nParameter indices which {lacks} {' '.join(map(str, absent))}"
         f"\nParameters which {lacks} {', '.join(absent.values())}"
         "\nFor all ranks' parameters, in the same step, use strict=True of torch_drop_in, or set "
-        "the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+        "the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL. "
+        "If that backward raised an exception, construct a new wrapper on every rank."
     )
 
 

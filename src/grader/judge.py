@@ -101,7 +101,7 @@ class _Run:
                 yield self._verdicts(done)
                 done += 1
         if not self.began:
-            lines = self._said().splitlines()
+            lines = self._said().splitlines() or ["nbval said nothing"]
             self.trouble = next((line for line in lines if line.startswith("ERROR")), lines[-1])
         elif self.kernel_ended and done < self._count:
             yield self._verdicts(done)

@@ -51,6 +51,7 @@ import transformers
 from torch import Tensor, nn
 
 from labkit.book.tables import Cell, table
+from labkit.launch.lab import leave_group
 from labkit.scenarios.padded_captioner import PADDING, PIXELS, START, VOCABULARY, draw_captions
 from labkit.testing.compare import gradients, ratio_and_cosine
 
@@ -289,8 +290,7 @@ def main(seed: int) -> None:
         print(table(headers, by_trainer, digits=3))
         print(f"\n{table(['accelerator.backward of', 'ratio', 'cosine'], by_accelerate)}")
     if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        leave_group()
 
 
 if __name__ == "__main__":

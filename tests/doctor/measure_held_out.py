@@ -26,7 +26,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +40,8 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .forked_rank import holder_of_a_port, keep_groups_until_the_end
 
 HERE = Path(__file__).resolve().parent
 HELD_OUT = HERE / "corpus" / "held_out"
@@ -130,9 +131,7 @@ def run_ranks(path: Path, ranks: int, folder: Path) -> int:
     torch is imported once, here, instead of once per rank and once in torchrun's agent: a tenth of
     the processor time. Nothing here computes with torch before the fork, so no thread is lost.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    holder = holder_of_a_port()
     children = {}
     for rank in range(ranks):
         environment = {
@@ -142,7 +141,7 @@ def run_ranks(path: Path, ranks: int, folder: Path) -> int:
             "LOCAL_WORLD_SIZE": ranks,
             "GROUP_RANK": 0,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_PORT": holder.getsockname()[1],
             "TORCHELASTIC_RUN_ID": "measure",
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": 0,
@@ -151,7 +150,8 @@ def run_ranks(path: Path, ranks: int, folder: Path) -> int:
         if child == 0:
             become_rank(path, folder, {key: str(value) for key, value in environment.items()})
         children[child] = rank
-    return wait_for(children)
+    with holder:
+        return wait_for(children)
 
 
 def import_frameworks(path: Path) -> None:
@@ -175,6 +175,7 @@ def become_rank(path: Path, folder: Path, environment: dict[str, str]) -> NoRetu
         torch.set_num_threads(1)
         recorder = probe().Recorder(str(folder))
         register_optimizer_step_pre_hook(recorder.before_step)
+        keep_groups_until_the_end()
         sys.argv = [str(path)]
         sys.path[0] = str(path.parent)
         try:

@@ -6,16 +6,16 @@ script, the number of ranks, how it is launched, whether the doctor looks on, an
 """
 
 import atexit
-import functools
 import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from pathlib import Path
+
+from forked_rank import holder_of_a_port, keep_groups_until_the_end
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "src"
@@ -37,7 +37,7 @@ def run(
     folder = Path(scratch)
     (folder / "steps").mkdir(parents=True)
     (folder / "cwd").mkdir()
-    holder = _holder_of_a_port()
+    holder = holder_of_a_port()
     port = holder.getsockname()[1]
     started = time.monotonic()
     count = ranks if launch == "torchrun" else 1
@@ -65,14 +65,6 @@ def run(
         "seconds": time.monotonic() - started,
         "pids": sorted(children),
     }
-
-
-def _holder_of_a_port() -> socket.socket:
-    """Bound and not listening: no other process is given its port, and rank 0 can listen there."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    return holder
 
 
 def _fork(
@@ -114,7 +106,7 @@ def _fork(
         import steps
 
         steps.watch(str(folder / "steps"))
-        _wait_before_groups_end()
+        keep_groups_until_the_end()
         code = _execute(script, doctor)
     except BaseException:
         traceback.print_exc()
@@ -123,24 +115,6 @@ def _fork(
         sys.stderr.flush()
         os._exit(code)
     return 0
-
-
-def _wait_before_groups_end() -> None:
-    """Let gloo's thread drop its last collective before a wrapper is freed, in both kinds of runs.
-
-    A DDP wrapper's destructor joins that thread with the interpreter's lock held, and the thread
-    may wait for the lock (torch 2.13): one run in fifty would hang, with or without the doctor.
-    """
-    import torch.distributed as dist
-
-    destroy = dist.destroy_process_group
-
-    @functools.wraps(destroy)
-    def after_a_pause(*args: object, **kwargs: object) -> None:
-        time.sleep(0.05)
-        destroy(*args, **kwargs)
-
-    dist.destroy_process_group = after_a_pause
 
 
 def _execute(script: str, doctor: list[str] | None) -> int:

@@ -1,18 +1,9 @@
 """The held-out corpus is what its headers say: complete, well-formed, and measured."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-SPEC = importlib.util.spec_from_file_location(
-    "held_out_measure", Path(__file__).with_name("measure_held_out.py")
-)
-measure = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = measure
-SPEC.loader.exec_module(measure)
+from doctor import measure_held_out as measure
 
 STORED = json.loads(measure.STORED.read_text())
 SCRIPTS = {path.stem: path for path in measure.scripts()}

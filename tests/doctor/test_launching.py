@@ -14,6 +14,7 @@ from nbclient import NotebookClient
 
 from ddp_doctor.report import report
 from ddp_doctor.session import Options
+from labkit.launch.kernels import AsyncKernelThroughFiles
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 ENVIRONMENT = {
@@ -79,7 +80,12 @@ def test_one_line_in_a_notebook_cell_reports_below_the_cell_that_trains(tmp_path
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
     resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=240, resources=resources).execute(env=ENVIRONMENT)
+    NotebookClient(
+        notebook,
+        timeout=240,
+        resources=resources,
+        kernel_manager_class=AsyncKernelThroughFiles,
+    ).execute(env=ENVIRONMENT)
     shown = [_text(each) for each in notebook.cells]
     assert shown[0] == shown[1] == ""
     assert "1 of 1 ranks, 2 optimizer steps" in shown[2]

@@ -305,3 +305,16 @@ def test_a_backward_that_fails_because_the_other_rank_has_left_is_said_to_wait(
     event = "def event():\n    if rank == 1:\n        os._exit(0)\n"
     looked = server.run(script(START + event + LOOP + END), doctor=True)
     assert "Rank 0 waits in backward" in codes(looked)["hang_missing_rank"]
+
+
+def test_a_group_that_a_script_destroyed_keeps_its_threads_until_the_rank_ends(
+    server: Server, script: Write
+) -> None:
+    """Otherwise the wrapper's destructor joins them, and can wait for one of them forever."""
+    threads = "print('threads', len(os.listdir('/proc/self/task')), flush=True)\n"
+    text = START + LOOP.replace("event()", "pass") + END + "del model\n" + threads
+    outcome = server.run(script(text), doctor=False)
+    assert outcome.codes == [0, 0], outcome.errors
+    counts = [int(line.split()[1]) for line in outcome.lines.elements() if "threads" in line]
+    assert len(counts) == 2
+    assert min(counts) > 1

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -53,7 +54,18 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     # Reached only without an exception: a rank that failed must not wait for the others here.
     # A launcher ends all ranks once one has failed: what they printed must be out before.
     sys.stdout.flush()
-    dist.barrier()
+    leave_group()
+
+
+def leave_group() -> None:
+    """Wait for every rank, then destroy the default process group.
+
+    torch 2.13 can hang at the end of a script on the CPU: gloo's thread waits for the interpreter's
+    lock to drop its last collective, and the destructor of a DDP wrapper that outlived the group
+    joins that thread with the lock held. During the pause of 50 ms, the thread gets the lock.
+    """
+    dist.barrier()  # no rank may leave while another one still connects
+    time.sleep(0.05)
     dist.destroy_process_group()
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from labkit.launch.lab import leave_group
 from labkit.scenarios.toy_captioner import ToyCaptioner, draw_toy_data, gradient_norms
 
 
@@ -144,8 +145,7 @@ def _trainer(**options: object) -> pl.Trainer:
 def _gather(seen: Seen) -> list[Seen]:
     everyone: list[Seen] = [seen] * dist.get_world_size()
     dist.all_gather_object(everyone, seen)
-    dist.barrier()  # no process may leave while another still connects
-    dist.destroy_process_group()
+    leave_group()
     return everyone
 
 

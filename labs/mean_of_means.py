@@ -5,15 +5,15 @@ Start it with torchrun, on any number of ranks:
     torchrun --standalone --nproc-per-node 2 labs/mean_of_means.py
 
 Each rank draws different captions, splits them into micro-batches, and accumulates their gradients
-under DDP. The three recipes differ in the divisor of a micro-batch's summed loss:
+under DDP. Three variants differ only in the denominator of a micro-batch's summed loss:
 
   each-part    its own token count, times the number of micro-batches: the mean of the means
   own-window   the tokens of all micro-batches of this rank: the well-known fix for accumulation
   whole-step   N / W: the tokens of all micro-batches of all ranks, divided by the number of ranks
 
-Rank 0 compares the gradient of each recipe, under torch's DDP and under MiniDDP, with the gradient
+Rank 0 compares the gradient of each variant, under torch's DDP and under MiniDDP, with the gradient
 of a single process that sees all captions. It prints the ratio of the norms, the cosine, and the
-largest difference on any rank. The exit code is 1 if the recipe named by --recipe misses that
+largest difference on any rank. The exit code is 1 if the variant named by --variant misses that
 gradient on any rank. It is also 1 if the loss that `miniddp.training.losses.global_mean` returns
 for logging is not the mean over all tokens.
 """
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from labkit.launch.arguments import parse_arguments
 
-RECIPES = ("each-part", "own-window", "whole-step")
+VARIANTS = ("each-part", "own-window", "whole-step")
 SEED = 0
 
 
@@ -44,10 +44,10 @@ def arguments_of_this_lab() -> argparse.Namespace:
         "--captions", type=int, default=2, help="captions per micro-batch (default 2)"
     )
     parser.add_argument(
-        "--recipe",
-        choices=RECIPES,
+        "--variant",
+        choices=VARIANTS,
         default="whole-step",
-        help="the one that the exit code is about (default whole-step)",
+        help="the variant that the exit code is about (default whole-step)",
     )
     arguments = parse_arguments(parser)
     if arguments.accumulate < 1 or arguments.captions < 1:
@@ -84,14 +84,14 @@ TOLERANCE = 1e-5  # relative, in float32
 Wrapped = DistributedDataParallel | MiniDDP
 
 
-class RecipeOutcome(NamedTuple):
-    """What a recipe gave.
+class VariantOutcome(NamedTuple):
+    """What a variant gave.
 
     `difference` is the largest difference from the full batch's gradient on any rank, relative to
     the largest entry of that gradient.
     """
 
-    recipe: str
+    variant: str
     wrapper: str
     comparison: Comparison
     difference: float
@@ -108,22 +108,22 @@ def full_batch_gradient(
     return loss.item(), gradients(model)
 
 
-def scales(recipe: str, counts: list[int], device: torch.device) -> list[float]:
+def scales(variant: str, counts: list[int], device: torch.device) -> list[float]:
     """The factor of the summed loss, for each micro-batch of this rank."""
-    if recipe == "each-part":
+    if variant == "each-part":
         return [1 / (count * len(counts)) for count in counts]
-    if recipe == "own-window":
+    if variant == "own-window":
         return [1 / sum(counts)] * len(counts)
     return [loss_scale(sum(counts), device=device)] * len(counts)
 
 
-def accumulate_with_recipe(
-    replica: Wrapped, parts: list[Captions], recipe: str, place: Place
+def accumulate_with_variant(
+    replica: Wrapped, parts: list[Captions], variant: str, place: Place
 ) -> float:
-    """Leave the recipe's gradient in the replica; return the mean loss over all ranks' tokens."""
+    """Leave the variant's gradient in the replica; return the mean loss over all ranks' tokens."""
     counts = [count_tokens(part) for part in parts]
     logged = torch.zeros((), device=place.device)
-    for i, scale in enumerate(scales(recipe, counts, place.device)):
+    for i, scale in enumerate(scales(variant, counts, place.device)):
         part = to_device(parts[i], place.device)
         with nullcontext() if i == len(parts) - 1 else replica.no_sync():
             loss_sum, _ = token_cross_entropy(replica(part.pixels, part.tokens), part.targets)
@@ -132,10 +132,10 @@ def accumulate_with_recipe(
     return global_mean(logged, sum(counts)).item()
 
 
-def run_recipes(
+def run_variants(
     arguments: argparse.Namespace, place: Place
-) -> tuple[float, float, list[RecipeOutcome]]:
-    """The true loss, the largest relative error of a logged loss, and what each recipe gave."""
+) -> tuple[float, float, list[VariantOutcome]]:
+    """The true loss, the largest relative error of a logged loss, and what each variant gave."""
     share = arguments.accumulate * arguments.captions
     # Captions differ between ranks. Every rank draws all of them, for the single process.
     shares = [draw_captions(share, 1000 * arguments.seed + r) for r in range(place.world_size)]
@@ -144,35 +144,35 @@ def run_recipes(
     loss, wanted = full_batch_gradient(model, joined(shares), place.device)
     largest = max(gradient.abs().max().item() for gradient in wanted)
     outcomes, apart = [], []
-    for recipe in RECIPES:
+    for variant in VARIANTS:
         for name, wrap in (("torch DDP", DistributedDataParallel), ("MiniDDP", MiniDDP)):
             replica = wrap(copy.deepcopy(model))
-            logged = accumulate_with_recipe(replica, parts, recipe, place)
+            logged = accumulate_with_variant(replica, parts, variant, place)
             apart.append(abs(logged / loss - 1))
             found = gradients(replica)
             difference = largest_on_any_rank(largest_difference(found, wanted) / largest)
             outcomes.append(
-                RecipeOutcome(recipe, name, ratio_and_cosine(found, wanted), difference)
+                VariantOutcome(variant, name, ratio_and_cosine(found, wanted), difference)
             )
     return loss, largest_on_any_rank(*apart), outcomes
 
 
 def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
-        loss, apart, outcomes = run_recipes(arguments, place)
+        loss, apart, outcomes = run_variants(arguments, place)
     # `<=` and not `>`: a NaN has to fail, and compares as False.
-    right = all(o.difference <= TOLERANCE for o in outcomes if o.recipe == arguments.recipe)
+    right = all(o.difference <= TOLERANCE for o in outcomes if o.variant == arguments.variant)
     logged_right = apart <= TOLERANCE
     if place.rank == 0:
         split = f"{arguments.captions} captions × {arguments.accumulate} parts"
         print(f"{split} × {place.world_size} ranks: the mean loss over all tokens is {loss:.4f}")
         print(f"largest error of the loss that global_mean logs: {bound(apart, TOLERANCE)}\n")
         rows = [
-            [o.recipe, o.wrapper, *o.comparison, bound(o.difference, TOLERANCE)] for o in outcomes
+            [o.variant, o.wrapper, *o.comparison, bound(o.difference, TOLERANCE)] for o in outcomes
         ]
-        print(table(["recipe", "", "ratio", "cosine", "largest difference"], rows))
+        print(table(["variant", "", "ratio", "cosine", "largest difference"], rows))
         if not right:
-            print(f"\n{arguments.recipe} does not give the gradient of the full batch.")
+            print(f"\n{arguments.variant} does not give the gradient of the full batch.")
         if not logged_right:
             print("\nThe logged loss is not the mean over all tokens.")
     if not (right and logged_right):

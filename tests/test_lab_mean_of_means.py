@@ -14,9 +14,9 @@ LIBRARIES = "labs/mean_of_means_transformers.py"
 
 
 def rows_of(output: str) -> dict[str, list[str]]:
-    """The lab's rows by recipe and wrapper: ratio, cosine, and what is apart."""
+    """The lab's rows by variant and wrapper: ratio, cosine, and what is apart."""
     rows = re.findall(r"^(\S+) +(torch DDP|MiniDDP) +(\S+) +(\S+) +(.+)$", output, re.M)
-    return {f"{recipe} {wrapper}": figures for recipe, wrapper, *figures in rows}
+    return {f"{variant} {wrapper}": figures for variant, wrapper, *figures in rows}
 
 
 @pytest.mark.parametrize("lab", [LAB, LIBRARIES, "labs/buckets_that_overlap.py"])
@@ -44,9 +44,9 @@ def test_only_the_whole_steps_count_gives_the_full_batch_under_both_wrappers(ran
         assert right == (ranks == 1)
 
 
-def test_the_lab_fails_with_a_recipe_that_is_wrong():
+def test_the_lab_fails_with_a_variant_that_is_wrong():
     with pytest.raises(ScriptError, match="own-window does not give the gradient of the full"):
-        run_script(LAB, "--recipe", "own-window", ranks=2)
+        run_script(LAB, "--variant", "own-window", ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def _tried(assignment: Assignment, server: RankServer) -> bool:
         print(f"[{count}/{number}] {mark} {finding.name}: {finding.found}{also}", flush=True)
         wrong += not finding.right
     if wrong:
-        print(f"Not released: {wrong} of these have to be mended first.", file=sys.stderr)
+        print(f"Not released: {wrong} of these have to be fixed first.", file=sys.stderr)
     return not wrong
 
 

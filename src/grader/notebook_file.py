@@ -6,6 +6,7 @@ thirty times the memory of its text. So a file of more than 1 MB is parsed by a 
 """
 
 import errno
+import gc
 import hashlib
 import json
 import os
@@ -16,10 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LARGEST = 200 * 2**20  # bytes of a notebook
+LARGEST = 100 * 2**20  # bytes of a notebook
 LONGEST = 200_000  # characters of a cell
 _SMALL = 2**20  # bytes that are parsed here
-_MEMORY = 2**30  # bytes for parsing a larger one
+_MEMORY = 2**29  # bytes for parsing a larger one
 _SECONDS = 20  # of processor time for that
 _MOST_CELLS = 10_000
 
@@ -120,6 +121,7 @@ def _reduced(cell: Any) -> dict[str, Any] | None:
 
 
 def _main() -> None:
+    gc.disable()  # it would look through millions of lists again and again, and free none
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -47,9 +47,9 @@ def preview(assignment: Assignment, source: Path, folder: Path) -> str:
         f"- **Time:** {_duration(own['reading_minutes'])} to read, "
         f"{_duration(own['doing_minutes'])} to do. "
         "These are the author's estimates; no class has been timed.\n"
-        f"- **What is graded:** {assignment.points:g} points. "
-        f"{visible:g} are for checks that you can run, "
-        f"{assignment.points - visible:g} for checks on fresh inputs after you hand in.",
+        f"- **What is graded:** {assignment.points:g} points: "
+        f"{visible:g} for visible checks, which you can run, and "
+        f"{assignment.points - visible:g} for hidden checks on fresh inputs after you hand in.",
         _SAID_ALREADY.sub("", introduction).strip(),
     ]
     graded: list[CheckSource] = []
@@ -75,10 +75,10 @@ def _graded(checks: list[CheckSource]) -> list[str]:
     """What is graded in one task; of a hidden check only the points."""
     if not checks:
         return []
-    lines = [f"- {_points(c.points)}, you can run it: {c.concept}" for c in checks if c.visible]
+    lines = [f"- Visible check, {_points(c.points)}: {c.concept}" for c in checks if c.visible]
     hidden = sum(check.points for check in checks if not check.visible)
     if hidden:
-        lines.append(f"- {_points(hidden)} on fresh inputs, after you hand in.")
+        lines.append(f"- Hidden checks, {_points(hidden)}.")
     return ["Graded:\n\n" + "\n".join(lines)]
 
 

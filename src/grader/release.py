@@ -17,6 +17,8 @@ from grader.source import Assignment, CheckSource, kind_of, source_of
 
 _CHAPTER = re.compile(r"\[([^\]]*)\]\(\.\./\.\./book/([\w/]+)\.ipynb\)")
 _PRELUDE = "from grader.student import check"
+# The source folds the cells that only its author reads: JupyterLab by one, the book by the other.
+_FOLDED = ("jupyter", "tags")
 
 
 SEED = 1  # of the inputs that students see
@@ -41,6 +43,7 @@ def release(assignment: Assignment, address: str, book: str = "") -> dict[str, A
             cell["source"] = assignment.solutions[grade_id].stub
         elif kind == "check":
             cell["source"] = _line(assignment, checks[grade_id])
+            cell["metadata"] = {k: v for k, v in cell["metadata"].items() if k not in _FOLDED}
         if cell["cell_type"] == "markdown":
             link = rf"[\1]({book.rstrip('/')}/\2.html)" if book else r"\1"
             cell["source"] = _CHAPTER.sub(link, source_of(cell))

@@ -176,7 +176,7 @@ def without_magic(text: str) -> str:
 def make_stub(key: str, where: str = "a solution") -> str:
     """`key` with every marked part replaced by a NotImplementedError, indented as it was.
 
-    Or by what stands, commented out, between ### RELEASED AS and ### END SOLUTION: code to mend.
+    Or by what stands, commented out, between ### RELEASED AS and ### END SOLUTION: code to fix.
     """
     lines, inside, instead, found = [], False, None, False
     for line in key.splitlines():

@@ -150,7 +150,7 @@ PyTorch with CUDA, several GB.
 .venv/bin/jupyter lab {first}
 ```
 
-Write your code in the cells that say `Your code here`, or mend the code in them. Keep every cell
+Write your code in the cells that say `Your code here`, or fix the code in them. Keep every cell
 where it is. Your functions may use the notebook's imports. Imports and helpers of your own go into
 the same cell as the function.
 

@@ -10,7 +10,7 @@ from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment
 
 import grader
 from grader.release import release, write_release
-from grader.source import SourceError, make_key, make_stub, read_assignment, source_of
+from grader.source import SourceError, kind_of, make_key, make_stub, read_assignment, source_of
 
 SOURCES = sorted(ASSIGNMENTS.glob("*.ipynb"))
 
@@ -85,6 +85,19 @@ def test_a_release_keeps_nbgraders_metadata_and_the_points(server):
     assert {one["schema_version"] for one in graded} == {3}
     assert sum(one.get("points", 0) for one in graded) == assignment.points
     assert sum(one["solution"] for one in graded) == len(assignment.solutions)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_what_only_its_author_reads_is_folded_in_the_source_and_nothing_in_the_release(
+    path, server
+):
+    assignment = read_assignment(path)
+    for one in assignment.notebook["cells"]:
+        own = kind_of(one) in ("common", "check", "wrong answer")
+        assert one["metadata"].get("jupyter", {}).get("source_hidden", False) == own
+        assert ("hide-input" in one["metadata"].get("tags", [])) == own
+    for one in release(assignment, server.address)["cells"]:
+        assert {"jupyter", "tags"}.isdisjoint(one["metadata"])
 
 
 def test_links_to_chapters_lead_to_the_built_book_where_its_address_is_given(server):

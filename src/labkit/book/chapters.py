@@ -3,7 +3,7 @@
     python -m labkit.book.chapters execute book _build/executed   write an executed copy of the book
     python -m labkit.book.chapters update [CHAPTER…]              run in place and store the outputs
 
-Every test run compares the stored text of a chapter with the text it prints (nbval). `update`
+`make test` compares the stored text of a chapter with the text it prints (nbval). `update`
 stores outputs; nobody edits them by hand.
 """
 

@@ -1,6 +1,6 @@
 """Text tables with one layout, and numbers formatted so that they can be compared exactly.
 
-Every test run compares a chapter's printed text, character by character, with the stored text. So
+`make test` compares a chapter's printed text, character by character, with the stored text. So
 a table has one layout and a number has fixed digits. A number of rounding size differs between
 processors and is printed as a bound.
 """

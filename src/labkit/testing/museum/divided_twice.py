@@ -6,7 +6,7 @@ The bug: the division after the sum was not removed. The same happens if a commu
 the wrapper both divide, or if the loss is divided as well as the gradient.
 
 Symptom: the learning rate is 1/W of the configured one. A sweep finds that a rate W times as large
-works better. Adam hides the bug, except for weight decay and clipping.
+works better. Adam hides the bug, except in its ε, L2 weight decay, and clipping.
 
 Seen in: communication hooks; stacked libraries that each average.
 

@@ -7,7 +7,7 @@ differentiates only its own term, over a denominator that counts all terms. The 
 then divides by W a second time.
 
 Symptom: the loss is exactly that of one process, on all ranks. The learning rate is 1/W of the
-configured one. Adam hides the bug, except for weight decay and clipping.
+configured one. Adam hides the bug, except in its ε, L2 weight decay, and clipping.
 
 Seen in: losses reduced for the log before backward; contrastive losses on gathered features;
 correlation matrices summed over ranks.

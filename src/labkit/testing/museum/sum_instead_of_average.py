@@ -5,8 +5,8 @@ Claims: all-reduces the gradients; `all_reduce` sums by default.
 The bug: the sum of W means is W times the mean of the whole batch.
 
 Symptom: the learning rate is W times the configured one. Adam divides by the gradient's size and
-hides it, and gradient clipping hides it whenever it clips. With SGD, training diverges once W is
-large.
+hides it, and gradient clipping hides it whenever it clips. SGD diverges if W times the configured
+rate is too large.
 
 Seen in: hand-written loops; a change from DataParallel, which sums over replicas and is right for
 one loss over the gathered output.

@@ -193,8 +193,8 @@ class Bucketed(Rung):
 class BucketedOverlapped(Bucketed):
     """Rung 5: each bucket is launched during backward, once it is full and its turn has come.
 
-    A bucket that is full before its turn waits: on a rank whose gradients appear in another order,
-    a different bucket would be launched, and the two would be added together.
+    A bucket that is full before its turn waits. Without turns, ranks whose gradients appear in
+    different orders would launch different buckets, whose gradients would be added together.
     """
 
     overlaps = True

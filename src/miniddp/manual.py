@@ -1,13 +1,13 @@
 """Average the gradients by hand, after backward: data-parallel training in its plainest form.
 
-On W ranks, each rank computes the loss of its own part of the batch (forward) and that loss's
-gradient (backward); the gradients of all ranks are summed and divided by W (all-reduce); every rank
+Each of W ranks computes the loss of its own part of the batch (forward) and that loss's gradient
+(backward). The gradients of all ranks are summed and divided by W (all-reduce). Every rank then
 applies the same average to the same parameters (step). `average_gradients` is the all-reduce. It
 starts when backward has ended: nothing overlaps. Two rules are easy to break:
 
 - *Every rank must call the same collectives in the same order.* If one rank skips a parameter, its
   next all-reduce meets a different parameter's. The two are added without an error, and eventually
-  a rank waits forever. Here all that any rank used take part; a missing gradient counts as zeros.
+  a rank waits forever. Here every parameter that any rank used takes part, if need be with zeros.
 - *A parameter that no rank used keeps `grad = None`.* Zeros would let Adam's momentum and weight
   decay move it, which a single process would not do.
 
@@ -44,8 +44,8 @@ def average_gradients(
 
     Raises ValueError for another `combine`, and on a rank that is not in `group`.
 
-    Cost, for P used parameters on W ranks: P all-reduces, and one more, of a byte per parameter,
-    that tells which gradients exist; with `flat`, one per dtype and device, flags included.
+    Cost, for P used parameters on W ranks: P all-reduces, and one of a byte per parameter that
+    tells which gradients exist. With `flat`: one per dtype and device, flags included.
     """
     if combine not in ("average", "sum"):
         raise ValueError(f'combine must be "average" or "sum", got {combine!r}')

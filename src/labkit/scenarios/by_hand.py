@@ -28,7 +28,7 @@ def average_as_posted(model: nn.Module) -> None:
 
 
 class TwoHeads(nn.Module):
-    """A shared layer and two heads, of which `both=False` leaves the second one out."""
+    """A shared layer and two heads. `both=False` leaves the second head out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 
 A collective needs every rank of its group. So a rank that has joined (has no more inputs) takes
 part in every collective of the others' forward and backward, and contributes gradients of zeros.
-The sum is divided either by the world size W, so that every input of the epoch has the same weight,
-or by the number of ranks that still have inputs, as if the other ranks did not exist.
+The sum is divided by the world size W, and then every input of the epoch has the same weight. Or it
+is divided by the number of ranks that still have inputs, as if the other ranks did not exist.
 
 Cost for a joined rank: the same collectives as the others, without the computation. All ranks make
 two more all-reduces of one number in each forward: the number of ranks that still have inputs, and

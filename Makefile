@@ -70,13 +70,14 @@ book: $(READY)
 	@$(MAKE) --no-print-directory html
 
 # Renders what the last `make book` or `make test` executed, and checks every link and picture of
-# every page. Warnings are errors. BOOK_REPOSITORY=https://github.com/… overrides `repository` in
+# every page. Warnings are errors. All pages are rendered: of those that it leaves as they are, Sphinx
+# loses the words that lead a search to them. BOOK_REPOSITORY=https://github.com/… overrides `repository` in
 # _config.yml, which names the project's address on the pages.
 html: $(READY)
 	@test -d $(EXECUTED) || { echo "Nothing has been executed yet: make book does that first." >&2; exit 2; }
 	@$(BIN)/python -m labkit.book.site configure _config.yml _build/_config.yml
 	@echo "Rendering the pages …"
-	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q >_build/render.log 2>&1 || { cat _build/render.log; exit 1; }
+	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q --all >_build/render.log 2>&1 || { cat _build/render.log; exit 1; }
 	@$(BIN)/python -m labkit.book.downloads _build/_config.yml _build/html
 	@$(BIN)/python -m labkit.book.site finish _build/html
 	@$(BIN)/python -m labkit.book.site check _build/html

@@ -97,3 +97,14 @@ def test_two_trainers_in_one_script_are_told_apart_from_two_ranks(
     one = script(programs()["TWO_TRAINERS"], ranks=1, launch="python")
     with Server(frameworks_of([one])) as server:
         assert causes(ask(server, one)) == {"world_size_one"}
+
+
+def test_once_both_ranks_start_the_second_cause_is_named(script: Callable[..., Script]) -> None:
+    asked = programs()["TWO_TRAINERS"]
+    without = asked.replace('fit(devices=1, strategy="ddp",', "fit(devices=1,")
+    assert without != asked
+    one = script(without, ranks=1, launch="python")
+    with Server(frameworks_of([one])) as server:
+        outcome = ask(server, one)
+    assert "datasets_differ" in causes(outcome)
+    assert "world_size_one" not in causes(outcome)

@@ -6,13 +6,13 @@ applies the same average to the same parameters (step). `average_gradients` is t
 starts when backward has ended: nothing overlaps. Two rules are easy to break:
 
 - *Every rank must call the same collectives in the same order.* If one rank skips a parameter, its
-  next all-reduce meets a different parameter's. The two are added without an error, and eventually
-  a rank waits forever. Here every parameter that any rank used takes part, if need be with zeros.
+  next all-reduce meets another one's. If the sizes agree, the two are added without an error; later
+  a rank waits in vain. Here every parameter that any rank used takes part, if need be with zeros.
 - *A parameter that no rank used keeps `grad = None`.* Zeros would let Adam's momentum and weight
   decay move it, which a single process would not do.
 
 Source: the function of this name in PyTorch's tutorial "Writing Distributed Applications with
-PyTorch", which follows neither; torch's DDP follows both with find_unused_parameters=True.
+PyTorch", which assumes gradients everywhere; DDP with find_unused_parameters=True does not.
 """
 
 from typing import Literal

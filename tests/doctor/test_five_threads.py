@@ -27,7 +27,8 @@ def programs() -> dict[str, str]:
 
 
 def ask(server: Server, one: Script) -> Outcome:
-    outcome = server.run(one, doctor=True)
+    # A busy machine may need a minute for a script that starts a second interpreter.
+    outcome = server.run(one, doctor=True, timeout=180)
     assert outcome.codes == [0] * len(outcome.codes), outcome.errors
     assert outcome.report is not None, outcome.errors
     return outcome

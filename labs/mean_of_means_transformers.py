@@ -1,4 +1,4 @@
-"""What Hugging Face's Trainer divides by: its gradient against that of the full batch.
+"""What Hugging Face's Trainer divides by: its gradient against the full batch's.
 
     python labs/mean_of_means_transformers.py                                     one process
     torchrun --standalone --nproc-per-node 2 labs/mean_of_means_transformers.py   1, 2, or 4

@@ -1,15 +1,6 @@
-"""What the harnesses that fork their ranks need so that no run fails for a reason of its own."""
+"""What the harnesses that fork their ranks need so that no run hangs for a reason of its own."""
 
 import functools
-import socket
-
-
-def holder_of_a_port() -> socket.socket:
-    """Bound and not listening: no other process is given its port, and rank 0 can listen there."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    return holder
 
 
 def keep_groups_until_the_end() -> None:

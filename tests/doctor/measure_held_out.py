@@ -41,7 +41,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .forked_rank import holder_of_a_port, keep_groups_until_the_end
+from labkit.launch.nodes import reserved_port
+
+from .forked_rank import keep_groups_until_the_end
 
 HERE = Path(__file__).resolve().parent
 HELD_OUT = HERE / "corpus" / "held_out"
@@ -131,7 +133,12 @@ def run_ranks(path: Path, ranks: int, folder: Path) -> int:
     torch is imported once, here, instead of once per rank and once in torchrun's agent: a tenth of
     the processor time. Nothing here computes with torch before the fork, so no thread is lost.
     """
-    holder = holder_of_a_port()
+    with reserved_port() as port:
+        return wait_for(start_ranks(path, ranks, folder, port))
+
+
+def start_ranks(path: Path, ranks: int, folder: Path, port: int) -> dict[int, int]:
+    """The ranks by their process; rank 0 listens at `port`."""
     children = {}
     for rank in range(ranks):
         environment = {
@@ -141,7 +148,7 @@ def run_ranks(path: Path, ranks: int, folder: Path) -> int:
             "LOCAL_WORLD_SIZE": ranks,
             "GROUP_RANK": 0,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": holder.getsockname()[1],
+            "MASTER_PORT": port,
             "TORCHELASTIC_RUN_ID": "measure",
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": 0,
@@ -150,8 +157,7 @@ def run_ranks(path: Path, ranks: int, folder: Path) -> int:
         if child == 0:
             become_rank(path, folder, {key: str(value) for key, value in environment.items()})
         children[child] = rank
-    with holder:
-        return wait_for(children)
+    return children
 
 
 def import_frameworks(path: Path) -> None:

@@ -15,7 +15,9 @@ import time
 import traceback
 from pathlib import Path
 
-from forked_rank import holder_of_a_port, keep_groups_until_the_end
+from forked_rank import keep_groups_until_the_end
+
+from labkit.launch.nodes import reserved_port
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "src"
@@ -37,29 +39,27 @@ def run(
     folder = Path(scratch)
     (folder / "steps").mkdir(parents=True)
     (folder / "cwd").mkdir()
-    holder = holder_of_a_port()
-    port = holder.getsockname()[1]
-    started = time.monotonic()
-    count = ranks if launch == "torchrun" else 1
-    children = {
-        _fork(script, rank, ranks, port, launch, doctor, folder): rank for rank in range(count)
-    }
-    codes: dict[int, int] = {}
-    failed_at = None
-    while len(codes) < count:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid in children:
-            codes[children[pid]] = os.waitstatus_to_exitcode(status)
-            if codes[children[pid]] and failed_at is None:
-                failed_at = time.monotonic()
-        elif pid == 0:
-            time.sleep(0.01)
-        late = time.monotonic() - started > timeout
-        if late or (failed_at is not None and time.monotonic() - failed_at > 4.0):
-            for child, rank in children.items():
-                if rank not in codes:
-                    os.killpg(child, signal.SIGKILL if late else signal.SIGTERM)
-    holder.close()
+    with reserved_port() as port:
+        started = time.monotonic()
+        count = ranks if launch == "torchrun" else 1
+        children = {
+            _fork(script, rank, ranks, port, launch, doctor, folder): rank for rank in range(count)
+        }
+        codes: dict[int, int] = {}
+        failed_at = None
+        while len(codes) < count:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in children:
+                codes[children[pid]] = os.waitstatus_to_exitcode(status)
+                if codes[children[pid]] and failed_at is None:
+                    failed_at = time.monotonic()
+            elif pid == 0:
+                time.sleep(0.01)
+            late = time.monotonic() - started > timeout
+            if late or (failed_at is not None and time.monotonic() - failed_at > 4.0):
+                for child, rank in children.items():
+                    if rank not in codes:
+                        os.killpg(child, signal.SIGKILL if late else signal.SIGTERM)
     return {
         "codes": [codes[rank] for rank in range(count)],
         "seconds": time.monotonic() - started,

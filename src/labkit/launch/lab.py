@@ -60,9 +60,9 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
 def leave_group() -> None:
     """Wait for every rank, then destroy the default process group.
 
-    torch 2.13 can hang at the end of a script on the CPU: gloo's thread waits for the interpreter's
-    lock to drop its last collective, and the destructor of a DDP wrapper that outlived the group
-    joins that thread with the lock held. During the pause of 50 ms, the thread gets the lock.
+    On the CPU, torch 2.13 can hang at the end of a script. A DDP wrapper that outlives the group
+    joins gloo's thread in its destructor, with the interpreter's lock held. That thread may need
+    the lock to drop its last collective. During the pause of 50 ms, it gets the lock.
     """
     dist.barrier()  # no rank may leave while another one still connects
     time.sleep(0.05)

@@ -5,10 +5,10 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
 
 1. *Construction.* All ranks verify that they hold the same model, then take rank 0's.
 2. *Forward.* Take rank 0's buffers, call the module, and announce the backward to the reducer
-   (`miniddp.reducer`); `no_sync()` announces a local one instead.
+   (`miniddp.reducer`): the forward is *synchronized*. In `no_sync()` it announces a local one.
 
-Three things are broadcast: the model at construction, the buffers before a forward that follows a
-synchronized one, and the plan once (`Reducer.adopt`). Source: torch/nn/parallel/distributed.py.
+Rank 0 broadcasts the model at construction, buffers before the first forward and each that follows
+a synchronized one, and a rebuilt plan (`Reducer.adopt`). Source: torch/nn/parallel/distributed.py.
 """
 
 import warnings
@@ -37,7 +37,7 @@ class MiniDDP(nn.Module):
         process_group: the ranks that take part; the default group when None.
         broadcast_buffers: take rank 0's buffers, at construction and before forwards (see above).
         init_sync: verify and broadcast the model at construction.
-        bucket_cap_mb: the buckets' size in MiB; a first one of 1 and then 25 when None.
+        bucket_cap_mb: the buckets' size in MiB; when None, 1 for the first and 25 for the others.
         find_unused_parameters: for models in which a forward may leave parameters unused.
         gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
 
@@ -68,7 +68,7 @@ class MiniDDP(nn.Module):
         self.bucket_cap_mb = bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.require_backward_grad_sync = True  # set by no_sync()
+        self.require_backward_grad_sync = True  # False in no_sync()
         self.require_forward_param_sync = True  # whether the last forward was synchronized
 
         state: dict[str, Tensor] = {}
@@ -168,8 +168,8 @@ class MiniDDP(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Forwards in here leave the gradients of their backwards local, to accumulate.
 
-        The first synchronized backward afterwards reduces the sum. A forward before this block has
-        announced a reduction: the next backward is reduced even in here.
+        The first synchronized backward afterwards reduces the sum. If a forward before this block
+        still awaits its backward, it has announced a reduction: the next backward is reduced.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False

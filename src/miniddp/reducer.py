@@ -92,8 +92,8 @@ class Reducer:
         self.state = self.state_between_backwards = IDLE
         self.rebuilt = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
-        # Whether a gradient that arrives while REDUCING is simply counted; changed by the rooms.
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
+        # Whether a gradient that arrives while REDUCING is simply counted; changed by the rooms.
         self.counts_every_hook = self.on_cpu and not find_unused_parameters
         self.usage = UsedParameters(self.parameters, process_group)
         self.build(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
@@ -130,7 +130,7 @@ class Reducer:
     # 2. Prepare -----------------------------------------------------------------------------------
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Reduce the next backward. `outputs`: the forward's, if unused parameters are searched."""
+        """Reduce the next backward. `outputs`: the forward's; needed to find unused parameters."""
         self.enter(READY)
         self.state_between_backwards = IDLE
         self.reset_bucket_counting()
@@ -183,7 +183,7 @@ class Reducer:
                 self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Update the state. Returns whether to count the gradient. Extended by static_graph."""
+        """Whether to count it; the first also starts the reduction. Extended by static_graph."""
         if self.find_unused_parameters:
             self.usage.mark(index)  # under no_sync too: used once in a window counts as used
         if self.state is READY:
@@ -293,7 +293,7 @@ class Reducer:
         return True
 
     def adopt(self, plan: Plan) -> None:
-        """Between two steps, on every rank: use rank 0's plan from now on."""
+        """Between two steps, on every rank: broadcast rank 0's plan, and use it from now on."""
         self.build(plan_of_rank_0(plan, self.process_group, self.device))
         self.rebuilt = True
 

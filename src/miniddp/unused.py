@@ -2,13 +2,13 @@
 
 With `find_unused_parameters=True`:
 
-1. *Search.* After a synchronized forward, walk the graph from its outputs. A parameter whose
-   accumulator is not reached gets no gradient on this rank; its bucket must not wait for one.
-2. *Gate.* The outputs pass through one node of the graph, `OutputGate`, so that a loss that ignores
-   some of them still reaches all that the search has found.
+1. *Search.* At the end of a synchronized forward, `MiniDDP._post_forward` has the graph walked from
+   the outputs. An accumulator not reached gets no gradient here; its bucket must not wait for one.
+2. *Gate.* Then the outputs pass through one node of the graph, `OutputGate`, so that a loss that
+   ignores some of them still reaches all that the search has found.
 3. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
 4. *All-reduce.* After the last bucket, one all-reduce counts the ranks that used each parameter.
-5. *Write.* A parameter that some rank used gets the average, in which the others count as zeros.
+5. *Write.* A parameter that some rank used gets the average. A `.grad` of None counts as zeros.
    One that no rank used keeps its `.grad`: zeros would let momentum and weight decay move it.
 
 Cost: microseconds per node of the graph, a copy of the outputs, an all-reduce of 4 bytes per

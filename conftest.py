@@ -1,5 +1,6 @@
 """What holds for every test and chapter, on a machine that is busy with others of them."""
 
+import contextlib
 import os
 
 import pytest
@@ -8,6 +9,11 @@ from hypothesis import settings
 # One thread a process: each test starts processes that are as many as the cores, or more. Threads
 # of several processes on one core wait for each other in a loop: what takes a second takes ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Why: labkit/launch/scheduling.py. The processes that tests start inherit it.
+if hasattr(os, "SCHED_BATCH"):
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # An example may wait for a core for longer than the fifth of a second that it is allowed.
 settings.register_profile("busy machine", deadline=None)

@@ -166,7 +166,7 @@ def _run_here(
     os.makedirs(os.path.join(folder, "barrier"))
     Constructions.path = os.path.join(folder, "constructed")
     if method == _LONGEST and target == placement.CPU:
-        placement.smaller_convolutions()
+        placement.smaller_models(getattr(case, method))
     outcome = unittest.TestResult()
     if target is not None:
         placement.in_every_thread(target)

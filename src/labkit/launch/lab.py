@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from labkit.launch.arguments import parse_arguments as parse_arguments
+from labkit.launch.scheduling import schedule_as_batch
 
 # Long enough for any lab's slowest rank. torch's own is half an hour.
 TIMEOUT = timedelta(minutes=5)
@@ -48,6 +49,8 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        schedule_as_batch()  # before gloo starts its threads
     own_gpu = device if "nccl" in backend else None
     dist.init_process_group(backend, timeout=timeout, device_id=own_gpu)
     yield Place(dist.get_rank(), dist.get_world_size(), device)

@@ -3,7 +3,8 @@
 Each call of `run_ranks` has one supervisor. It is forked from the fork server, which has loaded
 torch and never runs a thread, so starting a rank costs one fork and no import of torch.
 
-1. Leave the caller's session and adopt orphans (`labkit.launch.guard`).
+1. Leave the caller's session, adopt orphans (`labkit.launch.guard`), and import what the function
+   needs of this project.
 2. Fork one process per rank.
 3. Collect reports until every rank has reported, one has failed, the time is up, or the caller has
    ended.
@@ -12,12 +13,15 @@ torch and never runs a thread, so starting a rank costs one fork and no import o
 6. Send the caller the reports and the ranks' output.
 """
 
+import contextlib
+import importlib
 import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -49,6 +53,8 @@ def supervise(caller: Connection, job: Job) -> None:
     """Run `job` and send its Outcome to `caller`. When it returns, no process is left below it."""
     own_session()
     adopt_orphans()
+    if job.start_method == "fork":
+        _import(job.modules)
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     try:
         ranks = _Ranks(job, folder)
@@ -71,6 +77,13 @@ def supervise(caller: Connection, job: Job) -> None:
         pass
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import them here, once: the ranks are forks of this process."""
+    for name in modules:
+        with contextlib.suppress(Exception):  # raised again in the rank that needs it, and reported
+            importlib.import_module(name)
 
 
 class _CallerGoneError(Exception):

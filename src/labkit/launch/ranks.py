@@ -53,6 +53,7 @@ from labkit.launch.rank_states import STARTING, is_under_work
 from labkit.launch.rank_supervisor import Outcome, supervise
 
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+_OWN = ("labkit", "miniddp")  # both start no thread when they are imported
 # Of failures within this many seconds the lowest rank's counts as the first, so that an error which
 # every rank raises is reported from the same rank at every run.
 _TOGETHER = 0.25
@@ -119,8 +120,9 @@ def run_ranks(
     """
     _check(fn, world_size, args, timeout)
     devices, backend = _place(world_size, device)
+    payload = _ship(fn, args)
     job = Job(
-        payload=_ship(fn, args),
+        payload=payload,
         home=_home(fn),
         devices=devices,
         backend=backend,
@@ -128,6 +130,7 @@ def run_ranks(
         environment=_environment(env),
         cells=_cells(),
         start_method="fork" if has_fork_server() else "spawn",
+        modules=_own_modules(payload),
     )
     outcome = _supervised(job)
     for rank, (stdout, stderr) in enumerate(outcome.outputs):
@@ -232,6 +235,12 @@ def _ship(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             "generators, and process groups must be created inside the function; pass plain data "
             "and tensors."
         ) from error
+
+
+def _own_modules(payload: bytes) -> tuple[str, ...]:
+    """The modules of this project that `payload` names: unpickling it imports them."""
+    loaded = (name for name in list(sys.modules) if name.partition(".")[0] in _OWN)
+    return tuple(name for name in loaded if name.encode() in payload)
 
 
 @contextlib.contextmanager

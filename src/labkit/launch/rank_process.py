@@ -53,7 +53,7 @@ class Job(NamedTuple):
     environment: dict[str, str]
     cells: dict[str, str]  # text of the files that exist only in the caller's kernel
     start_method: str  # how the supervisor starts a rank: "fork", or "spawn" where there is none
-    modules: tuple[str, ...]  # what the supervisor imports, so that not each rank does
+    modules: tuple[str, ...] = ()  # what the supervisor imports, so that not each rank does
 
     @property
     def world_size(self) -> int:

@@ -3,12 +3,12 @@
 Every rank holds a full copy of the module and its own part of the batch. After `backward()` each
 parameter's gradient is the average over the ranks, so equal optimizers keep the copies equal.
 
-1. *Construction.* All ranks verify that they hold the same model, then take rank 0's.
+1. *Construction.* The ranks verify that their models have the same form, then take rank 0's values.
 2. *Forward.* Take rank 0's buffers, call the module, and announce the backward to the reducer
    (`miniddp.reducer`): the forward is *synchronized*. In `no_sync()` it announces a local one.
 
-Rank 0 broadcasts the model at construction, buffers before the first forward and each that follows
-a synchronized one, and a rebuilt plan (`Reducer.adopt`). Source: torch/nn/parallel/distributed.py.
+Rank 0 broadcasts the model at construction, the buffers before each forward unless the one before
+was not synchronized, and a rebuilt plan (`Reducer.adopt`). Source: torch's nn/parallel/distributed.
 """
 
 import warnings

@@ -1,11 +1,11 @@
-"""Unused parameters: which of them a backward leaves out, on this rank and on every rank.
+"""Unused parameters: those that a backward leaves out, on this rank or on all ranks.
 
 With `find_unused_parameters=True`:
 
-1. *Search.* At the end of a synchronized forward, `MiniDDP._post_forward` has the graph walked from
+1. *Search.* After a synchronized forward, `MiniDDP._post_forward` starts a search of the graph from
    the outputs. An accumulator not reached gets no gradient here; its bucket must not wait for one.
-2. *Gate.* Then the outputs pass through one node of the graph, `OutputGate`, so that a loss that
-   ignores some of them still reaches all that the search has found.
+2. *Gate.* Then the outputs pass through one node of the graph, `OutputGate`, so that a loss on some
+   of them still triggers every hook that the search has found.
 3. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
 4. *All-reduce.* After the last bucket, one all-reduce counts the ranks that used each parameter.
 5. *Write.* A parameter that some rank used gets the average. A `.grad` of None counts as zeros.

@@ -189,9 +189,8 @@ class _Event:
 def smaller_models(test: Callable) -> None:
     """Let the constant 1000 in the code of `test` be 24.
 
-    In `test_ddp_uneven_inputs` it is the width of the models and of their inputs: convolutions over
-    1000 x 1000 points and layers of a million parameters, some hundred times. On a CPU, this takes
-    hours.
+    In `test_ddp_uneven_inputs` it sizes some models and their inputs: images of 1000 x 1000 points
+    and layers of a million parameters, in 252 cases. On a CPU, this takes hours.
     """
     function = inspect.unwrap(test)
     code = function.__code__

@@ -3,13 +3,13 @@
 Each call of `run_ranks` has one supervisor. It is forked from the fork server, which has loaded
 torch and never runs a thread, so starting a rank costs one fork and no import of torch.
 
-1. Leave the caller's session, adopt orphans (`labkit.launch.guard`), and import what the function
-   needs of this project.
+1. Leave the caller's session, adopt orphans (`labkit.launch.guard`), and import the project's
+   modules that the function names.
 2. Fork one process per rank.
 3. Collect reports until every rank has reported, one has failed, the time is up, or the caller has
    ended.
 4. After a failure or a timeout, ask the ranks that still run for their stacks.
-5. Let the ranks go; kill those that remain and everything they started.
+5. If all returned, let them exit. Kill those that remain, and everything that they started.
 6. Send the caller the reports and the ranks' output.
 """
 

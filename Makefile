@@ -95,7 +95,7 @@ check-types:
 	@$(BIN)/mypy
 
 check-core:
-	@$(BIN)/python -m pytest --quiet --numprocesses=$(WORKERS) --deselect '$(NOT_IN_CHECK)' $(CORE_TESTS)
+	@$(BIN)/python -m pytest --quiet --numprocesses=$(WORKERS) --dist=load --deselect '$(NOT_IN_CHECK)' $(CORE_TESTS)
 
 test: $(READY)
 	@$(BIN)/ruff check .

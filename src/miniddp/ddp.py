@@ -7,8 +7,8 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
 2. *Forward.* Take rank 0's buffers, call the module, and announce the backward to the reducer
    (`miniddp.reducer`): the forward is *synchronized*. In `no_sync()` it announces a local one.
 
-Rank 0 broadcasts the model at construction, the buffers before each forward unless the one before
-was not synchronized, and a rebuilt plan (`Reducer.adopt`). Source: torch's nn/parallel/distributed.
+Rank 0 broadcasts the model at construction; the buffers before each forward, unless the one before
+was not synchronized; a rebuilt plan before the second step. Source: torch.nn.parallel.distributed.
 """
 
 import warnings

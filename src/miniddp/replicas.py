@@ -127,7 +127,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
 
 
 def plan_of_rank_0(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> Plan:
-    """Rank 0's plan, on every rank of `group`; the plans must hold the same parameters."""
+    """Broadcast rank 0's plan; each rank's own `plan` must hold the same parameters."""
     numbered = [(number, index) for number, bucket in enumerate(plan) for index in bucket]
     message = torch.tensor(numbered, device=device)
     wait_for(dist.broadcast(message, group=group, group_src=0, async_op=True))

@@ -1,9 +1,8 @@
 """What data parallelism asks of autograd: when a gradient arrives, and when a backward is over.
 
 A gradient accumulator is the leaf node of the graph that adds to one parameter's `.grad`. A hook on
-it runs after the parameter's own hooks, and also if the gradient turns out to be undefined: the
-hooks of `Tensor.register_post_accumulate_grad_hook` skip that one. Source: the constructor and
-autograd_hook in torch/csrc/distributed/c10d/reducer.cpp.
+it runs after the parameter's own hooks, even if the gradient turns out to be undefined; hooks of
+`Tensor.register_post_accumulate_grad_hook` do not run then. Source: torch's reducer.cpp.
 """
 
 import weakref
@@ -48,8 +47,8 @@ def hook_accumulators(
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the running backward pass has produced all its gradients.
 
-    It runs on the CUDA streams of the caller of `backward()`, which by then wait for all gradients,
-    but, for a graph on a GPU, in autograd's own thread.
+    It runs on the CUDA streams of the caller of `backward()`, which by then wait for all gradients.
+    For a graph on a GPU it runs in a thread of autograd's own.
     """
     # A private interface of autograd; there is no public one. This is its only use.
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -133,7 +133,7 @@ class Bucket:
     def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:
         """Copy the averages to the gradients at `slots` (None: to all); create those that are None.
 
-        With `alias`, gradients are views of the buffer already and need no copy; None becomes one.
+        With `alias`, gradients are views of the buffer and need no copy; None becomes a view.
         Returns the slots whose gradient is no longer a view.
         """
         gradients, views = [parameter.grad for parameter in self.parameters], self.views

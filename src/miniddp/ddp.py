@@ -5,10 +5,11 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
 
 1. *Construction.* The ranks verify that their models have the same form, then take rank 0's values.
 2. *Forward.* Take rank 0's buffers, call the module, and announce the backward to the reducer
-   (`miniddp.reducer`): the forward is *synchronized*. In `no_sync()` it announces a local one.
+   (`miniddp.reducer`): the forward is *synchronized*. In `no_sync()` the backward stays local.
 
-Rank 0 broadcasts the model at construction; the buffers before each forward, unless the one before
-was not synchronized; a rebuilt plan before the second step. Source: torch.nn.parallel.distributed.
+Rank 0 broadcasts the model at construction; the buffers before the first forward, and before each
+that follows a synchronized one; the rebuilt plan of the buckets once, before the forward after the
+first reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
 """
 
 import warnings
@@ -169,7 +170,7 @@ class MiniDDP(nn.Module):
         """Forwards in here leave the gradients of their backwards local, to accumulate.
 
         The first synchronized backward afterwards reduces the sum. If a forward before this block
-        still awaits its backward, it has announced a reduction: the next backward is reduced.
+        still awaits its backward, the next backward is reduced, even inside the block.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False

@@ -18,7 +18,7 @@ gradients exist; elsewhere these flags travel with the gradients. All rungs have
     rung.finish()                      # after the last backward, before optimizer.step()
 
 All obey the two rules of `miniddp.manual`. On a GPU, run the forward on one CUDA stream: only
-`miniddp.reducer` waits for others. Source: section 3.2 of Li et al. (see there): the same rungs.
+`miniddp.reducer` waits for other streams. Source: section 3.2 of Li et al. (cited there).
 """
 
 from collections.abc import Iterator

@@ -6,8 +6,8 @@ applies the same average to the same parameters (step). `average_gradients` is t
 starts when backward has ended: nothing overlaps. Two rules are easy to break:
 
 - *Every rank must call the same collectives in the same order.* If one rank skips a parameter, its
-  next all-reduce meets another one's. If the sizes agree, the two are added without an error; later
-  a rank waits in vain. Here every parameter that any rank used takes part, if need be with zeros.
+  next all-reduce is paired with the others' for a different parameter. If the sizes agree, the two
+  are added without an error; later a rank waits in vain. Here zeros fill the gaps.
 - *A parameter that no rank used keeps `grad = None`.* Zeros would let Adam's momentum and weight
   decay move it, which a single process would not do.
 
@@ -44,8 +44,8 @@ def average_gradients(
 
     Raises ValueError for another `combine`, and on a rank that is not in `group`.
 
-    Cost, for P used parameters on W ranks: P all-reduces, and one of a byte per parameter that
-    tells which gradients exist. With `flat`: one per dtype and device, flags included.
+    Cost, for P used parameters on W ranks: P all-reduces, after one that tells which gradients
+    exist, with a byte per parameter. With `flat`: one per dtype and device, flags included.
     """
     if combine not in ("average", "sum"):
         raise ValueError(f'combine must be "average" or "sum", got {combine!r}')

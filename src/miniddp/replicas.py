@@ -24,7 +24,7 @@ from miniddp.buckets import MIB, Plan, initial_plan, sizes_of
 
 
 def wait_for(work: dist.Work) -> None:
-    """Wait for a collective. A group written in Python requires a timeout, and 0 means none."""
+    """Wait for a collective. A group written in Python requires a timeout: 0 is no limit."""
     work.wait(timedelta(0))
 
 
@@ -62,8 +62,8 @@ def verify_same_model(
     """Compare the ranks' models before data moves; every rank raises RuntimeError if they differ.
 
     `named` are tensors whose names, order, shapes, strides, dtypes, and requires_grad must agree;
-    `settings` is what else must agree. If `problem` is given, this rank raises it after it has told
-    the other ranks, which raise RuntimeError.
+    `settings` is what else must agree. If `problem` is given, this rank tells the others, then
+    raises it; they raise RuntimeError.
     """
     model, values = {}, {name: repr(value) for name, value in (settings or {}).items()}
     try:

@@ -4,12 +4,12 @@ Every rank holds a full copy of the module and its own part of the batch. After 
 parameter's gradient is the average over the ranks, so equal optimizers keep the copies equal.
 
 1. *Construction.* The ranks verify that their models have the same form, then take rank 0's values.
-2. *Forward.* Take rank 0's buffers, call the module, and announce the backward to the reducer
-   (`miniddp.reducer`): the forward is *synchronized*. In `no_sync()` the backward stays local.
+2. *Forward.* Take rank 0's buffers, then call the module. A *synchronized* forward announces its
+   backward to `miniddp.reducer`; one in `no_sync()` or without grad does not.
 
-Rank 0 broadcasts the model at construction; the buffers before the first forward, and before each
-that follows a synchronized one; the rebuilt plan of the buckets once, before the forward after the
-first reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
+Rank 0 broadcasts the model at construction; its buffers before a forward that is the first or that
+follows a synchronized one; the rebuilt plan of the buckets once, before the forward after the first
+reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
 """
 
 import warnings

@@ -3,7 +3,7 @@
 Averaged gradients keep replicas equal only if they start equal. A broadcast between models that
 differ would crash, hang, or write garbage, so their descriptions are compared first.
 
-Cost: one all-gather of 32 bytes per rank, and one broadcast per dtype and 250 MiB of tensors.
+Cost: one all-gather of 32 bytes per rank, and one broadcast per 250 MiB of each dtype.
 Source: _verify_param_shape_across_processes and _sync_module_states in torch/distributed/utils.py.
 """
 

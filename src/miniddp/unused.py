@@ -3,7 +3,7 @@
 With `find_unused_parameters=True`:
 
 1. *Search.* After a synchronized forward, `MiniDDP._post_forward` starts a search of the graph from
-   the outputs. An accumulator not reached gets no gradient here; its bucket must not wait for one.
+   the outputs. An accumulator not reached gets no gradient here; the reducer counts it as arrived.
 2. *Gate.* Then the outputs pass through one node of the graph, `OutputGate`, so that a loss on some
    of them still runs the hook of every parameter that the search has reached.
 3. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.

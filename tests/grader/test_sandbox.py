@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import psutil
 import pytest
+from large_pages import ON_REQUEST, mib_in_large_pages
 
 from grader import sandbox
 from grader.ranks import run_group
@@ -40,6 +41,13 @@ def look(server, body, ranks=1):
     ends = run_group(server.address, [job(rank, ranks, source) for rank in range(ranks)]).ranks
     assert [end.how for end in ends] == ["returned"] * ranks, ends
     return [end.value for end in ends]
+
+
+@pytest.mark.skipif(not ON_REQUEST, reason="Linux gives no pages of 2 MiB here")
+def test_what_ranks_are_forked_from_lies_in_large_pages(walls):
+    look(walls, "return 1")  # it listens
+    below = psutil.Process(walls.pid).children(recursive=True)
+    assert max(mib_in_large_pages(process.pid) for process in below) > 50
 
 
 def test_a_rank_sees_no_assignment_no_key_and_no_home(walls):

@@ -52,6 +52,7 @@ def serve(contained: bool, listener: int) -> None:
     _warm_up()
     gc.collect()
     gc.freeze()
+    gc.enable()  # off since the start, see grader.sandbox
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     separated = contained and walls.become_warden_of_wardens()
     if separated:
@@ -62,6 +63,7 @@ def serve(contained: bool, listener: int) -> None:
             os.close(0)
             os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
         walls.die_with_parent()
+    walls.gather_memory()
     _listen(socket.socket(fileno=listener), separated)
 
 

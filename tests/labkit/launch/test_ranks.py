@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from large_pages import ON_REQUEST, mib_in_large_pages
 from processes import all_gone, processes_with
 
 from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
@@ -51,6 +52,19 @@ def test_results_come_back_in_rank_order_after_a_real_all_reduce(world_size):
 
     wanted = 10.0 * sum(range(1, world_size + 1))
     assert run_ranks(work, world_size, 10.0) == [Sum(r, wanted) for r in range(world_size)]
+
+
+@pytest.mark.skipif(not ON_REQUEST, reason="Linux gives no pages of 2 MiB here")
+def test_what_ranks_are_forked_from_lies_in_large_pages_and_nobodys_environment_says_so():
+    def environment():
+        return dict(os.environ)
+
+    before = dict(os.environ)
+    seen = run_ranks(environment, 2)
+    assert mib_in_large_pages(multiprocessing.forkserver._forkserver._forkserver_pid) > 50
+    assert dict(os.environ) == before
+    for rank in seen:
+        assert rank.keys() - before.keys() == {"GLOO_SOCKET_IFNAME"} - before.keys()
 
 
 def test_rank_world_size_and_device_are_handed_over_by_name_wherever_they_stand():

@@ -114,8 +114,8 @@ def _interrupt_held_back() -> Iterator[None]:
 def _large_pages() -> Iterator[None]:
     """Keep the memory of a process started in this block in pages of 2 MiB (Linux with glibc).
 
-    A fork copies the table of its parent's pages, and gives its copy up when it ends. With torch
-    loaded these are 56,000 pages of 4 KiB and 26 ms; in large ones, 6 ms.
+    A fork copies its parent's table of pages, and frees the copy when it ends. With torch loaded,
+    these are 56,000 pages of 4 KiB, which takes 26 ms. With large pages it takes 6 ms.
     """
     added = {name: value for name, value in _LARGE_PAGES.items() if name not in os.environ}
     os.environ.update(added)

@@ -186,7 +186,7 @@ def test_a_lab_that_fails_on_one_rank_fails_as_a_whole_in_bounded_time():
         run_script(LAB, "--seed", "not a number", ranks=2, timeout=60)
 
 
-AS_ONE_PROCESS = ["0.3743", "0.1610", "0.3711", "0.2502"]  # the gradient of sample 2
+AS_ONE_PROCESS = ["0.374", "0.161", "0.371", "0.250"]  # the gradient of sample 2
 
 
 def lightning_norms(output: str) -> dict[str, dict[str, list[str]]]:

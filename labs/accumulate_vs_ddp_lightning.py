@@ -108,8 +108,8 @@ def summary(found: "dict[str, list[Seen]]") -> str:
     rows = []
     for version, seen in found.items():
         rows.append([version, "accumulated", *seen[0].accumulated.values()])
-        # Of numbers that the thread did not print, three digits: one of them is 0.16095000, and the
-        # fourth digit would depend on the processor.
+        # Averages that the thread did not print have three digits: one of them is 0.16095000, whose
+        # fourth would depend on the processor.
         digits = 4 if version == "both-fixed" else 3
         rows.append(["", "DDP", *(f"{norm:.{digits}f}" for norm in seen[0].ddp.values())])
     norms = table(["norm on rank 0", "", *found["as-asked"][0].ddp], rows)

@@ -1,14 +1,24 @@
 """Whether this machine gives memory in pages of 2 MiB to a process that asks for them."""
 
 import platform
+import re
 from pathlib import Path
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# glibc asks for them since 2.35; MADV_COLLAPSE came with Linux 6.1.
-_GLIBC = platform.libc_ver() >= ("glibc", "2.35")
-_LINUX = platform.system() == "Linux" and platform.release().split(".")[:1] >= ["6"]
 
-ON_REQUEST = _GLIBC and _LINUX and _SETTING.exists() and "[never]" not in _SETTING.read_text()
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def _on_request() -> bool:
+    library, version = platform.libc_ver()
+    asks = library == "glibc" and _numbers(version) >= [2, 35]
+    collapses = platform.system() == "Linux" and _numbers(platform.release()) >= [6, 1]
+    return asks and collapses and _SETTING.exists() and "[madvise]" in _SETTING.read_text()
+
+
+ON_REQUEST = _on_request()  # not where Linux gives them to every process, which proves nothing
 
 
 def mib_in_large_pages(pid: int) -> float:

@@ -20,7 +20,7 @@ from grader.ranks import run_group
 
 _PACKAGE = Path(__file__).parent
 _MOUNTED = "/opt/grader"
-# A quarter of the time in which torch is loaded would go into a search for garbage; there is none.
+# Searching for garbage would take a quarter of the time in which torch is loaded.
 _START = (
     "import gc, sys; gc.disable(); sys.path.insert(0, sys.argv[1]); "
     "from grader.inside.zygote import serve; serve(sys.argv[2] == 'contained', int(sys.argv[3]))"

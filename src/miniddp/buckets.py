@@ -60,7 +60,7 @@ def initial_plan(sizes: Sequence[ParameterSize], caps: Sequence[int] = NO_CAP) -
 def arrival_plan(sizes: Sequence[ParameterSize], order: Sequence[int], caps: Sequence[int]) -> Plan:
     """The plan for parameters in `order`, in which their gradients arrived.
 
-    Buckets are sorted by the arrival of their last gradient: then they are launched. Raises
+    Buckets are sorted by the arrival of their last gradient, which completes them. Raises
     ValueError if `order` is not a permutation of the parameters' indices.
     """
     if sorted(order) != list(range(len(sizes))):

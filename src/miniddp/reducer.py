@@ -17,7 +17,7 @@ RuntimeError; `reset_state` leads from every state to IDLE.
 ============  ===============================================================  ===================
 state         meaning                                                          next
 ============  ===============================================================  ===================
-`IDLE`        no backward is expected; if one runs, the next forward warns       LOCAL, READY
+`IDLE`        no backward is expected; if one runs, the next forward warns     LOCAL, READY
 `LOCAL`       `no_sync()` was entered: gradients accumulate on this rank       READY
 `READY`       a forward has announced a backward                               READY, REDUCING
 `REDUCING`    gradients arrive, full buckets are launched                      FINALIZING

@@ -38,7 +38,7 @@ class Graded(NamedTuple):
     paths: dict[str, HandedIn]
 
 
-# What uses up its time, whatever that is: a third of it shows the same.
+# These use up any limit of processor time: a third of it shows the same.
 ENDLESS = ("infinite loop", "infinite loop at import", "process bomb")
 
 

@@ -47,7 +47,12 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from labkit.launch.fork_server import NotStartedError, forked, has_fork_server
+from labkit.launch.fork_server import (
+    NotStartedError,
+    environment_of_caller,
+    forked,
+    has_fork_server,
+)
 from labkit.launch.rank_process import HANDED, VICTIM, Job, Report, bind, rebuild_exception
 from labkit.launch.rank_states import STARTING, is_under_work
 from labkit.launch.rank_supervisor import Outcome, supervise
@@ -213,7 +218,7 @@ def _home(fn: Callable[..., Any]) -> str:
 
 
 def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    environment = dict(os.environ)
+    environment = environment_of_caller()
     if sys.platform in _LOOPBACK:
         # Otherwise gloo listens on the interface that the host's name resolves to.
         environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK[sys.platform]

@@ -117,7 +117,7 @@ def _start_in_large_pages() -> None:
     """Start the server, once per process, with its memory in pages of 2 MiB where Linux has them.
 
     A fork copies its parent's table of pages, and its end frees the copy. With torch loaded, that
-    takes 26 ms for 56,000 pages of 4 KiB, and 6 ms with large pages. The forks inherit both.
+    takes 26 ms for 56,000 pages of 4 KiB, and 6 ms with large pages. The ranks inherit these, too.
     """
     added = {name: value for name, value in _LARGE_PAGES.items() if name not in os.environ}
     os.environ.update(added)

@@ -139,6 +139,42 @@ CORE = sorted((SRC / "miniddp").glob("*.py"))
 ROOMS = sorted(path.parent.name for path in (SRC / "miniddp").glob("*/__init__.py"))
 
 
+# Of what `run_ranks` runs, no module loads these: they would take every call half a second or more.
+SLOW = {"matplotlib", "matplotlib_inline", "IPython", "pytorch_lightning"}
+# These draw, or are one thread's own program; no rank imports them.
+NOT_FOR_RANKS = {
+    "labkit.testing.verdict_plot",
+    "labkit.profiling.timeline",
+    "labkit.scenarios.two_trainers",
+}
+
+
+def slow_imports(module: str, graph: dict[str, set[str]]) -> set[str]:
+    """What of SLOW is loaded with `module`, by itself or by the modules of src/ that it imports."""
+    loaded: set[str] = set()
+    pending = {module}
+    while pending:
+        one = pending.pop()
+        loaded.add(one)
+        pending |= graph[one] - loaded
+    imported = (n for one in loaded for n in imports_of(one, MODULES[one], True, MODULES))
+    return SLOW & {name.partition(".")[0] for name in imported}
+
+
+RUN_BY_RANKS = [
+    name
+    for name in MODULES
+    if name.startswith(("labkit.testing.", "labkit.scenarios.", "labkit.profiling."))
+    and name not in NOT_FOR_RANKS
+]
+
+
+def test_what_ranks_import_does_not_load_matplotlib():
+    graph = import_graph(MODULES)
+    assert {name: slow for name in RUN_BY_RANKS if (slow := slow_imports(name, graph))} == {}
+    assert all(slow_imports(name, graph) for name in NOT_FOR_RANKS)
+
+
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
 def test_the_core_of_miniddp_imports_and_names_no_room(path):
     module = "miniddp" if path.stem == "__init__" else f"miniddp.{path.stem}"

@@ -1,16 +1,18 @@
 """One gradient, averaged in half precision at many magnitudes and in two orders."""
 
-import matplotlib.pyplot as plt
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 from torch import Tensor
 
-from labkit.book import figures
 from labkit.launch.ranks import run_ranks
 from labkit.scenarios.rare_samples import Problem
 from labkit.testing.compare import flatten
 from labkit.testing.verdict import Verdict, gradient_of, verdicts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Powers of two: multiplying by them changes no digit of a gradient in float32.
 FACTORS = [2.0**power for power in range(-30, 19)]
@@ -45,8 +47,13 @@ def picked(sweep: list[Verdict]) -> list[Verdict]:
     ]
 
 
-def drawn(problem: Problem, sweep: list[Verdict]) -> Figure:
+def drawn(problem: Problem, sweep: list[Verdict]) -> "Figure":
     """Ratio against the gradient's largest element; what is infinite lies at the top."""
+    # Not at the top: ranks import this module, too, and matplotlib takes a second.
+    import matplotlib.pyplot as plt
+
+    from labkit.book import figures
+
     largest = flatten(gradient_of(problem.model, problem.loss)).abs().max().item()
     figure, axes = plt.subplots()
     for number, name in enumerate(dict.fromkeys(v.variant[0] for v in sweep)):

@@ -23,10 +23,10 @@ __getattr__, __all__ = offer(
         "verdict": [
             "gradient_of",
             "moved",
-            "verdict_figure",
             "verdict_table",
             "verdicts",
             "weights",
         ],
+        "verdict_plot": ["verdict_figure"],
     },
 )

@@ -19,11 +19,11 @@ from labkit.testing.verdict import (
     gradient_of,
     kind_of,
     moved,
-    verdict_figure,
     verdict_table,
     verdicts,
     weights,
 )
+from labkit.testing.verdict_plot import verdict_figure
 
 TRUE = [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])]
 

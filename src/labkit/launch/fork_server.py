@@ -87,10 +87,19 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     with _STARTING, _interrupt_held_back():
-        context.set_forkserver_preload(["labkit.launch.rank_preload"])
+        context.set_forkserver_preload([*_of_pytest(), "labkit.launch.rank_preload"])
         _start_in_large_pages()
         multiprocessing.forkserver.ensure_running()
     return context
+
+
+def _of_pytest() -> list[str]:
+    """Under pytest, what every function of a test module names; each rank would import it.
+
+    pytest rewrites the assertions of such a module, and ranks get its functions by value.
+    """
+    rewrite = "_pytest.assertion.rewrite"
+    return [rewrite] if rewrite in sys.modules else []
 
 
 def _frames_of_labkit() -> int:

@@ -1,6 +1,8 @@
 """What the benchmarks stand on: turns that all ranks count alike, pairs, and readable JSON."""
 
 import json
+import random
+import statistics
 import time
 from unittest import mock
 
@@ -8,7 +10,13 @@ import pytest
 
 from labkit.launch.ranks import run_ranks
 from labkit.profiling import benchmark
-from labkit.profiling.benchmark import benchmark_models, paired_ratio, take_turns, write_json
+from labkit.profiling.benchmark import (
+    benchmark_models,
+    paired_ratio,
+    ratio_to_best,
+    take_turns,
+    write_json,
+)
 
 
 def turns(rank: int) -> tuple[dict[str, list[float]], list[str]]:
@@ -52,6 +60,24 @@ def test_disturbed_turns_are_taken_again_until_patience_is_spent():
     patiently = first[1]
     assert first[0] == 3
     assert 3 < patiently <= 3 + 5
+
+
+def test_against_the_best_of_equal_programs_none_seems_slow():
+    draw = random.Random(0)
+
+    def race() -> tuple[float, float]:
+        ours, *others = ([draw.uniform(0.8, 1.2) for _ in range(12)] for _ in range(6))
+        luckiest = max(paired_ratio(ours, other) for other in others)
+        return luckiest, ratio_to_best(ours, dict(enumerate(others)))
+
+    races = [race() for _ in range(300)]
+    assert statistics.mean(luckiest for luckiest, _ in races) > 1.04
+    assert statistics.mean(fair for _, fair in races) == pytest.approx(1.0, abs=0.02)
+
+
+def test_against_a_program_that_is_faster_in_every_round_the_ratio_shows_it():
+    slow, fast = [2.0, 4.0, 2.0, 4.0], [1.0, 2.0, 1.0, 2.0]
+    assert ratio_to_best(slow, {"slow": slow, "fast": fast}) == 2.0
 
 
 def test_a_paired_ratio_is_not_moved_by_rounds_that_were_slow_for_both():

@@ -8,8 +8,8 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
    backward to `miniddp.reducer`; one in `no_sync()` or without grad does not.
 
 Rank 0 broadcasts the model at construction; its buffers before the first forward, and before each
-that follows a synchronized one; the rebuilt plan of the buckets once, before the forward after the
-first reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
+that follows a synchronized one; the rebuilt bucket plan once, before the first forward with grad
+after a reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
 """
 
 import warnings

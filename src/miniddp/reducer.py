@@ -8,8 +8,8 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
 4. *Launch.* All-reduce each full bucket while backward goes on, strictly in bucket order: gradients
    may arrive in another order on another rank, and collectives are matched by their order alone.
 5. *Finalize.* Once per backward, at its end: wait for each all-reduce and copy the averages out.
-6. *Rebuild.* Once, before the forward after the first reduced backward: assign the buckets again,
-   in the order of arrival on rank 0, which broadcasts the plan. Not with `find_unused_parameters`.
+6. *Rebuild.* Once, before the first forward with grad after a reduced backward: assign the buckets
+   in the order of arrival on rank 0, which broadcasts it. Not with `find_unused_parameters`.
 
 What the reducer is doing is one value, `ReducerState`. Any other transition than these raises
 RuntimeError; `reset_state` leads from every state to IDLE.

@@ -2,6 +2,7 @@
 
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
     python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
+    python labs/benchmarks/step_time.py --only MiniDDP --rounds 200  these and torch's DDP, often
 
 A step is forward and backward until every gradient is averaged. All contenders run in the same
 processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
@@ -53,7 +54,15 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
         metavar="SRC",
         help="the src folder of another checkout: its MiniDDP takes part, too",
     )
+    arguments.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="of the contenders only these, by their names in the table, and torch's DDP",
+    )
     given = arguments.parse_args()
+    if given.only and given.json:
+        arguments.error("--json stores whole cells, which --only does not make: leave one out")
     if given.device == "cuda" and given.link != ["loopback"]:
         arguments.error("--device cuda goes with --link loopback: the slow link is for the CPU")
     return given
@@ -101,8 +110,9 @@ def race(
     rounds: int,
     patience: float,
     before: Path | None,
+    only: list[str] | None,
 ) -> dict[str, Any]:
-    """All contenders on one model and one link, on each rank; returns the cell's raw numbers."""
+    """The contenders on one model and one link, on each rank; returns the cell's raw numbers."""
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
     inputs = model.inputs(rank).to(device)
     modules: list[nn.Module] = []
@@ -162,6 +172,11 @@ def race(
         steps[f"torch DDP, {cap} MiB"] = torchs(bucket_cap_mb=cap)
     if device.type == "cpu":
         steps["torch DDP, our plan"] = torchs(bucket_cap_mb_list=[size / MIB for size in plan])
+
+    if only is not None:
+        if unknown := set(only) - set(steps):
+            raise ValueError(f"--only names {sorted(unknown)}; the contenders are {list(steps)}")
+        steps = {name: steps[name] for name in steps if name in {*only, REFERENCE}}
 
     alone = model.module().to(device)
     modules.append(alone)
@@ -252,6 +267,7 @@ def main(given: argparse.Namespace) -> None:
                     rounds,
                     given.patience,
                     given.before,
+                    given.only,
                     timeout=3600,
                     device=given.device,
                 )[0]

@@ -91,6 +91,26 @@ def test_the_miniddp_of_another_checkout_takes_part(tmp_path):
     assert {"MiniDDP", "MiniDDP before", "MiniDDP, views", "MiniDDP before, views"} <= contenders
 
 
+def test_only_a_few_contenders_race_on_request():
+    one = ("--quick", "--model", "wide MLP", "--ranks", 2, "--link", "loopback", "--only")
+    ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "MiniDDP", "Flat")
+    assert ended.code == 0, ended.stderr
+    rows = {line.split("  ")[0] for line in ended.stdout.splitlines()}
+    assert {"torch DDP", "MiniDDP", "Flat"} <= rows
+    assert not {"Bucketed", "MiniDDP, planned", "torch DDP, our plan"} & rows
+
+
+def test_only_refuses_unknown_contenders_and_a_file_of_whole_cells(tmp_path):
+    one = ("--quick", "--model", "wide MLP", "--ranks", 2, "--link", "loopback", "--only")
+    with pytest.raises(ValueError, match=r"--only names \['Minidp'\]; .*'MiniDDP'"):
+        run_in_process(f"{BENCHMARKS}/step_time.py", *one, "Minidp")
+    path = tmp_path / "step_time.json"
+    ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "MiniDDP", "--json", path)
+    assert ended.code == 2
+    assert "leave one out" in ended.stderr
+    assert not path.exists()
+
+
 def test_the_stored_race_is_whole_and_the_page_shows_its_report():
     folder = project_root() / BENCHMARKS
     cells = json.loads((folder / "results" / "step_time.json").read_text())["cells"]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from forked_rank import keep_groups_until_the_end
 
+from labkit.launch.loading import loading
 from labkit.launch.nodes import reserved_port
 
 HERE = Path(__file__).resolve().parent
@@ -24,8 +25,9 @@ SOURCES = HERE.parents[1] / "src"
 
 
 def main() -> None:
-    for name in ("torch", "torch._dynamo", "torch.distributed", *sys.argv[1:]):
-        importlib.import_module(name)
+    with loading():
+        for name in ("torch", "torch._dynamo", "torch.distributed", *sys.argv[1:]):
+            importlib.import_module(name)
     sys.path.insert(0, str(HERE / "fingerprint"))
     for line in sys.stdin:
         request = json.loads(line)

@@ -28,11 +28,13 @@ import traceback
 import types
 from pathlib import Path
 
-import torch
-import torch._dynamo  # here, so that not each rank loads it
-from torch.distributed.run import main as torchrun
-
+from labkit.launch.loading import loading
 from labkit.launch.nodes import first_to_fail
+
+with loading():
+    import torch
+    import torch._dynamo  # here, so that not each rank loads it
+    from torch.distributed.run import main as torchrun
 
 AS_RANK = "--as-rank"  # what the agent starts this file with
 AGENTS = "--agents"  # what `labkit.launch.nodes --forked` starts it with

@@ -96,7 +96,7 @@ from labkit.profiling.timeline import draw_together, save_trace
 from labkit.scenarios.toy_steps import ToyStep, loss_of, small_transformer, stack_of_linears
 from labkit.testing.compare import flatten, gradients
 from miniddp import MiniDDP, torch_drop_in
-from miniddp.extras.first_steps import STEPS, TRIAL, TRIED_CAPS, WARM_UP
+from miniddp.extras.first_steps import SETTLED_AFTER
 from miniddp.ladder import (
     Bucketed,
     BucketedOverlapped,
@@ -111,8 +111,6 @@ Averager = Rung | nn.Module
 ROUNDING = 1e-5  # of the largest entry: float32 sums of a few hundred samples in several orders
 DDP, PLANNED = "torch DDP", "planned"
 WARM_UP_STEPS = 3  # torch's DDP rebuilds its buckets after its first step
-# The plan is made after the first steps; then it, the usual buckets, and fixed caps are tried.
-PLANNING_STEPS = WARM_UP + STEPS + (2 + len(TRIED_CAPS)) * (TRIAL + 1) + 1
 
 
 def ways(
@@ -187,7 +185,7 @@ class TimedWay:
 def run_all(found: dict[str, TimedWay], inputs: Tensor, steps: int) -> dict[str, list[float]]:
     """Each way's seconds, in turns. One more step of each is recorded afterwards."""
     for name, way in found.items():
-        for _ in range(PLANNING_STEPS if name == PLANNED else WARM_UP_STEPS):
+        for _ in range(SETTLED_AFTER if name == PLANNED else WARM_UP_STEPS):
             way.step(inputs)
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(steps):

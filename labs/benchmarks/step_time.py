@@ -91,13 +91,12 @@ from labkit.profiling.other_checkout import import_from
 from labkit.profiling.slow_link import SlowLink
 from miniddp import MiniDDP
 from miniddp.buckets import MIB
-from miniddp.extras.first_steps import STEPS, TRIAL, WARM_UP
+from miniddp.extras.first_steps import SETTLED_AFTER
 from miniddp.ladder import RUNGS
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 CAPS = (1, 2, 4, 8, 16)
 REFERENCE = "torch DDP"
-PLANNED_AFTER = WARM_UP + STEPS + 4 * (1 + TRIAL) + 1  # steps until the plan is settled
 StepProgram = Callable[[], object]
 
 
@@ -154,7 +153,7 @@ def race(
     steps["MiniDDP, views"] = ours(gradient_as_bucket_view=True)[1]
     if device.type == "cpu":
         planned, steps["MiniDDP, planned"] = contender(
-            lambda m: DropIn(m, process_group=link, bucket_plan="measured"), PLANNED_AFTER
+            lambda m: DropIn(m, process_group=link, bucket_plan="measured"), SETTLED_AFTER
         )
     plan = [
         sum(parameter.nbytes for parameter in bucket.parameters)

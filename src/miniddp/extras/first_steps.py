@@ -16,7 +16,7 @@ Processor time matters because on one machine an all-reduce uses the cores that 
 Idle cores are not taken into account, so on a machine with many of them the plan is too cautious.
 
 Cost: one hook per gradient for seven steps. Once: 16 MiB of all-reduces, 64 MiB of memory for the
-copy, and three small messages. Then up to 16 steps with other buckets, and one small broadcast per
+copy, and three small messages. Then up to 20 steps with other buckets, and one small broadcast per
 candidate. With three or more ranks, the last bits of a sum depend on the buckets, and these now
 depend on measured times, so the last bits may differ between two runs.
 """
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 WARM_UP = 2  # in one bucket, then in those of the caps: both touch new memory
 STEPS = 5
-TRIED_CAPS = (2 * MIB, 4 * MIB)
+TRIED_CAPS = (1 * MIB, 2 * MIB, 4 * MIB)
 TRIAL = 3  # steps on the clock per candidate, after one to warm up
+SETTLED_AFTER = WARM_UP + STEPS + (2 + len(TRIED_CAPS)) * (1 + TRIAL) + 1  # at most, in steps
 _SHORT, _LONG = 1024, 4 * MIB
 
 

@@ -71,6 +71,12 @@ def test_a_plain_gather_gives_one_wth_of_it(world_size):
         assert cosine == pytest.approx(1)
 
 
+def torchs_all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    if hasattr(torchs_own, "all_gather_single_autograd"):
+        return torchs_own.all_gather_single_autograd(x, dim, group)
+    return torchs_own.all_gather_tensor_autograd(x.contiguous(), dim, group)  # torch 2.11
+
+
 def both_ways(rank: int, op: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Value and gradient, ours and those of torch's private module, for a loss unlike on each."""
     weight = torch.arange(1.0, 13.0).view(6, 2) * (rank + 1)
@@ -78,11 +84,7 @@ def both_ways(rank: int, op: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for ours in (True, False):
         x = (torch.arange(6.0).view(2, 3).T + rank).requires_grad_()  # not contiguous
         if op == "all_gather":
-            out = (
-                all_gather(x)
-                if ours
-                else torchs_own.all_gather_single_autograd(x, 0, dist.group.WORLD)
-            )
+            out = all_gather(x) if ours else torchs_all_gather(x, 0, dist.group.WORLD)
             loss = (out * weight).sum()
         else:
             out = all_reduce(x) if ours else torchs_own.all_reduce(x, "sum", dist.group.WORLD)

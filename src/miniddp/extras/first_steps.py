@@ -17,8 +17,8 @@ Idle cores are not taken into account, so on a machine with many of them the pla
 
 Cost: one hook per gradient for seven steps. Once: 16 MiB of all-reduces, 64 MiB of memory for the
 copy, and three small messages. Then up to 20 steps with other buckets, and one small broadcast per
-candidate. With three or more ranks, the last bits of a sum depend on the buckets, and these now
-depend on measured times, so the last bits may differ between two runs.
+candidate. With three or more ranks, the last bits of a sum depend on the buckets. These now depend
+on measured times, so the last bits may differ between two runs.
 """
 
 import weakref

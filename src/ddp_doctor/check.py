@@ -181,11 +181,12 @@ def _on_ranks(
     finally:
         for each in ranks:
             each.kill()  # what a rank had to say is in its file
+        for each in ranks:
             each.join()
-    for rank in range(world):
-        error = Path(folder) / f"{rank}.error"
-        if error.exists():
-            raise RuntimeError(f"check_step: rank {rank} failed:\n{error.read_text()}")
+    # A rank that fails closes its connections, and then others fail: the first one says why.
+    errors = sorted(Path(folder).glob("*.error"), key=lambda each: each.stat().st_mtime_ns)
+    if errors:
+        raise RuntimeError(f"check_step: rank {errors[0].stem} failed:\n{errors[0].read_text()}")
     if late:
         raise RuntimeError(f"check_step: rank {late} did not end within {timeout:g} s.")
     missing = [rank for rank in range(world) if not (Path(folder) / f"{rank}.pt").exists()]
@@ -225,12 +226,16 @@ def _rank(
                 compute_loss(model, batch).backward()
         torch.save(_gradients(module), Path(folder) / f"{rank}.part")
         os.replace(Path(folder) / f"{rank}.part", Path(folder) / f"{rank}.pt")
-        dist.barrier()
     except BaseException:
         part = Path(folder) / f"{rank}.error-part"
         part.write_text(traceback.format_exc())
         os.replace(part, Path(folder) / f"{rank}.error")
         raise SystemExit(1) from None
+    # A rank that left now would close connections that another rank may still read from. The
+    # parent ends all ranks once each has written its gradient.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join(timeout)
 
 
 def _compared(

@@ -1,9 +1,12 @@
 """Models and losses for `check_step`: its ranks import them."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 Batch = tuple[Tensor, Tensor]
 
@@ -40,5 +43,27 @@ def past_the_wrapper(model: nn.Module, batch: Batch) -> Tensor:
 
 def fails(model: nn.Module, batch: Batch) -> Tensor:
     if dist.is_initialized() and dist.get_rank() == 1:
+        raise ValueError("of rank 1")
+    return mean(model, batch)
+
+
+class RankZeroLeavesLate(DistributedDataParallel):
+    """A wrapper of a run in which rank 0 is slow to meet the others at the end."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        meet = dist.barrier
+
+        def late() -> None:
+            time.sleep(0.6 if dist.get_rank() == 0 else 0)
+            meet()
+
+        dist.barrier = late
+
+
+def fails_after_the_others_wait(model: nn.Module, batch: Batch) -> Tensor:
+    """Rank 1 fails; rank 0, whose file would be listed first, fails because rank 1 is gone."""
+    if dist.is_initialized() and dist.get_rank() == 1:
+        time.sleep(0.3)
         raise ValueError("of rank 1")
     return mean(model, batch)

@@ -1,9 +1,19 @@
 """`check_step`: the ratio, the cosine, and the name of the factor."""
 
+import multiprocessing.process
+import time
+
 import pytest
 from doctor import steps_to_check as steps
 
 from ddp_doctor import check_step
+
+
+@pytest.fixture
+def slow_to_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent looks once a second, as on a busy machine."""
+    sleep = time.sleep
+    monkeypatch.setattr("ddp_doctor.check.time.sleep", lambda _: sleep(1))
 
 
 def test_equal_means_are_right_and_the_report_says_so() -> None:
@@ -39,6 +49,28 @@ def test_a_bypassed_wrapper_is_a_gradient_that_differs_between_ranks() -> None:
 def test_a_rank_that_fails_is_named_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 failed(.|\n)*of rank 1"):
         check_step(steps.build, steps.fails, steps.ragged([2, 2]))
+
+
+def test_the_rank_that_failed_first_is_named_and_not_one_that_lost_its_connection(
+    slow_to_poll: None,
+) -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 failed(.|\n)*of rank 1"):
+        check_step(steps.build, steps.fails_after_the_others_wait, steps.ragged([2, 2]))
+
+
+def test_a_rank_whose_gradient_is_written_does_not_fail_while_the_ranks_are_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    join = multiprocessing.process.BaseProcess.join
+
+    def slow_join(process: multiprocessing.process.BaseProcess, timeout: float = 60) -> None:
+        time.sleep(0.3)
+        join(process, timeout)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "join", slow_join)
+    wrap = steps.RankZeroLeavesLate
+    report = check_step(steps.build, steps.mean, steps.ragged([3, 3]), wrap=wrap)
+    assert report.ranks_agree
 
 
 def test_a_number_of_batches_that_does_not_fit_is_refused() -> None:

@@ -14,7 +14,8 @@ to ours.
 
   all-reduce    average each gradient after backward, as the pull request does
   wrapper       compute the loss through the wrapper
-  armed         call the wrapper, discard its output, and compute the loss on the module
+  prepared      call the wrapper only to prepare its reducer: discard the output, and compute
+                the loss on the module
   none          nothing: the fixed half shows the bug once more
 
 With another --seed the model starts from other weights, and no printed numbers are compared. The
@@ -28,7 +29,7 @@ from typing import NoReturn
 from labkit.launch.arguments import parse_arguments
 
 SEED = 0
-FIXES = ("none", "all-reduce", "wrapper", "armed")
+FIXES = ("none", "all-reduce", "wrapper", "prepared")
 
 
 def arguments_of_this_lab() -> argparse.Namespace:

@@ -72,16 +72,36 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str]:
     return next(filter(None, (visit(module, []) for module in sorted(graph))), [])
 
 
-def import_graph(modules: dict[str, Path]) -> dict[str, set[str]]:
-    """Module → the modules of `modules` that have to be loaded before it."""
-    return {
-        name: {one for one in imports_of(name, path, True, modules) if one in modules} - {name}
-        for name, path in modules.items()
-    }
+def import_graph(modules: dict[str, Path], only_at_import: bool) -> dict[str, set[str]]:
+    """Module → the modules of `modules` that it imports.
+
+    With `only_at_import`, only those that have to be loaded before it.
+    """
+    graph = {}
+    for name, path in modules.items():
+        imported = imports_of(name, path, only_at_import, modules)
+        graph[name] = {one for one in imported if one in modules} - {name}
+    return graph
 
 
 def test_no_module_of_src_imports_itself_by_a_detour():
-    assert cycle_in(import_graph(MODULES)) == []
+    """Nor by an import inside a function or for its types alone: that hides a circle."""
+    assert cycle_in(import_graph(MODULES, only_at_import=False)) == []
+
+
+def test_an_import_in_a_function_or_for_types_alone_closes_a_circle(tmp_path):
+    sources = {
+        "low": "def start():\n    import high",
+        "high": "import low\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import top",
+        "top": "import high",
+    }
+    modules = {name: tmp_path / f"{name}.py" for name in sources}
+    for name, path in modules.items():
+        path.write_text(sources[name])
+    graph = import_graph(modules, only_at_import=False)
+    assert graph == {"low": {"high"}, "high": {"low", "top"}, "top": {"high"}}
+    graph = import_graph(modules, only_at_import=True)
+    assert graph == {"low": set(), "high": {"low"}, "top": {"high"}}
 
 
 def test_a_circle_of_imports_is_found():
@@ -170,7 +190,7 @@ RUN_BY_RANKS = [
 
 
 def test_what_ranks_import_does_not_load_matplotlib():
-    graph = import_graph(MODULES)
+    graph = import_graph(MODULES, only_at_import=True)
     assert {name: slow for name in RUN_BY_RANKS if (slow := slow_imports(name, graph))} == {}
     assert all(slow_imports(name, graph) for name in NOT_FOR_RANKS)
 
@@ -205,17 +225,27 @@ CONVENTIONAL = {
     "arguments_of_this_benchmark",
     "average_gradients",
 }
+CONVENTIONAL_IN_THE_DOCTOR = {"main", "install"}  # every observer has an `install`
 
 
-def test_no_two_public_functions_or_classes_share_a_name():
+@pytest.mark.parametrize(
+    ("folders", "conventional"),
+    [
+        ((SRC / "labkit", SRC / "miniddp", LABS), CONVENTIONAL),
+        ((SRC / "ddp_doctor",), CONVENTIONAL_IN_THE_DOCTOR),
+        ((SRC / "grader",), set()),
+    ],
+    ids=["labkit, miniddp, labs", "ddp_doctor", "grader"],
+)
+def test_no_two_public_functions_or_classes_share_a_name(folders, conventional):
+    """The doctor and the grader are programs of their own: each has its own set of names."""
     homes: dict[str, list[str]] = defaultdict(list)
-    files = [*(SRC / "labkit").rglob("*.py"), *(SRC / "miniddp").rglob("*.py"), *LABS.rglob("*.py")]
-    for path in files:
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(path.relative_to(project_root()).as_posix())
     shared = {name: paths for name, paths in homes.items() if len(paths) > 1}
-    assert {name: paths for name, paths in shared.items() if name not in CONVENTIONAL} == {}
+    assert {name: paths for name, paths in shared.items() if name not in conventional} == {}
 
 
 def test_the_everyday_names_of_the_chapters_are_offered_at_the_top_of_a_package():

@@ -70,7 +70,8 @@ def test_other_worlds_and_other_fixes_are_refused():
     def refused(world_size):
         with pytest.raises(ValueError, match=f"runs on 2 ranks, got {world_size}"):
             trajectory("none")
-        with pytest.raises(ValueError, match="one of none, all-reduce, wrapper, armed, got 'hope'"):
+        fixes = "none, all-reduce, wrapper, prepared"
+        with pytest.raises(ValueError, match=f"one of {fixes}, got 'hope'"):
             trajectory("hope")
 
     run_ranks(refused, 1)

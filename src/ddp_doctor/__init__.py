@@ -8,7 +8,8 @@ In reading order:
 
 ================  =================================================================================
 `__main__`        the command line
-`session`         starts and ends observing in one process
+`starting`        starts everything below: `start`, and `watch` for a script or a notebook
+`session`         the doctor in one process: what is observed and written down, and how it ends
 `observe`         one file per thing observed
 `journal`         what a process writes down: bounded, to a folder, never through a process group
 `watcher`         a process of its own: waits for the ranks, merges, reports
@@ -27,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp_doctor.check import StepReport, check_step
-    from ddp_doctor.session import watch
+    from ddp_doctor.starting import watch
 
 __all__ = ["StepReport", "check_step", "watch"]
 
-_HOMES = {"StepReport": "check", "check_step": "check", "watch": "session"}
+_HOMES = {"StepReport": "check", "check_step": "check", "watch": "starting"}
 
 
 def __getattr__(name: str) -> Any:

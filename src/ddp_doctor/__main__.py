@@ -6,12 +6,15 @@ python -m ddp_doctor [options] train.py [its arguments]
 
 import argparse
 import builtins
+import json
 import sys
 import time
 import types
 from pathlib import Path
 
-from ddp_doctor.session import Options, Session, start
+from ddp_doctor.session import Options, Session
+from ddp_doctor.starting import start
+from ddp_doctor.watcher import VERDICT
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,10 +99,6 @@ def _close(session: Session | None, error: BaseException | None, code: int) -> N
 
 def _verdict(session: Session, patience: float = 15.0) -> str | None:
     """The worst severity in the report. All ranks wait for it, once all have written their last."""
-    import json
-
-    from ddp_doctor.watcher import VERDICT
-
     until = time.monotonic() + patience
     while time.monotonic() < until:
         try:

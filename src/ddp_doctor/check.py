@@ -27,7 +27,7 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ParameterComparison:
     """One parameter: the ranks' gradient against the whole batch's. `ratio` is of the norms."""
 
     name: str
@@ -41,12 +41,12 @@ class StepReport:
 
     ratio: float
     cosine: float
-    parameters: list[Comparison]
+    parameters: list[ParameterComparison]
     factor: str | None
     ranks_agree: bool
 
     @property
-    def worst(self) -> Comparison:
+    def worst(self) -> ParameterComparison:
         """The parameter furthest from the whole batch's gradient."""
         return max(self.parameters, key=lambda each: abs(each.ratio - 1) + abs(each.cosine - 1))
 
@@ -247,7 +247,8 @@ def _compared(
 ) -> StepReport:
     agree = all(torch.equal(got[0][name], each[name]) for each in got[1:] for name in wanted)
     parameters = [
-        Comparison(name, *_ratio_and_cosine(got[0][name], each)) for name, each in wanted.items()
+        ParameterComparison(name, *_ratio_and_cosine(got[0][name], each))
+        for name, each in wanted.items()
     ]
     ratio, cosine = _ratio_and_cosine(
         torch.cat([got[0][name].flatten() for name in wanted]),

@@ -119,3 +119,19 @@ def read_now(path: Path) -> Now | None:
     _, since, steps, backwards, ended, text = NOW.unpack(data[: NOW.size])
     doing = text.rstrip(b"\0").decode(errors="replace")
     return Now(since, steps, backwards, bool(ended), doing)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this host is there and not a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not Path("/proc").is_dir()

@@ -7,16 +7,14 @@ import sys
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_doctor.equation import Equation, equation
 from ddp_doctor.findings import ORDER, Finding
-from ddp_doctor.journal import read
+from ddp_doctor.journal import alive, read
 from ddp_doctor.merged import Run
 from ddp_doctor.rules import examine
-
-if TYPE_CHECKING:
-    from ddp_doctor.session import Options
+from ddp_doctor.session import Options
 
 VERSION = 1
 BOOK = os.environ.get("DDP_DOCTOR_BOOK", "")
@@ -93,8 +91,6 @@ def _block(each: Finding, width: int) -> list[str]:
 
 def merge(run_folder: Path, hung: bool = False) -> Report:
     """Read the journals of a run and examine them. Pure apart from reading."""
-    from ddp_doctor.watcher import alive
-
     pages = read(run_folder)
     here = os.uname().nodename
     living = {
@@ -113,7 +109,7 @@ def merge(run_folder: Path, hung: bool = False) -> Report:
     return Report(run, found, findings)
 
 
-def report(run_folder: Path, options: "Options", hung: bool = False) -> Report:
+def report(run_folder: Path, options: Options, hung: bool = False) -> Report:
     """Merge, print, and write the page and the JSON. What cannot be written is said in one line."""
     result = merge(run_folder, hung)
     if result.run.ranks and not (options.quiet and not result.findings):
@@ -123,7 +119,8 @@ def report(run_folder: Path, options: "Options", hung: bool = False) -> Report:
         try:
             from ddp_doctor.page import write_page
 
-            path = write_page(result, folder / "report.html", BOOK)
+            path = folder / "report.html"
+            write_page(result.run, result.equation, result.findings, path, BOOK)
             shown = os.path.relpath(path)
             _print(f"ddp-doctor: {path if shown.startswith('..') else shown}")
         except ImportError:

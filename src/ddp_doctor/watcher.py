@@ -1,36 +1,34 @@
 """A process of its own that waits for the ranks, merges their journals, and reports.
 
 It survives what kills a rank, and it can report while ranks are stuck. It imports neither torch nor
-anything of the user's, and joins no process group.
+anything of the user's, and joins no process group. The process that starts the watcher imports
+this module, too, so the report and its rules are imported by functions.
 """
 
+import atexit
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
+from ddp_doctor.journal import alive, read
+from ddp_doctor.session import Options, Session
 
 VERDICT = "verdict.json"
 HANGS = {"hang_missing_rank", "mismatched_collectives"}
 PATIENCE = 2.0  # seconds that the leader waits for the report at its end
 
 
-def start_watcher(session: "Session") -> None:
+def start_watcher(session: Session) -> None:
     """Start this run's watcher. The leader waits for it at exit, `PATIENCE` seconds at most."""
-    import atexit
-
     (session.run / VERDICT).unlink(missing_ok=True)
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r}); "
         "from ddp_doctor.watcher import main; main(sys.argv[1:])"
     )
-    from dataclasses import asdict
-
     arguments = [str(session.run), json.dumps(asdict(session.options)), str(os.getpid())]
     environment = {k: v for k, v in os.environ.items() if k not in ("DDP_DOCTOR_RUN", "PYTHONPATH")}
     process = subprocess.Popen(
@@ -55,8 +53,6 @@ def start_watcher(session: "Session") -> None:
 
 def main(arguments: list[str]) -> None:
     """Wait for the end of the run, then write and print the report."""
-    from ddp_doctor.session import Options
-
     run, options, leader = Path(arguments[0]), Options(**json.loads(arguments[1])), arguments[2]
     hung = _wait(run, options, int(leader))
     from ddp_doctor.report import report
@@ -70,24 +66,7 @@ def main(arguments: list[str]) -> None:
         pass  # a full disk: the exit code stays the script's own
 
 
-def alive(pid: int) -> bool:
-    """Whether a process of this host is there and not a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        pass
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return not Path("/proc").is_dir()
-
-
-def _wait(run: Path, options: Any, leader: int) -> bool:
-    from ddp_doctor.journal import read
+def _wait(run: Path, options: Options, leader: int) -> bool:
     from ddp_doctor.report import merge, report
 
     reported_hang = False

@@ -18,7 +18,7 @@ The files, in the order in which an assignment and then a submission pass throug
     grade             from solutions to points
     judge             run nbval over the bench notebook, which is the instructor's
     outcomes          a pytest plugin: writes down what nbval says of each cell
-    bench             in nbval's kernel: check(0, "name")
+    bench             in nbval's kernel: print_verdict(0, "name")
     check             one check: draw inputs, run the ranks, compare
     oracle            ask the instructor's half of a check, which runs in the sandbox
     mutants           exhibits of the museum, for checks of a student's own test

@@ -1,8 +1,9 @@
-"""What runs in the kernel that nbval watches: `bench.check(0, "name")`, and nothing of a student's.
+"""What runs in the kernel that nbval watches, and nothing of a student's.
 
 The kernel is told where its cases lie by the environment: the sources, the checks, the seeds, and
-the address of the fork server. `check` prints "passed", which is what the bench notebook has
-stored, or "missed", which nbval then reports as a difference. The details go to a file beside it.
+the address of the fork server. `bench.print_verdict(0, "name")` prints "passed", which is what the
+bench notebook has stored, or "missed", which nbval then reports as a difference. The details go to
+a file beside it.
 """
 
 import json
@@ -65,7 +66,7 @@ class Bench:
         (folder / "starting").write_text(str(os.getpid()), encoding="utf-8")
         (folder / "starting").rename(folder / KERNEL)
 
-    def check(self, number: int, name: str) -> None:
+    def print_verdict(self, number: int, name: str) -> None:
         """Run the check and print its verdict. Raises what makes a person have to look."""
         cases = self._cases
         source = next(check for check in cases.checks if check.name == name)

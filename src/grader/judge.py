@@ -228,7 +228,8 @@ def _write_bench(path: Path, submissions: int, checks: list[str]) -> None:
     for number in range(submissions):
         for name in checks:
             output = {"output_type": "stream", "name": "stdout", "text": f"{PASSED}\n"}
-            cells.append(_cell(f"bench.check({number}, {name!r})", [output], len(cells) + 1))
+            source = f"bench.print_verdict({number}, {name!r})"
+            cells.append(_cell(source, [output], len(cells) + 1))
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook = {
         "nbformat": 4,

@@ -5,8 +5,8 @@ Each parameter has a *view* of the buffer, in the memory layout that autograd gi
 into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
 Cost: one copy in and one copy out; for a gradient that is its view already, neither. A large one
-is copied as soon as it arrives, while it is in the cache. Small neighbors wait for each other and
-are copied by one call (a `Run`), because for them the calls cost more than the bytes.
+is copied as soon as it arrives, while it is in the cache. Small ones are copied by one call for up
+to 64 neighbors (a `Run`), because for them the calls cost more than the bytes.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 LARGE = 1 << 14  # elements: a gradient of at least as many is copied alone
+TOGETHER = 64  # so many small gradients are copied by one call, while they are in the cache
 
 
 class Run:
@@ -32,7 +33,7 @@ class Run:
         self.views = bucket.views[part]
         begin = self.views[0].storage_offset() if self.views else 0
         self.flat = bucket.buffer[begin : begin + sum(view.numel() for view in self.views)]
-        self.missing = 0  # how many of its gradients have not arrived
+        self.pending = 0  # how many of its gradients have not arrived
 
 
 class Bucket:
@@ -48,7 +49,7 @@ class Bucket:
         self.allocate()
 
         def run_of(slot: int) -> int:
-            return slot if parameters[slot].numel() >= LARGE else -1
+            return slot if parameters[slot].numel() >= LARGE else -1 - slot // TOGETHER
 
         self.runs = [Run(self, list(slots)) for _, slots in groupby(range(len(indices)), run_of)]
         self.streams: set[torch.cuda.Stream] = set()
@@ -71,8 +72,8 @@ class Bucket:
         self.on_cuda = self.buffer.is_cuda  # asked once per backward, not once per gradient
         self.streams.clear()
         for run in self.runs:
-            run.missing = len(run.indices)
-        self.missing_runs = len(self.runs)
+            run.pending = len(run.indices)
+        self.pending = len(self.runs)
         self.future: Future | None = None
 
     def wait_for_streams(self) -> None:

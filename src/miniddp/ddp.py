@@ -14,7 +14,7 @@ after a reduced backward (not with `find_unused_parameters`). Source: torch.nn.p
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ class MiniDDP(nn.Module):
         ValueError: there is no process group, this rank is outside it, or a cap is negative.
     """
 
-    _ddp_sink_clone = True  # changed by torch_drop_in, for outputs that must not be copied
+    _ddp_sink_clone = True  # overridden by torch_drop_in, for outputs that must not be copied
 
     # 1. Construction ------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class MiniDDP(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True  # False in no_sync()
-        self.require_forward_param_sync = True  # whether the last forward was synchronized
+        self.require_forward_param_sync = True  # of the last forward; True before the first
 
         state: dict[str, Tensor] = {}
         settings: dict[str, Any] = {}
@@ -89,7 +89,7 @@ class MiniDDP(nn.Module):
         self.reducer = self.make_reducer()
 
     def check_module(self) -> None:
-        """Raise if this rank's module or keywords cannot work. Extended by torch_drop_in."""
+        """Set `caps`; raise if the module or a keyword cannot work. Extended by torch_drop_in."""
         self.caps = bucket_caps(self.bucket_cap_mb)
         if not any(parameter.requires_grad for parameter in self.named_tensors().values()):
             raise RuntimeError(errors.nothing_to_average(type(self.module).__name__))
@@ -104,7 +104,7 @@ class MiniDDP(nn.Module):
         return {
             "find_unused_parameters": self.find_unused_parameters,
             "bucket caps in bytes": self.caps,
-            "broadcast_buffers (or forward_sync_buffers)": self.broadcast_buffers,
+            "broadcast_buffers": self.broadcast_buffers,
         }
 
     def named_tensors(self, buffers: bool = False) -> dict[str, Tensor]:
@@ -130,11 +130,17 @@ class MiniDDP(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output; the backward from it is reduced, unless in `no_sync()`.
 
-        Raises RuntimeError if the previous backward did not produce all gradients.
+        Raises RuntimeError if the previous backward did not produce all gradients. Extended by
+        torch_drop_in.
         """
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        output = self.module(*inputs, **kwargs)
+        with self._inside_ddp_forward():
+            output = self.module(*inputs, **kwargs)
         return self._post_forward(output)
+
+    def _inside_ddp_forward(self) -> AbstractContextManager[Any]:
+        """Entered while the module runs. Overridden by torch_drop_in, for torch.compile."""
+        return nullcontext()
 
     @not_compiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:

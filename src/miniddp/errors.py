@@ -1,15 +1,13 @@
-"""The longer messages of the core, as pure functions of plain data.
+"""The core's longer messages. They keep the phrases of torch's reducer: people search for them."""
 
-They keep the phrases of torch's own reducer, because users and tools search for them.
-"""
-
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-_LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
 
 def stacklevel_of_caller() -> int:
@@ -65,9 +63,7 @@ def unfinished(rank: int, absent: Mapping[int, str], searched: bool, reason: str
         "Expected to have finished reduction in the prior iteration before starting a new one. "
         f"{reason}\nParameter indices which {lacks} {' '.join(map(str, absent))}"
         f"\nParameters which {lacks} {', '.join(absent.values())}"
-        "\nFor all ranks' parameters, in the same step, use strict=True of torch_drop_in, or set "
-        "the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL. "
-        "If that backward raised an exception, construct a new wrapper on every rank."
+        "\nIf that backward raised an exception, construct a new wrapper on every rank."
     )
 
 
@@ -78,8 +74,8 @@ def marked_twice(rank: int, index: int, name: str, searched: bool) -> str:
         "Expected to mark a variable ready only once. This error is caused by one of the following "
         "reasons: 1) Use of a module parameter outside the `forward` function, or in concurrent "
         "forward-backward passes. 2) Reused parameters in multiple reentrant backward passes, as "
-        "when several reentrant `checkpoint` functions wrap the same part of the model: pass "
-        "static_graph=True (torch_drop_in), or use checkpoint(..., use_reentrant=False)."
+        "when several reentrant `checkpoint` functions wrap the same part of the model: use "
+        "checkpoint(..., use_reentrant=False)."
         f"{third * searched}\nParameter at index {index} with name {name} has been marked as ready "
         f"twice on rank {rank}: its autograd hook has fired twice in this iteration."
     )

@@ -6,8 +6,8 @@ applies the same average to the same parameters (step). `average_gradients` is t
 starts when backward has ended: nothing overlaps. Two rules are easy to break:
 
 - *Every rank must call the same collectives in the same order.* If one rank skips a parameter, its
-  next all-reduce meets the others' for that parameter. If the sizes agree, the two are added
-  without an error; later a rank waits in vain. Here zeros fill the gaps.
+  next gradient is added to the others' gradient of that one, without an error if the sizes agree.
+  The last all-reduce of the others then hangs. Here zeros fill the gaps.
 - *A parameter that no rank used keeps `grad = None`.* Zeros would let Adam's momentum and weight
   decay move it, which a single process would not do.
 

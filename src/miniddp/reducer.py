@@ -21,7 +21,7 @@ state         meaning                                                          n
 `LOCAL`       `no_sync()` was entered: gradients accumulate on this rank       READY
 `READY`       a forward has announced a backward                               READY, REDUCING
 `REDUCING`    gradients arrive, full buckets are launched                      FINALIZING
-`FINALIZING`  all buckets are launched; their averages are awaited             IDLE, LOCAL
+`FINALIZING`  the averages are awaited; next is `state_between_backwards`      IDLE, LOCAL
 ============  ===============================================================  ===================
 
 Cost per backward: one all-reduce per bucket; on a ring, each rank sends 2(W−1)/W bytes per byte of
@@ -38,6 +38,7 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward, hook_accumulators
@@ -90,13 +91,13 @@ class Reducer:
         self.lock = threading.RLock()  # held for what concerns several buckets
 
         self.state = self.state_between_backwards = IDLE
-        self.rebuilt = False
+        self.has_rebuilt_bucket = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
-        # Whether a gradient that arrives while REDUCING is simply counted; changed by the rooms.
-        self.counts_every_hook = self.on_cpu and not find_unused_parameters
+        # Changed by extras and torch_drop_in, which may have more to do when a gradient arrives.
+        self.lock_free = self.on_cpu and not find_unused_parameters
         self.usage = UsedParameters(self.parameters, process_group)
-        self.build(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
+        self.initialize_buckets(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
         self.hook_accumulators()
 
     def sizes(self) -> list[ParameterSize]:
@@ -107,16 +108,16 @@ class Reducer:
         """The bucket of these parameters. Overridden by torch_drop_in for sparse gradients."""
         return Bucket(indices, [self.parameters[index] for index in indices])
 
-    def build(self, plan: Plan) -> None:
+    def initialize_buckets(self, plan: Plan) -> None:
         """Allocate the buckets of `plan`; existing gradients become views of them, if asked for."""
         # Both are emptied first: nothing but views keeps the old buffers while new ones are made.
         self.buckets: list[Bucket] = []
-        self.place_of: dict[int, tuple[Bucket, Run]] = {}
+        self.variable_locators: dict[int, tuple[Bucket, Run]] = {}
         for indices in plan:
             bucket = self.make_bucket(indices)
             self.buckets.append(bucket)
             for run in bucket.runs:
-                self.place_of |= dict.fromkeys(run.indices, (bucket, run))
+                self.variable_locators |= dict.fromkeys(run.indices, (bucket, run))
             if self.gradient_as_bucket_view:
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=False):
                     if parameter.grad is not None:
@@ -130,7 +131,7 @@ class Reducer:
     # 2. Prepare -----------------------------------------------------------------------------------
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Reduce the next backward. `outputs`: the forward's; needed to find unused parameters."""
+        """Reduce the next backward, which starts at `outputs`. Extended by torch_drop_in."""
         self.enter(READY)
         self.state_between_backwards = IDLE
         self.reset_bucket_counting()
@@ -144,7 +145,7 @@ class Reducer:
             self.enter(LOCAL)
 
     def reset_bucket_counting(self) -> None:
-        """Expect every gradient once more. Extended by extras.static_graph."""
+        """Expect every gradient once more. Extended by extras."""
         self.arrived = [False] * len(self.parameters)
         self.order: list[int] = []  # the indices of the gradients, as they arrived
         self.next_bucket = 0
@@ -170,10 +171,10 @@ class Reducer:
     def autograd_hook(self, index: int) -> None:
         """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined.
 
-        The common case takes no lock: on a CPU, autograd runs a backward in the thread that calls
-        it. On a GPU, undefined gradients arrive in another thread than the others.
+        The common case takes no lock: autograd runs a CPU's backward in the one thread that called
+        it. A GPU has a thread of its own, and its undefined gradients arrive in yet another one.
         """
-        if self.state is REDUCING and self.counts_every_hook:
+        if self.state is REDUCING and self.lock_free:
             self.order.append(index)
             self.mark_variable_ready(index)
             return
@@ -183,7 +184,7 @@ class Reducer:
                 self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Whether to count it; the first also starts the reduction. Extended by static_graph."""
+        """Whether to count it; the first starts reducing. Extended by extras and torch_drop_in."""
         if self.find_unused_parameters:
             self.usage.mark(index)  # under no_sync too: used once in a window counts as used
         if self.state is READY:
@@ -205,32 +206,30 @@ class Reducer:
             searched = bool(self.usage.unreachable)
             raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
         self.arrived[index] = True
-        bucket, run = self.place_of[index]
+        bucket, run = self.variable_locators[index]
         if bucket.on_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
-        run.missing -= 1
-        if run.missing == 0:
+        run.pending -= 1
+        if run.pending == 0:
             bucket.wait_for_streams()
             if wrong := bucket.copy_in(run, self.current_divisor, self.gradient_as_bucket_view):
                 raise self.error(
                     f"Expected variable to have {bucket.holds} gradient, but that of "
-                    f"{', '.join(self.names[i] for i in wrong)} is not, on rank {self.rank}. Set "
-                    "sparse=False on the nn.Embedding; or let it be sparse in all uses, and use "
-                    "the drop-in wrapper (torch_drop_in)."
+                    f"{', '.join(self.names[i] for i in wrong)} is not, on rank {self.rank}. "
+                    "Set sparse=False on the nn.Embedding."
                 )
-            with self.lock:  # full buckets of several devices are launched in one order
-                bucket.missing_runs -= 1
-                if bucket.missing_runs == 0:
-                    self.mark_bucket_ready()
+            bucket.pending -= 1
+            if bucket.pending == 0:
+                self.mark_bucket_ready()
 
     # 4. Launch ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def mark_bucket_ready(self) -> None:
-        """Launch every full bucket whose turn has come; after the last one, await finalization."""
+        """Launch every full bucket whose turn has come; the last one queues `finalize_backward`."""
         while self.next_bucket < len(self.buckets):
             bucket = self.buckets[self.next_bucket]
-            if bucket.missing_runs:
+            if bucket.pending:
                 return
             bucket.wait_for_streams()
             self.all_reduce_bucket(bucket)
@@ -248,23 +247,21 @@ class Reducer:
 
     @torch.no_grad()
     def finalize_backward(self) -> None:
-        """Wait for each all-reduce and copy the averages out; autograd calls this at the end."""
+        """Wait for each all-reduce, then copy the averages out. Extended by torch_drop_in."""
         with self.lock:
             self.enter(FINALIZING)
             try:
                 for bucket in self.buckets:
                     if bucket.future is not None:
-                        self.finalize_bucket(bucket)
+                        self.finalize_bucket(bucket, bucket.future)
                 if self.find_unused_parameters:
                     wait_for(self.usage.work)
             finally:  # a communication error must not spoil the next step
                 self.usage.reset()
                 self.enter(self.state_between_backwards)
 
-    def finalize_bucket(self, bucket: Bucket) -> None:
+    def finalize_bucket(self, bucket: Bucket, future: Future) -> None:
         """Wait for one bucket and copy its averages to the gradients. Extended by torch_drop_in."""
-        future, bucket.future = bucket.future, None
-        assert future is not None
         wait_for_future(future, bucket.buffer)
         slots = self.slots_to_write(bucket)
         if replaced := bucket.copy_out(slots, self.gradient_as_bucket_view):
@@ -275,7 +272,7 @@ class Reducer:
             )
 
     def slots_to_write(self, bucket: Bucket) -> list[int] | None:
-        """Where averages are copied to; None for every slot. Extended by the rooms."""
+        """Where to copy the averages; None: everywhere. Extended by extras and torch_drop_in."""
         return self.usage.slots_to_write(bucket.indices) if self.find_unused_parameters else None
 
     # 6. Rebuild -----------------------------------------------------------------------------------
@@ -286,7 +283,7 @@ class Reducer:
         Raises RuntimeError if the previous backward did not produce all gradients.
         """
         self.ensure_prior_reduction_finished()
-        if self.rebuilt or self.find_unused_parameters or not self.order:
+        if self.has_rebuilt_bucket or self.find_unused_parameters or not self.order:
             return False
         order = dict.fromkeys([*self.order, *range(len(self.parameters))])
         self.adopt(arrival_plan(self.sizes(), list(order), self.caps))
@@ -294,11 +291,11 @@ class Reducer:
 
     def adopt(self, plan: Plan) -> None:
         """Between two steps, on every rank: broadcast rank 0's plan, and use it from now on."""
-        self.build(plan_of_rank_0(plan, self.process_group, self.device))
-        self.rebuilt = True
+        self.initialize_buckets(plan_of_rank_0(plan, self.process_group, self.device))
+        self.has_rebuilt_bucket = True
 
     def ensure_prior_reduction_finished(self) -> None:
-        """Raise RuntimeError if gradients of a reduced backward never arrived."""
+        """Raise RuntimeError if a reduced backward lacks gradients. Extended by extras."""
         if self.state is REDUCING:
             raise self.error(
                 errors.unfinished(self.rank, self.absent(), self.find_unused_parameters)
@@ -309,5 +306,5 @@ class Reducer:
         return {i: self.names[i] for i, arrived in enumerate(self.arrived) if not arrived}
 
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
-        """The exception to raise. Overridden by torch_drop_in, which logs the message."""
+        """The exception to raise. Overridden by torch_drop_in, which adds what it can do."""
         return kind(message)

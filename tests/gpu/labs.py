@@ -14,7 +14,7 @@ LABS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("mean_of_means", (), 2),
     ("sum_or_average", (), 2),
     ("bypassed_wrapper", (), 2),
-    ("bypassed_wrapper", ("--fix", "armed"), 2),
+    ("bypassed_wrapper", ("--fix", "prepared"), 2),
     ("two_nodes", (), 2),
     ("buckets_that_overlap", (), 2),
 )

@@ -170,7 +170,7 @@ def old_buckets(rank, world_size, views):
     for _ in range(2):
         wrapped.zero_grad()
         wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
-    return wrapped.reducer.rebuilt, [buffer() is None for buffer in first]
+    return wrapped.reducer.has_rebuilt_bucket, [buffer() is None for buffer in first]
 
 
 @pytest.mark.parametrize("views", [False, True])

@@ -11,11 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from labkit.launch import run_ranks
 from miniddp import MiniDDP, reducer
-from miniddp.reducer import FINALIZING, IDLE, LOCAL, READY, REDUCING, ReducerState
+from miniddp.reducer import FINALIZING, IDLE, LOCAL, READY, REDUCING, Reducer, ReducerState
 from miniddp.torch_drop_in import DistributedDataParallel
 
 TABLE = re.compile(r"^`([A-Z]+)` .*?  ([A-Z]+(?:, [A-Z]+)*)$", re.MULTILINE)
@@ -112,9 +113,10 @@ class CountingLock:
         self.depth -= 1
 
 
-def gradients_under_the_lock(rank: int) -> tuple[int, bool]:
+def gradients_under_the_lock(rank: int, lock_free: bool) -> tuple[int, bool]:
     wrapped = MiniDDP(model(), bucket_cap_mb=0)
     averager = wrapped.reducer
+    averager.lock_free = lock_free
     averager.lock = lock = CountingLock()
     always = []
     all_reduce = averager.all_reduce_bucket
@@ -130,9 +132,35 @@ def gradients_under_the_lock(rank: int) -> tuple[int, bool]:
     return lock.taken, all(always)
 
 
-def test_every_bucket_is_counted_and_launched_under_the_lock():
-    # Per backward its beginning and its end; one bucket in the first, four in the second.
-    assert run_ranks(gradients_under_the_lock, 2) == [(9, True)] * 2
+def test_where_threads_may_meet_every_gradient_is_counted_and_launched_under_the_lock():
+    # In each of two backwards: four gradients, and the end.
+    assert run_ranks(gradients_under_the_lock, 2, False) == [(10, True)] * 2
+
+
+def test_in_one_thread_only_the_first_gradient_and_the_end_take_the_lock():
+    assert run_ranks(gradients_under_the_lock, 2, True) == [(4, False)] * 2
+
+
+def who_takes_no_lock(rank: int) -> dict[str, bool]:
+    elsewhere = [nn.Parameter(torch.empty(2, device="meta"))]
+    of_rpc = DistributedDataParallel(model())
+    with mock.patch.object(of_rpc.reducer, "_find_rpc_context", return_value=7):
+        of_rpc(torch.randn(3, 6))
+    after_rpc = DistributedDataParallel(model())
+    after_rpc(torch.randn(3, 6))
+    return {
+        "CPU": MiniDDP(model()).reducer.lock_free,
+        "another device": Reducer(elsewhere, ["p"], dist.group.WORLD, caps=(1,)).lock_free,
+        "search": MiniDDP(model(), find_unused_parameters=True).reducer.lock_free,
+        "static graph": DistributedDataParallel(model(), static_graph=True).reducer.lock_free,
+        "distributed autograd": of_rpc.reducer.lock_free,
+        "drop-in": after_rpc.reducer.lock_free,
+    }
+
+
+def test_hooks_take_no_lock_only_where_one_thread_runs_them_all_and_nothing_else_is_to_do():
+    for found in run_ranks(who_takes_no_lock, 2):
+        assert [name for name, lock_free in found.items() if lock_free] == ["CPU", "drop-in"]
 
 
 def two_threads_fill_two_buckets(rank: int, repeats: int) -> set[tuple[tuple[int, ...], int]]:
@@ -140,6 +168,7 @@ def two_threads_fill_two_buckets(rank: int, repeats: int) -> set[tuple[tuple[int
     wide = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(9))
     narrow = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(9))
     averager = MiniDDP(nn.ModuleList([wide, narrow]), init_sync=False).reducer
+    averager.lock_free = False
     seen: set[tuple[tuple[int, ...], int]] = set()
     switch_interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

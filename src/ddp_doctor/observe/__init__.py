@@ -3,8 +3,6 @@
 An observer costs nothing visible on a step that is not observed: one comparison per call.
 """
 
-from typing import TYPE_CHECKING
-
 from ddp_doctor.observe import (
     backward,
     clipping,
@@ -19,14 +17,15 @@ from ddp_doctor.observe import (
     schedulers,
     wrappers,
 )
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
-
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
+from ddp_doctor.session import Session
 
 
-def install(session: "Session") -> Patches:
-    """Observe everything from now on."""
+def install(session: Session) -> Patches:
+    """Observe everything from now on. Called again after `undo`, it continues the same record."""
+    recorder = session.recorder if isinstance(session.recorder, Recorder) else Recorder(session)
+    session.recorder = recorder
     patches = Patches(session.guard)
     for part in (
         groups,
@@ -42,5 +41,5 @@ def install(session: "Session") -> Patches:
         data,
         random_numbers,
     ):
-        part.install(session, patches)
+        part.install(recorder, patches)
     return patches

@@ -5,7 +5,7 @@ hooks are registered when an observed backward begins and removed when it ends.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +13,16 @@ from torch import Tensor
 from ddp_doctor.fingerprints import projection
 from ddp_doctor.observe import losses
 from ddp_doctor.observe.random_numbers import note_state
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
-
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
 MAX_NODES = 20_000
 MAX_BACKWARDS = 64
 
 
-def install(session: "Session", patches: Patches) -> None:
-    recorder = session.recorder
+def install(recorder: Recorder, patches: Patches) -> None:
+    session = recorder.session
 
     def reached(parameter: Tensor, record: dict[str, Any]) -> Any:
         @session.guard

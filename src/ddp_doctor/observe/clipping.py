@@ -1,21 +1,17 @@
 """Gradient clipping: when it runs, over which gradients, and the norm that it finds."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
-
-def install(session: "Session", patches: Patches) -> None:
-    recorder = session.recorder
-
+def install(recorder: Recorder, patches: Patches) -> None:
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not recorder.on:
             return

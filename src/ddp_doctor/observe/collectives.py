@@ -4,18 +4,16 @@ The gradients that DistributedDataParallel sends itself do not pass through thes
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
-
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
 NAMES = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather",
@@ -26,8 +24,8 @@ NAMES = (
 MAX_PER_WINDOW = 300
 
 
-def install(session: "Session", patches: Patches) -> None:
-    recorder = session.recorder
+def install(recorder: Recorder, patches: Patches) -> None:
+    session = recorder.session
     depth = [0]
     count = [0]
 

@@ -1,25 +1,23 @@
 """Samplers, loaders and data sets: who gets which rows, in which order, in which epoch."""
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, dataloader
 
 from ddp_doctor.fingerprints import checksum
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
-
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
 MAX_ROWS = 4096
 MAX_BYTES = 1 << 24
 
 
-def install(session: "Session", patches: Patches) -> None:
-    recorder = session.recorder
+def install(recorder: Recorder, patches: Patches) -> None:
+    session = recorder.session
     epochs: dict[int, int] = {}
     described: set[int] = set()
     rows: dict[int, list[int]] = {}

@@ -1,18 +1,18 @@
 """Process groups: which rank this process is, and of how many."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
+def install(recorder: Recorder, patches: Patches) -> None:
+    session = recorder.session
 
-def install(session: "Session", patches: Patches) -> None:
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session.open()
         session.doing(f"init_process_group at {place()}")

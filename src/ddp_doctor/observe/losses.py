@@ -7,18 +7,16 @@ function does not reduce. Divided by the count of items, the product is the weig
 
 import linecache
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ddp_doctor.fingerprints import checksum
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import expression, is_users, meaning, operand, place, users_frame
-
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
 FUNCTIONS = (
     "cross_entropy",
@@ -46,8 +44,8 @@ FUNCTIONS = (
 MAX_TERMS = 200
 
 
-def install(session: "Session", patches: Patches) -> None:
-    recorder = session.recorder
+def install(recorder: Recorder, patches: Patches) -> None:
+    session = recorder.session
     depth = [0]
 
     def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Optimizers: their parameters, when they step, and when gradients are cleared."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -9,15 +9,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
-
-def install(session: "Session", patches: Patches) -> None:
-    recorder = session.recorder
+def install(recorder: Recorder, patches: Patches) -> None:
+    session = recorder.session
 
     def made(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.add_optimizer(args[0])

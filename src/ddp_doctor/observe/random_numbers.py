@@ -1,19 +1,16 @@
 """The state of the random number generator: a hash of it, never a draw."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from ddp_doctor.fingerprints import checksum
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 
-if TYPE_CHECKING:
-    from ddp_doctor.observe.recorder import Recorder
-    from ddp_doctor.session import Session
 
-
-def note_state(recorder: "Recorder") -> None:
+def note_state(recorder: Recorder) -> None:
     """Write into the open window which state the forward starts from."""
     states = recorder.window.setdefault("random", [])
     if len(states) < 8:
@@ -28,9 +25,7 @@ def _state() -> int:
     return state
 
 
-def install(session: "Session", patches: Patches) -> None:
-    recorder = session.recorder
-
+def install(recorder: Recorder, patches: Patches) -> None:
     def dropped(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not recorder.on:
             return

@@ -1,21 +1,19 @@
 """Losses that the script reads as numbers, to print or to log them."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
-
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
 MAX_READS = 16
 
 
-def install(session: "Session", patches: Patches) -> None:
-    recorder = session.recorder
+def install(recorder: Recorder, patches: Patches) -> None:
+    session = recorder.session
 
     def when() -> bool:
         return recorder.on and not session.over

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ from ddp_doctor.fingerprints import checksum, projection
 from ddp_doctor.observe.models import Names
 from ddp_doctor.observe.states import OptimizerState, WrapperState
 from ddp_doctor.places import place
-
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
+from ddp_doctor.session import Session
 
 MAX_WINDOWS = 80
 MAX_PARAMETERS = 400
@@ -30,7 +28,7 @@ MAX_PARAMETERS = 400
 class Recorder:
     """State of one process: its optimizers, wrappers, and the window that is open."""
 
-    def __init__(self, session: "Session") -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
         self.find_wrappers: Callable[[], None] | None = None
         self.begin()

@@ -1,16 +1,14 @@
 """GradScaler: its scale, and the steps that it skips."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
-
-def install(session: "Session", patches: Patches) -> None:
-    recorder = session.recorder
+def install(recorder: Recorder, patches: Patches) -> None:
+    session = recorder.session
 
     def scaled(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if recorder.on and args[0].is_enabled():

@@ -1,19 +1,18 @@
 """Learning-rate schedulers: how often they step, and the rates that they set."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
-
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
 MAX_FACTS = 400
 
 
-def install(session: "Session", patches: Patches) -> None:
+def install(recorder: Recorder, patches: Patches) -> None:
+    session = recorder.session
     counts: dict[int, int] = {}
 
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

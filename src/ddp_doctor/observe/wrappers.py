@@ -1,7 +1,7 @@
 """DistributedDataParallel and wrappers that look like it: made when, called when, synced or not."""
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,16 +9,15 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_doctor.fingerprints import checksum
+from ddp_doctor.observe.random_numbers import note_state
+from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.states import WrapperState
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
-if TYPE_CHECKING:
-    from ddp_doctor.session import Session
 
-
-def install(session: "Session", patches: Patches) -> None:
-    recorder = session.recorder
+def install(recorder: Recorder, patches: Patches) -> None:
+    session = recorder.session
 
     known_classes: set[type] = {DistributedDataParallel}
 
@@ -71,8 +70,6 @@ def install(session: "Session", patches: Patches) -> None:
                     {"wrapper": state.index, "sync": synced, "place": at}
                 )
                 recorder.window["inputs"].append(_inputs(args[1:], kwargs))
-                from ddp_doctor.observe.random_numbers import note_state
-
                 note_state(recorder)
         return state
 

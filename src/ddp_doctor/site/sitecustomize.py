@@ -36,7 +36,7 @@ def _start():
     if added:
         sys.path.append(_PACKAGE)
     try:
-        from ddp_doctor.session import start
+        from ddp_doctor.starting import start
 
         start(leader=False)
     except Exception as error:  # never in the way of the user's process

@@ -1,8 +1,8 @@
 """An implementation that a student's test has to judge, in a process that is not the student's.
 
 To the student's rank every implementation is the same class, `Remote`: it says which number it has,
-and exchanges numbers. The implementation runs in a process of its own per rank (`serve`), on a
-module that has the same parameters; these processes have a process group of their own. So nothing
+and exchanges numbers. The implementation runs in a process of its own per rank (`answer_calls`), on
+a module that has the same parameters; these processes have a process group of their own. So nothing
 in the student's process tells one implementation from another but what it does to the weights and
 the gradients.
 """
@@ -57,7 +57,7 @@ def remotes(link, number: int) -> Callable[[nn.Module], Remote]:
     return wrap
 
 
-def serve(channel_receive, tell, implementations: list[Wrap]) -> None:
+def answer_calls(channel_receive, tell, implementations: list[Wrap]) -> None:
     """Answer calls, one after the other, until the connection is closed."""
     wrapped: dict[int, _Stand] = {}
     while (call := channel_receive()) is not None:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grader.inside.exhibit import remotes, serve
+from grader.inside.exhibit import answer_calls, remotes
 from grader.inside.link import Link
 from grader.inside.oracle import run_oracle
 from grader.inside.wire import Channel
@@ -96,7 +96,7 @@ def _run_implementations(channel: Channel, job: dict[str, Any]) -> None:
     if failure:
         link.tell({"kind": "raised", **failure})
         return
-    serve(link.calls, link.tell, [known[name] for name in job["names"]])
+    answer_calls(link.calls, link.tell, [known[name] for name in job["names"]])
 
 
 def _load(sources: dict[str, str]) -> None:

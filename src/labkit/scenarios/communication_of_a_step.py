@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.testing.compare import gradients
 
-Fix = Literal["all-reduce", "wrapper", "armed"]
+Fix = Literal["all-reduce", "wrapper", "prepared"]
 
 
 class Communication(NamedTuple):
@@ -32,8 +32,8 @@ def four_layers() -> nn.Module:
 def one_step(rank: int, x: Tensor, y: Tensor, fix: Fix) -> Communication:
     """One rank's second step on 8 rows of x and y, each (8 W, 32). For `run_ranks`.
 
-    fix: "all-reduce" after backward; the loss through the "wrapper"; "armed", a call of the
-    wrapper whose output is discarded, and the loss on the module.
+    fix: "all-reduce" after backward; the loss through the "wrapper"; "prepared", a call of
+    the wrapper that only prepares its reducer, and the loss on the module.
     """
     module = four_layers()
     # Small buckets, so that a small model has several: about one per layer.
@@ -53,7 +53,7 @@ def one_step(rank: int, x: Tensor, y: Tensor, fix: Fix) -> Communication:
     for _ in range(2):  # DDP rebuilds its buckets after the first step
         module.zero_grad()
         events.clear()
-        if fix == "armed":
+        if fix == "prepared":
             wrapper(x[mine])
         forward = wrapper if fix == "wrapper" else module
         F.mse_loss(forward(x[mine]), y[mine]).backward()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.scenarios.cuda_random import randn
 
-Fix = Literal["none", "all-reduce", "wrapper", "armed"]
+Fix = Literal["none", "all-reduce", "wrapper", "prepared"]
 FIXES: tuple[Fix, ...] = get_args(Fix)
 Draw = Callable[[Sequence[int], int], Tensor]
 
@@ -69,7 +69,8 @@ def trajectory(
             "none": not at all; the loss calls the module.
             "all-reduce": the pull request's loop after backward.
             "wrapper": the loss calls the wrapper.
-            "armed": the wrapper is called once and its output discarded; the loss calls the module.
+            "prepared": the wrapper is called only to prepare its reducer, its output is
+            discarded, and the loss calls the module.
         steps: the number of steps.
         seed: the model's, for the CPU's generator.
         device: where this rank trains.
@@ -106,7 +107,7 @@ def draw_inputs_and_targets(rank: int, step: int, draw: Draw = randn) -> tuple[T
 
 def backward_with_fix(wrapper: DistributedDataParallel, x: Tensor, y: Tensor, fix: Fix) -> None:
     """One forward and backward pass; the gradients are combined as `fix` says."""
-    if fix == "armed":
+    if fix == "prepared":
         wrapper(x)
     model = wrapper if fix == "wrapper" else wrapper.module
     ((model(x) - y) ** 2).mean().backward()

@@ -13,7 +13,7 @@ static graph: one all-reduce of one number per parameter.
 Source: torch/distributed/algorithms/join.py and _DDPJoinHook in torch/nn/parallel/distributed.py.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,20 @@ from miniddp.replicas import wait_for
 
 if TYPE_CHECKING:
     from miniddp.torch_drop_in.reducer import TorchReducer
-    from miniddp.torch_drop_in.wrapper import DistributedDataParallel
+
+
+class JoinableWrapper(Protocol):
+    """What a rank that has joined asks of its wrapper (`torch_drop_in.DistributedDataParallel`)."""
+
+    reducer: "TorchReducer"
+    require_forward_param_sync: bool
+    strict: bool
+
+    def _check_and_sync_module_buffers(self) -> None: ...
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None: ...
+    def _match_all_reduce_for_bwd_pass(self) -> None: ...
+    def _match_unused_params_allreduce(self) -> None: ...
+    def _sync_final_model(self, is_last_joiner: bool) -> None: ...
 
 
 def learn_and_share(reducer: "TorchReducer") -> None:
@@ -45,7 +58,7 @@ def exchange_firings(reducer: "TorchReducer") -> None:
 class DDPJoinHook(JoinHook):
     """On a rank that has joined: answers the collectives of the others, in their order."""
 
-    def __init__(self, ddp: "DistributedDataParallel"):
+    def __init__(self, ddp: JoinableWrapper):
         self.ddp = ddp
 
     def main_hook(self) -> None:

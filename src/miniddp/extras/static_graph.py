@@ -32,7 +32,7 @@ class StaticGraphReducer(Reducer):
     def expect_static_graph(self) -> None:
         """Every later iteration must have the same graph; the next backward is used to learn it."""
         self.static_graph = self.learns_graph = True
-        self.counts_every_hook = False
+        self.lock_free = False
         self.find_unused_parameters = False
         self.firings = [0] * len(self.parameters)
 

@@ -106,10 +106,10 @@ class Log:
             "total_parameter_size_bytes": sum(p.nbytes for p in reducer.parameters),
             "num_parameter_tensors": len(reducer.parameters),
             "bucket_sizes": self.initial_buckets,
-            "has_rebuilt_buckets": int(reducer.rebuilt),
+            "has_rebuilt_buckets": int(reducer.has_rebuilt_bucket),
             "join_uneven_inputs": ddp._joins_uneven_inputs,
         }
-        if reducer.rebuilt:
+        if reducer.has_rebuilt_bucket:
             data["rebuilt_bucket_sizes"] = _bucket_bytes(reducer)
             data["rebuilt_per_bucket_param_indices"] = ", ".join(
                 " ".join(map(str, bucket.indices)) for bucket in reducer.buckets

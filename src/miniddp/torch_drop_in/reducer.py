@@ -27,6 +27,18 @@ from miniddp.replicas import wait_for, wait_for_future
 
 CommHook = Callable[[Any, GradBucket], Future]
 
+# What the rare keywords can do about an error of the core, by the beginning of its message.
+_ADVICE = {
+    "Expected to have finished reduction": (
+        " To learn in the step itself what every rank lacks, pass strict=True. (For torch's own "
+        "DDP, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL.)"
+    ),
+    "Expected to mark a variable ready only once": (
+        " If the model is checkpointed, static_graph=True may help as well."
+    ),
+    "Expected variable to have": " Or let it be sparse in every use: that is averaged, too.",
+}
+
 
 class TorchReducer(StaticGraphReducer):
     """The core's reducer with torch's rare features.
@@ -64,6 +76,9 @@ class TorchReducer(StaticGraphReducer):
         return super().make_bucket(indices)
 
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
+        for beginning, advice in _ADVICE.items():
+            if message.startswith(beginning):
+                message += advice
         self.last_error = message
         return kind(message)
 
@@ -80,7 +95,7 @@ class TorchReducer(StaticGraphReducer):
         self.rpc_context = self._find_rpc_context()
         searched = self.find_unused_parameters or self.static_graph
         # Distributed autograd runs a device's gradients in several threads: they take the lock.
-        self.counts_every_hook = self.on_cpu and not searched and self.rpc_context is None
+        self.lock_free = self.on_cpu and not searched and self.rpc_context is None
         self.times["backward_start"] = perf_counter_ns()
         if self.find_unused_parameters:
             unreachable = self.usage.unreachable
@@ -135,15 +150,15 @@ class TorchReducer(StaticGraphReducer):
     def _skips(self, bucket: Bucket) -> bool:
         return self.skip_unused and set(bucket.indices) <= set(self.usage.unreachable)
 
-    def finalize_bucket(self, bucket: Bucket) -> None:
+    def finalize_bucket(self, bucket: Bucket, future: Future) -> None:
         # Of a collective the value is a list; of a comm hook a list or a tensor.
-        result = wait_for_future(bucket.future, bucket.buffer)
+        result = wait_for_future(future, bucket.buffer)
         result = result[0] if isinstance(result, list | tuple) else result
         if bucket.buffer.is_complex() and not result.is_complex():
             result = torch.view_as_complex(result)  # collectives may work on pairs of reals
         if bucket.holds == "sparse" or result.data_ptr() != bucket.buffer.data_ptr():
             bucket.buffer.copy_(result)
-        super().finalize_bucket(bucket)
+        super().finalize_bucket(bucket, future)
 
     def slots_to_write(self, bucket: Bucket) -> list[int] | None:
         slots = super().slots_to_write(bucket)
@@ -195,7 +210,7 @@ class TorchReducer(StaticGraphReducer):
     # Torch's names -------------------------------------------------------------------------------
 
     def _reset_state(self) -> None:
-        self.rebuilt = False
+        self.has_rebuilt_bucket = False
         self.reset_state()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:

@@ -221,7 +221,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         if self.bucket_plan not in ("caps", "measured"):
             raise ValueError(f'bucket_plan is {self.bucket_plan!r}: use "caps" or "measured"')
         if self.find_unused_parameters:
-            self._refuse_measured_plan("find_unused_parameters, which never repacks")
+            self._refuse_measured_plan("find_unused_parameters, which never rebuilds its buckets")
         if self.mixed_precision is not None:
             self._refuse_measured_plan("mixed_precision")
         if self.device.type != "cpu":
@@ -249,7 +249,9 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     def common_settings(self) -> dict[str, Any]:
         names, sparse = list(self._parameter_names().values()), self._reduced()[1]
-        return super().common_settings() | {
+        settings = super().common_settings()
+        settings["broadcast_buffers (or forward_sync_buffers)"] = settings.pop("broadcast_buffers")
+        return settings | {
             "static_graph": self._starts_static,
             "strict": self.strict,
             "bucket_plan": self.bucket_plan,
@@ -363,27 +365,18 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     @partial(not_compiled, recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output, as `MiniDDP.forward`, in the profiler range that torch's has."""
+        """As `MiniDDP.forward`, in the profiler range that torch's has."""
         with torch.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
-
-    @partial(not_compiled, recursive=False)
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.mixed_precision is not None:
-            self._precision.narrow()
-            inputs, kwargs = self._precision.cast((inputs, kwargs))
-        with self._inside_ddp_forward():
-            return self.module(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)
 
     @not_compiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._before_forward()
         participants = Join.notify_join_context(self)
         self.reducer.participants = None if self._divide_by_initial_world_size else participants
-        rebuilt = self.reducer.rebuilt
+        rebuilt = self.reducer.has_rebuilt_bucket
         inputs, kwargs = super()._pre_forward(*inputs, **kwargs)
-        self._has_rebuilt_buckets |= self.reducer.rebuilt and not rebuilt
+        self._has_rebuilt_buckets |= self.reducer.has_rebuilt_bucket and not rebuilt
         if (
             torch.is_grad_enabled()
             and self._first_steps is not None
@@ -393,7 +386,11 @@ class DistributedDataParallel(MiniDDP, Joinable):
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self.device_ids:
-            return moved_to((inputs, kwargs), torch.device(self.device_type, self.device_ids[0]))
+            device = torch.device(self.device_type, self.device_ids[0])
+            inputs, kwargs = moved_to((inputs, kwargs), device)
+        if self.mixed_precision is not None:
+            self._precision.narrow()
+            inputs, kwargs = self._precision.cast((inputs, kwargs))
         return inputs, kwargs
 
     def _before_forward(self) -> None:
@@ -705,9 +702,10 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     def _match_unused_params_allreduce(self) -> None:
         """On a joined rank: answer the search for unused parameters; none is used here."""
-        nothing = [0] * len(self.reducer.parameters)
-        used = torch.tensor(nothing, dtype=torch.int32, device=self.device)
-        wait_for(dist.all_reduce(used, group=self.process_group, async_op=True))
+        usage = self.reducer.usage
+        usage.reset()
+        usage.all_reduce()
+        wait_for(usage.work)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Take the model of the rank that joined last, who alone has taken every step."""
@@ -723,7 +721,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
         """Declare that every iteration uses the same parameters in the same way."""
         if self.static_graph:
             warnings.warn(
-                "You've set static_graph to be True, no need to set it again.", stacklevel=2
+                "You've set static_graph to be True, no need to set it again.",
+                stacklevel=errors.stacklevel_of_caller(),
             )
             return
         if self.logger.iteration > 0:
@@ -740,7 +739,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
                 "`_set_static_graph` will detect unused parameters automatically, so you do not "
                 "need to set find_unused_parameters=true, just be sure these unused parameters "
                 "will not change during training loop while calling `_set_static_graph`.",
-                stacklevel=2,
+                stacklevel=errors.stacklevel_of_caller(),
             )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:

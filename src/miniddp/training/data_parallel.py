@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from miniddp.errors import stacklevel_of_caller
+
 Device = torch.device | str | int
 
 
@@ -205,7 +207,7 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
         warnings.warn(
             f"each replica returned a scalar: gathered into a vector of {len(outputs)}. Reduce it "
             "before backward(), with .mean() only if all chunks are of the same size",
-            stacklevel=2,
+            stacklevel=stacklevel_of_caller(),
         )
         return torch.stack(outputs)
     if isinstance(first, (tuple, list, dict)):

@@ -25,7 +25,7 @@ def test_bypassed_ranks_end_as_single_processes_and_wrapped_ones_agree() -> None
 
 @pytest.mark.parametrize(
     ("fix", "during", "forwards"),
-    [("all-reduce", False, 1), ("wrapper", True, 1), ("armed", True, 2)],
+    [("all-reduce", False, 1), ("wrapper", True, 1), ("prepared", True, 2)],
 )
 def test_only_ddps_own_all_reduces_start_during_backward(fix, during, forwards) -> None:
     torch.manual_seed(2)

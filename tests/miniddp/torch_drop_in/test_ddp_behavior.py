@@ -190,7 +190,7 @@ def test_arguments_that_make_no_sense_are_refused():
 def no_sync_cases(rank, world_size):
     wrapped = DropIn(linear())
     with wrapped.no_sync():
-        armed_inside = wrapped.require_backward_grad_sync
+        synchronized_inside = wrapped.require_backward_grad_sync
         output = wrapped(batch(rank))
     output.sum().backward()  # outside: what counts is where the forward ran
     local = wrapped.module.weight.grad.clone()
@@ -203,13 +203,13 @@ def no_sync_cases(rank, world_size):
     reduced = wrapped.module.weight.grad.clone()
     with pytest.raises(KeyError), wrapped.no_sync():
         raise KeyError
-    return armed_inside, local, accumulated, reduced, wrapped.require_backward_grad_sync
+    return synchronized_inside, local, accumulated, reduced, wrapped.require_backward_grad_sync
 
 
 def test_no_sync_is_decided_by_the_forward_and_survives_exceptions():
     per_rank = run_ranks(no_sync_cases, 2)
-    for armed_inside, _, accumulated, reduced, afterwards in per_rank:
-        assert (armed_inside, afterwards) == (False, True)
+    for synchronized_inside, _, accumulated, reduced, afterwards in per_rank:
+        assert (synchronized_inside, afterwards) == (False, True)
         assert torch.equal(accumulated, per_rank[0][2])
         assert torch.equal(reduced, per_rank[0][3])
     assert not torch.equal(per_rank[0][1], per_rank[1][1])
@@ -222,8 +222,8 @@ def unused_cases(rank, world_size):
     inputs = batch(rank, size=12).view(4, 12)
     inputs[0, 0] = 1.0 if rank == 0 else -1.0  # rank 0 goes left, rank 1 right
     loss_of(wrapped(inputs)).backward()
-    armed_again = wrapped(inputs)  # a forward whose backward does not come
-    del armed_again
+    prepared_again = wrapped(inputs)  # a forward without a backward
+    del prepared_again
     loss_of(wrapped(inputs)).backward()
     return {name: p.grad for name, p in wrapped.module.named_parameters()}
 
@@ -442,11 +442,11 @@ def test_a_pickled_or_deep_copied_wrapper_reduces_as_the_original_does():
 def wrapped_again(rank, world_size):
     module = linear()
     first = DropIn(module)
-    armed = first(batch(rank, 9))
+    output_of_first = first(batch(rank, 9))  # prepares the first wrapper's reducer
     second = DropIn(module)
-    second(batch(rank)).sum().backward()  # would be reduced twice if the first were still armed
+    second(batch(rank)).sum().backward()  # reduced twice if the first is still prepared
     twice = module.weight.grad.clone()
-    del first, armed
+    del first, output_of_first
     gc.collect()
     module.zero_grad()
     DropIn(module)(batch(rank)).sum().backward()

@@ -51,7 +51,7 @@ def test_a_rung_built_on_a_module_that_has_one_already_averages_alone():
             assert largest_difference(g, gradients(single)) == 0
 
 
-def test_a_backward_may_be_armed_after_its_forward_as_libraries_do_it():
+def test_a_reducer_may_be_prepared_for_backward_after_the_forward_as_libraries_do_it():
     def work(rank):
         found = []
         for wrap in (DropIn, DistributedDataParallel):

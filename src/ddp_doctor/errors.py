@@ -1,5 +1,6 @@
 """An exception of the user's run, as the journal keeps it."""
 
+import os
 from typing import Any
 
 from ddp_doctor.places import is_users
@@ -12,8 +13,6 @@ def described(error: BaseException) -> dict[str, Any]:
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if is_users(name):
-            import os
-
             shown = os.path.relpath(name)
             where = f"{name if shown.startswith('..') else shown}:{trace.tb_lineno}"
         trace = trace.tb_next

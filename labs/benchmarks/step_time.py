@@ -26,6 +26,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,38 +145,41 @@ def race(
         return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
 
     def ours(**options: Any) -> tuple[Any, StepProgram]:
-        return contender(lambda m: MiniDDP(m, process_group=link, **options))
+        if "bucket_plan" in options:
+            wrap = partial(DropIn, process_group=link, **options)
+            return contender(wrap, SETTLED_AFTER)
+        return contender(partial(MiniDDP, process_group=link, **options))
 
-    steps: dict[str, StepProgram] = {}
-    for rung in RUNGS:
-        steps[rung.__name__] = contender(lambda module, rung=rung: rung(module, link))[1]
-    planned, steps["MiniDDP"] = ours()
-    steps["MiniDDP, views"] = ours(gradient_as_bucket_view=True)[1]
-    if device.type == "cpu":
-        planned, steps["MiniDDP, planned"] = contender(
-            lambda m: DropIn(m, process_group=link, bucket_plan="measured"), SETTLED_AFTER
-        )
+    planned = ours(bucket_plan="measured") if device.type == "cpu" else ours()
     plan = [
         sum(parameter.nbytes for parameter in bucket.parameters)
-        for bucket in planned.reducer.buckets
+        for bucket in planned[0].reducer.buckets
     ]
+    contenders: dict[str, Callable[[], StepProgram]] = {
+        rung.__name__: lambda rung=rung: contender(lambda m: rung(m, link))[1] for rung in RUNGS
+    }
+    contenders["MiniDDP"] = lambda: ours()[1]
+    contenders["MiniDDP, views"] = lambda: ours(gradient_as_bucket_view=True)[1]
+    if device.type == "cpu":
+        contenders["MiniDDP, planned"] = lambda: planned[1]
     if before is not None:
         earlier = import_from(before, "miniddp", "miniddp_before").MiniDDP
-        for name, options in (("", {}), (", views", {"gradient_as_bucket_view": True})):
-            _, steps[f"MiniDDP before{name}"] = contender(
-                lambda m, options=options: earlier(m, process_group=link, **options)
-            )
-    steps[REFERENCE] = torchs()
-    steps["torch DDP, views"] = torchs(gradient_as_bucket_view=True)
+        for name, views in (("MiniDDP before", False), ("MiniDDP before, views", True)):
+            contenders[name] = lambda views=views: contender(
+                lambda m: earlier(m, process_group=link, gradient_as_bucket_view=views)
+            )[1]
+    contenders[REFERENCE] = torchs
+    contenders["torch DDP, views"] = lambda: torchs(gradient_as_bucket_view=True)
     for cap in CAPS:
-        steps[f"torch DDP, {cap} MiB"] = torchs(bucket_cap_mb=cap)
+        contenders[f"torch DDP, {cap} MiB"] = lambda cap=cap: torchs(bucket_cap_mb=cap)
     if device.type == "cpu":
-        steps["torch DDP, our plan"] = torchs(bucket_cap_mb_list=[size / MIB for size in plan])
+        caps = [size / MIB for size in plan]
+        contenders["torch DDP, our plan"] = lambda: torchs(bucket_cap_mb_list=caps)
 
-    if only is not None:
-        if unknown := set(only) - set(steps):
-            raise ValueError(f"--only names {sorted(unknown)}; the contenders are {list(steps)}")
-        steps = {name: steps[name] for name in steps if name in {*only, REFERENCE}}
+    wanted = set(contenders) if only is None else {*only, REFERENCE}
+    if unknown := wanted - set(contenders):
+        raise ValueError(f"--only names {sorted(unknown)}; the contenders are {list(contenders)}")
+    steps = {name: build() for name, build in contenders.items() if name in wanted}
 
     alone = model.module().to(device)
     modules.append(alone)

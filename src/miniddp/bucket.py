@@ -5,8 +5,8 @@ Each parameter has a *view* of the buffer, in the memory layout that autograd gi
 into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
 Cost: one copy in and one copy out; for a gradient that is its view already, neither. A large one
-is copied as soon as it arrives, while it is in the cache. Small ones are copied by one call for up
-to 64 neighbors (a `Run`), because for them the calls cost more than the bytes.
+is copied as soon as it arrives, while it is in the cache. Small neighbors are copied by one call (a
+`Run`) when the last of them has arrived, because for them the calls cost more than the bytes.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.futures import Future
 
 LARGE = 1 << 14  # elements: a gradient of at least as many is copied alone
-TOGETHER = 64  # so many small gradients are copied by one call, while they are in the cache
 
 
 class Run:
@@ -49,7 +48,7 @@ class Bucket:
         self.allocate()
 
         def run_of(slot: int) -> int:
-            return slot if parameters[slot].numel() >= LARGE else -1 - slot // TOGETHER
+            return slot if parameters[slot].numel() >= LARGE else -1
 
         self.runs = [Run(self, list(slots)) for _, slots in groupby(range(len(indices)), run_of)]
         self.streams: set[torch.cuda.Stream] = set()

@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import inspect
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -203,6 +205,48 @@ def test_the_core_of_miniddp_imports_and_names_no_room(path):
     assert imported & rooms == set()
     text = path.read_text()
     assert [room for room in rooms if room in text or room.replace(".", "/") in text] == []
+
+
+# A room's name may stand where the core says who changes something, and nowhere else.
+ROOM = re.compile(r"\b(extras|torch_drop_in)\b")
+BY_WHOM = re.compile(r"([Oo]verridden|[Ee]xtended|[Cc]hanged) by ([^.;]+)")
+
+
+@pytest.mark.parametrize("path", CORE[1:], ids=lambda path: path.stem)  # without __init__
+def test_the_core_names_a_room_only_to_say_who_changes_a_method_or_an_attribute(path):
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if ROOM.search(line) and not BY_WHOM.search(line)] == []
+
+
+def room_classes() -> list[type]:
+    """Every class that a room defines."""
+    names = [n for n in MODULES if n.startswith(tuple(f"miniddp.{room}." for room in ROOMS))]
+    found = [c for name in names for c in vars(importlib.import_module(name)).values()]
+    return [c for c in found if isinstance(c, type) and c.__module__ in names]
+
+
+def test_each_method_of_the_core_that_a_room_overrides_says_which_room():
+    missing = set()
+    for of_room in room_classes():
+        room = of_room.__module__.split(".")[1]
+        for base in of_room.__mro__[1:]:
+            if base.__module__ not in {f"miniddp.{path.stem}" for path in CORE}:
+                continue
+            for name in vars(of_room).keys() & vars(base).keys():
+                method = vars(base)[name]
+                if name.startswith("__") or not inspect.isfunction(method):
+                    continue
+                said = BY_WHOM.search(method.__doc__ or "")
+                if said is None or room not in said[2]:
+                    missing.add(f"{base.__name__}.{name}: {room}")
+    assert missing == set()
+
+
+def test_the_core_is_read_in_one_evening():
+    lines = {path.stem: len(path.read_text().splitlines()) for path in CORE}
+    assert lines["ddp"] <= 250
+    assert lines["reducer"] <= 320
+    assert sum(count for name, count in lines.items() if name != "__init__") <= 1500
 
 
 def lazy_packages() -> list[str]:

@@ -98,8 +98,8 @@ class Bucket:
     def copy_in(self, run: Run, divisor: int | None, alias: bool) -> list[int]:
         """Copy the gradients of `run` into the buffer, divided by `divisor` unless it is None.
 
-        A missing gradient counts as zeros. With `alias`, the gradients become views of the buffer.
-        Returns the indices of sparse gradients; if there is one, nothing is copied.
+        A missing one counts as zeros. With `alias`, they become views of the buffer. Returns the
+        indices of sparse ones; if there is one, nothing is copied. Overridden by extras.
         """
         views, gradients = run.views, [parameter.grad for parameter in run.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
@@ -134,7 +134,7 @@ class Bucket:
         """Copy the averages to the gradients at `slots` (None: to all); create those that are None.
 
         With `alias`, gradients are views of the buffer and need no copy; None becomes a view.
-        Returns the slots whose gradient is no longer a view.
+        Returns the slots whose gradient is no longer a view. Overridden by extras.
         """
         gradients, views = [parameter.grad for parameter in self.parameters], self.views
         if all(map(is_, gradients, views)):

@@ -141,6 +141,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        *,
         strict: bool = False,
         bucket_plan: str = "caps",
     ):

@@ -2,8 +2,12 @@
 
 import copy
 import gc
+import inspect
 import io
 import pickle
+import warnings
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +19,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+import miniddp
 from labkit.launch.ranks import run_ranks
+from miniddp.errors import stacklevel_of_caller
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from miniddp.torch_drop_in import log
+from miniddp.training.data_parallel import gather
 
 
 def linear() -> nn.Linear:
@@ -543,6 +551,73 @@ def logged_keys(rank, world_size):
             wrapped(batch(rank, step)).sum().backward()
         keys.append(set(wrapped._get_ddp_logging_data()))
     return keys
+
+
+def test_the_wrapper_takes_torchs_parameters_in_torchs_order_with_torchs_defaults():
+    theirs = inspect.signature(DistributedDataParallel).parameters
+    ours = dict(list(inspect.signature(DropIn).parameters.items())[: len(theirs)])
+    assert [(p.name, p.default, p.kind) for p in ours.values()] == [
+        (p.name, p.default, p.kind) for p in theirs.values()
+    ]
+
+
+def later_keywords(rank: int, world_size: int) -> list[torch.Tensor]:
+    found = []
+    for options in ({}, {"lazy_bucket_allocation": True}):
+        wrapped = DropIn(linear(), **options)
+        for step in range(3):
+            wrapped(batch(rank, step)).sum().backward()
+        found.append(wrapped.module.weight.grad)
+    return found
+
+
+def test_a_keyword_of_a_later_torch_is_taken_and_changes_no_average():
+    for plain, lazy in run_ranks(later_keywords, 2):
+        assert torch.equal(plain, lazy)
+
+
+def test_the_number_of_gloo_threads_is_the_one_that_torch_uses():
+    def work(rank: int) -> tuple[int, int, int]:
+        of_torch, ours = DistributedDataParallel(linear()), DropIn(linear())
+        for wrapped in (of_torch, ours):
+            wrapped(batch(rank)).sum().backward()
+        number = "gloo_num_threads"
+        before = ours._get_ddp_logging_data()[number]
+        with mock.patch.object(dist.ProcessGroupGloo, "_Options") as options:
+            options.return_value._threads = 7
+            return of_torch._get_ddp_logging_data()[number], before, log.gloo_threads()
+
+    for theirs, ours, elsewhere in run_ranks(work, 2):
+        assert theirs == ours
+        assert elsewhere == 7
+
+
+def lines_that_warnings_name(rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DropIn(linear(), check_reduction=True)
+        DropIn(linear(), static_graph=True, find_unused_parameters=True)
+        DropIn(linear(), static_graph=True)._set_static_graph()
+        gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu")
+        gather([{"a": torch.tensor(1.0)}, {"a": torch.tensor(2.0)}], "cpu")
+    return [each.filename for each in caught]
+
+
+def test_every_warning_names_the_users_line():
+    for files in run_ranks(lines_that_warnings_name, 2):
+        assert files == [__file__] * 5
+
+
+def test_a_package_beside_torch_whose_name_begins_with_torch_is_the_users():
+    beside = Path(torch.__file__).parents[1] / "torchvision" / "train.py"
+    inside = Path(miniddp.__file__).with_name("wrapper.py")
+    scope = {"warnings": warnings, "stacklevel_of_caller": stacklevel_of_caller}
+    warn = "def f(): warnings.warn('x', stacklevel=stacklevel_of_caller())"
+    exec(compile(warn, inside, "exec"), scope)
+    exec(compile("def g(): f()", beside, "exec"), scope)
+    with pytest.warns(UserWarning, match="x") as caught:
+        scope["g"]()
+    assert caught[0].filename == str(beside)
 
 
 def test_every_figure_that_torchs_wrapper_logs_is_logged():

@@ -5,10 +5,10 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -86,6 +86,20 @@ def test_it_depends_on_torch_alone_with_a_lower_bound(wheel: Path) -> None:
     assert [one for one in required if "extra ==" not in one] == ["torch>=2.11"]
 
 
+def required_by(name: str) -> list[metadata.Distribution]:
+    """This distribution and all that it requires here, without extras."""
+    found, names = [], [name]
+    for name in names:
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # required on other systems only
+            continue
+        found.append(distribution)
+        wanted = [one for one in distribution.requires or () if "extra ==" not in one]
+        names += {re.match(r"[\w.-]+", one)[0] for one in wanted} - set(names)
+    return found
+
+
 def test_two_ranks_train_with_the_installed_wheel_and_nothing_else_of_this_project(
     wheel: Path, tmp_path: Path
 ) -> None:
@@ -93,11 +107,11 @@ def test_two_ranks_train_with_the_installed_wheel_and_nothing_else_of_this_proje
     python = tmp_path / "venv" / "bin" / "python"
     (site,) = (tmp_path / "venv").glob("lib/*/site-packages")
     zipfile.ZipFile(wheel).extractall(site)  # what pip does with a wheel of Python files
-    # torch and what it needs, from the environment of this test, without a download.
-    for package in Path(sysconfig.get_path("purelib")).iterdir():
-        own = "editable" in package.name or "miniddp" in package.name
-        if not own and not (site / package.name).exists():
-            (site / package.name).symlink_to(package)
+    # torch and what it requires, from the environment of this test, without a download.
+    for distribution in required_by("torch"):
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(distribution.locate_file(top))
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -110,7 +124,7 @@ def test_two_ranks_train_with_the_installed_wheel_and_nothing_else_of_this_proje
         timeout=300,
     )
     assert done.stdout == "averaged\n", done.stderr
-    for name in ("labkit", "grader"):
+    for name in ("labkit", "grader", "numpy"):
         absent = [python, "-c", f"import {name}"]
         failed = subprocess.run(absent, cwd=tmp_path, env=environment, capture_output=True)
         assert b"ModuleNotFoundError" in failed.stderr

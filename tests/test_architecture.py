@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -198,7 +198,7 @@ def test_what_ranks_import_does_not_load_matplotlib():
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
-def test_the_core_of_miniddp_imports_and_names_no_room(path):
+def test_the_core_of_miniddp_imports_no_room_and_names_no_path_of_one(path):
     module = "miniddp" if path.stem == "__init__" else f"miniddp.{path.stem}"
     rooms = {f"miniddp.{room}" for room in ROOMS}
     imported = {".".join(one.split(".")[:2]) for one in imports_of(module, path, False, MODULES)}
@@ -225,21 +225,31 @@ def room_classes() -> list[type]:
     return [c for c in found if isinstance(c, type) and c.__module__ in names]
 
 
-def test_each_method_of_the_core_that_a_room_overrides_says_which_room():
-    missing = set()
-    for of_room in room_classes():
-        room = of_room.__module__.split(".")[1]
-        for base in of_room.__mro__[1:]:
-            if base.__module__ not in {f"miniddp.{path.stem}" for path in CORE}:
-                continue
-            for name in vars(of_room).keys() & vars(base).keys():
-                method = vars(base)[name]
-                if name.startswith("__") or not inspect.isfunction(method):
-                    continue
-                said = BY_WHOM.search(method.__doc__ or "")
-                if said is None or room not in said[2]:
-                    missing.add(f"{base.__name__}.{name}: {room}")
-    assert missing == set()
+def core_methods() -> dict[tuple[type, str], Callable]:
+    """The methods of the core's classes."""
+    names = [f"miniddp.{path.stem}" for path in CORE[1:]]
+    classes = [c for n in names for c in vars(importlib.import_module(n)).values()]
+    return {
+        (each, name): method
+        for each in classes
+        if isinstance(each, type) and each.__module__ in names
+        for name, method in vars(each).items()
+        if inspect.isfunction(method) and not name.startswith("__")
+    }
+
+
+def test_each_method_of_the_core_says_which_rooms_extend_or_override_it_and_none_other():
+    said, done = set(), defaultdict(set)
+    for (base, name), method in core_methods().items():
+        if found := BY_WHOM.search(method.__doc__ or ""):
+            rooms = [room for room in ROOMS if room in found[2]]
+            said |= {(base.__name__, name, found[1].lower(), room) for room in rooms}
+        for of_room in room_classes():
+            if issubclass(of_room, base) and name in vars(of_room):
+                calls = f"super().{name}(" in inspect.getsource(vars(of_room)[name])
+                done[base.__name__, name, of_room.__module__.split(".")[1]].add(calls)
+    words = {True: "extended", False: "overridden"}
+    assert said == {(b, n, words[any(calls)], room) for (b, n, room), calls in done.items()}
 
 
 def test_the_core_is_read_in_one_evening():

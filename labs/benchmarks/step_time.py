@@ -145,23 +145,15 @@ def race(
         return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
 
     def ours(**options: Any) -> tuple[Any, StepProgram]:
-        if "bucket_plan" in options:
-            wrap = partial(DropIn, process_group=link, **options)
-            return contender(wrap, SETTLED_AFTER)
         return contender(partial(MiniDDP, process_group=link, **options))
 
-    planned = ours(bucket_plan="measured") if device.type == "cpu" else ours()
-    plan = [
-        sum(parameter.nbytes for parameter in bucket.parameters)
-        for bucket in planned[0].reducer.buckets
-    ]
     contenders: dict[str, Callable[[], StepProgram]] = {
         rung.__name__: lambda rung=rung: contender(lambda m: rung(m, link))[1] for rung in RUNGS
     }
     contenders["MiniDDP"] = lambda: ours()[1]
     contenders["MiniDDP, views"] = lambda: ours(gradient_as_bucket_view=True)[1]
     if device.type == "cpu":
-        contenders["MiniDDP, planned"] = lambda: planned[1]
+        contenders["MiniDDP, planned"] = lambda: planned_step
     if before is not None:
         earlier = import_from(before, "miniddp", "miniddp_before").MiniDDP
         for name, views in (("MiniDDP before", False), ("MiniDDP before, views", True)):
@@ -173,12 +165,27 @@ def race(
     for cap in CAPS:
         contenders[f"torch DDP, {cap} MiB"] = lambda cap=cap: torchs(bucket_cap_mb=cap)
     if device.type == "cpu":
-        caps = [size / MIB for size in plan]
-        contenders["torch DDP, our plan"] = lambda: torchs(bucket_cap_mb_list=caps)
+        contenders["torch DDP, our plan"] = lambda: torchs(
+            bucket_cap_mb_list=[size / MIB for size in plan]
+        )
 
     wanted = set(contenders) if only is None else {*only, REFERENCE}
     if unknown := wanted - set(contenders):
         raise ValueError(f"--only names {sorted(unknown)}; the contenders are {list(contenders)}")
+
+    if device.type == "cpu":
+        measured = partial(DropIn, process_group=link, bucket_plan="measured")
+        planned, planned_step = contender(measured, SETTLED_AFTER)
+    else:
+        planned, planned_step = ours()
+        contenders["MiniDDP"] = lambda: planned_step
+    plan = [
+        sum(parameter.nbytes for parameter in bucket.parameters)
+        for bucket in planned.reducer.buckets
+    ]
+    if device.type == "cpu" and "MiniDDP, planned" not in wanted:
+        modules.clear()
+        del planned, planned_step
     steps = {name: build() for name, build in contenders.items() if name in wanted}
 
     alone = model.module().to(device)

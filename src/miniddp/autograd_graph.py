@@ -1,4 +1,4 @@
-"""What data parallelism asks of autograd: when a gradient arrives, and when a backward is over.
+"""What data parallelism needs from autograd: when a gradient arrives, and when a backward is over.
 
 A gradient accumulator is the leaf node of the graph that adds to one parameter's `.grad`. A hook on
 it runs after the parameter's own hooks, even if the gradient turns out to be undefined; hooks of
@@ -47,15 +47,15 @@ def hook_accumulators(
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the running backward pass has produced all its gradients.
 
-    It runs on the CUDA streams of the caller of `backward()`, which by then wait for all gradients.
-    For a graph on a GPU it runs in a thread of autograd's own.
+    It runs on the CUDA streams that called `backward()`, after they wait for all gradients; for a
+    graph on a GPU, in one of autograd's own threads.
     """
     # A private interface of autograd; there is no public one. This is its only use.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def not_compiled(function: Callable, recursive: bool = True) -> Callable:
-    """`function`, and what it calls if `recursive`, runs as written in a compiled model."""
+    """In a compiled model, run `function` as written, and if `recursive`, what it calls, too."""
     # Private, as in torch's optimizers: the public torch.compiler.disable loads Dynamo at once,
     # which would add a second to each `import miniddp`.
     return torch._disable_dynamo(function, recursive=recursive)

@@ -4,9 +4,9 @@ Each parameter has a *view* of the buffer, in the memory layout that autograd gi
 **This file is where `MiniDDP` divides a gradient**: by the world size W, while `copy_in` copies it
 into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
-Cost: one copy in and one copy out; for a gradient that is its view already, neither. A large one
-is copied as soon as it arrives, while it is in the cache. Small neighbors are copied by one call (a
-`Run`) when the last of them has arrived, because for them the calls cost more than the bytes.
+Cost: one copy in and one copy out; neither for a gradient that already is its view. A large one is
+copied as soon as it arrives, while it is in the cache. Small neighbors (a `Run`) share one call
+once all have arrived: for them, the calls cost more than the bytes.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
@@ -24,7 +24,7 @@ LARGE = 1 << 14  # elements: a gradient of at least as many is copied alone
 
 
 class Run:
-    """Neighbors in a bucket whose gradients are copied in together, once none is missing."""
+    """Neighbors in a bucket whose gradients are copied in together, once all have arrived."""
 
     def __init__(self, bucket: "Bucket", slots: list[int]):
         part = slice(slots[0], slots[-1] + 1)
@@ -67,7 +67,7 @@ class Bucket:
             offset += parameter.numel()
 
     def reset(self) -> None:
-        """Forget the last backward: all gradients are missing again."""
+        """Forget the last backward: no gradient has arrived."""
         self.on_cuda = self.buffer.is_cuda  # asked once per backward, not once per gradient
         self.streams.clear()
         for run in self.runs:
@@ -131,7 +131,7 @@ class Bucket:
         return []
 
     def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:
-        """Copy the averages to the gradients at `slots` (None: to all); create those that are None.
+        """Copy the averages to the gradients at `slots` (None: all); create those that are None.
 
         With `alias`, gradients are views of the buffer and need no copy; None becomes a view.
         Returns the slots whose gradient is no longer a view. Overridden by extras.

@@ -22,7 +22,7 @@ Plan = list[list[int]]
 
 
 class ParameterSize(NamedTuple):
-    """What packing needs to know of one parameter; those of one `kind` may share a bucket."""
+    """A parameter's size and kind; only parameters of one `kind` may share a bucket."""
 
     nbytes: int
     kind: Hashable
@@ -34,9 +34,9 @@ def sizes_of(parameters: Iterable[torch.Tensor]) -> list[ParameterSize]:
 
 
 def bucket_caps(caps_mb: float | Sequence[float] | None = None) -> tuple[int, ...]:
-    """The caps in bytes, one per bucket; the last holds for all further buckets.
+    """The caps in bytes, one per bucket; the last applies to all later buckets.
 
-    `caps_mb` is one cap in MiB, or one per bucket. Raises ValueError unless it is finite and ≥ 0.
+    `caps_mb` is one cap in MiB, or one per bucket. Raises ValueError unless all are finite and ≥ 0.
     """
     if caps_mb is None:
         return (FIRST_CAP_BYTES, DEFAULT_CAP_MB * MIB)
@@ -52,7 +52,7 @@ def bucket_caps(caps_mb: float | Sequence[float] | None = None) -> tuple[int, ..
 def initial_plan(sizes: Sequence[ParameterSize], caps: Sequence[int] = NO_CAP) -> Plan:
     """The plan for parameters in definition order; gradients appear from the last to the first.
 
-    With `NO_CAP` it has one bucket per kind: the careful choice while their order is unknown.
+    With `NO_CAP`, one bucket per kind: the safe choice while the order of arrival is unknown.
     """
     return sorted(_pack(sizes, range(len(sizes)), caps), key=min, reverse=True)
 

@@ -8,8 +8,8 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
    backward to `miniddp.reducer`; one in `no_sync()` or without grad does not.
 
 Rank 0 broadcasts the model at construction; its buffers before the first forward, and before each
-that follows a synchronized one; the rebuilt bucket plan once, before the first forward with grad
-after a reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
+forward after a synchronized one; and the rebuilt bucket plan once, before the first forward after a
+reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
 """
 
 import warnings
@@ -70,7 +70,7 @@ class MiniDDP(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True  # False in no_sync()
-        self.require_forward_param_sync = True  # of the last forward; True before the first
+        self.require_forward_param_sync = True  # whether the last forward was; True before it
 
         state: dict[str, Tensor] = {}
         settings: dict[str, Any] = {}
@@ -95,12 +95,12 @@ class MiniDDP(nn.Module):
             raise RuntimeError(errors.nothing_to_average(type(self.module).__name__))
 
     def state_to_broadcast(self) -> dict[str, Tensor]:
-        """What rank 0 sends at construction. Extended by torch_drop_in."""
+        """What rank 0 sends at construction. Overridden by torch_drop_in."""
         buffers = self.named_tensors(buffers=True) if self.broadcast_buffers else {}
         return self.named_tensors() | buffers
 
     def common_settings(self) -> dict[str, Any]:
-        """What decides which collectives a rank takes part in. Extended by torch_drop_in."""
+        """The settings that decide which collectives run. Extended by torch_drop_in."""
         return {
             "find_unused_parameters": self.find_unused_parameters,
             "bucket caps in bytes": self.caps,
@@ -108,7 +108,7 @@ class MiniDDP(nn.Module):
         }
 
     def named_tensors(self, buffers: bool = False) -> dict[str, Tensor]:
-        """Parameters or buffers by name. Overridden by torch_drop_in, which can ignore some."""
+        """Parameters or buffers by name. Extended by torch_drop_in, which can ignore some."""
         return dict(self.module.named_buffers() if buffers else self.module.named_parameters())
 
     def make_reducer(self) -> Reducer:
@@ -128,7 +128,7 @@ class MiniDDP(nn.Module):
 
     @partial(not_compiled, recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output; the backward from it is reduced, unless in `no_sync()`.
+        """The module's output; its backward is reduced, unless in `no_sync()`.
 
         Raises RuntimeError if the previous backward did not produce all gradients.
         Extended by torch_drop_in.
@@ -165,7 +165,7 @@ class MiniDDP(nn.Module):
         return OutputGate.pass_through(output, self._ddp_sink_clone) if searched else output
 
     def report_unsynchronized(self) -> None:
-        """Warn once about a backward whose gradients stayed local. Overridden by torch_drop_in."""
+        """Warn once about a backward whose gradients stayed local. Extended by torch_drop_in."""
         if self.reducer.unsynchronized:
             self.reducer.unsynchronized = False
             text = errors.unsynchronized([self.reducer.rank])
@@ -173,7 +173,7 @@ class MiniDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards in here leave the gradients of their backwards local, to accumulate.
+        """The gradients of forwards in here stay local, and accumulate.
 
         The first synchronized backward afterwards reduces the sum. If a forward before this block
         still awaits its backward, the next backward is reduced, even inside the block.

@@ -11,7 +11,7 @@ _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _
 
 
 def stacklevel_of_caller() -> int:
-    """The `stacklevel` by which warnings.warn, called by our caller, names the user's line."""
+    """The `stacklevel` at which our caller's warnings.warn names the user's line."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
@@ -58,6 +58,7 @@ def unfinished(rank: int, absent: Mapping[int, str], searched: bool, reason: str
         f"loss. {advice} making sure all `forward` function outputs participate in calculating "
         "loss. Outputs are found in tensors, tuples, lists, dicts and dataclasses only."
     )
+    reason = reason if absent else "That backward raised an exception after its last gradient."
     lacks = f"did not receive grad for rank {rank}:"
     return (
         "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -85,7 +86,7 @@ def unsynchronized(ranks: Sequence[int]) -> str:
     """Gradients arrived that no forward had announced."""
     return (
         f"On rank {', '.join(map(str, ranks))} a backward ran whose gradients were not reduced: "
-        "they are local to the rank. Its forward bypassed the wrapper (through `.module`), or the "
-        "wrapper's forward ran again, or its gradients were reduced, before that backward. Call "
+        "they are local to the rank. Its forward bypassed the wrapper (through `.module`), or, "
+        "before that backward, the wrapper's forward ran again or its gradients were reduced. Call "
         "the wrapper itself, once before each backward, or mark the accumulation with `no_sync()`."
     )

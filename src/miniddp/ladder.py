@@ -1,4 +1,4 @@
-"""The ladder: five ways to average gradients, each one idea beyond the one before.
+"""The ladder: five ways to average gradients; each adds one idea to the one before.
 
 | rung | the idea | all-reduces per step | they begin |
 |---|---|---|---|
@@ -51,10 +51,9 @@ class Rung:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.accumulating = False
         self.launched: list[tuple[Tensor, dist.Work]] = []
-        if not self.parameters:
-            raise ValueError(errors.nothing_to_average(type(module).__name__))
+        nothing = ValueError(errors.nothing_to_average(type(module).__name__))
         state = dict(module.named_parameters()) | dict(module.named_buffers())
-        verify_same_model(state, self.group)
+        verify_same_model(state, self.group, problem=None if self.parameters else nothing)
         broadcast_tensors(list(state.values()), self.group, src=0)
         # Always, because it also stops an earlier rung on this module.
         self.accumulators, self.remove_hooks = hook_accumulators(self, self.parameters)
@@ -75,12 +74,12 @@ class Rung:
             self.mark_ready(self.parameters[index])
 
     def mark_ready(self, parameter: nn.Parameter) -> None:
-        """Launch what can be launched now, on the rungs that overlap."""
+        """On the rungs that overlap: launch what is ready."""
         raise NotImplementedError
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In here, backward only accumulates into this rank's gradients."""
+        """A backward in here only accumulates on this rank. (In MiniDDP, the forward decides.)"""
         self.accumulating, before = True, self.accumulating
         try:
             yield
@@ -88,7 +87,7 @@ class Rung:
             self.accumulating = before
 
     def finish(self) -> None:
-        """Average. Every rank calls it after a step's last backward, even if that one raised."""
+        """Average. Every rank calls it after a step's last backward, even if that raised."""
         raise NotImplementedError
 
     def second_backward(self, parameter: nn.Parameter) -> RuntimeError:
@@ -96,7 +95,7 @@ class Rung:
         names = {p: name for name, p in self.module.named_parameters()}
         return RuntimeError(
             f"the gradient of {names[parameter]} arrived a second time before finish(). Call it "
-            "after every backward, also after one that raised; to accumulate, use no_sync()."
+            "after every backward, even one that raised; to accumulate, use no_sync()."
         )
 
 
@@ -193,8 +192,8 @@ class Bucketed(Rung):
 class BucketedOverlapped(Bucketed):
     """Rung 5: each bucket is launched during backward, once it is full and its turn has come.
 
-    A bucket that is full before its turn waits. Without turns, ranks whose gradients appear in
-    different orders would launch different buckets, whose gradients would be added together.
+    A bucket that is full before its turn waits. Without turns, ranks whose gradients arrive in
+    different orders would add up different buckets.
     """
 
     overlaps = True

@@ -3,11 +3,11 @@
 Each of W ranks computes the loss of its own part of the batch (forward) and that loss's gradient
 (backward). The gradients of all ranks are summed and divided by W (all-reduce). Every rank then
 applies the same average to the same parameters (step). `average_gradients` is the all-reduce. It
-starts when backward has ended: nothing overlaps. Two rules are easy to break:
+runs after backward: nothing overlaps. Two rules are easy to break:
 
 - *Every rank must call the same collectives in the same order.* If one rank skips a parameter, its
-  next gradient is added to the others' gradient of that one, without an error if the sizes agree.
-  The last all-reduce of the others then hangs. Here zeros fill the gaps.
+  later gradients are added to those of other parameters, without an error if the sizes agree. The
+  last all-reduce of the other ranks then hangs. Here zeros fill the gaps.
 - *A parameter that no rank used keeps `grad = None`.* Zeros would let Adam's momentum and weight
   decay move it, which a single process would not do.
 
@@ -80,7 +80,7 @@ def _all_reduce_each(
 def _all_reduce_flat(
     gradients: list[Tensor], has_gradient: list[bool], divisor: int, group: Group
 ) -> list[bool]:
-    """Combine in place, one message in all. Returns which of the gradients any rank has."""
+    """Combine in place, one message per dtype and device. Returns which gradients any rank has."""
     of_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, gradient in enumerate(gradients):
         of_kind.setdefault((gradient.dtype, gradient.device), []).append(index)

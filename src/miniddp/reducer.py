@@ -11,8 +11,8 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
 6. *Rebuild.* Once, before the first forward with grad after a reduced backward: assign the buckets
    in the order of arrival on rank 0, which broadcasts it. Not with `find_unused_parameters`.
 
-What the reducer is doing is one value, `ReducerState`. Any other transition than these raises
-RuntimeError; `reset_state` leads from every state to IDLE.
+What the reducer is doing is one value, `ReducerState`. Any transition that is not listed raises
+RuntimeError; `reset_state` returns to IDLE from any state.
 
 ============  ===============================================================  ===================
 state         meaning                                                          next
@@ -25,7 +25,7 @@ state         meaning                                                          n
 ============  ===============================================================  ===================
 
 Cost per backward: one all-reduce per bucket; on a ring, each rank sends 2(W−1)/W bytes per byte of
-gradient. Memory: the gradients once more; with `gradient_as_bucket_view`, only views of them.
+gradient. Memory: a second copy of the gradients; none with `gradient_as_bucket_view`.
 
 Source: torch/csrc/distributed/c10d/reducer.cpp, whose names and arithmetic this file follows; Li et
 al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
@@ -62,7 +62,7 @@ class Reducer:
     """Averages the gradients of `parameters` over `process_group` while backward runs.
 
     Args:
-        parameters, names: those that require a gradient, in the same order on every rank.
+        parameters, names: the trainable ones, in the same order on every rank.
         process_group, find_unused_parameters, gradient_as_bucket_view: as in `miniddp.ddp`.
         caps: the buckets' caps in bytes (`miniddp.buckets.bucket_caps`).
         plan_at_once: apply the caps from the first backward on. Otherwise it uses one bucket per
@@ -88,29 +88,29 @@ class Reducer:
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.device = self.parameters[0].device
-        self.lock = threading.RLock()  # held for what concerns several buckets
+        self.lock = threading.RLock()  # held while gradients are counted or written
 
         self.state = self.state_between_backwards = IDLE
         self.has_rebuilt_bucket = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
-        # Changed by extras and torch_drop_in, which may have more to do when a gradient arrives.
+        # Skips `expect_autograd_hook`. Changed by extras and torch_drop_in, which extend that.
         self.lock_free = self.on_cpu and not find_unused_parameters
         self.usage = UsedParameters(self.parameters, process_group)
         self.initialize_buckets(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
         self.hook_accumulators()
 
     def sizes(self) -> list[ParameterSize]:
-        """What packing needs to know of the parameters. Overridden by torch_drop_in."""
+        """What packing needs to know of the parameters. Extended by torch_drop_in."""
         return sizes_of(self.parameters)
 
     def make_bucket(self, indices: list[int]) -> Bucket:
-        """The bucket of these parameters. Overridden by torch_drop_in for sparse gradients."""
+        """The bucket of these parameters. Extended by torch_drop_in for sparse gradients."""
         return Bucket(indices, [self.parameters[index] for index in indices])
 
     def initialize_buckets(self, plan: Plan) -> None:
         """Allocate the buckets of `plan`; existing gradients become views of them, if asked for."""
-        # Both are emptied first: nothing but views keeps the old buffers while new ones are made.
+        # Both are emptied first, so that the old buffers are freed before new ones are made.
         self.buckets: list[Bucket] = []
         self.variable_locators: dict[int, tuple[Bucket, Run]] = {}
         for indices in plan:
@@ -131,7 +131,7 @@ class Reducer:
     # 2. Prepare -----------------------------------------------------------------------------------
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Reduce the next backward, which starts at `outputs`. Extended by torch_drop_in."""
+        """Announce a reduced backward, which starts at `outputs`. Extended by torch_drop_in."""
         self.enter(READY)
         self.state_between_backwards = IDLE
         self.reset_bucket_counting()
@@ -172,7 +172,7 @@ class Reducer:
         """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined.
 
         The common case takes no lock: autograd runs a CPU's backward in the one thread that called
-        it. A GPU has a thread of its own, and its undefined gradients arrive in yet another one.
+        it. A GPU has a thread of its own, and its undefined gradients arrive in another one.
         """
         if self.state is REDUCING and self.lock_free:
             self.order.append(index)
@@ -186,7 +186,7 @@ class Reducer:
     def expect_autograd_hook(self, index: int) -> bool:
         """Whether to count it; the first starts reducing. Extended by extras and torch_drop_in."""
         if self.find_unused_parameters:
-            self.usage.mark(index)  # under no_sync too: used once in a window counts as used
+            self.usage.mark(index)  # under no_sync too: one use in a window counts
         if self.state is READY:
             self.current_divisor = self.divisor()
             self.enter(REDUCING)
@@ -262,6 +262,7 @@ class Reducer:
 
     def finalize_bucket(self, bucket: Bucket, future: Future) -> None:
         """Wait for one bucket and copy its averages to the gradients. Extended by torch_drop_in."""
+        bucket.future = None  # its value may be a copy of the whole bucket
         wait_for_future(future, bucket.buffer)
         slots = self.slots_to_write(bucket)
         if replaced := bucket.copy_out(slots, self.gradient_as_bucket_view):
@@ -278,7 +279,7 @@ class Reducer:
     # 6. Rebuild -----------------------------------------------------------------------------------
 
     def rebuild_buckets(self) -> bool:
-        """Before a forward: assign buckets in the order of arrival, once. True if this call did.
+        """Before a forward, once: assign buckets by the order of arrival. True if this call did.
 
         Raises RuntimeError if the previous backward did not produce all gradients.
         """
@@ -306,5 +307,5 @@ class Reducer:
         return {i: self.names[i] for i, arrived in enumerate(self.arrived) if not arrived}
 
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
-        """The exception to raise. Overridden by torch_drop_in, which adds what it can do."""
+        """The exception to raise. Overridden by torch_drop_in, which adds advice."""
         return kind(message)

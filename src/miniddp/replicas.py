@@ -24,12 +24,12 @@ from miniddp.buckets import MIB, Plan, initial_plan, sizes_of
 
 
 def wait_for(work: dist.Work) -> None:
-    """Wait for a collective. A group written in Python requires a timeout: 0 is no limit."""
+    """Wait for a collective. A group written in Python requires a timeout: 0 means no limit."""
     work.wait(timedelta(0))
 
 
 def wait_for_future(future: Future, buffer: Tensor) -> Any:
-    """The value of a future of a collective or comm hook on `buffer`; CUDA streams wait as well."""
+    """Wait for the future of a collective or comm hook on `buffer`; return its value."""
     value = future.wait()
     if buffer.is_cuda:
         wait_for_default_stream(buffer.device)
@@ -62,8 +62,8 @@ def verify_same_model(
     """Compare the ranks' models before data moves; every rank raises RuntimeError if they differ.
 
     `named` are tensors whose names, order, shapes, strides, dtypes, and requires_grad must agree;
-    `settings` is what else must agree. If `problem` is given, this rank tells the others, then
-    raises it; they raise RuntimeError.
+    `settings` must agree, too. If `problem` is given, this rank tells the others, then raises it;
+    they raise RuntimeError.
     """
     model, values = {}, {name: repr(value) for name, value in (settings or {}).items()}
     try:
@@ -92,7 +92,7 @@ def verify_same_model(
         raise problem
     if any(faults):
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)
-        raise RuntimeError(f"Other ranks cannot take part, so every rank raises. {told}")
+        raise RuntimeError(f"Some ranks cannot take part, so every rank raises. {told}")
     what, found = "settings", list(of_settings)
     advice = "Pass the same values on every rank: they decide which collectives it calls."
     if all(settings_there == of_settings[0] for settings_there in of_settings):
@@ -104,11 +104,11 @@ def verify_same_model(
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
     """Overwrite `tensors` with those of rank `src`; shapes must agree on every rank.
 
-    Autograd's version counters stay as they are, so a graph built before may still be used.
+    Autograd's version counters stay as they are, so earlier graphs stay usable.
     Raises ValueError if a tensor is expanded.
     """
     for tensor in tensors:
-        # Checked on the source too, which would otherwise wait alone for the others.
+        # Checked on the source too, which would otherwise wait for the others forever.
         if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(
                 f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: several of its "

@@ -3,7 +3,7 @@
 With `find_unused_parameters=True`:
 
 1. *Search.* After a synchronized forward, `MiniDDP._post_forward` starts a search of the graph from
-   the outputs. An accumulator not reached gets no gradient here; the reducer counts it as arrived.
+   the outputs. An unreached parameter gets no gradient here; the reducer counts it as arrived.
 2. *Gate.* Then the outputs pass through one node of the graph, `OutputGate`, so that a loss on some
    of them still runs the hook of every parameter that the search has reached.
 3. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
@@ -62,7 +62,7 @@ class UsedParameters:
             self.used[index] = 1
 
     def all_reduce(self) -> None:
-        """Start to count, for each parameter, the ranks that used it."""
+        """Start counting, for each parameter, the ranks that used it."""
         device = self.parameters[0].device
         self.counts = torch.tensor(self.used, dtype=torch.int32, device=device)
         self.work = dist.all_reduce(self.counts, group=self.process_group, async_op=True)
@@ -86,7 +86,7 @@ class OutputGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, clone: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Without a copy, autograd takes the outputs for views and refuses in-place changes.
+        # Without a copy, autograd treats the outputs as views and rejects in-place changes.
         return tuple(tensor.clone() for tensor in tensors) if clone else tensors
 
     @staticmethod
@@ -95,7 +95,7 @@ class OutputGate(torch.autograd.Function):
 
     @classmethod
     def pass_through(cls, output: Any, clone: bool = True) -> Any:
-        """`output`, with every tensor that has a graph passed through one gate."""
+        """`output`, in which every tensor that has a graph has passed through one gate."""
         tensors = find_tensors(output)
         gated = iter(cls.apply(clone, *(t for t in tensors if t.grad_fn is not None)) or ())
         replacements = [next(gated) if t.grad_fn is not None else t for t in tensors]

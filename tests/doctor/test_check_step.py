@@ -58,6 +58,20 @@ def test_the_rank_that_failed_first_is_named_and_not_one_that_lost_its_connectio
         check_step(steps.build, steps.fails_after_the_others_wait, steps.ragged([2, 2]))
 
 
+def test_each_rank_stays_until_all_have_written_their_gradients(
+    slow_to_poll: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill, stayed = multiprocessing.process.BaseProcess.kill, []
+
+    def recorded(process: multiprocessing.process.BaseProcess) -> None:
+        stayed.append(process.is_alive())
+        kill(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "kill", recorded)
+    check_step(steps.build, steps.mean, steps.ragged([3, 3]))
+    assert stayed == [True, True]
+
+
 def test_a_rank_whose_gradient_is_written_does_not_fail_while_the_ranks_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -278,6 +278,21 @@ def test_a_module_with_nothing_to_average_is_refused():
     run_ranks(work, 2, device="cpu")
 
 
+def nothing_to_average_on_one_rank(rank: int) -> str:
+    module = nn.Linear(2, 2)
+    module.requires_grad_(rank == 0)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        Flat(module)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_module_with_nothing_to_average_on_one_rank_raises_on_every_rank():
+    one, other = run_ranks(nothing_to_average_on_one_rank, 2)
+    assert one.startswith("RuntimeError: Some ranks cannot take part")
+    assert "rank 1: ValueError" in one
+    assert other.startswith("ValueError")
+
+
 def test_no_sync_ends_also_when_the_pass_raises():
     def work(rank):
         rung = BucketedOverlapped(nn.Linear(2, 2))

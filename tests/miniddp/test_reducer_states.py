@@ -100,6 +100,28 @@ def test_an_accumulation_window_walks_through_the_states():
     assert FINALIZING in reducer._NEXT[REDUCING]
 
 
+def an_exception_after_the_last_launch(rank: int) -> str:
+    wrapped = MiniDDP(model())
+    torch.manual_seed(rank)
+    x = torch.randn(3, 6, requires_grad=True) * 2
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("of the user")
+
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="of the user"):
+        wrapped(x).sum().backward()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
+        wrapped(torch.randn(3, 6))
+    return str(caught.value)
+
+
+def test_a_backward_that_failed_after_its_last_gradient_is_not_blamed_on_unused_parameters():
+    for said in run_ranks(an_exception_after_the_last_launch, 2):
+        assert "That backward raised an exception after its last gradient." in said
+        assert "not used in producing" not in said
+
+
 class CountingLock:
     """A lock that counts how often it was taken, and knows whether it is held."""
 
@@ -146,15 +168,15 @@ def who_takes_no_lock(rank: int) -> dict[str, bool]:
     of_rpc = DistributedDataParallel(model())
     with mock.patch.object(of_rpc.reducer, "_find_rpc_context", return_value=7):
         of_rpc(torch.randn(3, 6))
-    after_rpc = DistributedDataParallel(model())
-    after_rpc(torch.randn(3, 6))
+    in_rpc = of_rpc.reducer.lock_free
+    of_rpc(torch.randn(3, 6))
     return {
         "CPU": MiniDDP(model()).reducer.lock_free,
         "another device": Reducer(elsewhere, ["p"], dist.group.WORLD, caps=(1,)).lock_free,
         "search": MiniDDP(model(), find_unused_parameters=True).reducer.lock_free,
         "static graph": DistributedDataParallel(model(), static_graph=True).reducer.lock_free,
-        "distributed autograd": of_rpc.reducer.lock_free,
-        "drop-in": after_rpc.reducer.lock_free,
+        "distributed autograd": in_rpc,
+        "drop-in": of_rpc.reducer.lock_free,
     }
 
 

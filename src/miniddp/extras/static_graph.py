@@ -64,13 +64,14 @@ class StaticGraphReducer(Reducer):
         # No arrival: this was a pass of autograd.grad, or a second forward of the same backward.
         if not self.learns_graph or not any(self.firings):
             return False
-        self.learns_graph = False
-        self.usage.all_reduce()
-        self.forget_unused()
-        self.enter(REDUCING)
-        self.current_divisor = self.divisor()
-        for index in range(len(self.parameters)):
-            self.mark_variable_ready(index)
+        with self.lock:
+            self.learns_graph = False
+            self.usage.all_reduce()
+            self.forget_unused()
+            self.enter(REDUCING)
+            self.current_divisor = self.divisor()
+            for index in range(len(self.parameters)):
+                self.mark_variable_ready(index)
         return True
 
     def forget_unused(self) -> None:

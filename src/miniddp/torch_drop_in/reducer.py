@@ -30,13 +30,16 @@ CommHook = Callable[[Any, GradBucket], Future]
 # What the rare keywords can do about an error of the core, by the beginning of its message.
 _ADVICE = {
     "Expected to have finished reduction": (
-        " To learn in the step itself what every rank lacks, pass strict=True. (For torch's own "
-        "DDP, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL.)"
+        " With strict=True, such a step raises an error itself, which names what every rank lacks. "
+        "(For torch's own DDP, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO "
+        "or DETAIL.)"
     ),
     "Expected to mark a variable ready only once": (
         " If the model is checkpointed, static_graph=True may help as well."
     ),
-    "Expected variable to have": " Or let it be sparse in every use: that is averaged, too.",
+    "Expected variable to have": (
+        " Or keep the embedding's gradient sparse in every use: sparse gradients are averaged, too."
+    ),
 }
 
 

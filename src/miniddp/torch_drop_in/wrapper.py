@@ -703,10 +703,9 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     def _match_unused_params_allreduce(self) -> None:
         """On a joined rank: answer the search for unused parameters; none is used here."""
-        usage = self.reducer.usage
-        usage.reset()
-        usage.all_reduce()
-        wait_for(usage.work)
+        nothing = [0] * len(self.reducer.parameters)
+        used = torch.tensor(nothing, dtype=torch.int32, device=self.reducer.device)
+        wait_for(dist.all_reduce(used, group=self.process_group, async_op=True))
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Take the model of the rank that joined last, who alone has taken every step."""

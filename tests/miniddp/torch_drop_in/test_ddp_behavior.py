@@ -24,6 +24,7 @@ from labkit.launch.ranks import run_ranks
 from miniddp.errors import stacklevel_of_caller
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.torch_drop_in import log
+from miniddp.torch_drop_in.reducer import _ADVICE, TorchReducer
 from miniddp.training.data_parallel import gather
 
 
@@ -600,12 +601,25 @@ def lines_that_warnings_name(rank: int) -> list[str]:
         DropIn(linear(), static_graph=True)._set_static_graph()
         gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu")
         gather([{"a": torch.tensor(1.0)}, {"a": torch.tensor(2.0)}], "cpu")
+        DropIn(linear(), broadcast_buffers=True)
+        DropIn(linear(), broadcast_buffers=True, forward_sync_buffers=True)
+        for wrapped in (DropIn(linear()), miniddp.MiniDDP(linear())):
+            wrapped.module(batch(rank)).sum().backward()
+            wrapped(batch(rank))
     return [each.filename for each in caught]
 
 
 def test_every_warning_names_the_users_line():
     for files in run_ranks(lines_that_warnings_name, 2):
-        assert files == [__file__] * 5
+        assert files == [__file__] * 9
+
+
+def test_advice_of_the_rare_keywords_belongs_to_errors_that_the_core_raises():
+    core = "".join(p.read_text() for p in Path(miniddp.__file__).parent.glob("*.py"))
+    for beginning, advice in _ADVICE.items():
+        assert beginning in core
+        raised = TorchReducer.error(mock.Mock(), beginning)
+        assert str(raised) == beginning + advice
 
 
 def test_a_package_beside_torch_whose_name_begins_with_torch_is_the_users():

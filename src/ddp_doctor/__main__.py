@@ -16,6 +16,8 @@ from ddp_doctor.session import Options, Session
 from ddp_doctor.starting import start
 from ddp_doctor.watcher import VERDICT
 
+LAUNCHERS = ("torchrun", "accelerate", "python", "python3")  # all of them take -m for a module
+
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -53,7 +55,7 @@ def main() -> None:
         quiet=given.quiet,
     )
     if not Path(given.script).is_file():
-        sys.exit(f"ddp-doctor: there is no script {given.script!r} here ({Path.cwd()}).")
+        sys.exit(f"ddp-doctor: {no_script(given.script, given.arguments)}")
     sys.argv = [given.script, *given.arguments]
     session = start(options)
     code: int | None = None
@@ -71,6 +73,17 @@ def main() -> None:
             trace = trace.tb_next
         raise error.with_traceback(trace) from error.__cause__
     _close(session, None, 0)
+
+
+def no_script(script: str, arguments: list[str]) -> str:
+    """What to say if there is no such script. It may be a launcher, which has to come first."""
+    said = f"there is no script {script!r} here ({Path.cwd()})."
+    scripts = [at for at, argument in enumerate(arguments) if argument.endswith(".py")]
+    if Path(script).name in LAUNCHERS and scripts:
+        before, after = arguments[: scripts[0]], arguments[scripts[0] :]
+        right = " ".join([script, *before, "-m ddp_doctor", *after])
+        said += f" Start it the other way around:\n    {right}"
+    return said
 
 
 def run_script(script: str) -> None:

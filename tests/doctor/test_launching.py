@@ -44,6 +44,31 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        (
+            "torchrun --nproc-per-node 2 t.py --lr 1",
+            "torchrun --nproc-per-node 2 -m ddp_doctor t.py --lr 1",
+        ),
+        ("accelerate launch t.py", "accelerate launch -m ddp_doctor t.py"),
+    ],
+)
+def test_who_puts_the_doctor_before_the_launcher_is_told_the_right_command(
+    given: str, right: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "ddp_doctor", *given.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"Start it the other way around:\n    {right}\n")
+
+
+def test_a_missing_script_is_named_with_the_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ddp_doctor", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stderr == f"ddp-doctor: there is no script 'train.py' here ({tmp_path}).\n"
+
+
 def test_accelerate_launches_the_doctor_as_a_module(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     target = tmp_path / "report.json"

@@ -76,13 +76,13 @@ def main() -> None:
 
 
 def no_script(script: str, arguments: list[str]) -> str:
-    """What to say if there is no such script. It may be a launcher, which has to come first."""
+    """The error if `script` does not exist; if it is a launcher, with the corrected command."""
     said = f"there is no script {script!r} here ({Path.cwd()})."
     scripts = [at for at, argument in enumerate(arguments) if argument.endswith(".py")]
     if Path(script).name in LAUNCHERS and scripts:
         before, after = arguments[: scripts[0]], arguments[scripts[0] :]
         right = " ".join([script, *before, "-m ddp_doctor", *after])
-        said += f" Start it the other way around:\n    {right}"
+        said += f" Put the launcher first:\n    {right}"
     return said
 
 

@@ -183,12 +183,12 @@ def _on_ranks(
             each.kill()  # what a rank had to say is in its file
         for each in ranks:
             each.join()
-    # A rank that fails closes its connections, and then others fail: the first one says why.
+    # If a rank fails, its connections close, and others fail, too: the first error is the cause.
     errors = sorted(Path(folder).glob("*.error"), key=lambda each: each.stat().st_mtime_ns)
     if errors:
         raise RuntimeError(f"check_step: rank {errors[0].stem} failed:\n{errors[0].read_text()}")
     if late:
-        raise RuntimeError(f"check_step: rank {late} did not end within {timeout:g} s.")
+        raise RuntimeError(f"check_step: rank {late} wrote no gradient within {timeout:g} s.")
     missing = [rank for rank in range(world) if not (Path(folder) / f"{rank}.pt").exists()]
     if missing:
         raise RuntimeError(f"check_step: rank {missing} ended without a gradient (os._exit?).")
@@ -231,8 +231,8 @@ def _rank(
         part.write_text(traceback.format_exc())
         os.replace(part, Path(folder) / f"{rank}.error")
         raise SystemExit(1) from None
-    # A rank that left now would close connections that another rank may still read from. The
-    # parent ends all ranks once each has written its gradient.
+    # A rank that exits now would close connections that another rank may still use. The parent
+    # kills all ranks once each has written its gradient, or one has failed, or time is up.
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join(timeout)

@@ -47,15 +47,15 @@ def hook_accumulators(
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the running backward pass has produced all its gradients.
 
-    It runs on the CUDA streams that called `backward()`, after they wait for all gradients; for a
-    graph on a GPU, in one of autograd's own threads.
+    It runs on the CUDA streams that were current when `backward()` was called, after they wait for
+    all gradients; for a graph on a GPU, in one of autograd's own threads.
     """
     # A private interface of autograd; there is no public one. This is its only use.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def not_compiled(function: Callable, recursive: bool = True) -> Callable:
-    """In a compiled model, run `function` as written, and if `recursive`, what it calls, too."""
+    """Keep torch.compile from compiling `function` and, if `recursive`, what it calls."""
     # Private, as in torch's optimizers: the public torch.compiler.disable loads Dynamo at once,
     # which would add a second to each `import miniddp`.
     return torch._disable_dynamo(function, recursive=recursive)

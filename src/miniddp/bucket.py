@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-LARGE = 1 << 14  # elements: a gradient of at least as many is copied alone
+LARGE = 1 << 14  # elements: a gradient with at least this many is copied alone
 
 
 class Run:
@@ -98,7 +98,7 @@ class Bucket:
     def copy_in(self, run: Run, divisor: int | None, alias: bool) -> list[int]:
         """Copy the gradients of `run` into the buffer, divided by `divisor` unless it is None.
 
-        A missing one counts as zeros. With `alias`, they become views of the buffer. Returns the
+        A missing one counts as zeros. With `alias`, the others become views. Returns the
         indices of sparse ones; if there is one, nothing is copied. Overridden by extras.
         """
         views, gradients = run.views, [parameter.grad for parameter in run.parameters]

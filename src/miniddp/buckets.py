@@ -74,8 +74,8 @@ def arrival_plan(sizes: Sequence[ParameterSize], order: Sequence[int], caps: Seq
 def _pack(sizes: Sequence[ParameterSize], order: Iterable[int], caps: Sequence[int]) -> Plan:
     """Fill one open bucket per kind, in `order`; close it once its size reaches its cap.
 
-    A bucket may exceed its cap by less than its last parameter. Each kind counts its own caps: the
-    first float32 bucket and the first bfloat16 bucket are both small.
+    A bucket exceeds its cap by at most the size of its last parameter. Caps are counted per kind:
+    by default, the first float32 bucket and the first bfloat16 bucket are both small.
     """
     closed: Plan = []
     open_bucket: dict[Hashable, list[int]] = defaultdict(list)

@@ -34,7 +34,7 @@ class MiniDDP(nn.Module):
     """Averages the gradients of `module` over the ranks of a process group, during backward.
 
     Args:
-        module: the same on every rank; its trainable parameters are reduced.
+        module: the same on every rank; the gradients of its trainable parameters are averaged.
         process_group: the ranks that take part; the default group when None.
         broadcast_buffers: take rank 0's buffers, at construction and before forwards (see above).
         init_sync: verify and broadcast the model at construction.
@@ -45,7 +45,7 @@ class MiniDDP(nn.Module):
     Raises:
         RuntimeError: the ranks' models or settings differ, or nothing is trainable. Unless
             `init_sync` is False, every rank raises, even if the cause is on one alone.
-        ValueError: there is no process group, this rank is outside it, or a cap is negative.
+        ValueError: no process group, this rank is outside it, or the cap is invalid.
     """
 
     _ddp_sink_clone = True  # overridden by torch_drop_in, for outputs that must not be copied
@@ -70,7 +70,7 @@ class MiniDDP(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True  # False in no_sync()
-        self.require_forward_param_sync = True  # whether the last forward was; True before it
+        self.require_forward_param_sync = True  # whether the last forward was synchronized
 
         state: dict[str, Tensor] = {}
         settings: dict[str, Any] = {}

@@ -46,7 +46,7 @@ def different(what: str, rank: int, every: Sequence[Mapping[str, str]], advice: 
 
 
 def unfinished(rank: int, absent: Mapping[int, str], searched: bool, reason: str = "") -> str:
-    """The previous backward left buckets waiting for `absent` (index to name), for a `reason`."""
+    """The previous backward lacks the gradients of `absent` (index to name); `reason`: why."""
     advice = (
         "Since `find_unused_parameters=True` is enabled, some outputs are likely unused. Fix it by"
         if searched
@@ -69,7 +69,7 @@ def unfinished(rank: int, absent: Mapping[int, str], searched: bool, reason: str
 
 
 def marked_twice(rank: int, index: int, name: str, searched: bool) -> str:
-    """A second gradient of one parameter in one backward, after its bucket took the first."""
+    """A gradient arrived for a parameter that was counted already, or counted as unused."""
     third = " 3) Incorrect unused parameter detection; try `find_unused_parameters=False`."
     return (
         "Expected to mark a variable ready only once. This error is caused by one of the following "

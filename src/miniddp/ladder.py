@@ -1,4 +1,4 @@
-"""The ladder: five ways to average gradients; each adds one idea to the one before.
+"""The ladder: five ways to average gradients, from one all-reduce per parameter to DDP's way.
 
 | rung | the idea | all-reduces per step | they begin |
 |---|---|---|---|
@@ -55,7 +55,7 @@ class Rung:
         state = dict(module.named_parameters()) | dict(module.named_buffers())
         verify_same_model(state, self.group, problem=None if self.parameters else nothing)
         broadcast_tensors(list(state.values()), self.group, src=0)
-        # Always, because it also stops an earlier rung on this module.
+        # Even without overlap: this also stops an earlier rung on the same module.
         self.accumulators, self.remove_hooks = hook_accumulators(self, self.parameters)
         if not self.overlaps:
             self.remove_hooks()
@@ -154,7 +154,7 @@ class OverlappedPerParameter(Rung):
 class Bucketed(Rung):
     """Rung 4: after backward, one all-reduce per bucket of about `bucket_cap_mb` MiB.
 
-    They are filled from the last parameter on. Gradients become views: one copy in, none out.
+    Buckets are filled from the last parameter on. Gradients become views: one copy in, none out.
     """
 
     def __init__(

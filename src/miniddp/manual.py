@@ -11,8 +11,8 @@ runs after backward: nothing overlaps. Two rules are easy to break:
 - *A parameter that no rank used keeps `grad = None`.* Zeros would let Adam's momentum and weight
   decay move it, which a single process would not do.
 
-Source: the function of this name in PyTorch's tutorial "Writing Distributed Applications with
-PyTorch", which assumes gradients everywhere; DDP with find_unused_parameters=True does not.
+Source: `average_gradients` in PyTorch's tutorial "Writing Distributed Applications with PyTorch",
+which assumes gradients everywhere; DDP with find_unused_parameters=True does not.
 """
 
 from typing import Literal

@@ -88,13 +88,13 @@ class Reducer:
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.device = self.parameters[0].device
-        self.lock = threading.RLock()  # held while gradients are counted or written
+        self.lock = threading.RLock()  # held to write gradients, and to count unless `lock_free`
 
         self.state = self.state_between_backwards = IDLE
         self.has_rebuilt_bucket = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
-        # Skips `expect_autograd_hook`. Changed by extras and torch_drop_in, which extend that.
+        # Whether hooks skip lock and `expect_autograd_hook`. Changed by extras and torch_drop_in.
         self.lock_free = self.on_cpu and not find_unused_parameters
         self.usage = UsedParameters(self.parameters, process_group)
         self.initialize_buckets(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
@@ -110,7 +110,7 @@ class Reducer:
 
     def initialize_buckets(self, plan: Plan) -> None:
         """Allocate the buckets of `plan`; existing gradients become views of them, if asked for."""
-        # Both are emptied first, so that the old buffers are freed before new ones are made.
+        # Both are emptied first, to free the old buffers that nobody uses before making new ones.
         self.buckets: list[Bucket] = []
         self.variable_locators: dict[int, tuple[Bucket, Run]] = {}
         for indices in plan:
@@ -171,8 +171,8 @@ class Reducer:
     def autograd_hook(self, index: int) -> None:
         """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined.
 
-        The common case takes no lock: autograd runs a CPU's backward in the one thread that called
-        it. A GPU has a thread of its own, and its undefined gradients arrive in another one.
+        The common case takes no lock: on the CPU, all hooks run in the thread that called backward.
+        A GPU's hooks run in a thread of its own, but undefined gradients arrive in another one.
         """
         if self.state is REDUCING and self.lock_free:
             self.order.append(index)
@@ -184,13 +184,13 @@ class Reducer:
                 self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Whether to count it; the first starts reducing. Extended by extras and torch_drop_in."""
+        """Whether it counts; the first enters REDUCING. Extended by extras and torch_drop_in."""
         if self.find_unused_parameters:
-            self.usage.mark(index)  # under no_sync too: one use in a window counts
+            self.usage.mark(index)  # under no_sync too: any use counts
         if self.state is READY:
             self.current_divisor = self.divisor()
             self.enter(REDUCING)
-            for unreachable in self.usage.unreachable:  # ready, because no gradient will come
+            for unreachable in self.usage.unreachable:  # ready: no gradient will arrive
                 self.mark_variable_ready(unreachable)
         elif self.state is IDLE:
             self.unsynchronized = True

@@ -97,7 +97,7 @@ def verify_same_model(
     advice = "Pass the same values on every rank: they decide which collectives it calls."
     if all(settings_there == of_settings[0] for settings_there in of_settings):
         what, found = "model", [dict(items) for items in models]
-        advice = "Build the module by the same code and configuration on every rank, then wrap it."
+        advice = "Build the module from the same code and configuration everywhere, then wrap it."
     raise RuntimeError(errors.different(what, group.rank(), found, advice))
 
 

@@ -8,8 +8,8 @@ With `find_unused_parameters=True`:
    of them still runs the hook of every parameter that the search has reached.
 3. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
 4. *All-reduce.* After the last bucket, one all-reduce counts the ranks that used each parameter.
-5. *Write.* A parameter that some rank used gets the average. A `.grad` of None counts as zeros.
-   One that no rank used keeps its `.grad`: zeros would let momentum and weight decay move it.
+5. *Write.* If some rank used a parameter, its `.grad` gets the average; a `.grad` of None counts
+   as zeros. If none did, its `.grad` stays: zeros would let momentum and weight decay move it.
 
 Cost: microseconds per node of the graph, a copy of the outputs, an all-reduce of 4 bytes per
 parameter. Source: torch's reducer.cpp; _DDPSink in torch/nn/parallel/distributed.py.

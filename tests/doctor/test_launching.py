@@ -60,7 +60,7 @@ def test_who_puts_the_doctor_before_the_launcher_is_told_the_right_command(
     command = [sys.executable, "-m", "ddp_doctor", *given.split()]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.endswith(f"Start it the other way around:\n    {right}\n")
+    assert done.stderr.endswith(f"Put the launcher first:\n    {right}\n")
 
 
 def test_a_missing_script_is_named_with_the_folder(tmp_path: Path) -> None:

@@ -27,15 +27,15 @@ from miniddp.replicas import wait_for, wait_for_future
 
 CommHook = Callable[[Any, GradBucket], Future]
 
-# What the rare keywords can do about an error of the core, by the beginning of its message.
+# Advice that is added to an error of the core, by the beginning of its message.
 _ADVICE = {
     "Expected to have finished reduction": (
-        " With strict=True, such a step raises an error itself, which names what every rank lacks. "
+        " With strict=True, such a step itself raises an error that lists what each rank lacks. "
         "(For torch's own DDP, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO "
         "or DETAIL.)"
     ),
     "Expected to mark a variable ready only once": (
-        " If the model is checkpointed, static_graph=True may help as well."
+        " If the model uses activation checkpointing, static_graph=True may help, too."
     ),
     "Expected variable to have": (
         " Or keep the embedding's gradient sparse in every use: sparse gradients are averaged, too."

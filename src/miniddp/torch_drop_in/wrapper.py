@@ -222,7 +222,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         if self.bucket_plan not in ("caps", "measured"):
             raise ValueError(f'bucket_plan is {self.bucket_plan!r}: use "caps" or "measured"')
         if self.find_unused_parameters:
-            self._refuse_measured_plan("find_unused_parameters, which never rebuilds its buckets")
+            self._refuse_measured_plan("find_unused_parameters, which never rebuilds the buckets")
         if self.mixed_precision is not None:
             self._refuse_measured_plan("mixed_precision")
         if self.device.type != "cpu":
@@ -366,7 +366,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     @partial(not_compiled, recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As `MiniDDP.forward`, in the profiler range that torch's has."""
+        """`MiniDDP.forward`, in a profiler range named as in torch's wrapper."""
         with torch.profiler.record_function("DistributedDataParallel.forward"):
             return super().forward(*inputs, **kwargs)
 

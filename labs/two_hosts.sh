@@ -44,6 +44,7 @@ on_host() { # NUMBER COMMAND…
     if [[ -n $RATE ]]; then
         tc qdisc add dev eth0 root tbf rate "$RATE" burst "$BURST" latency 50ms
     fi
+    : >"$TWO_HOSTS_SHARED/.up$number"
     unset RATE BURST UNPLUG GRACE GRACE
     export TWO_HOSTS_NUMBER=$number
     exec "$@"
@@ -77,6 +78,8 @@ between_hosts() { # COMMAND…
 
     if [[ -n $UNPLUG ]]; then
         (
+            # A host that came up later would plug the cable in again.
+            until [[ -e $TWO_HOSTS_SHARED/.up0 && -e $TWO_HOSTS_SHARED/.up1 ]]; do sleep 0.02; done
             sleep "$UNPLUG"
             nsenter --net --target "${hosts[1]}" ip link set eth0 down
             echo "two_hosts.sh: the cable is unplugged" >&2

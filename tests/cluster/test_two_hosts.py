@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import termios
@@ -93,6 +94,19 @@ def test_an_unplugged_cable_carries_nothing():
     done = two_hosts("--unplug", "1", "bash", "-c", watch)
     assert done.stdout.count("noticed") == 2
     assert "the cable is unplugged" in done.stderr
+
+
+def test_the_cable_is_not_unplugged_before_both_hosts_have_plugged_it_in(tmp_path, monkeypatch):
+    slow = tmp_path / "ip"
+    slow.write_text(
+        f'#!/bin/sh\n[ "$*" = "link set eth0 up" ] && sleep 2\nexec {shutil.which("ip")} "$@"\n'
+    )
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    watch = "while ip link show eth0 | grep -q LOWER_UP; do sleep 0.1; done; echo noticed"
+    wait = "until ip link show eth0 | grep -q LOWER_UP; do sleep 0.1; done"
+    done = two_hosts("--unplug", "1", "timeout", "20", "bash", "-c", f"{wait}; {watch}")
+    assert done.stdout.count("noticed") == 2
 
 
 @pytest.mark.parametrize("ending", ["Ctrl-C", "INT", "TERM", "HUP", "KILL"])

@@ -88,9 +88,9 @@ def check_step(
     DataLoader with workers. All micro-batches but the last run under `no_sync` where there is one.
 
     Raises AssertionError with the factor's name if ratio or cosine are off by more than
-    `tolerance` for any parameter (unless `raises` is false), ValueError if the number of batches
-    does not fit, RuntimeError if a rank fails. Cost: two optimizer steps and the start of W
-    processes, about 4 s.
+    `tolerance` for any parameter (unless `raises` is false). Raises ValueError if the number of
+    batches does not fit, and RuntimeError if a rank fails. Cost: two optimizer steps and the start
+    of W processes, about 4 s.
     """
     if len(batches) != world_size * accumulate:
         raise ValueError(

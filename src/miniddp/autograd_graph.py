@@ -48,7 +48,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the running backward pass has produced all its gradients.
 
     It runs on the CUDA streams that were current when `backward()` was called, after they wait for
-    all gradients; for a graph on a GPU, in one of autograd's own threads.
+    all gradients. For a graph on a GPU, it runs in one of autograd's own threads.
     """
     # A private interface of autograd; there is no public one. This is its only use.
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -7,9 +7,9 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
 2. *Forward.* Take rank 0's buffers, then call the module. A *synchronized* forward announces its
    backward to `miniddp.reducer`; one in `no_sync()` or without grad does not.
 
-Rank 0 broadcasts the model at construction; its buffers before the first forward, and before each
-forward after a synchronized one; and the rebuilt bucket plan once, before the first forward after a
-reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
+Rank 0 broadcasts the model at construction, and its buffers before the first forward and each one
+after a synchronized one. It broadcasts the rebuilt plan once, before the first forward with grad
+after a reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
 """
 
 import warnings

@@ -32,7 +32,7 @@ fail() { # MESSAGE
     exit 2
 }
 
-# ── 3. On each host: wait for the cable, then become the command ───────────────────────────────────
+# ── 3. On each host: wait for cable and peer, then become the command ───────────────────────────────────
 on_host() { # NUMBER COMMAND…
     local number=$1
     shift
@@ -45,7 +45,9 @@ on_host() { # NUMBER COMMAND…
         tc qdisc add dev eth0 root tbf rate "$RATE" burst "$BURST" latency 50ms
     fi
     : >"$TWO_HOSTS_SHARED/.up$number"
-    unset RATE BURST UNPLUG GRACE GRACE
+    # A cable has a carrier once both ends are up.
+    until [[ -e $TWO_HOSTS_SHARED/.up$((1 - number)) ]]; do sleep 0.02; done
+    unset RATE BURST UNPLUG GRACE
     export TWO_HOSTS_NUMBER=$number
     exec "$@"
 }
@@ -81,7 +83,8 @@ between_hosts() { # COMMAND…
             # A host that came up later would plug the cable in again.
             until [[ -e $TWO_HOSTS_SHARED/.up0 && -e $TWO_HOSTS_SHARED/.up1 ]]; do sleep 0.02; done
             sleep "$UNPLUG"
-            nsenter --net --target "${hosts[1]}" ip link set eth0 down
+            # By the open file, not by the process, which may have ended.
+            nsenter --net=/proc/self/fd/9 ip link set eth0 down
             echo "two_hosts.sh: the cable is unplugged" >&2
         ) &
     fi

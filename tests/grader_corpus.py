@@ -52,6 +52,7 @@ class Entry:
     score: float
     make: Callable[[Assignment], Any]  # a notebook, or bytes
     why: str = ""  # a part of what the feedback has to say
+    task: str | None = None  # the one solution that is not the key's
 
 
 def _each(name: str, score: float, source: str, why: str = "") -> Entry:
@@ -61,7 +62,7 @@ def _each(name: str, score: float, source: str, why: str = "") -> Entry:
         key = assignment.keys()["each"]
         return submission(assignment, assignment.keys() | {"each": source.replace("KEY", key)})
 
-    return Entry(name, score, make, why)
+    return Entry(name, score, make, why, task="each")
 
 
 def _edited(name: str, score: float, edit: Callable[[Any], Any], *, solved: bool = True) -> Entry:

@@ -27,7 +27,7 @@ class Case:
     """What is particular to one submission."""
 
     solutions: dict[str, str]
-    seeds: dict[str, int]  # one per check
+    seeds: dict[str, int]  # one per check that is run
 
 
 @dataclass(frozen=True)

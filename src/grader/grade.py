@@ -3,7 +3,7 @@
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from grader.bench import Case, Cases
@@ -73,16 +73,23 @@ def grade_many(
     *,
     seed: int | None = None,
     stop: threading.Event | None = None,
+    tasks: Sequence[str | None] | None = None,
 ) -> Iterator[Result]:
     """Grade submissions, (student, what was read), in one run of nbval; in their order.
 
     With `seed` the inputs are those of an earlier run. A submission that is unreadable is not run,
-    and earns 0. Raises StoppedError when `stop` is set.
+    and earns 0. `tasks` may name one solution for each submission: then only the checks that
+    execute this solution are run, and only they are in the result. Raises StoppedError when `stop`
+    is set.
     """
+    checks = [
+        [check for check in assignment.checks if task is None or task in check.solutions]
+        for task in tasks or [None] * len(submissions)
+    ]
     roots = [secrets.randbits(62) if seed is None else seed for _ in submissions]
     seeds = [
-        {check.name: root + number for number, check in enumerate(assignment.checks)}
-        for root in roots
+        {check.name: root + assignment.checks.index(check) for check in own}
+        for root, own in zip(roots, checks, strict=True)
     ]
     readable = [n for n, (_, submission) in enumerate(submissions) if not submission.unreadable]
     cases = Cases(
@@ -92,9 +99,10 @@ def grade_many(
         tuple(Case(submissions[n][1].solutions, seeds[n]) for n in readable),
     )
     judged = judge(cases, stop)
-    for student, submission in submissions:
+    for (student, submission), own in zip(submissions, checks, strict=True):
         verdicts = {} if submission.unreadable else next(judged)[1]
-        yield _result(student, submission, assignment, server, verdicts)
+        concerned = replace(assignment, checks=tuple(own))
+        yield _result(student, submission, concerned, server, verdicts)
 
 
 def grade(

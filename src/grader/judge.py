@@ -42,7 +42,7 @@ class StoppedError(RuntimeError):
 
 
 def judge(cases: Cases, stop: threading.Event | None = None) -> Iterator[tuple[int, Verdicts]]:
-    """For each submission of `cases`, as it is finished: its number, and a verdict per check.
+    """For each submission of `cases`, as it is finished: its number, and a verdict per seed of it.
 
     A verdict is what `Verdict.as_dict` holds, or {"needs_human": why}. "passed" is nbval's word,
     and a verdict that the check itself wrote must agree with it. Raises StoppedError within 0.2 s
@@ -68,7 +68,8 @@ def judge(cases: Cases, stop: threading.Event | None = None) -> Iterator[tuple[i
         # One that ended within a submission leaves this one open; the next ones get another.
         if waiting and run.began and not run.kernel_ended:
             why = run.trouble or "the checks did not come to an end"
-            yield waiting.pop(0), {check.name: {"needs_human": why} for check in cases.checks}
+            checks = cases.submissions[waiting[0]].seeds
+            yield waiting.pop(0), {name: {"needs_human": why} for name in checks}
 
 
 class _Run:
@@ -76,7 +77,7 @@ class _Run:
 
     def __init__(self, folder: Path, cases: Cases, stop: threading.Event) -> None:
         self._folder = folder
-        self._checks = [check.name for check in cases.checks]
+        self._checks = [list(case.seeds) for case in cases.submissions]
         self._count = len(cases.submissions)
         self._stop = stop
         self._outcomes = _Lines(folder / "outcomes")
@@ -87,7 +88,7 @@ class _Run:
         self.began = True  # whether the kernel got as far as the first check
         self.kernel_ended = False  # before the last check: no later one can have a verdict
         cases.write(folder / "cases.json")
-        _write_bench(folder / "bench.ipynb", self._count, self._checks)
+        _write_bench(folder / "bench.ipynb", self._checks)
 
     def submissions(self) -> Iterator[Verdicts]:
         """The verdicts on each submission in turn, as many as the kernel comes to."""
@@ -107,8 +108,8 @@ class _Run:
             yield self._verdicts(done)
 
     def _cells(self, submission: int) -> range:
-        each = len(self._checks)
-        return range(_IMPORT + 1 + submission * each, _IMPORT + 1 + (submission + 1) * each)
+        first = _IMPORT + 1 + sum(map(len, self._checks[:submission]))
+        return range(first, first + len(self._checks[submission]))
 
     def _all_told(self, submission: int) -> bool:
         return all(cell in self._passed for cell in self._cells(submission))
@@ -116,7 +117,7 @@ class _Run:
     def _verdicts(self, submission: int) -> Verdicts:
         return {
             name: _agreed(self._noted.get((submission, name)), self._passed.get(cell))
-            for name, cell in zip(self._checks, self._cells(submission), strict=True)
+            for name, cell in zip(self._checks[submission], self._cells(submission), strict=True)
         }
 
     def _while_it_runs(self) -> Iterator[None]:
@@ -223,10 +224,10 @@ def _agreed(verdict: dict[str, Any] | None, passed: bool | None) -> dict[str, An
     return verdict
 
 
-def _write_bench(path: Path, submissions: int, checks: list[str]) -> None:
+def _write_bench(path: Path, checks: list[list[str]]) -> None:
     cells = [_cell("from grader.bench import Bench\n\nbench = Bench()", [], 1)]
-    for number in range(submissions):
-        for name in checks:
+    for number, names in enumerate(checks):
+        for name in names:
             output = {"output_type": "stream", "name": "stdout", "text": f"{PASSED}\n"}
             source = f"bench.print_verdict({number}, {name!r})"
             cells.append(_cell(source, [output], len(cells) + 1))

@@ -6,16 +6,18 @@ import os
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import pytest
-from grader_corpus import ENTRIES, LOOKS_FOR_THE_ANSWER, TRACE
+from grader_corpus import ENTRIES, LOOKS_FOR_THE_ANSWER, TRACE, Entry
 from grader_notebooks import FIRST, first_assignment, write
 
 from grader.batch import grade_all
 from grader.grade import Result
+from grader.merge import read_submission
 from grader.report import sentence_of
 from grader.sandbox import RankServer
 from grader.source import Assignment, read_assignment
@@ -42,16 +44,26 @@ class Graded(NamedTuple):
 ENDLESS = ("infinite loop", "infinite loop at import", "process bomb")
 
 
-def with_one_second(path: Path) -> Assignment:
-    """The assignment, with one second of processor time per rank and check instead of three."""
+def checks_of_each(path: Path, seconds: int | None = None) -> Assignment:
+    """The assignment with the checks of `each` only, and with `seconds` of processor time per rank.
+
+    Checks of `flat` execute `flat` alone, which is the key's.
+    """
     assignment = read_assignment(path)
-    checks = tuple(replace(one, seconds=1) for one in assignment.checks)
-    return replace(assignment, checks=checks)
+    checks = [one for one in assignment.checks if one.solutions == ("each",)]
+    if seconds:
+        checks = [replace(one, seconds=seconds) for one in checks]
+    return replace(assignment, checks=tuple(checks))
+
+
+def earned(entry: Entry, result: Result) -> float:
+    """The score that `entry` must get: without the key's 5 points if `flat` was left out."""
+    return entry.score - (10 - result.points)
 
 
 @pytest.fixture(scope="module")
 def graded(walls: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Graded:
-    """Every entry of the corpus, graded in two batches into one folder, two at a time."""
+    """Every entry of the corpus, graded in three batches into one folder, two at a time."""
     folder = tmp_path_factory.mktemp("submissions")
     assignment = first_assignment()
     paths = {}
@@ -65,12 +77,15 @@ def graded(walls: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Grade
         paths[entry.name] = HandedIn(entry.name, path)
     out = tmp_path_factory.mktemp("graded")
     endless = {name: paths[name] for name in ENDLESS}
+    of_each = {entry.name: paths[entry.name] for entry in ENTRIES if entry.task == "each"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grader.batch.read_assignment", with_one_second)
+        patch.setattr("grader.batch.read_assignment", partial(checks_of_each, seconds=1))
         grade_all(endless, FIRST, out, walls, jobs=2)
+        patch.setattr("grader.batch.read_assignment", checks_of_each)
+        grade_all(of_each, FIRST, out, walls, jobs=2)
     results = grade_all(paths, FIRST, out, walls, jobs=2)  # what has a result is not graded again
     rows = [
-        [entry.name, entry.score, result.score, result.seconds]
+        [entry.name, earned(entry, result), result.score, result.seconds]
         for entry, result in zip(ENTRIES, results, strict=True)
     ]
     print(table(["submission", "expected", "given", "seconds"], rows, digits=1))
@@ -82,8 +97,18 @@ def test_a_submission_earns_what_its_solutions_are_worth(graded, entry):
     result = graded.results[entry.name]
     said = "\n".join([*result.load_errors, *map(sentence_of, result.checks), result.unreadable])
     assert not result.needs_human, result.checks
-    assert result.score == entry.score, said
+    assert result.score == earned(entry, result), said
     assert entry.why in said
+
+
+def test_a_trick_in_one_solution_changes_nothing_of_what_is_read_of_the_other(graded):
+    assignment = first_assignment()
+    for entry in ENTRIES:
+        assert graded.results[entry.name].points == (5 if entry.task == "each" else 10)
+        if entry.task == "each":
+            read = read_submission(graded.paths[entry.name].path, assignment)
+            assert not read.unreadable
+            assert read.solutions["flat"] == assignment.keys()["flat"], entry.name
 
 
 def test_an_error_that_carries_an_input_shows_it_for_visible_checks_only(graded):

@@ -281,17 +281,23 @@ def _first_difference(results: list[Any], wanted: list[Any], tolerance: float) -
     return ""
 
 
-def difference(got: Any, want: Any, tolerance: float, place: str = "") -> str | None:
+def difference(
+    got: Any, want: Any, tolerance: float, place: str = "", *, beside: float = 0.0
+) -> str | None:
     """Where `got` first differs from `want`; None if nowhere.
 
-    Numbers and arrays may differ by `tolerance` times the largest magnitude in `want`; everything
-    else has to be the same. A value that is not finite equals nothing.
+    Numbers and arrays may differ by `tolerance` times the largest magnitude in `want`, or `beside`
+    it: arrays of one dictionary share their largest. Where the samples' contributions to one
+    gradient cancel, rounding leaves as much as elsewhere, and little else. Everything but numbers
+    and arrays has to be the same. A value that is not finite equals nothing.
     """
     if isinstance(want, np.ndarray):
-        return _array_difference(got, want, tolerance, place)
+        return _array_difference(got, want, tolerance, place, beside)
     if isinstance(want, dict):
         if not isinstance(got, dict) or set(got) != set(want):
             return place
+        arrays = [value for value in want.values() if isinstance(value, np.ndarray)]
+        beside = max(map(_largest, arrays), default=0.0)
         inner = ((f"{place}[{key!r}]", got[key], value) for key, value in want.items())
     elif isinstance(want, list):
         if not isinstance(got, list) or len(got) != len(want):
@@ -302,7 +308,7 @@ def difference(got: Any, want: Any, tolerance: float, place: str = "") -> str | 
     else:
         return None if type(got) is type(want) and got == want else place
     for where, left, right in inner:
-        found = difference(left, right, tolerance, where)
+        found = difference(left, right, tolerance, where, beside=beside)
         if found is not None:
             return found
     return None
@@ -317,7 +323,14 @@ def _is_close(got: Any, want: float, tolerance: float) -> bool:
         return False
 
 
-def _array_difference(got: Any, want: np.ndarray, tolerance: float, place: str) -> str | None:
+def _largest(array: np.ndarray) -> float:
+    """The largest magnitude in `array`; 0 if it holds no numbers with fractions."""
+    return float(np.abs(array).max(initial=0.0)) if array.dtype.kind in "fc" else 0.0
+
+
+def _array_difference(
+    got: Any, want: np.ndarray, tolerance: float, place: str, beside: float
+) -> str | None:
     if not isinstance(got, np.ndarray) or got.shape != want.shape:
         return place
     # Overflow and inf − inf are results like others; numpy would print a warning.
@@ -325,7 +338,7 @@ def _array_difference(got: Any, want: np.ndarray, tolerance: float, place: str) 
         if want.dtype.kind not in "fc" or got.dtype.kind not in "biufc":
             wrong = np.broadcast_to(got != want, want.shape)
         else:
-            scale = float(np.abs(want).max(initial=0.0))
+            scale = max(_largest(want), beside)
             exact = "complex128" if "c" in (want.dtype.kind, got.dtype.kind) else "float64"
             off = np.abs(got.astype(exact) - want.astype(exact))
             wrong = ~(off <= tolerance * max(scale, 1e-30))

@@ -253,6 +253,14 @@ def test_right_solutions_in_unusual_pytorch_earn_everything(server, number):
     assert lost == {}
 
 
+@pytest.mark.parametrize("seed", [70, 97, 1028])
+def test_a_gradient_in_which_the_samples_nearly_cancel_costs_a_right_solution_nothing(server, seed):
+    """Rounding then leaves more than 1e-5 of what is left of that one gradient."""
+    [check] = [check for check in BUGS.checks if check.name == "denominator_mended"]
+    found = run_check(check, BUGS.givens, BUGS.keys(), server.address, seed)
+    assert found.passed, found.sentence
+
+
 def test_a_students_test_may_have_a_frozen_layer_and_one_that_is_not_used(server):
     source = replaced(BUGS.keys()["test"], "nn.Linear(3, 1), nn.Linear(3, 1)", "Three(), Three()")
     source = replaced(source, "model.weight", "model.used.weight")

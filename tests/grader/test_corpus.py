@@ -6,7 +6,6 @@ import os
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,25 +39,26 @@ class Graded(NamedTuple):
     paths: dict[str, HandedIn]
 
 
-# These use up any limit of processor time: a third of it shows the same.
+# These use up any limit of processor time: a third of it, in one check, shows the same.
 ENDLESS = ("infinite loop", "infinite loop at import", "process bomb")
 
 
-def checks_of_each(path: Path, seconds: int | None = None) -> Assignment:
-    """The assignment with the checks of `each` only, and with `seconds` of processor time per rank.
-
-    Checks of `flat` execute `flat` alone, which is the key's.
-    """
+def checks_of_each(path: Path) -> Assignment:
+    """The assignment without the checks of `flat`: they execute `flat` alone, which is the key's."""
     assignment = read_assignment(path)
     checks = [one for one in assignment.checks if one.solutions == ("each",)]
-    if seconds:
-        checks = [replace(one, seconds=seconds) for one in checks]
     return replace(assignment, checks=tuple(checks))
 
 
-def earned(entry: Entry, result: Result) -> float:
+def one_short_check(path: Path) -> Assignment:
+    """The assignment with one check, which allows each rank one second of processor time."""
+    first = checks_of_each(path).checks[0]
+    return replace(read_assignment(path), checks=(replace(first, seconds=1),))
+
+
+def earned(entry: Entry) -> float:
     """The score that `entry` must get: without the key's 5 points if `flat` was left out."""
-    return entry.score - (10 - result.points)
+    return entry.score - 5 * (entry.task == "each")
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +79,13 @@ def graded(walls: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Grade
     endless = {name: paths[name] for name in ENDLESS}
     of_each = {entry.name: paths[entry.name] for entry in ENTRIES if entry.task == "each"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grader.batch.read_assignment", partial(checks_of_each, seconds=1))
+        patch.setattr("grader.batch.read_assignment", one_short_check)
         grade_all(endless, FIRST, out, walls, jobs=2)
         patch.setattr("grader.batch.read_assignment", checks_of_each)
         grade_all(of_each, FIRST, out, walls, jobs=2)
     results = grade_all(paths, FIRST, out, walls, jobs=2)  # what has a result is not graded again
     rows = [
-        [entry.name, earned(entry, result), result.score, result.seconds]
+        [entry.name, earned(entry), result.score, result.seconds]
         for entry, result in zip(ENTRIES, results, strict=True)
     ]
     print(table(["submission", "expected", "given", "seconds"], rows, digits=1))
@@ -97,14 +97,13 @@ def test_a_submission_earns_what_its_solutions_are_worth(graded, entry):
     result = graded.results[entry.name]
     said = "\n".join([*result.load_errors, *map(sentence_of, result.checks), result.unreadable])
     assert not result.needs_human, result.checks
-    assert result.score == earned(entry, result), said
+    assert result.score == earned(entry), said
     assert entry.why in said
 
 
 def test_a_trick_in_one_solution_changes_nothing_of_what_is_read_of_the_other(graded):
     assignment = first_assignment()
     for entry in ENTRIES:
-        assert graded.results[entry.name].points == (5 if entry.task == "each" else 10)
         if entry.task == "each":
             read = read_submission(graded.paths[entry.name].path, assignment)
             assert not read.unreadable

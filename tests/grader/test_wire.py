@@ -212,6 +212,18 @@ def test_no_byte_of_an_array_counts_twice():
         ("a", "a", None),
         ([1, 2], [1, 3], "[1]"),
         (np.array([2**40]), np.array([2**40 + 1]), "[0]"),
+        ({"a": np.ones(1), "b": np.array([2e-6])}, {"a": np.ones(1), "b": np.array([1e-6])}, None),
+        (
+            {"a": np.ones(1), "b": np.array([2e-4])},
+            {"a": np.ones(1), "b": np.array([1e-4])},
+            "['b'][0]",
+        ),
+        ({"a": np.ones(1), "b": 2e-6}, {"a": np.ones(1), "b": 1e-6}, "['b']"),
+        (
+            {"n": np.array([9**9]), "b": np.array([2.0])},
+            {"n": np.array([9**9]), "b": np.ones(1)},
+            "['b'][0]",
+        ),
     ],
 )
 def test_the_first_difference_is_named(got, want, place):

@@ -29,7 +29,7 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 # Four ranks take nearly as long as two and three together; make test runs them, too.
 NOT_IN_CHECK = tests/miniddp/test_ladder.py::test_every_rung_obeys_every_invariant_and_two_overlap[4]
 
-.PHONY: help book html serve notebook figures figures-stills repository update lab check check-types check-core test test-site test-cluster gpu versions clean
+.PHONY: help book html serve notebook figures figures-stills repository update lab check check-types check-core test test-all test-site test-cluster gpu versions clean
 
 help:
 	@echo "I want to read the book"
@@ -100,7 +100,9 @@ check-core:
 test: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/mypy
+	@$(MAKE) --no-print-directory --jobs=2 check-types test-all
+
+test-all:
 	@$(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=25 --durations-min=5
 
 # Opens what `make html` rendered. Debian's Chromium: apt-get install chromium.

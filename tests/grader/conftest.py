@@ -1,16 +1,39 @@
 """One fork server of ranks for all tests of the grader."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from grader.sandbox import rank_server
+from grader.sandbox import RankServer, rank_server
 
 
 @pytest.fixture(scope="session")
 def server():
     with rank_server(trust=True) as running:
         yield running
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_share_the_server(server: RankServer) -> Iterator[None]:
+    """A command that a test runs in this process, with --trust, takes `server`: a start costs 3 s.
+
+    Commands in processes of their own start theirs.
+    """
+
+    @contextmanager
+    def shared(*, trust: bool = False) -> Iterator[RankServer]:
+        if trust:
+            yield server
+        else:
+            with rank_server() as own:
+                yield own
+
+    with pytest.MonkeyPatch.context() as patch:
+        for user in ("grader.cli", "grader.student", "grader_notebooks"):
+            patch.setattr(f"{user}.rank_server", shared)
+        yield
 
 
 @pytest.fixture(scope="session")

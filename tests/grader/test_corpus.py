@@ -44,7 +44,7 @@ ENDLESS = ("infinite loop", "infinite loop at import", "process bomb")
 
 
 def checks_of_each(path: Path) -> Assignment:
-    """The assignment without the checks of `flat`: they execute `flat` alone, which is the key's."""
+    """The assignment without the checks of `flat`: these execute `flat` alone, the key's."""
     assignment = read_assignment(path)
     checks = [one for one in assignment.checks if one.solutions == ("each",)]
     return replace(assignment, checks=tuple(checks))

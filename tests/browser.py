@@ -22,6 +22,8 @@ MISSING = "There is no chromium on the PATH. On Debian: apt-get install chromium
 ARGUMENTS = [*FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
 # The theme reads these names; a page without the theme follows prefers-color-scheme.
 CHOOSE_THEME = "try {{ localStorage.mode = localStorage.theme = '{theme}' }} catch (error) {{}}"
+# Before a page of a tab that showed another one; a page that has no storage raises.
+EMPTY_STORAGE = "try { localStorage.clear(); sessionStorage.clear() } catch (error) {}; "
 # What axe counts as a violation that matters here. Those below are `minor`.
 IMPACTS = ("critical", "serious", "moderate")
 RUN_AXE = """async (root) => {
@@ -100,43 +102,72 @@ def open_page(chromium: Browser) -> Iterator[OpenPage]:
     """
     contexts = []
 
-    def open_one(
-        path: Path,
-        *,
-        query: str = "",
-        fragment: str = "",
-        width: int = 1280,
-        height: int = 800,
-        theme: Literal["light", "dark"] = "light",
-        javascript: bool = True,
-        touch: bool = False,
-        reduced_motion: bool = False,
-    ) -> OpenedPage:
-        context = chromium.new_context(
-            viewport={"width": width, "height": height},
-            color_scheme=theme,
-            java_script_enabled=javascript,
-            has_touch=touch,
-            reduced_motion="reduce" if reduced_motion else "no-preference",
-        )
-        contexts.append(context)
-        context.set_default_timeout(120_000)  # for a machine that is busy
-        context.add_init_script(CHOOSE_THEME.format(theme=theme))
-        opened = OpenedPage(context.new_page())
-        page = opened.page
-        page.on("pageerror", lambda error: opened.errors.append(str(error)))
-        page.on(
-            "console",
-            lambda message: opened.errors.append(message.text) if message.type == "error" else None,
-        )
-        page.on("request", lambda request: opened.requests.append(request.url))
+    def open_one(path: Path, *, query: str = "", fragment: str = "", **window: Any) -> OpenedPage:
+        opened = _window(chromium, **window)
+        contexts.append(opened.page.context)
         after = (f"?{query}" if query else "") + (f"#{fragment}" if fragment else "")
-        page.goto(path.resolve().as_uri() + after)
+        opened.page.goto(path.resolve().as_uri() + after)
         return opened
 
     yield open_one
     for context in contexts:
         context.close()
+
+
+@pytest.fixture(scope="session")
+def visit(chromium: Browser) -> Iterator[OpenPage]:
+    """As `open_page`, for many pages in turn: `visit(path, width=390, touch=True)` → OpenedPage.
+
+    Visits with the same arguments share a tab, with its storage emptied before each: a third of the
+    time. What is returned is about the last visit. A file that the tab has in memory may not be
+    among its requests.
+    """
+    tabs: dict[tuple[tuple[str, Any], ...], OpenedPage] = {}
+
+    def visit_one(path: Path, **window: Any) -> OpenedPage:
+        kind = tuple(sorted(window.items()))
+        if kind not in tabs:
+            tabs[kind] = _window(chromium, **window)
+        opened = tabs[kind]
+        opened.errors.clear()
+        opened.requests.clear()
+        opened.page.goto(path.resolve().as_uri())
+        return opened
+
+    yield visit_one
+    for opened in tabs.values():
+        opened.page.context.close()
+
+
+def _window(
+    chromium: Browser,
+    *,
+    width: int = 1280,
+    height: int = 800,
+    theme: Literal["light", "dark"] = "light",
+    javascript: bool = True,
+    touch: bool = False,
+    reduced_motion: bool = False,
+) -> OpenedPage:
+    """A window with one empty tab, in an empty profile, which notes what its pages report."""
+    context = chromium.new_context(
+        viewport={"width": width, "height": height},
+        color_scheme=theme,
+        java_script_enabled=javascript,
+        has_touch=touch,
+        reduced_motion="reduce" if reduced_motion else "no-preference",
+    )
+    context.set_default_timeout(120_000)  # for a machine that is busy
+    context.add_init_script(EMPTY_STORAGE + CHOOSE_THEME.format(theme=theme))
+    opened = OpenedPage(context.new_page())
+    page = opened.page
+    page.on("pageerror", lambda error: opened.errors.append(str(error)))
+    page.on(
+        "console",
+        lambda message: opened.errors.append(message.text) if message.type == "error" else None,
+    )
+    page.on("request", lambda request: opened.requests.append(request.url))
+    return opened
 
 
 @pytest.fixture(scope="session")

@@ -64,3 +64,22 @@ def test_a_screenshot_is_as_wide_as_the_window(page_with, tmp_path):
     page_with("<p>Text.</p>", width=390).screenshot(tmp_path / "page.png")
     header = (tmp_path / "page.png").read_bytes()[:24]
     assert int.from_bytes(header[16:20], "big") == 390
+
+
+def test_visits_share_a_tab_and_neither_findings_nor_storage(visit, tmp_path):
+    bad, good = tmp_path / "bad.html", tmp_path / "good.html"
+    bad.write_text(
+        PAGE.format(
+            body="<img src='https://example.org/a.png'>"
+            "<script>localStorage.left = sessionStorage.left = 1; throw 'thrown'</script>"
+        )
+    )
+    good.write_text(PAGE.format(body="<p>Text.</p>"))
+    for _ in range(2):
+        opened = visit(bad)
+        assert "thrown" in opened.errors
+        assert opened.external == ["https://example.org/a.png"]
+        opened = visit(good)
+        assert (opened.errors, opened.external, opened.violations()) == ([], [], [])
+        assert opened.page.evaluate("[localStorage.left, sessionStorage.left]") == [None, None]
+        assert visit(good, width=390).page != opened.page

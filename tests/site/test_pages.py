@@ -35,8 +35,8 @@ SCROLLING_CODE = """[...document.querySelectorAll(".bd-article pre")]
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_quiet_local_and_accessible(site: Path, open_page: OpenPage, name, theme):
-    opened = open_page(site / name, theme=theme)
+def test_a_page_is_quiet_local_and_accessible(site: Path, visit: OpenPage, name, theme):
+    opened = visit(site / name, theme=theme)
     assert opened.page.evaluate("document.documentElement.dataset.theme") == theme
     assert opened.wider_by() == 0
     assert opened.violations() == []
@@ -45,8 +45,8 @@ def test_a_page_is_quiet_local_and_accessible(site: Path, open_page: OpenPage, n
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_no_wider_than_a_phone(site: Path, open_page: OpenPage, name):
-    opened = open_page(site / name, width=390, touch=True)
+def test_a_page_is_no_wider_than_a_phone(site: Path, visit: OpenPage, name):
+    opened = visit(site / name, width=390, touch=True)
     assert opened.wider_by() == 0
     assert opened.errors == []
 

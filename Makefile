@@ -97,6 +97,7 @@ check-types:
 check-core:
 	@$(BIN)/python -m pytest --quiet --numprocesses=$(WORKERS) --dist=load --deselect '$(NOT_IN_CHECK)' $(CORE_TESTS)
 
+# The types are checked beside the tests; make check shows an error in them first.
 test: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .

@@ -32,7 +32,7 @@ fail() { # MESSAGE
     exit 2
 }
 
-# ── 3. On each host: wait for cable and peer, then become the command ───────────────────────────────────
+# ── 3. On each host: wait for cable and peer, then become the command ──────────────────────────────
 on_host() { # NUMBER COMMAND…
     local number=$1
     shift
@@ -45,7 +45,7 @@ on_host() { # NUMBER COMMAND…
         tc qdisc add dev eth0 root tbf rate "$RATE" burst "$BURST" latency 50ms
     fi
     : >"$TWO_HOSTS_SHARED/.up$number"
-    # A cable has a carrier once both ends are up.
+    # The cable has a carrier only when both ends are up.
     until [[ -e $TWO_HOSTS_SHARED/.up$((1 - number)) ]]; do sleep 0.02; done
     unset RATE BURST UNPLUG GRACE
     export TWO_HOSTS_NUMBER=$number
@@ -83,13 +83,15 @@ between_hosts() { # COMMAND…
             # A host that came up later would plug the cable in again.
             until [[ -e $TWO_HOSTS_SHARED/.up0 && -e $TWO_HOSTS_SHARED/.up1 ]]; do sleep 0.02; done
             sleep "$UNPLUG"
-            # By the open file, not by the process, which may have ended.
+            # The open file names the network even after host1's process has ended.
             nsenter --net=/proc/self/fd/9 ip link set eth0 down
             echo "two_hosts.sh: the cable is unplugged" >&2
         ) &
     fi
     # Bounded from here on: whoever is left alone gets some seconds to notice.
     wait -n "${hosts[@]}" || code=$?
+    # A host that never came up leaves the other waiting for it.
+    [[ -e $TWO_HOSTS_SHARED/.up0 && -e $TWO_HOSTS_SHARED/.up1 ]] || GRACE=0
     (sleep "$GRACE" && echo "two_hosts.sh: one host ended $GRACE s ago; the other is stopped" >&2 &&
         kill -KILL "${hosts[@]}" 2>/dev/null) &
     for number in 0 1; do

@@ -1,7 +1,8 @@
 """Open built pages in Debian's Chromium: what it reports, what axe finds, how a page looks.
 
 A `conftest.py` imports the fixtures from here: `from browser import chromium, open_page`. A page is
-opened from its file, in a new empty profile, without a network but the loopback interface.
+opened from its file, without a network but the loopback interface: by `open_page` in a new empty
+profile, by `visit` in a tab that other pages have used.
 """
 
 import shutil
@@ -22,7 +23,7 @@ MISSING = "There is no chromium on the PATH. On Debian: apt-get install chromium
 ARGUMENTS = [*FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
 # The theme reads these names; a page without the theme follows prefers-color-scheme.
 CHOOSE_THEME = "try {{ localStorage.mode = localStorage.theme = '{theme}' }} catch (error) {{}}"
-# Before a page of a tab that showed another one; a page that has no storage raises.
+# Runs before each page, because the tab may have shown another. A page without storage raises.
 EMPTY_STORAGE = "try { localStorage.clear(); sessionStorage.clear() } catch (error) {}; "
 # What axe counts as a violation that matters here. Those below are `minor`.
 IMPACTS = ("critical", "serious", "moderate")
@@ -116,19 +117,20 @@ def open_page(chromium: Browser) -> Iterator[OpenPage]:
 
 @pytest.fixture(scope="session")
 def visit(chromium: Browser) -> Iterator[OpenPage]:
-    """As `open_page`, for many pages in turn: `visit(path, width=390, touch=True)` → OpenedPage.
+    """Like `open_page`, for many pages in turn: `visit(path, width=390, touch=True)` → OpenedPage.
 
-    Visits with the same arguments share a tab, with its storage emptied before each: a third of the
-    time. What is returned is about the last visit. A file that the tab has in memory may not be
-    among its requests.
+    Visits with the same arguments share a tab, which takes a third of the time. The storage is
+    emptied before each page. The returned object is shared, too, and reports on the last visit
+    only. Files that are still in the tab's memory may be missing from its requests.
     """
     tabs: dict[tuple[tuple[str, Any], ...], OpenedPage] = {}
 
     def visit_one(path: Path, **window: Any) -> OpenedPage:
         kind = tuple(sorted(window.items()))
         if kind not in tabs:
-            tabs[kind] = _window(chromium, **window)
+            tabs[kind] = _window(chromium, before=EMPTY_STORAGE, **window)
         opened = tabs[kind]
+        opened.page.goto("about:blank")  # ends the page before, which may still report something
         opened.errors.clear()
         opened.requests.clear()
         opened.page.goto(path.resolve().as_uri())
@@ -142,6 +144,7 @@ def visit(chromium: Browser) -> Iterator[OpenPage]:
 def _window(
     chromium: Browser,
     *,
+    before: str = "",
     width: int = 1280,
     height: int = 800,
     theme: Literal["light", "dark"] = "light",
@@ -149,7 +152,10 @@ def _window(
     touch: bool = False,
     reduced_motion: bool = False,
 ) -> OpenedPage:
-    """A window with one empty tab, in an empty profile, which notes what its pages report."""
+    """A window with one empty tab, in an empty profile, which notes what its pages report.
+
+    `before` is a script to run before each page.
+    """
     context = chromium.new_context(
         viewport={"width": width, "height": height},
         color_scheme=theme,
@@ -158,7 +164,7 @@ def _window(
         reduced_motion="reduce" if reduced_motion else "no-preference",
     )
     context.set_default_timeout(120_000)  # for a machine that is busy
-    context.add_init_script(EMPTY_STORAGE + CHOOSE_THEME.format(theme=theme))
+    context.add_init_script(before + CHOOSE_THEME.format(theme=theme))
     opened = OpenedPage(context.new_page())
     page = opened.page
     page.on("pageerror", lambda error: opened.errors.append(str(error)))

@@ -36,6 +36,7 @@ from grader.source import CheckSource
 
 _STUB = "NotImplementedError"
 _TRUSTED_KEYS = ("gates", "implementations")  # of a rank's input
+_MOST_SHARED = 1000  # an array may take this many times its own largest magnitude from others
 _MOST_MISTAKES = 50  # differences are looked for in as many known mistakes
 
 
@@ -282,22 +283,23 @@ def _first_difference(results: list[Any], wanted: list[Any], tolerance: float) -
 
 
 def difference(
-    got: Any, want: Any, tolerance: float, place: str = "", *, beside: float = 0.0
+    got: Any, want: Any, tolerance: float, place: str = "", *, shared: float = 0.0
 ) -> str | None:
     """Where `got` first differs from `want`; None if nowhere.
 
-    Numbers and arrays may differ by `tolerance` times the largest magnitude in `want`, or `beside`
-    it: arrays of one dictionary share their largest. Where the samples' contributions to one
-    gradient cancel, rounding leaves as much as elsewhere, and little else. Everything but numbers
-    and arrays has to be the same. A value that is not finite equals nothing.
+    A number or an array may differ from `want` by `tolerance` times its largest magnitude. Arrays
+    in one dictionary use the largest magnitude among them, `shared`, but at most a thousand times
+    their own: where the samples' contributions to one gradient nearly cancel, that gradient is
+    small, but its rounding error is not. Everything else must be equal. A value that is not finite
+    equals nothing.
     """
     if isinstance(want, np.ndarray):
-        return _array_difference(got, want, tolerance, place, beside)
+        return _array_difference(got, want, tolerance, place, shared)
     if isinstance(want, dict):
         if not isinstance(got, dict) or set(got) != set(want):
             return place
         arrays = [value for value in want.values() if isinstance(value, np.ndarray)]
-        beside = max(map(_largest, arrays), default=0.0)
+        shared = max(map(_largest, arrays), default=0.0)
         inner = ((f"{place}[{key!r}]", got[key], value) for key, value in want.items())
     elif isinstance(want, list):
         if not isinstance(got, list) or len(got) != len(want):
@@ -308,7 +310,7 @@ def difference(
     else:
         return None if type(got) is type(want) and got == want else place
     for where, left, right in inner:
-        found = difference(left, right, tolerance, where, beside=beside)
+        found = difference(left, right, tolerance, where, shared=shared)
         if found is not None:
             return found
     return None
@@ -324,12 +326,12 @@ def _is_close(got: Any, want: float, tolerance: float) -> bool:
 
 
 def _largest(array: np.ndarray) -> float:
-    """The largest magnitude in `array`; 0 if it holds no numbers with fractions."""
+    """The largest magnitude in `array`; 0 unless its dtype is floating-point or complex."""
     return float(np.abs(array).max(initial=0.0)) if array.dtype.kind in "fc" else 0.0
 
 
 def _array_difference(
-    got: Any, want: np.ndarray, tolerance: float, place: str, beside: float
+    got: Any, want: np.ndarray, tolerance: float, place: str, shared: float
 ) -> str | None:
     if not isinstance(got, np.ndarray) or got.shape != want.shape:
         return place
@@ -338,10 +340,11 @@ def _array_difference(
         if want.dtype.kind not in "fc" or got.dtype.kind not in "biufc":
             wrong = np.broadcast_to(got != want, want.shape)
         else:
-            scale = max(_largest(want), beside)
+            own = _largest(want)
+            scale = max(own, min(shared, _MOST_SHARED * own))
             exact = "complex128" if "c" in (want.dtype.kind, got.dtype.kind) else "float64"
             off = np.abs(got.astype(exact) - want.astype(exact))
-            wrong = ~(off <= tolerance * max(scale, 1e-30))
+            wrong = ~(np.isfinite(off) & (off <= tolerance * max(scale, 1e-30)))
     if not wrong.any():
         return None
     index = [int(i) for i in np.argwhere(wrong)[0]]

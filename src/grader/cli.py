@@ -152,7 +152,7 @@ def _this_python() -> str:
 def _tried(assignment: Assignment, server: RankServer) -> bool:
     """Whether the key, the stubs, and the wrong answers earn what they should; prints each."""
     number = trials_of(assignment)
-    print(f"{assignment.title}: trying {number} solutions; about {number + 10} s …", flush=True)
+    print(f"{assignment.title}: trying {number} solutions; about {number} s …", flush=True)
     wrong = 0
     for count, finding in enumerate(lint(assignment, server, os.cpu_count() or 1), start=1):
         mark = "ok  " if finding.right else "NOT "

@@ -78,9 +78,9 @@ def grade_many(
     """Grade submissions, (student, what was read), in one run of nbval; in their order.
 
     With `seed` the inputs are those of an earlier run. A submission that is unreadable is not run,
-    and earns 0. `tasks` may name one solution for each submission: then only the checks that
-    execute this solution are run, and only they are in the result. Raises StoppedError when `stop`
-    is set.
+    and earns 0. `tasks` holds a solution's name or None for each submission: with a name, only the
+    checks that execute that solution are run and appear in the result. Raises StoppedError when
+    `stop` is set.
     """
     checks = [
         [check for check in assignment.checks if task is None or task in check.solutions]

@@ -42,7 +42,7 @@ class StoppedError(RuntimeError):
 
 
 def judge(cases: Cases, stop: threading.Event | None = None) -> Iterator[tuple[int, Verdicts]]:
-    """For each submission of `cases`, as it is finished: its number, and a verdict per seed of it.
+    """Each submission of `cases` as it is finished: its number, and a verdict per check run on it.
 
     A verdict is what `Verdict.as_dict` holds, or {"needs_human": why}. "passed" is nbval's word,
     and a verdict that the check itself wrote must agree with it. Raises StoppedError within 0.2 s

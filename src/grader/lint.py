@@ -15,6 +15,9 @@ from grader.merge import Submission
 from grader.sandbox import RankServer
 from grader.source import Assignment
 
+# A check that fails the key with some inputs is found by trying others.
+_OF_THE_KEY = ("the key", "the key with other inputs", "the key with others again")
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -39,19 +42,18 @@ class _Trial:
 
 def trials_of(assignment: Assignment) -> int:
     """How many findings `lint` yields."""
-    return 2 + len(assignment.wrong_answers)
+    return len(_OF_THE_KEY) + 1 + len(assignment.wrong_answers)
 
 
 def lint(assignment: Assignment, server: RankServer, jobs: int = 1) -> Iterator[Finding]:
     """Grade the key, the stubs, and the wrong answers, `jobs` at a time.
 
     Yields the findings in this order, each as soon as it and those before it are known. Raises what
-    grading raises. Costs about 2 s to start, then 0.1 to 0.2 s of processor time per check.
+    grading raises. A wrong answer is tried only on the checks that execute its solution. Each job
+    takes about 2 s to start; each check of each trial takes 0.1 to 0.2 s of processor time.
     """
-    trials = [
-        _Trial("the key", assignment.keys(), "loses nothing"),
-        _Trial("the stubs", assignment.stubs(), ""),
-    ]
+    trials = [_Trial(name, assignment.keys(), "loses nothing") for name in _OF_THE_KEY]
+    trials.append(_Trial("the stubs", assignment.stubs(), ""))
     for wrong in assignment.wrong_answers:
         solutions = {**assignment.keys(), wrong.solution: wrong.source}
         loses = f"loses {', '.join(wrong.loses)}"
@@ -60,7 +62,7 @@ def lint(assignment: Assignment, server: RankServer, jobs: int = 1) -> Iterator[
 
     def run(numbers: list[int]) -> None:
         submissions = [(trials[n].name, Submission(trials[n].solutions)) for n in numbers]
-        # Of a wrong answer, the checks of other solutions would see the key once more.
+        # The checks of other solutions would only grade the key again.
         tasks = [trials[n].task for n in numbers]
         results = grade_many(submissions, assignment, server, tasks=tasks)
         for number, result in zip(numbers, results, strict=True):

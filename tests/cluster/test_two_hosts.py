@@ -100,7 +100,7 @@ def test_an_unplugged_cable_carries_nothing():
 
 def test_the_cable_is_unplugged_also_if_one_host_has_ended():
     watch = f"[ $TWO_HOSTS_NUMBER = 1 ] || {{ {WATCH}; }}"
-    done = two_hosts("--unplug", "1", "--grace", "10", "bash", "-c", watch)
+    done = two_hosts("--unplug", "1", "--grace", "60", "bash", "-c", watch)
     assert done.stdout.count("noticed") == 1
     assert done.returncode == 0, done.stderr
 
@@ -117,6 +117,23 @@ def test_the_command_starts_once_both_hosts_have_plugged_the_cable_in(tmp_path, 
     done = two_hosts("--unplug", "1", "timeout", "20", "bash", "-c", f"{started}; {WATCH}")
     assert done.stdout.count("with a carrier") == 2
     assert done.stdout.count("noticed") == 2
+
+
+def test_a_host_that_does_not_come_up_is_the_exit_code_and_the_other_is_stopped(
+    tmp_path, monkeypatch
+):
+    broken = tmp_path / "ip"
+    broken.write_text(
+        '#!/bin/sh\n[ "$(hostname) $*" = "host0 link set eth0 up" ] && exit 7\n'
+        f'exec {shutil.which("ip")} "$@"\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    started = time.monotonic()
+    done = two_hosts("bash", "-c", "echo started")
+    assert done.returncode == 7
+    assert "started" not in done.stdout
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("ending", ["Ctrl-C", "INT", "TERM", "HUP", "KILL"])

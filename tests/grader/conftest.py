@@ -16,16 +16,16 @@ def server():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def commands_share_the_server(server: RankServer) -> Iterator[None]:
-    """A command that a test runs in this process, with --trust, takes `server`: a start costs 3 s.
+def commands_share_the_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test runs in this process takes `server`, because starting another costs 3 s here.
 
-    Commands in processes of their own start theirs.
+    A command in its own process starts its own server.
     """
 
     @contextmanager
     def shared(*, trust: bool = False) -> Iterator[RankServer]:
         if trust:
-            yield server
+            yield request.getfixturevalue("server")
         else:
             with rank_server() as own:
                 yield own

@@ -212,7 +212,36 @@ def test_no_byte_of_an_array_counts_twice():
         ("a", "a", None),
         ([1, 2], [1, 3], "[1]"),
         (np.array([2**40]), np.array([2**40 + 1]), "[0]"),
-        ({"a": np.ones(1), "b": np.array([2e-6])}, {"a": np.ones(1), "b": np.array([1e-6])}, None),
+        (
+            {"a": np.ones(1), "b": np.array([1.0005e-2])},
+            {"a": np.ones(1), "b": np.array([1e-2])},
+            None,
+        ),
+        (
+            {"a": np.ones(1), "b": np.array([2e-6])},
+            {"a": np.ones(1), "b": np.array([1e-6])},
+            "['b'][0]",
+        ),
+        (
+            {"a": np.full(1, 1e3), "b": np.zeros(1)},
+            {"a": np.full(1, 1e3), "b": np.array([9e-3])},
+            "['b'][0]",
+        ),
+        (
+            {"a": np.ones(1), "b": np.ones(1)},
+            {"a": np.array([np.inf]), "b": np.full(1, 5.0)},
+            "['a'][0]",
+        ),
+        (
+            {"a": np.ones(1), "b": np.full(1, np.inf)},
+            {"a": np.ones(1), "b": np.full(1, np.inf)},
+            "['b'][0]",
+        ),
+        (
+            {"b": np.full(1, 5.0), "a": np.full(1, np.inf)},
+            {"b": np.ones(1), "a": np.full(1, np.inf)},
+            "['b'][0]",
+        ),
         (
             {"a": np.ones(1), "b": np.array([2e-4])},
             {"a": np.ones(1), "b": np.array([1e-4])},

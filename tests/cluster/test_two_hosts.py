@@ -105,14 +105,24 @@ def test_the_cable_is_unplugged_also_if_one_host_has_ended():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_starts_once_both_hosts_have_plugged_the_cable_in(tmp_path, monkeypatch):
-    slow = tmp_path / "ip"
-    slow.write_text(
-        '#!/bin/sh\n[ "$(hostname) $*" = "host0 link set eth0 up" ] && sleep 2\n'
-        f'exec {shutil.which("ip")} "$@"\n'
-    )
-    slow.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+@pytest.fixture
+def before_host0_is_up(tmp_path, monkeypatch):
+    """`before_host0_is_up(COMMAND)`: host 0 runs COMMAND before it plugs the cable in."""
+
+    def run(command: str) -> None:
+        stand_in = tmp_path / "ip"
+        stand_in.write_text(
+            f'#!/bin/sh\n[ "$(hostname) $*" = "host0 link set eth0 up" ] && {command}\n'
+            f'exec {shutil.which("ip")} "$@"\n'
+        )
+        stand_in.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return run
+
+
+def test_the_command_starts_once_both_hosts_have_plugged_the_cable_in(before_host0_is_up):
+    before_host0_is_up("sleep 2")
     started = "ip link show eth0 | grep -q LOWER_UP && echo with a carrier"
     done = two_hosts("--unplug", "1", "timeout", "20", "bash", "-c", f"{started}; {WATCH}")
     assert done.stdout.count("with a carrier") == 2
@@ -120,15 +130,9 @@ def test_the_command_starts_once_both_hosts_have_plugged_the_cable_in(tmp_path, 
 
 
 def test_a_host_that_does_not_come_up_is_the_exit_code_and_the_other_is_stopped(
-    tmp_path, monkeypatch
+    before_host0_is_up,
 ):
-    broken = tmp_path / "ip"
-    broken.write_text(
-        '#!/bin/sh\n[ "$(hostname) $*" = "host0 link set eth0 up" ] && exit 7\n'
-        f'exec {shutil.which("ip")} "$@"\n'
-    )
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    before_host0_is_up("exit 7")
     started = time.monotonic()
     done = two_hosts("bash", "-c", "echo started")
     assert done.returncode == 7

@@ -26,8 +26,6 @@ WORKERS ?= 2
 CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/miniddp/test_ladder.py \
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_reducer_states.py \
 	tests/miniddp/test_ddp_equals_torch.py
-# Four ranks take nearly as long as two and three together; make test runs them, too.
-NOT_IN_CHECK = tests/miniddp/test_ladder.py::test_every_rung_obeys_every_invariant_and_two_overlap[4]
 
 .PHONY: help book html serve notebook figures figures-stills repository update lab check check-types check-core test test-all test-site test-cluster gpu versions clean
 
@@ -95,7 +93,7 @@ check-types:
 	@$(BIN)/mypy
 
 check-core:
-	@$(BIN)/python -m pytest --quiet --numprocesses=$(WORKERS) --dist=load --deselect '$(NOT_IN_CHECK)' $(CORE_TESTS)
+	@$(BIN)/python -m pytest --quiet --numprocesses=$(WORKERS) --dist=load $(CORE_TESTS)
 
 # The types are checked beside the tests; make check shows an error in them first.
 test: $(READY)

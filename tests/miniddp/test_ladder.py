@@ -118,7 +118,7 @@ def test_every_rung_equals_one_process_with_the_whole_batch_and_torchs_ddp(world
                 assert largest_difference(ours, torchs) <= bound, rung.__name__
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_every_rung_obeys_every_invariant_and_two_overlap(world_size):
     def work():
         checks = (*INVARIANTS, communication_overlaps_backward)

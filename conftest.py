@@ -16,8 +16,8 @@ if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# What is imported while tests are collected stays until the end. The collector walks through it again
-# and again and frees nothing: a third of a worker's processor time.
+# What is imported while tests are collected stays until the end. The collector walks through it
+# again and again, and frees nothing: a third of a worker's processor time.
 gc.disable()
 
 # An example may wait for a core for longer than the fifth of a second that it is allowed.

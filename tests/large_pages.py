@@ -12,10 +12,8 @@ def _numbers(version: str) -> list[int]:
 
 
 def _on_request() -> bool:
-    library, version = platform.libc_ver()
-    asks = library == "glibc" and _numbers(version) >= [2, 35]
     collapses = platform.system() == "Linux" and _numbers(platform.release()) >= [6, 1]
-    return asks and collapses and _SETTING.exists() and "[madvise]" in _SETTING.read_text()
+    return collapses and _SETTING.exists() and "[madvise]" in _SETTING.read_text()
 
 
 ON_REQUEST = _on_request()  # not where Linux gives them to every process, which proves nothing

@@ -35,6 +35,7 @@ The files, in the order in which an assignment and then a submission pass throug
     inside/wire       the messages, parsed within bounds
     inside/oracle     the instructor's half of a check: inputs, answers, judgment
     inside/exhibit    implementations for a student's own test, in processes of their own
+    inside/large_pages  memory that is forked in less time; labkit uses it, too
 
 Everything outside `inside` is trusted. A rank's process belongs to the student: it holds the input
 of one rank, has one connection, and sends data. It sends no verdict.

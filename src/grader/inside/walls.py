@@ -24,7 +24,7 @@ import struct
 import sys
 
 # From <linux/sched.h>, <sys/mount.h>, <linux/prctl.h>, <linux/keyctl.h>, <linux/seccomp.h>,
-# <linux/filter.h>, <linux/capability.h>, and <linux/mman.h>; Python 3.11 has no wrappers for them.
+# <linux/filter.h>, and <linux/capability.h>; Python 3.11 has no wrappers for them.
 _NEW_USER, _NEW_PID, _NEW_NET, _NEW_IPC, _NEW_MOUNTS = (
     0x10000000,
     0x20000000,
@@ -38,7 +38,6 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _PR_SET_CHILD_SUBREAPER, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 36, 22, 24
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 _JOIN_SESSION_KEYRING = 1
-_MADV_COLLAPSE, _LARGE_PAGE = 25, 2 * 2**20
 _CAPABILITIES_3 = 0x20080522
 _UP_AND_RUNNING, _SIOCSIFFLAGS = 0x1 | 0x40, 0x8914
 
@@ -190,24 +189,6 @@ def no_new_privileges() -> None:
 
 def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def gather_memory() -> None:
-    """Move this process's memory to pages of 2 MiB, so that a fork takes a quarter of the time.
-
-    A fork copies its parent's table of pages, and its end frees the copy: 26 ms for the 56,000
-    pages of 4 KiB that a process has with torch loaded. Costs half a second, and 200 MiB where the
-    parent keeps the old pages. Before Linux 6.1, and on other systems, nothing happens.
-    """
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        for line in maps.read().splitlines():
-            span, rights, _, _, inode, *name = line.split(maxsplit=5)
-            if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-                start, end = (int(address, 16) for address in span.split("-"))
-                start = -(-start // _LARGE_PAGE) * _LARGE_PAGE
-                if (size := (end - start) // _LARGE_PAGE * _LARGE_PAGE) > 0:
-                    address = ctypes.c_void_p(start)
-                    _libc.madvise(address, ctypes.c_size_t(size), _MADV_COLLAPSE)
 
 
 def own_keyring() -> None:

@@ -29,6 +29,7 @@ import torch.distributed._functional_collectives
 import torch.distributed.device_mesh
 
 from grader.inside import walls
+from grader.inside.large_pages import gather_memory
 from grader.inside.rank import leave, run_rank
 
 _MOST_RANKS = 16
@@ -63,7 +64,7 @@ def serve(contained: bool, listener: int) -> None:
             os.close(0)
             os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
         walls.die_with_parent()
-    walls.gather_memory()
+    gather_memory()
     _listen(socket.socket(fileno=listener), separated)
 
 

@@ -12,10 +12,8 @@ Without os.fork (Windows), processes are spawned, which takes seconds.
 """
 
 import contextlib
-import functools
 import multiprocessing
 import multiprocessing.forkserver
-import os
 import signal
 import sys
 import threading
@@ -31,8 +29,6 @@ _STARTING = threading.Lock()
 # Seconds between attempts to start a process. A fork server that is ending refuses new processes;
 # once it has ended, Python starts another one.
 _PAUSES = (0.1, 0.5)
-# A program started with these takes Python's memory from glibc, in large pages (glibc 2.35 on).
-_LARGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class NotStartedError(RuntimeError):
@@ -88,7 +84,6 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     with _STARTING, _interrupt_held_back():
         context.set_forkserver_preload([*_of_pytest(), "labkit.launch.rank_preload"])
-        _start_in_large_pages()
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -119,28 +114,6 @@ def _interrupt_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@functools.cache
-def _start_in_large_pages() -> None:
-    """Start the server, once per process, with its memory in pages of 2 MiB where Linux has them.
-
-    A fork copies its parent's table of pages, and its end frees the copy. With torch loaded, that
-    takes 26 ms for 56,000 pages of 4 KiB, and 6 ms with large pages. The ranks inherit these, too.
-    """
-    added = {name: value for name, value in _LARGE_PAGES.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-
-
-def environment_of_caller() -> dict[str, str]:
-    """A copy of os.environ, without what another thread may be starting the server with."""
-    with _STARTING:
-        return dict(os.environ)
 
 
 @contextlib.contextmanager

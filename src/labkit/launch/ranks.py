@@ -49,7 +49,6 @@ import torch
 
 from labkit.launch.fork_server import (
     NotStartedError,
-    environment_of_caller,
     forked,
     has_fork_server,
 )
@@ -218,7 +217,7 @@ def _home(fn: Callable[..., Any]) -> str:
 
 
 def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    environment = environment_of_caller()
+    environment = dict(os.environ)
     if sys.platform in _LOOPBACK:
         # Otherwise gloo listens on the interface that the host's name resolves to.
         environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK[sys.platform]

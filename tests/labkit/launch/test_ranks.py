@@ -55,16 +55,9 @@ def test_results_come_back_in_rank_order_after_a_real_all_reduce(world_size):
 
 
 @pytest.mark.skipif(not ON_REQUEST, reason="Linux gives no pages of 2 MiB here")
-def test_what_ranks_are_forked_from_lies_in_large_pages_and_nobodys_environment_says_so():
-    def environment():
-        return dict(os.environ)
-
-    before = dict(os.environ)
-    seen = run_ranks(environment, 2)
+def test_what_ranks_are_forked_from_lies_in_large_pages():
+    run_ranks(lambda: None, 2)
     assert mib_in_large_pages(multiprocessing.forkserver._forkserver._forkserver_pid) > 50
-    assert dict(os.environ) == before
-    for rank in seen:
-        assert rank.keys() - before.keys() == {"GLOO_SOCKET_IFNAME"} - before.keys()
 
 
 def test_rank_world_size_and_device_are_handed_over_by_name_wherever_they_stand():

@@ -72,8 +72,9 @@ def main() -> None:
         venv.create(folder / "venv", with_pip=True)
         python = folder / "venv" / "bin" / "python"
         installed = install(python, version)
-        # The package comes from its wheel; of src/, the tests need labkit.
-        (folder / "labkit").symlink_to(ROOT / "src" / "labkit")
+        # The package comes from its wheel; of src/, the tests need labkit, which needs grader.
+        for package in ("labkit", "grader"):
+            (folder / package).symlink_to(ROOT / "src" / package)
         environment = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"}
         row = [
             installed,

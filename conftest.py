@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -15,10 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-# What is imported while tests are collected stays until the end. The collector walks through it
-# again and again, and frees nothing: a third of a worker's processor time.
-gc.disable()
 
 # An example may wait for a core for longer than the fifth of a second that it is allowed.
 settings.register_profile("busy machine", deadline=None)
@@ -57,7 +54,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.index(item.path) if item.path in places else len(places))
 
 
-def pytest_collection_finish() -> None:
-    """Collect garbage again from here on, but not among the modules and tests that were loaded."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Turn the garbage collector off while tests are collected, and let it skip them afterward.
+
+    The modules that are imported here stay until the end. To walk through them again and again
+    would take a third of each worker's processor time during collection, and free nothing.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -49,7 +49,7 @@ from labkit.profiling.benchmark import write_json
 
 SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
 KEYS = 20
-QUICK = ("key", "empty", "wrong answer")  # what does not wait for a time limit
+QUICK = ("key", "empty", "wrong answer")  # they end quickly
 BROKEN = {
     "syntax error": "def average_each(module)\n",
     "deadlock": (
@@ -103,8 +103,7 @@ def main(given: argparse.Namespace) -> None:
     assignment = read_assignment(SOURCE)
     of_kind = kinds(assignment)
     if given.quick:
-        first_of = {kind[0]: kind for kind in reversed(of_kind)}
-        of_kind = [first_of[name] for name in QUICK]
+        of_kind = [next(kind for kind in of_kind if kind[0] == name) for name in QUICK]
     submissions = len(of_kind) if given.quick else given.submissions
     with tempfile.TemporaryDirectory() as name, rank_server() as server:
         folder = Path(name)

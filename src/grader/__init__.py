@@ -29,13 +29,13 @@ The files, in the order in which an assignment and then a submission pass throug
     report            grades.csv, statistics.csv, junit.xml, results.json for Gradescope
     feedback          the page that a student reads
     inside/zygote     in the sandbox: the fork server
+    inside/large_pages  the fork server's memory in pages of 2 MiB; labkit uses it, too
     inside/walls      limits and namespaces that each rank gets
     inside/rank       one rank: the student's cells and the check's part for ranks
     inside/link       torch.distributed over the trusted side
     inside/wire       the messages, parsed within bounds
     inside/oracle     the instructor's half of a check: inputs, answers, judgment
     inside/exhibit    implementations for a student's own test, in processes of their own
-    inside/large_pages  memory that is forked in less time; labkit uses it, too
 
 Everything outside `inside` is trusted. A rank's process belongs to the student: it holds the input
 of one rank, has one connection, and sends data. It sends no verdict.

@@ -1,6 +1,7 @@
 """Right, broken and hostile submissions, graded in one run: what each earns, and what it leaves."""
 
 import csv
+import functools
 import json
 import os
 import time
@@ -43,16 +44,21 @@ class Graded(NamedTuple):
 ENDLESS = ("infinite loop", "infinite loop at import", "process bomb")
 
 
-def mostly_each(path: Path, *, all_of_each: bool = True) -> Assignment:
+HIDDEN_OF_EACH = ("each_missing", "each_unused")
+
+
+def mostly_each(path: Path, hidden: tuple[str, ...] = HIDDEN_OF_EACH) -> Assignment:
     """The assignment with one check of `flat`, which comes last: it executes only the key.
 
-    It fails if what `each` does harms the checks after it. Without `all_of_each`, `each` has one
-    visible and one hidden check: enough for what must cost it all its points.
+    It fails if what `each` does harms the checks after it. Of the hidden checks of `each`, only
+    those that are named in `hidden` remain.
     """
     assignment = read_assignment(path)
     each = [one for one in assignment.checks if one.solutions == ("each",)]
+    assert {one.name for one in each if not one.visible} == set(HIDDEN_OF_EACH)
+    kept = [one for one in each if one.visible or one.name in hidden]
     flat = next(one for one in assignment.checks if one not in each)
-    return replace(assignment, checks=(*(each if all_of_each else (each[0], each[-1])), flat))
+    return replace(assignment, checks=(*kept, flat))
 
 
 def one_short_check(path: Path) -> Assignment:
@@ -70,7 +76,7 @@ def earned(entry: Entry) -> float:
 
 @pytest.fixture(scope="module")
 def graded(walls: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Graded:
-    """Every entry of the corpus, graded in four batches into one folder, two at a time."""
+    """Every entry of the corpus, graded in five batches into one folder, two at a time."""
     folder = tmp_path_factory.mktemp("submissions")
     assignment = first_assignment()
     paths = {}
@@ -84,15 +90,18 @@ def graded(walls: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Grade
         paths[entry.name] = HandedIn(entry.name, path)
     out = tmp_path_factory.mktemp("graded")
     endless = {name: paths[name] for name in ENDLESS}
-    worthless = {e.name: paths[e.name] for e in ENTRIES if e.task == "each" and e.score == 5}
+    # What must cost `each` all its points: one visible and one hidden check show it, the two hidden
+    # ones in turn.
+    worthless = [entry.name for entry in ENTRIES if entry.task == "each" and entry.score == 5]
     of_each = {entry.name: paths[entry.name] for entry in ENTRIES if entry.task == "each"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("grader.batch.read_assignment", one_short_check)
         grade_all(endless, FIRST, out, walls, jobs=2)
-        patch.setattr(
-            "grader.batch.read_assignment", lambda path: mostly_each(path, all_of_each=False)
-        )
-        grade_all(worthless, FIRST, out, walls, jobs=2)
+        for first, hidden in enumerate(HIDDEN_OF_EACH):
+            names = worthless[first :: len(HIDDEN_OF_EACH)]
+            fewer = functools.partial(mostly_each, hidden=(hidden,))
+            patch.setattr("grader.batch.read_assignment", fewer)
+            grade_all({name: paths[name] for name in names}, FIRST, out, walls, jobs=2)
         patch.setattr("grader.batch.read_assignment", mostly_each)
         grade_all(of_each, FIRST, out, walls, jobs=2)
     results = grade_all(paths, FIRST, out, walls, jobs=2)  # what has a result is not graded again

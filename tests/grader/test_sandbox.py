@@ -43,8 +43,8 @@ def look(server, body, ranks=1):
     return [end.value for end in ends]
 
 
-@pytest.mark.skipif(not ON_REQUEST, reason="Linux gives no pages of 2 MiB here")
-def test_what_ranks_are_forked_from_lies_in_large_pages(walls):
+@pytest.mark.skipif(not ON_REQUEST, reason="needs Linux 6.1, and pages of 2 MiB on request")
+def test_the_fork_server_in_the_sandbox_lies_in_large_pages(walls):
     look(walls, "return 1")  # it listens
     below = psutil.Process(walls.pid).children(recursive=True)
     assert max(mib_in_large_pages(process.pid) for process in below) > 50

@@ -20,7 +20,7 @@ How it works, and where to read on:
 4. This module prints the ranks' output in rank order. It returns the results, or raises the first
    failure together with the state of every other rank (`labkit.launch.rank_states`).
 
-A call with four ranks takes about 0.1 s on two cores. The first call takes about a second more,
+A call with four ranks takes about 0.1 s on two cores. The first call takes about FIRST more,
 because the fork server imports torch. Every rank is a new process with one thread and newly seeded
 random number generators (torch, Python, numpy). So nothing carries over from one cell to the next,
 and a chapter that needs equal numbers on all ranks must set a seed. Unlike torchrun's ranks, these
@@ -29,7 +29,7 @@ share one seed of string hashes, and therefore one order of sets.
 Only gloo listens, on the loopback interface and on ports that the system chooses. No process is
 left behind, even if the caller is killed (`labkit.launch.guard`).
 
-Tested on Linux. macOS takes the same path without two Linux system calls; it was not tested. On
+Tested on Linux. macOS takes the same path without the Linux system calls; it was not tested. On
 Windows ranks are spawned: a call takes seconds, and the report of a hang does not name the line.
 """
 
@@ -47,11 +47,7 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 
-from labkit.launch.fork_server import (
-    NotStartedError,
-    forked,
-    has_fork_server,
-)
+from labkit.launch.fork_server import NotStartedError, forked, has_fork_server
 from labkit.launch.rank_process import HANDED, VICTIM, Job, Report, bind, rebuild_exception
 from labkit.launch.rank_states import STARTING, is_under_work
 from labkit.launch.rank_supervisor import Outcome, supervise

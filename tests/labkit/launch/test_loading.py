@@ -13,6 +13,8 @@ def _as_before():
     was_on = gc.isenabled()
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as conftest.py left it: what was collected is not walked again
     (gc.enable if was_on else gc.disable)()
 
 

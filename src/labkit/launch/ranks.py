@@ -20,7 +20,7 @@ How it works, and where to read on:
 4. This module prints the ranks' output in rank order. It returns the results, or raises the first
    failure together with the state of every other rank (`labkit.launch.rank_states`).
 
-A call with four ranks takes about 0.1 s on two cores. The first call takes about FIRST more,
+A call with four ranks takes about 0.1 s on two cores. The first call takes one to two seconds more,
 because the fork server imports torch. Every rank is a new process with one thread and newly seeded
 random number generators (torch, Python, numpy). So nothing carries over from one cell to the next,
 and a chapter that needs equal numbers on all ranks must set a seed. Unlike torchrun's ranks, these

@@ -23,6 +23,7 @@ FAILS = "scale/when_a_node_fails.html"
 # code: (severity unless the rule says otherwise, title, page)
 CATALOG: dict[str, tuple[Severity, str, str]] = {
     "wrapper_bypassed": ("error", "The forward bypasses the wrapper", BYPASSED),
+    "two_backwards": ("error", "Two backwards run through one forward", STEP),
     "wrapper_lost": ("error", "No wrapper combines the gradients", BYPASSED),
     "model_changed_after_wrapping": ("error", "The model changed after it was wrapped", MUSEUM),
     "optimizer_on_other_parameters": ("error", "The optimizer holds other parameters", MUSEUM),

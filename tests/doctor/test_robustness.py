@@ -244,6 +244,51 @@ def test_a_wrapper_of_another_library_is_recognized_by_what_it_has(
     assert "no forward went through the wrapper" in codes(bypassed)["wrapper_bypassed"]
 
 
+TWO_LOSSES = (START + NO_EVENT + LOOP + END).replace(
+    "    loss.backward()\n",
+    "    loss.backward(retain_graph=True)\n    loss.square().backward()\n",
+)
+
+
+def test_a_second_backward_through_one_forward_is_named_and_not_taken_for_a_bypassed_wrapper(
+    server: Server, script: Write
+) -> None:
+    looked, plain = both(server, script(TWO_LOSSES))
+    assert looked.codes == [0, 0], looked.errors
+    assert looked.same(plain)
+    assert set(codes(looked)) == {"two_backwards", "replicas_drift"}
+    assert "Step 0, rank 0: a second backward" in codes(looked)["two_backwards"]
+    assert "4 of 4 gradients differ" in codes(looked)["two_backwards"]
+
+
+def test_two_backwards_whose_gradients_are_averaged_afterward_are_right(
+    server: Server, script: Write
+) -> None:
+    own = """
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    opt.step()
+"""
+    looked, plain = both(server, script(TWO_LOSSES.replace("    opt.step()\n", own)))
+    assert looked.codes == [0, 0], looked.errors
+    assert looked.same(plain)
+    assert "two_backwards" not in codes(looked)
+    assert "wrapper_bypassed" not in codes(looked)
+
+
+def test_a_forward_around_the_wrapper_is_named_also_after_one_through_it(
+    server: Server, script: Write
+) -> None:
+    text = TWO_LOSSES.replace("retain_graph=True", "").replace(
+        "loss.square().backward()", "nn.functional.mse_loss(net(x), x[:, :2]).backward()"
+    )
+    looked, plain = both(server, script(text))
+    assert looked.codes == [0, 0], looked.errors
+    assert looked.same(plain)
+    assert set(codes(looked)) == {"wrapper_bypassed", "replicas_drift"}
+
+
 def test_a_clip_written_by_hand_does_not_change_the_equation(server: Server, script: Write) -> None:
     clip = """
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()

@@ -76,6 +76,32 @@ def test_no_sync_with_a_static_graph_is_an_error_only_if_gradients_differ(
     assert found["static_graph_with_no_sync"].severity == severity
 
 
+@pytest.mark.parametrize(
+    ("prepared", "retained", "code"),
+    [
+        ((True, None), (True, False), "two_backwards"),
+        ((True, None), (False, False), "wrapper_bypassed"),
+        ((None, None), (True, False), "wrapper_bypassed"),
+    ],
+)
+def test_a_backward_without_a_forward_of_its_own_is_the_second_of_a_forward_or_bypasses_the_wrapper(
+    prepared: tuple[bool | None, ...], retained: tuple[bool, ...], code: str
+) -> None:
+    wrapper = {
+        "kind": "wrapper", "index": 0, "static_graph": False, "bytes": 8, "place": "train.py:3",
+        "type": "DistributedDataParallel", "module": "Linear", "world": 2, "parameters": 2,
+        "find_unused": False, "broadcast_buffers": True, "init_sync": True, "bucket_cap": None,
+    }  # fmt: skip
+    windows = []
+    for mine in OWN:
+        one = window([4, 4], [0.5, 0.5], mine, mine)
+        for backward, was, kept in zip(one["backwards"], prepared, retained, strict=True):
+            backward |= {"prepared": {"0": was}, "retained": kept}
+        windows.append(one)
+    found = findings(run_of(windows, every=[wrapper]))
+    assert {"two_backwards", "wrapper_bypassed"} & set(found) == {code}
+
+
 def short(count: int, of: int) -> list[dict[str, Any]]:
     return [window([4] * count, [1 / of] * count, SAME, mine) for mine in OWN]
 

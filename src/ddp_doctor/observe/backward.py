@@ -56,6 +56,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             return record, [], []
         note_state(recorder)
         record["scale"] = recorder.scales
+        record["retained"] = _retains(args, kwargs)
         record["prepared"] = {str(each.index): each.prepared for each in recorder.wrappers}
         record["terms"] = []
         record["values"] = [
@@ -133,6 +134,12 @@ def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if isinstance(first, Iterable):
         return [each for each in first if isinstance(each, Tensor)]
     return []
+
+
+def _retains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this backward keeps its graph, so that another one can run through it."""
+    given = {**dict(zip(("retain_graph", "create_graph"), args[2:4], strict=False)), **kwargs}
+    return bool(given.get("retain_graph") or given.get("create_graph"))
 
 
 def _outermost(roots: list[Any], terms: dict[Any, Any]) -> set[Any]:

@@ -20,8 +20,8 @@ def wrapper_bypassed(run: Run, equation: Equation) -> Iterator[Finding]:
     """Backward reaches a wrapped model that no forward of the wrapper has prepared.
 
     Right if the gradients are combined in another way: they are equal on all ranks then. A backward
-    under no_sync is prepared, and is another rule's subject. Right too for local SGD, which
-    averages the parameters.
+    under no_sync is prepared, and is another rule's subject, as is a second one through the same
+    forward. Right too for local SGD, which averages the parameters.
     """
     if run.world < 2 or not run.wrappers or run.averages_parameters:
         return
@@ -31,7 +31,7 @@ def wrapper_bypassed(run: Run, equation: Equation) -> Iterator[Finding]:
             continue
         for rank, fact in window:
             backward = _bypassed(fact)
-            if backward is None:
+            if backward is None or _second(fact) is not None:
                 continue
             earlier = _was_prepared(run, window.n)
             gone = [run.wrappers[at] for at in fact.get("gone", ()) if at < len(run.wrappers)]
@@ -45,6 +45,32 @@ def wrapper_bypassed(run: Run, equation: Equation) -> Iterator[Finding]:
                 f"{names[0]}.",
                 _place(backward),
                 KEEP_THE_WRAPPER if gone else CALL_THE_WRAPPER,
+            )
+            return
+
+
+def two_backwards(run: Run, equation: Equation) -> Iterator[Finding]:
+    """A second backward runs through a forward whose gradients were averaged in the first.
+
+    Right if the gradients are combined in another way: they are equal on all ranks then. Right too
+    for local SGD, which averages the parameters.
+    """
+    if run.world < 2 or run.averages_parameters:
+        return
+    for window in run.complete:
+        names = window.differing_gradients
+        for rank, fact in window:
+            backward = _second(fact)
+            if not names or backward is None:
+                continue
+            yield finding(
+                "two_backwards",
+                f"Step {window.n}, rank {rank}: a second backward ran through the same forward. "
+                f"The wrapper averages gradients once per forward, so those of the second stay "
+                f"local. {len(names)} of {_total(fact)} gradients differ between the ranks, first "
+                f"{names[0]}.",
+                _place(backward),
+                "Add the losses, and call backward once: (loss_1 + loss_2).backward().",
             )
             return
 
@@ -66,6 +92,19 @@ def _bypassed(fact: Fact) -> Fact | None:
         for index, reached in backward.get("wrappers", {}).items():
             if reached and backward["prepared"].get(index) is None:
                 return dict(backward)
+    return None
+
+
+def _second(fact: Fact) -> Fact | None:
+    """A backward that no forward prepared, after one that kept the graph of a prepared forward."""
+    kept: set[str] = set()
+    for backward in fact["backwards"]:
+        for index, reached in backward.get("wrappers", {}).items():
+            prepared = backward["prepared"].get(index)
+            if reached and prepared is None and index in kept:
+                return dict(backward)
+            if reached and prepared and backward.get("retained"):
+                kept.add(index)
     return None
 
 
@@ -331,6 +370,7 @@ RULES = (
     world_size_one,
     changed_after_wrapping,
     wrapper_bypassed,
+    two_backwards,
     optimizer_in_backward,
     parameters_averaged,
     optimizer_on_other_parameters,

@@ -36,6 +36,7 @@ fail() { # MESSAGE
 on_host() { # NUMBER COMMAND…
     local number=$1
     shift
+    : >"$TWO_HOSTS_SHARED/.made$number"
     hostname "host$number"
     ip link set lo up
     while [[ ! -e $TWO_HOSTS_SHARED/.plugged ]]; do sleep 0.02; done
@@ -68,7 +69,7 @@ between_hosts() { # COMMAND…
     ip link add name end0 type veth peer name end1
     for number in 0 1; do
         # A network is known by a process in it, and unshare may not have made it yet.
-        while [[ $(readlink "/proc/${hosts[number]}/ns/net") == $(readlink /proc/self/ns/net) ]]; do
+        until [[ -e $TWO_HOSTS_SHARED/.made$number ]]; do
             kill -0 "${hosts[number]}" 2>/dev/null || fail "host$number could not be made"
             sleep 0.02
         done

@@ -94,7 +94,7 @@ WATCH = "while ip link show eth0 | grep -q LOWER_UP; do sleep 0.1; done; echo no
 
 def test_an_unplugged_cable_carries_nothing():
     done = two_hosts("--unplug", "1", "bash", "-c", WATCH)
-    assert done.stdout.count("noticed") == 2
+    assert done.stdout.count("noticed") == 2, done.stderr
     assert "the cable is unplugged" in done.stderr
 
 
@@ -106,19 +106,35 @@ def test_the_cable_is_unplugged_also_if_one_host_has_ended():
 
 
 @pytest.fixture
-def before_host0_is_up(tmp_path, monkeypatch):
+def instead_of(tmp_path, monkeypatch):
+    """`instead_of(TOOL, SCRIPT)`: SCRIPT runs before TOOL, with the same arguments."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def write(tool: str, script: str) -> None:
+        stand_in = tmp_path / tool
+        stand_in.write_text(f'#!/bin/sh\n{script}\nexec {shutil.which(tool)} "$@"\n')
+        stand_in.chmod(0o755)
+
+    return write
+
+
+@pytest.fixture
+def before_host0_is_up(instead_of):
     """`before_host0_is_up(COMMAND)`: host 0 runs COMMAND before it plugs the cable in."""
 
     def run(command: str) -> None:
-        stand_in = tmp_path / "ip"
-        stand_in.write_text(
-            f'#!/bin/sh\n[ "$(hostname) $*" = "host0 link set eth0 up" ] && {command}\n'
-            f'exec {shutil.which("ip")} "$@"\n'
-        )
-        stand_in.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        instead_of("ip", f'[ "$(hostname) $*" = "host0 link set eth0 up" ] && {command}')
 
     return run
+
+
+def test_the_cable_waits_for_a_host_whose_network_is_made_late(instead_of):
+    instead_of("unshare", 'case "$*" in *"--on-host 1"*) sleep 1 ;; esac')
+    # /proc may not show the network of a process that is just starting.
+    instead_of("readlink", 'case "$1" in /proc/[0-9]*/ns/net) exit 1 ;; esac')
+    done = two_hosts("bash", "-c", "ip -brief link show eth0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("eth0@") == 2
 
 
 def test_the_command_starts_once_both_hosts_have_plugged_the_cable_in(before_host0_is_up):

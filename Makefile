@@ -27,7 +27,7 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_reducer_states.py \
 	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help book html serve notebook figures figures-stills repository update lab check check-types check-core test test-all test-site test-cluster gpu versions clean
+.PHONY: help book html serve notebook figures figures-stills repository update lab check check-types check-core test test-all test-site test-pages test-figures test-cluster gpu versions clean
 
 help:
 	@echo "I want to read the book"
@@ -104,9 +104,14 @@ test: $(READY)
 test-all:
 	@$(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=25 --durations-min=5
 
-# Opens what `make html` rendered. Debian's Chromium: apt-get install chromium.
-test-site: $(READY)
+# Debian's Chromium: apt-get install chromium.
+test-site: test-pages test-figures
+
+# Opens what `make html` rendered. Of `make --jobs=2 html test-pages`, this is the second.
+test-pages: $(READY) $(filter html,$(MAKECMDGOALS))
 	@$(BIN)/python -m pytest tests/site
+
+test-figures: $(READY)
 	@$(BIN)/python -m pytest tests/figures/in_browser
 
 test-cluster: $(READY)

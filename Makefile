@@ -107,14 +107,15 @@ test-all:
 # Debian's Chromium: apt-get install chromium.
 test-site: test-pages test-figures
 
-# Opens what `make html` rendered. Of `make --jobs=2 html test-pages`, this is the second.
+# Opens what `make html` rendered. Of `make --jobs=2 html test-pages test-figures test-cluster`, the
+# second follows the first and the fourth the third: so the two jobs take about the same time.
 test-pages: $(READY) $(filter html,$(MAKECMDGOALS))
 	@$(BIN)/python -m pytest tests/site
 
 test-figures: $(READY)
 	@$(BIN)/python -m pytest tests/figures/in_browser
 
-test-cluster: $(READY)
+test-cluster: $(READY) $(filter test-figures,$(MAKECMDGOALS))
 	@tests/cluster/needs.sh
 	@$(BIN)/python -m pytest tests/cluster
 

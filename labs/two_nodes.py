@@ -12,6 +12,8 @@ Each all-reduce sums the same gradients, of a few MiB. The output has three numb
 2. The median time of the slowest rank.
 3. Both, relative to the hierarchical all-reduce.
 
+A column that has no numbers here is left out.
+
 The exit code is 1 if the sums differ between ranks.
 """
 
@@ -22,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 from labkit.launch.arguments import parse_arguments
@@ -58,12 +60,12 @@ from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
 class AllReduceCost(NamedTuple):
     """The cost of one all-reduce.
 
-    `counted` and `on_the_wire` are bytes that left a node. `same` is False if a rank got other
-    bits.
+    `counted` and `on_the_wire` are bytes that left a node; the second is None if no counter of the
+    system was read. `same` is False if a rank got other bits.
     """
 
     counted: float
-    on_the_wire: float
+    on_the_wire: float | None
     seconds: float
     same: bool
 
@@ -134,11 +136,12 @@ def measure_on_two_nodes(
         after = sent_by_the_interface()
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         seconds.append(mine.item())
-        wire.append(after - before if before is not None and after is not None else float("nan"))
+        if before is not None and after is not None:
+            wire.append(after - before)
     nodes = place.world_size // ranks_per_node
     return AllReduceCost(
         counted.item() / nodes,
-        statistics.median(wire),
+        statistics.median(wire) if wire else None,
         statistics.median(seconds),
         differs.item() == 0,
     )
@@ -159,21 +162,19 @@ def main(arguments: argparse.Namespace) -> None:
     count, base = place.world_size // ranks_per_node, found["hierarchical"]
     if place.rank == 0:
         print(f"nodes {count}, ranks per node {ranks_per_node}, {arguments.mib:g} MiB of gradients")
-        rows = [
-            [
-                name,
-                one.counted / MIB,
-                one.on_the_wire / MIB,
-                one.seconds * 1000,
-                one.counted / base.counted if base.counted else float("nan"),
-                one.seconds / base.seconds,
-                one.same,
-            ]
-            for name, one in found.items()
-        ]
-        headers = ["", "MiB out of a node", "on the wire", "ms", "bytes ÷", "time ÷", "same bits"]
-        print(table(headers, rows, digits=2))
         others = place.world_size - ranks_per_node
+        costs = list(found.values())
+        columns: dict[str, list[Any]] = {
+            "": list(found),
+            "MiB out of a node": [one.counted / MIB for one in costs],
+            "on the wire": [one.on_the_wire / MIB for one in costs if one.on_the_wire is not None],
+            "ms": [one.seconds * 1000 for one in costs],
+            "bytes ÷": [one.counted / base.counted for one in costs if others],
+            "time ÷": [one.seconds / base.seconds for one in costs],
+            "same bits": [one.same for one in costs],
+        }
+        known = {header: cells for header, cells in columns.items() if cells}
+        print(table(list(known), list(zip(*known.values(), strict=True)), digits=2))
         if others:
             theory = (place.world_size - 1) / others
             print(f"theory of the bytes: {theory:.2f} to 1", flush=True)

@@ -1,5 +1,7 @@
 """The lab of the chapter "Two nodes", and the thread's lab on two nodes."""
 
+import re
+
 from labkit.launch.scripts import run_script
 
 
@@ -14,6 +16,9 @@ def test_the_hierarchical_lab_counts_the_bytes_of_the_theory_and_sums_alike_on_a
 
 def test_on_one_node_the_lab_says_that_nothing_leaves_it_and_how_to_start_two():
     output = run_script("labs/two_nodes.py", "--mib", "0.5", ranks=2)
+    (headers,) = [line for line in output.splitlines() if "time ÷" in line]
+    assert re.split(r"  +", headers.strip()) == ["MiB out of a node", "ms", "time ÷", "same bits"]
+    assert "nan" not in output
     assert "no byte leaves it" in output
     assert "labkit.launch.nodes --nodes 2" in output
     assert "theory" not in output

@@ -285,7 +285,7 @@ def main(seed: int) -> None:
         print(f"transformers {transformers.__version__}, accelerate {accelerate.__version__}")
         print(f"average_tokens_across_devices is {default} by default")
         tokens, predicted = int(labels.sum()), int(labels[:, 1:].sum())
-        print(f"{SEQUENCES} sequences of {tokens} tokens, {predicted} without the first of each\n")
+        print(f"{SEQUENCES} sequences, {tokens} tokens, {predicted} without each first one\n")
         headers = ["Trainer", "split", *flag, "ratio", "cosine", "logged", "true loss"]
         print(table(headers, by_trainer, digits=3))
         print(f"\n{table(['accelerator.backward of', 'ratio', 'cosine'], by_accelerate)}")

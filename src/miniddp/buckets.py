@@ -50,7 +50,7 @@ def bucket_caps(caps_mb: float | Sequence[float] | None = None) -> tuple[int, ..
 
 
 def initial_plan(sizes: Sequence[ParameterSize], caps: Sequence[int] = NO_CAP) -> Plan:
-    """The plan for parameters in definition order; gradients appear from the last to the first.
+    """The plan for parameters in definition order: the last first, as their gradients arrive.
 
     With `NO_CAP`, one bucket per kind: the safe choice while the order of arrival is unknown.
     """

@@ -9,7 +9,7 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
    may arrive in another order on another rank, and collectives are matched by their order alone.
 5. *Finalize.* Once per backward, at its end: wait for each all-reduce and copy the averages out.
 6. *Rebuild.* Once, before the first forward with grad after a reduced backward: assign the buckets
-   in the order of arrival on rank 0, which broadcasts it. Not with `find_unused_parameters`.
+   by the order of arrival on rank 0; its plan is broadcast. Not with `find_unused_parameters`.
 
 What the reducer is doing is one value, `ReducerState`. Any transition that is not listed raises
 RuntimeError; `reset_state` returns to IDLE from any state.
@@ -88,7 +88,7 @@ class Reducer:
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.device = self.parameters[0].device
-        self.lock = threading.RLock()  # held to write gradients, and to count unless `lock_free`
+        self.lock = threading.RLock()  # held in finalize_backward, and in hooks unless `lock_free`
 
         self.state = self.state_between_backwards = IDLE
         self.has_rebuilt_bucket = False
@@ -110,7 +110,7 @@ class Reducer:
 
     def initialize_buckets(self, plan: Plan) -> None:
         """Allocate the buckets of `plan`; existing gradients become views of them, if asked for."""
-        # Both are emptied first, to free the old buffers that nobody uses before making new ones.
+        # Empty both first: old buffers that nothing uses are then freed before new ones are made.
         self.buckets: list[Bucket] = []
         self.variable_locators: dict[int, tuple[Bucket, Run]] = {}
         for indices in plan:
@@ -171,8 +171,8 @@ class Reducer:
     def autograd_hook(self, index: int) -> None:
         """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined.
 
-        The common case takes no lock: on the CPU, all hooks run in the thread that called backward.
-        A GPU's hooks run in a thread of its own, but undefined gradients arrive in another one.
+        The common case takes no lock: one thread runs all hooks of a backward on the CPU. (So two
+        threads must not share one.) On a GPU, undefined gradients arrive in another thread.
         """
         if self.state is REDUCING and self.lock_free:
             self.order.append(index)
@@ -269,7 +269,7 @@ class Reducer:
             raise self.error(
                 "Detected at least one parameter gradient is not the expected DDP bucket view with "
                 f"gradient_as_bucket_view=True: {self.names[bucket.indices[replaced[0]]]}. A hook "
-                "or a second wrapper around the same module set its .grad during backward."
+                "or a second wrapper set its .grad during backward: remove it, or use no views."
             )
 
     def slots_to_write(self, bucket: Bucket) -> list[int] | None:

@@ -108,7 +108,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
     Raises ValueError if a tensor is expanded.
     """
     for tensor in tensors:
-        # Checked on the source too, which would otherwise wait for the others forever.
+        # Checked on the source, too: it would wait forever if only the others raised.
         if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(
                 f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: several of its "

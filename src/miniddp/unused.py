@@ -38,7 +38,7 @@ class UsedParameters:
         self.unreachable: list[int] = []  # indices that the announced backward cannot reach
         self.reset()
         self.counts = torch.empty(0)  # per parameter: how many ranks used it
-        self.anywhere: list[bool] = []  # the same as yes or no; empty until it has been waited for
+        self.anywhere: list[bool] = []  # `counts > 0` as bools; empty until `work` is waited for
 
     def reset(self) -> None:
         """After a reduction: nothing is used yet."""
@@ -95,7 +95,7 @@ class OutputGate(torch.autograd.Function):
 
     @classmethod
     def pass_through(cls, output: Any, clone: bool = True) -> Any:
-        """`output`, in which every tensor that has a graph has passed through one gate."""
+        """`output` with every tensor that has a `grad_fn` passed through one gate."""
         tensors = find_tensors(output)
         gated = iter(cls.apply(clone, *(t for t in tensors if t.grad_fn is not None)) or ())
         replacements = [next(gated) if t.grad_fn is not None else t for t in tensors]

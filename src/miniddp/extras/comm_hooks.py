@@ -49,8 +49,8 @@ def total(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Te
 class HierarchicalState:
     """The nodes, and one thread that averages bucket after bucket while backward goes on.
 
-    The parts of an average wait for one another, and only a thread of their own can wait. It is
-    one for all buckets, and the groups are nobody else's: so every rank sends in launch order.
+    The steps of an average wait for each other, so they need a thread. One thread and private
+    groups serve all buckets, so every rank sends in launch order.
 
     Args:
         ranks_per_node: L. Every rank of the world has to make a state.
@@ -69,7 +69,7 @@ class HierarchicalState:
 
 
 def hierarchical_average(state: HierarchicalState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The mean over the ranks, by `collectives.hierarchical_all_reduce`: between nodes, the least.
+    """The mean, by `collectives.hierarchical_all_reduce`: the least traffic between nodes.
 
     For CPU gradients on gloo, whose own all-reduce is a flat ring. Raises NotImplementedError for
     others: NCCL knows the machine's links, and chooses between such ways by itself.
@@ -90,7 +90,7 @@ def hierarchical_average(state: HierarchicalState, bucket: dist.GradBucket) -> F
             done.set_result(error)
 
     def result(done: Future[Exception | None]) -> Tensor:
-        # Raised here, since torch's C++ takes an exception that was set for a value.
+        # Raised here: torch's C++ would take an exception set as the result for a value.
         if (error := done.value()) is not None:
             raise error
         return buffer
@@ -100,12 +100,18 @@ def hierarchical_average(state: HierarchicalState, bucket: dist.GradBucket) -> F
 
 
 def fp16_compress(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The mean, sent as float16: half the bytes; gradients above 65,504 overflow."""
+    """The mean, sent as float16: half the bytes; gradients above 65,504 overflow.
+
+    Raises TypeError for complex gradients, of which only the real part would be sent.
+    """
     return _compressed_average(torch.float16, state, bucket)
 
 
 def bf16_compress(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The mean, sent as bfloat16: half the bytes, the range of float32, two to three digits."""
+    """The mean, sent as bfloat16: half the bytes, the range of float32, two to three digits.
+
+    Raises TypeError for complex gradients, of which only the real part would be sent.
+    """
     return _compressed_average(torch.bfloat16, state, bucket)
 
 
@@ -119,7 +125,7 @@ class PowerSGDState:
         process_group: the ranks that average; the default group when None.
         rank: r, the rank of the approximation (not the number of a process).
         start_after: so many iterations are averaged exactly first, at least 2 as in torch.
-        error_feedback: add what an iteration's approximation has lost to the next one's gradient.
+        error_feedback: add what one step's approximation lost to the next step's gradient.
             Costs one more buffer as large as the gradients. Without it training may not converge.
 
     Raises ValueError if `rank` or `start_after` is too small.
@@ -155,15 +161,15 @@ class PowerSGDState:
         if parameter not in self.factors_q:
             generator = torch.Generator().manual_seed(len(self.factors_q))
             drawn = torch.randn(matrix.shape[1], self.rank, generator=generator)
-            self.factors_q[parameter] = torch.linalg.qr(drawn).Q.to(matrix)
+            self.factors_q[parameter] = _orthonormal(drawn).to(matrix)
         return self.factors_q[parameter]
 
 
 def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
-    """The mean, sent as two thin factors per matrix: M ≈ P Qᵀ with r columns each.
+    """The mean, sent as two thin factors per matrix: M ≈ P Qᴴ with r columns each.
 
     One step of subspace iteration, started from the last iteration's Q: P = M Q, averaged and made
-    orthonormal; Q = Mᵀ P, averaged. Vectors, and matrices too small to gain, are averaged exactly.
+    orthonormal; Q = Mᴴ P, averaged. Vectors, and matrices too small to gain, are averaged exactly.
 
     Three collectives per bucket: the exact part, P, Q. Backward waits for P: started from a
     callback, the collectives of two buckets could run in different orders on different ranks.
@@ -183,17 +189,17 @@ def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
     wanted = {p: m.clone() for p, m in matrices.items()} if state.error_feedback else {}
 
     # 2. The exact part travels while P is computed, averaged, and made orthonormal.
-    exact_flat, exact_done = _start_average(exact, group)
+    exact_flat, exact_done = _start_average(exact, bucket.buffer(), group)
     factors_p = [matrix @ state.factor_of(p, matrix) for p, matrix in matrices.items()]
-    flat_p, p_done = _start_average(factors_p, group)
+    flat_p, p_done = _start_average(factors_p, bucket.buffer(), group)
     p_done.wait()
-    factors_p = [torch.linalg.qr(p).Q for p in _parts_like(factors_p, flat_p)]
+    factors_p = [_orthonormal(p) for p in _parts_like(factors_p, flat_p)]
 
     # 3. Q travels while backward goes on.
-    factors_q = [m.t() @ p for m, p in zip(matrices.values(), factors_p, strict=True)]
-    flat_q, q_done = _start_average(factors_q, group)
-    # With NCCL the callback runs at once, on a CUDA stream of its own: memory that it reads must
-    # not be freed, and given to the backward that goes on, before that stream has come so far.
+    factors_q = [m.mH @ p for m, p in zip(matrices.values(), factors_p, strict=True)]
+    flat_q, q_done = _start_average(factors_q, bucket.buffer(), group)
+    # With NCCL the callback runs at once, on its own CUDA stream. Keep the memory it reads: freed
+    # now, it could be reused by backward before that stream has read it.
     state.in_use[bucket.index()] = [exact_flat, *factors_p]
 
     def decompress(done: Future) -> Tensor:
@@ -204,7 +210,7 @@ def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
         new_q = _parts_like(factors_q, flat_q)
         for (parameter, m), p, q in zip(matrices.items(), factors_p, new_q, strict=True):
             state.factors_q[parameter] = q
-            torch.matmul(p, q.t(), out=m)
+            torch.matmul(p, q.mH, out=m)
             if state.error_feedback:
                 state.errors[parameter] = wanted[parameter].sub_(m)
         return bucket.buffer()
@@ -221,6 +227,11 @@ def _compressed_average(
     dtype: torch.dtype, group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> Future[Tensor]:
     buffer = bucket.buffer()
+    if buffer.is_complex():
+        raise TypeError(
+            f"bucket {bucket.index()} holds {buffer.dtype} gradients, and {dtype} has no imaginary "
+            "part: use the hook `average`"
+        )
     compressed = buffer.to(dtype).div_(dist.get_world_size(group))
     return _sum(compressed, group).then(lambda done: buffer.copy_(done.value()))
 
@@ -241,13 +252,18 @@ def _worth_compressing(
     return matrices, exact
 
 
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Orthonormal columns that span the same space; in float32 where QR has no narrower kernel."""
+    wide = columns.float() if columns.dtype in (torch.float16, torch.bfloat16) else columns
+    return torch.linalg.qr(wide).Q.to(columns)
+
+
 def _start_average(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None
+    tensors: Sequence[Tensor], like: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, dist.Work]:
     """All `tensors` in one flat one, whose average is under way; without any, an empty one."""
-    device = tensors[0].device if tensors else None
-    parts = [tensor.reshape(-1) for tensor in tensors] or [torch.empty(0, device=device)]
-    flat = torch.cat(parts).div_(dist.get_world_size(group))
+    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in tensors)])
+    flat.div_(dist.get_world_size(group))
     return flat, dist.all_reduce(flat, group=group, async_op=True)
 
 

@@ -170,7 +170,7 @@ def _seconds_of_a_copy() -> float:
 
 
 def _seconds(tensor: Tensor, group: dist.ProcessGroup, times: int) -> tuple[float, float]:
-    """One all-reduce of `tensor`: (by the clock, of the processor in this process).
+    """Seconds of one all-reduce of `tensor`: (elapsed, this process's processor time).
 
     The least of several, since whatever else runs on the machine only adds to them.
     """

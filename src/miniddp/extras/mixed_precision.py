@@ -3,9 +3,9 @@
 Before a forward every parameter's data are replaced by a copy in `param_dtype`, and the inputs are
 cast too; so activations and gradients are narrow. A bucket travels in `reduce_dtype`. As soon as
 it is full its parameters take their wide data back, and their gradients become wide, so that an
-optimizer sees nothing of all this. After a forward without gradients they have them back at once;
-after one under `no_sync`, or whose backward never comes, only with the next forward. Unlike
-torch.autocast this narrows everything, reductions and norms as well.
+optimizer sees nothing of all this. After a forward without gradients they are wide again at once;
+after one under `no_sync`, or without a backward, at the next forward. Unlike torch.autocast this
+narrows everything, reductions and norms as well.
 
 Cost: for each forward one narrow copy of the parameters, freed during backward. Each rank sends
 half the bytes with a type of two bytes.

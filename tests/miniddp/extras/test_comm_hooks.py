@@ -246,6 +246,58 @@ def test_error_feedback_lets_power_sgds_sum_over_time_approach_the_true_gradient
     assert distance[False] > 0.5
 
 
+class Weighted(nn.Module):
+    """One weight of 16 × 12; its gradient is the conjugate of what it is multiplied by."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 12, dtype=dtype))
+
+    def forward(self, factors):
+        return (self.weight * factors).sum().real
+
+
+def run_low_rank(rank, world_size, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    wide = torch.complex64 if dtype.is_complex else torch.float32
+    column, row = (torch.randn(n, dtype=wide, generator=generator) for n in (16, 12))
+    factors = torch.outer(column, row)
+    wrapped = DropIn(Weighted(dtype))
+    wrapped.register_comm_hook(comm_hooks.PowerSGDState(rank=2), comm_hooks.power_sgd)
+    for _ in range(4):
+        wrapped.zero_grad()
+        wrapped(factors.to(dtype)).backward()
+    return wrapped.module.weight.grad.to(wide), factors.conj()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.complex64, 1e-5)],
+)
+def test_power_sgd_loses_nothing_of_a_gradient_of_low_rank_in_any_dtype(dtype, tolerance):
+    per_rank = run_ranks(run_low_rank, 2, dtype)
+    true = sum(own for _, own in per_rank) / 2  # of rank 2: one outer product per process
+    for found, _ in per_rank:
+        assert (found - true).norm() < tolerance * true.norm()
+
+
+def run_complex_compression(rank, world_size, hook):
+    wrapped = DropIn(Weighted(torch.complex64))
+    wrapped.register_comm_hook(None, hook)
+    try:
+        wrapped(torch.randn(16, 12, dtype=torch.complex64)).backward()
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("hook", [comm_hooks.fp16_compress, comm_hooks.bf16_compress])
+def test_compression_refuses_complex_gradients_on_every_rank(hook):
+    for said in run_ranks(run_complex_compression, 2, hook):
+        assert "bucket 0 holds torch.complex64 gradients" in said
+        assert "use the hook `average`" in said
+
+
 @pytest.mark.parametrize("wrong", [{"rank": 0}, {"start_after": 1}])
 def test_power_sgd_refuses_senseless_settings(wrong):
     with pytest.raises(ValueError, match="must be at least"):

@@ -13,6 +13,7 @@ torch/csrc/distributed/c10d/reducer.cpp.
 from typing import Any
 
 from miniddp import errors
+from miniddp.autograd_graph import at_end_of_backward
 from miniddp.bucket import Bucket
 from miniddp.reducer import IDLE, READY, REDUCING, Reducer
 
@@ -25,6 +26,8 @@ class StaticGraphReducer(Reducer):
     def __init__(self, *args: Any, **kwargs: Any):
         self.static_graph = False
         self.learns_graph = False
+        # The first gradient then tells where the backward begins, unless a checkpoint is reentrant.
+        self.no_output_found = False
         self.firings: list[int] = []  # arrivals of each gradient per backward
         self.pending_firings: list[int] = []
         super().__init__(*args, **kwargs)
@@ -48,6 +51,8 @@ class StaticGraphReducer(Reducer):
         if self.learns_graph:
             self.usage.mark(index)
             if self.state is READY:
+                if self.no_output_found and not any(self.firings):
+                    at_end_of_backward(self.learn_graph)
                 self.firings[index] += 1
                 return False
         if not super().expect_autograd_hook(index):
@@ -61,7 +66,7 @@ class StaticGraphReducer(Reducer):
 
     def learn_graph(self) -> bool:
         """At the end of the first backward: note what arrived, reduce everything. True if so."""
-        # No arrival: this was a pass of autograd.grad, or a second forward of the same backward.
+        # It is called more than once per backward, and for a pass of autograd.grad.
         if not self.learns_graph or not any(self.firings):
             return False
         with self.lock:

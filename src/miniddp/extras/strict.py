@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 def at_end_of_each_backward(
     output: Any, reducer: "TorchReducer", act: Callable[["TorchReducer"], Any]
-) -> None:
+) -> bool:
     """Call `act(reducer)` at the end of each backward pass that enters a tensor in `output`.
 
-    It is called once per such tensor, so it must be safe to call again.
+    It is called once per such tensor, so it must be safe to call again. Returns whether `output`
+    has such a tensor.
     """
     this = weakref.ref(reducer)
 
@@ -40,9 +41,10 @@ def at_end_of_each_backward(
     def on_entry(gradient: Tensor) -> None:
         at_end_of_backward(act_if_alive)
 
-    for tensor in find_tensors(output):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(on_entry)
+    entries = [tensor for tensor in find_tensors(output) if tensor.grad_fn is not None]
+    for tensor in entries:
+        tensor.register_hook(on_entry)
+    return len(entries) > 0
 
 
 def complete_or_raise(reducer: "TorchReducer") -> None:

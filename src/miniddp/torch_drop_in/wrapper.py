@@ -414,7 +414,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
         if self.require_forward_param_sync:
             if self.reducer.learns_graph:
                 learn = learn_and_share if self._join_config.enable else TorchReducer.learn_graph
-                at_end_of_each_backward(output, self.reducer, learn)
+                found = at_end_of_each_backward(output, self.reducer, learn)
+                self.reducer.no_output_found = not found
             elif self.strict:
                 at_end_of_each_backward(output, self.reducer, complete_or_raise)
         self._clear_grad_buffer()

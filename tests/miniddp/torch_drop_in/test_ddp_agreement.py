@@ -247,6 +247,40 @@ def test_an_interrupted_first_backward_teaches_a_static_graph_nothing():
     assert run_ranks(a_static_graph_is_interrupted, 2, timeout=NO_HANG) == [0.0, 0.0]
 
 
+class HiddenOutput(nn.Module):
+    """Returns an object in which no wrapper finds the tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x):
+        output = Hidden()
+        output.scores = self.layer(x)
+        return output
+
+
+class Hidden:
+    scores: torch.Tensor
+
+
+def a_static_graph_with_a_hidden_output(rank: int, world_size: int) -> list[float]:
+    ddp, alone, found = DropIn(HiddenOutput(), static_graph=True), HiddenOutput(), []
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(inputs(rank, step)).scores.square().sum().backward()
+        alone.zero_grad()
+        for other in range(world_size):
+            (alone(inputs(other, step)).scores.square().sum() / world_size).backward()
+        found.append(largest_difference(gradients(ddp), gradients(alone)))
+    return found
+
+
+def test_a_static_graph_is_learned_even_if_no_tensor_is_found_in_the_output():
+    for differences in run_ranks(a_static_graph_with_a_hidden_output, 2, timeout=NO_HANG):
+        assert max(differences) < 1e-6
+
+
 def gradient_penalty(rank: int, settings: dict) -> list[float]:
     differences = []
     ddp, plain = DropIn(linear(), **settings), DropIn(linear())

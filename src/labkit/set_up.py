@@ -41,7 +41,7 @@ class Reused(NamedTuple):
 
 
 def look_at(environment: Path) -> Reused:
-    """What of `environment` can be reused; raises ValueError with the reason if nothing can."""
+    """The reusable part of `environment`; raises ValueError with the reason if there is none."""
     python = environment / "bin" / "python"
     if not python.exists():
         raise ValueError(f"VENV is {environment}, and there is no {python}")
@@ -85,7 +85,7 @@ def make(environment: Path, reuse: Path | None, options: list[str]) -> None:
     # Python reads .pth files after its own folder: what is installed here comes first.
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "reused.pth").write_text("\n".join(reused.folders) + "\n")
-    print(f"torch {reused.torch} is that of {reuse}, which stays as it is.")
+    print(f"torch {reused.torch} comes from {reuse}, which is not changed.")
 
 
 def main() -> None:

@@ -177,7 +177,7 @@ def _write_icons(site: Path, texts: Collection[str]) -> None:
     if css is None:
         if (site / ICONS).exists():
             return
-        raise FileNotFoundError(f"the theme brings no {FONT_AWESOME}/*/css/all.min.css any more")
+        raise FileNotFoundError(f"the theme no longer has {FONT_AWESOME}/*/css/all.min.css")
     code_of = _codes(css.read_text())
     used = {name for text in texts for name in re.findall(r"\bfa-[a-z-]*[a-z]\b", text)} - STYLES
     icons = {name: code_of[name] for name in sorted(used) if name in code_of}

@@ -1,7 +1,7 @@
 """One style sheet for all pages of the built book, with the rules that they can use.
 
 The theme's pages load a dozen style sheets of 430 kB before anything is painted, and most rules are
-for parts of Bootstrap that no page has. On a slow mobile network that takes two seconds and a half.
+for parts of Bootstrap that no page has. On a slow mobile network that takes 2.5 seconds.
 A rule stays if the names of its classes and ids occur in a page or in a script.
 """
 

@@ -113,8 +113,8 @@ class _Register:
         self.lock = threading.Lock()
         self.ended = threading.Event()
         self.asked_to_end = False
-        # torchrun ends this rank, too, when another has failed, perhaps before the collective has
-        # noticed: the explanation comes first, for which torchrun has the patience.
+        # torchrun also ends this rank when another fails, perhaps before the collective notices.
+        # Print the explanation first: torchrun waits for it.
         self.handles_sigterm = threading.current_thread() is threading.main_thread()
         if self.handles_sigterm:
             self.previous_handler = signal.signal(signal.SIGTERM, self._asked)
@@ -140,8 +140,8 @@ class _Register:
                 except RuntimeError:
                     over = True
             over_for = over_for + 1 if over else 0
-            # A rank that only waits gets an error of its own, and has the time to explain it: less
-            # of it when torchrun, too, wants the rank to end.
+            # A waiting rank gets its own error and has time to explain it, less if torchrun is
+            # also ending the rank.
             patience = _PATIENCE / 2 if self.asked_to_end else _PATIENCE
             if over_for * PULSE > patience.total_seconds():
                 print(

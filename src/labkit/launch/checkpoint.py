@@ -55,7 +55,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     except Exception as error:
         if "DefaultCPUAllocator" in str(error):
             raise
-        # Whatever the unpickler stumbles over: the file is cut short, or is something else.
+        # Any unpickling error: the file is truncated or is not a checkpoint.
         raise UnreadableCheckpointError(_none(path)) from error
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         raise UnreadableCheckpointError(_none(path))

@@ -1,9 +1,8 @@
 """Jupyter kernels that are reached through sockets in the file system instead of TCP ports.
 
 jupyter_client asks the system for five free ports, closes them, and hands their numbers to the
-kernel, which opens them a second later. On a machine that starts many processes somebody else has
-taken one of them now and then, and the kernel ends before its first cell. A socket in the file
-system has a name that nobody else draws.
+kernel, which opens them a second later. On a busy machine, another process sometimes takes one
+of them, and the kernel ends before its first cell. A socket in the file system has a unique name.
 """
 
 import os

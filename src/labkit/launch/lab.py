@@ -75,7 +75,7 @@ def leave_group() -> None:
 def place_of_rank(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
     """The device of a rank of this machine, and the backend that all of them can talk over.
 
-    Exits with an explanation if LABKIT_DEVICE asks for what there is not. Tested with a pretended
+    Exits with an explanation if LABKIT_DEVICE asks for a missing device. Tested with a pretended
     number of GPUs; not yet run with real ones, as `make gpu` does.
     """
     asked = os.environ.get("LABKIT_DEVICE", "auto")

@@ -74,7 +74,7 @@ def main() -> None:
     interface = "lo" if sys.platform.startswith("linux") else "lo0"
     # The second is for --max-restarts: see labkit.launch.lab.join_ranks.
     defaults = {"GLOO_SOCKET_IFNAME": interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    # Or torch warns, with many lines, that the agent which ended first does not answer any more.
+    # Otherwise torch warns at length that the agent that ended first no longer answers.
     defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     environment = {**defaults, **os.environ}
     with reserved_port() as port:

@@ -47,7 +47,7 @@ class Job(NamedTuple):
 
     payload: bytes  # cloudpickle of (fn, args)
     home: str  # the file that fn was written in
-    devices: tuple[str, ...]  # one a rank
+    devices: tuple[str, ...]  # one per rank
     backend: str
     timeout: float  # seconds
     environment: dict[str, str]
@@ -170,7 +170,7 @@ def _call(rank: int, job: Job, folder: Path, supervisor: Connection) -> Report:
         store=dist.FileStore(str(folder / "meet"), job.world_size),
         rank=rank,
         world_size=job.world_size,
-        # Ours comes first and says more.
+        # The timeout of run_ranks comes first, and its report says more.
         timeout=timedelta(seconds=job.timeout + 60),
     )
     # Connected here does not mean connected everywhere: a function that destroys its group at once
@@ -206,8 +206,8 @@ def _report_exception(error: BaseException, job: Job) -> Report:
     text = show_cells_as("".join(lines), job.cells).rstrip()
     line = "raised " + f"{type(error).__name__}: {error}".rstrip(": ").split("\n", 1)[0]
     if VICTIM.search(str(error)):
-        # Where it waited is what a rank says that nobody has told of the end of the other: the
-        # library's own words name ports and sources, and differ from run to run.
+        # This rank only lost its connection, so report where it waited: the library's own text
+        # names ports and sources, and differs from run to run.
         frames = [Frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(stack)]
         line = describe(frames[::-1], job.cells, job.home).text
     return Report("raised", text, line, _pickle_exception(error), time.monotonic())
@@ -233,7 +233,7 @@ def rebuild_exception(payload: bytes) -> BaseException | None:
         if isinstance(found, BaseException):
             return found
         kind, args, attributes = found
-        error = kind.__new__(kind, *args)  # without __init__, which wants what nobody kept
+        error = kind.__new__(kind, *args)  # not by __init__: its arguments are lost
         error.__dict__.update(attributes)
         return error
     except Exception:

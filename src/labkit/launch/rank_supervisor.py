@@ -39,7 +39,7 @@ _LEAVE_WITHIN = 5.0
 # Seconds that ranks may take to join, even if the time for the function is shorter: on a busy
 # machine, joining takes longer than the function.
 _JOIN_WITHIN = 30.0
-_SHOWN = 200_000  # bytes of output a rank; what lies beyond is counted, not shown
+_SHOWN = 200_000  # bytes of output per rank; the rest is counted, not shown
 
 
 class Outcome(NamedTuple):

@@ -286,7 +286,7 @@ def _await(supervisor: Connection) -> Outcome:
         return supervisor.recv()
     except (EOFError, OSError):
         raise RanksError(
-            "the supervisor of the ranks ended without a word, and its ranks with it: it was "
+            "the ranks' supervisor ended without a result, as did its ranks: it was "
             "killed, or the system ran out of memory or processes. Try again with fewer ranks."
         ) from None
 

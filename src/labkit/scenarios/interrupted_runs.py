@@ -63,4 +63,4 @@ def _error(run: Future[str]) -> ScriptError:
     error = run.exception()
     if isinstance(error, ScriptError):
         return error
-    raise RuntimeError(f"{LAB} was to fail, and did not: {error or run.result()}")
+    raise RuntimeError(f"{LAB} did not fail as intended: {error or run.result()}")

@@ -11,7 +11,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def jitter(make_optimizer: MakeOptimizer, batch: int, steps: int = 2000) -> float:
-    """Find the mean of normal numbers from batches; the root mean square error of 200 weights.
+    """The RMS error of 200 weights that estimate a mean from batches of normal numbers.
 
     Starts at the true mean, and leaves out the first quarter of the steps.
     """

@@ -1,6 +1,6 @@
 """The picture of a chapter's wrong variants: how far each is off in ratio and in angle.
 
-Apart from `labkit.testing.verdict`, which ranks import: matplotlib takes each of them a second.
+Apart from `labkit.testing.verdict`, which ranks import: matplotlib costs each of them a second.
 """
 
 import math

@@ -700,7 +700,7 @@ def test_if_the_supervisor_itself_is_killed_its_ranks_die_with_it():
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
 
-    with pytest.raises(RanksError, match="the supervisor of the ranks ended without a word"):
+    with pytest.raises(RanksError, match="the ranks' supervisor ended without a result"):
         run_ranks(work, 2, env={"MARKER": marker})
     assert all_gone(marker)
 

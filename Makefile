@@ -27,13 +27,14 @@ CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/minid
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_reducer_states.py \
 	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help book html serve notebook figures figures-stills repository update lab check check-types check-core test test-all test-site test-pages test-figures test-cluster gpu versions clean
+.PHONY: help setup book html serve notebook figures figures-stills repository update lab check check-types check-core test test-all test-site test-pages test-figures test-cluster gpu versions clean
 
 help:
 	@echo "I want to read the book"
 	@echo "  make book               run every chapter, build the book, and say where it is"
 	@echo "  make serve              serve the built book on this machine's loopback address [OPEN=1]"
 	@echo "I want to try something"
+	@echo "  make setup              set up .venv and nothing else: a few minutes"
 	@echo "  make notebook           open a chapter in JupyterLab [CHAPTER=museum]"
 	@echo "  make figures            all figures to play with, on one page; prints where it is"
 	@echo "  make lab LAB=NAME       run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
@@ -62,6 +63,8 @@ $(READY): requirements.txt constraints.txt pyproject.toml
 	@echo "Setting up $(ENVIRONMENT) (once; a few minutes) …"
 	@$(PYTHON) src/labkit/set_up.py $(ENVIRONMENT) $(if $(VENV),--reuse '$(VENV)') --pip-options='$(PIP_OPTIONS)'
 	@echo '$(VENV)' > $@
+
+setup: $(READY)
 
 # `make test` compares text outputs; here the chapters only have to run.
 book: $(READY)

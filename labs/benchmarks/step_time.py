@@ -4,6 +4,8 @@
     python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
     python labs/benchmarks/step_time.py --only MiniDDP --rounds 200  these and torch's DDP, often
 
+With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise.
+
 A step is forward and backward until every gradient is averaged. All contenders run in the same
 processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
 link is `labkit.profiling.slow_link`, which adds waiting time to the loopback link. The report also
@@ -59,7 +61,7 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="NAME",
-        help="of the contenders only these, by their names in the table, and torch's DDP",
+        help="of the contenders only these, by their names in the table, and torch's DDP twice",
     )
     given = arguments.parse_args()
     if given.only and given.json:
@@ -98,6 +100,7 @@ from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 CAPS = (1, 2, 4, 8, 16)
 REFERENCE = "torch DDP"
+CONTROL = "torch DDP, again"
 StepProgram = Callable[[], object]
 
 
@@ -169,7 +172,9 @@ def race(
             bucket_cap_mb_list=[size / MIB for size in plan]
         )
 
-    wanted = set(contenders) if only is None else {*only, REFERENCE}
+    if only is not None:
+        contenders[CONTROL] = torchs
+    wanted = set(contenders) if only is None else {*only, REFERENCE, CONTROL}
     if unknown := wanted - set(contenders):
         raise ValueError(f"--only names {sorted(unknown)}; the contenders are {list(contenders)}")
 

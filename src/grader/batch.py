@@ -10,16 +10,18 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
 
-from grader.feedback import write_feedback
+from grader.feedback import PAGE, write_feedback
 from grader.grade import CheckResult, Result, grade_many
 from grader.judge import StoppedError
 from grader.merge import Submission, read_submission
 from grader.notebook_file import hash_of
 from grader.report import (
+    RESULTS,
     folder_name,
     read_results,
     write_csv,
@@ -32,6 +34,7 @@ from grader.source import Assignment, read_assignment
 from grader.submissions import HandedIn
 
 _AT_ONCE = 20  # submissions that share one run of nbval
+_LATE = "the course system says that it is late"
 
 
 def grade_all(
@@ -59,8 +62,11 @@ def grade_all(
     for student, one in submissions.items():
         fingerprints[student] = f"{of_assignment}-{hash_of(one.path)}"
         earlier = None if again else read_results(out / folder_name(student))
-        if earlier and earlier[1] == fingerprints[student] and not earlier[0].needs_human:
-            results[student] = _about(earlier[0], one)
+        if earlier and earlier[1] == fingerprints[student]:
+            result = _about(earlier[0], one)
+            finish(result)  # what a person has decided is not graded again
+            if not result.needs_human:
+                results[student] = result
     waiting = [submissions[student] for student in submissions if student not in results]
 
     def keep(result: Result) -> None:
@@ -83,6 +89,7 @@ def grade_all(
                 bar.set_postfix_str(result.student[:20], refresh=False)
                 bar.update()
     finally:
+        _remove_stale(out, assignment.name)
         write_tables(out, assignment.name)
     return [results[student] for student in submissions]
 
@@ -90,8 +97,7 @@ def grade_all(
 def write_tables(out: Path, assignment: str) -> list[Result]:
     """The tables of everything in `out` that belongs to `assignment`; returns the results."""
     out.mkdir(parents=True, exist_ok=True)
-    every = [read_results(folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
-    results = [found[0] for found in every if found and found[0].assignment == assignment]
+    results = list(read_all(out, assignment).values())
     results.sort(key=lambda result: result.student.casefold())
     write_csv(results, out / "grades.csv")
     write_statistics(results, out / "statistics.csv")
@@ -99,10 +105,33 @@ def write_tables(out: Path, assignment: str) -> list[Result]:
     return results
 
 
+def read_all(out: Path, assignment: str) -> dict[Path, Result]:
+    """The results in `out` that belong to `assignment`, by their folders."""
+    folders = sorted(path for path in out.iterdir() if path.is_dir()) if out.is_dir() else []
+    every = {folder: read_results(folder) for folder in folders}
+    return {
+        folder: found[0]
+        for folder, found in every.items()
+        if found and found[0].assignment == assignment
+    }
+
+
+def _remove_stale(out: Path, assignment: str) -> None:
+    """Remove the row of each missing student who has handed in since, under another name."""
+    results = read_all(out, assignment)
+    present = _known(result for result in results.values() if not result.missing)
+    for folder, result in results.items():
+        if result.missing and present & _known([result]):
+            (folder / RESULTS).unlink()
+            (folder / PAGE).unlink(missing_ok=True)
+            with suppress(OSError):  # it holds other files, too
+                folder.rmdir()
+
+
 def _about(result: Result, one: HandedIn) -> Result:
     result.id, result.warning = one.id, one.warning
-    if one.late and not result.late_days:
-        result.notes = [*result.notes, "the course system says that it is late"]
+    if one.late and not result.late_days and _LATE not in result.notes:
+        result.notes = [*result.notes, _LATE]
     return result
 
 
@@ -184,17 +213,29 @@ def _failed(student: str, assignment: Assignment, why: str) -> Result:
 
 
 def missing(
-    roster: Iterable[dict[str, str]], found: dict[str, HandedIn], source: Path
+    roster: Iterable[dict[str, str]],
+    found: dict[str, HandedIn],
+    source: Path,
+    earlier: Iterable[Result] = (),
 ) -> list[Result]:
-    """A result without a score for each student of the roster who handed in nothing."""
+    """A result without a score for each student of the roster who handed in nothing.
+
+    `found` is what was handed in for this run, `earlier` holds the results of other runs.
+    """
     assignment = read_assignment(source)
-    ids = {one.id for one in found.values() if one.id}
-    names = {name.casefold() for name in found}
+    present = _known([*found.values(), *(result for result in earlier if not result.missing)])
     results = []
     for row in roster:
         name, number = row.get("student", ""), row.get("id", "")
-        if name.casefold() not in names and not (number and number in ids):
-            result = Result(name, assignment.name, assignment.title, 0, assignment.points, [])
-            result.id, result.missing = number, True
+        result = Result(name, assignment.name, assignment.title, 0, assignment.points, [])
+        result.id, result.missing = number, True
+        if not present & _known([result]):
             results.append(result)
     return results
+
+
+def _known(students: Iterable[HandedIn | Result]) -> set[tuple[str, str]]:
+    """What tells these students from others: their names in lower case, and their numbers."""
+    students = list(students)
+    names = {("name", one.student.casefold()) for one in students}
+    return names | {("id", one.id) for one in students if one.id}

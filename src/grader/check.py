@@ -34,7 +34,7 @@ from grader.record import read_record, recorded, what_implementations_need, what
 from grader.router import Router
 from grader.source import CheckSource
 
-_STUB = "NotImplementedError"
+_STUB = ("NotImplementedError", "")  # type and message: torch raises this type with a message
 _TRUSTED_KEYS = ("gates", "implementations")  # of a rank's input
 _MOST_SHARED = 1000  # an array may take this many times its own largest magnitude from others
 _MOST_MISTAKES = 50  # differences are looked for in as many known mistakes
@@ -226,8 +226,8 @@ def _stopped(end: GroupEnd, check: CheckSource) -> str:
     """Why there is nothing to compare; empty if every rank returned."""
     if all(state.how == "returned" for state in end.ranks):
         return ""
-    errors = [state.error.get("type") for state in end.ranks if state.how == "raised"]
-    if _STUB in errors:
+    errors = [state.error for state in end.ranks if state.how == "raised"]
+    if _STUB in [(error.get("type"), error.get("message")) for error in errors]:
         return f"{' or '.join(check.solutions)} is not written yet"
     for rank, state in enumerate(end.ranks):
         if state.failed_cells:

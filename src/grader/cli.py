@@ -6,8 +6,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from grader.batch import grade_all, missing, write_tables
+from grader.batch import grade_all, missing, read_all, write_tables
 from grader.feedback import write_feedback
+from grader.grade import Result
 from grader.lint import lint, trials_of
 from grader.people import People
 from grader.preview import write_preview
@@ -186,11 +187,13 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _grade(options: argparse.Namespace) -> int:
-    found = find_submissions(options.submissions, read_assignment(options.assignment).name)
-    roster = read_table(options.roster, "student") if options.roster else []
+    name = read_assignment(options.assignment).name
+    found = find_submissions(options.submissions, name)
+    roster = read_table(options.roster, "student").values() if options.roster else []
     people = People.read(options.overrides, options.late_penalty)
     if not found:
-        raise SourceError("no notebook there")
+        places = ", ".join(map(str, options.submissions))
+        raise SourceError(f"no notebook in {places}; pass notebooks, or the folder that holds them")
     with rank_server(trust=options.trust) as server:
         results = grade_all(
             found,
@@ -202,23 +205,33 @@ def _grade(options: argparse.Namespace) -> int:
             again=options.again,
             finish=people.apply,
         )
-    absent = missing(roster, found, options.assignment)
+    earlier = read_all(options.out, name).values()
+    absent = missing(roster, found, options.assignment, earlier)
     for result in absent:
+        people.apply(result)
         write_results(result, options.out / folder_name(result.student), "missing")
-    if absent:
-        write_tables(options.out, absent[0].assignment)
+    everyone = write_tables(options.out, name)
     for result in results:
         score = "needs a person" if result.needs_human else f"{result.score:g}"
         warning = f" ({result.warning})" if result.warning else ""
         print(f"{result.student}: {score} of {result.points:g}{warning}")
     for result in absent:
         print(f"{result.student}: nothing handed in")
-    return 3 if any(result.needs_human for result in results) else 0
+    all_matched = _all_matched(people, everyone)
+    return 3 if any(result.needs_human for result in results) or not all_matched else 0
+
+
+def _all_matched(people: People, results: list[Result]) -> bool:
+    """Whether each row of the overrides matches one of `results`; prints those that do not."""
+    unmatched = people.unmatched(results)
+    for sentence in unmatched:
+        print(f"grader: {sentence}", file=sys.stderr)
+    return not unmatched
 
 
 def _feedback(options: argparse.Namespace) -> int:
     people = People.read(options.overrides, options.late_penalty)
-    names: dict[str, int] = {}
+    results: list[Result] = []
     for folder in sorted(path for path in options.out.iterdir() if path.is_dir()):
         found = read_results(folder)
         if found:
@@ -227,8 +240,10 @@ def _feedback(options: argparse.Namespace) -> int:
                 people.apply(result)
                 write_results(result, folder, fingerprint)
             write_feedback(result, folder)
-            names[result.assignment] = names.get(result.assignment, 0) + 1
-    for name in names:
+            results.append(result)
+    for name in {result.assignment for result in results}:
         write_tables(options.out, name)
-    print(f"{sum(names.values())} pages written below {options.out}")
-    return 0 if names else 1
+    print(f"{len(results)} pages written below {options.out}")
+    if not results:
+        return 1
+    return 0 if _all_matched(people, results) else 3

@@ -25,6 +25,20 @@ def write_feedback(result: Result, folder: Path) -> None:
         score_of=score_of,
         sentence_of=sentence_of,
         as_sentence=as_sentence,
+        seed=_seed_of(result),
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PAGE).write_text(page, encoding="utf-8")
+
+
+def _seed_of(result: Result) -> int | None:
+    """What --seed needs to repeat the inputs; None if no check was judged.
+
+    Each check has the seed of the run plus its own position. One that needs a person has none.
+    """
+    judged = (
+        check.seed - position
+        for position, check in enumerate(result.checks)
+        if not check.needs_human
+    )
+    return next(judged, None)

@@ -81,40 +81,39 @@ def rank_server(*, trust: bool = False) -> Iterator[RankServer]:
     bubblewrap = [] if hidden else _working_bubblewrap()
     if not bubblewrap and not trust:
         raise SandboxError(f"bubblewrap does not work here, so nothing was run. {ADVICE}")
-    folder = Path(tempfile.mkdtemp(prefix="grader-"))
-    address = str(folder / "ranks")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        command = _contained(bubblewrap) if bubblewrap else _in_the_open()
-        # No preexec_fn: it is not safe beside threads, and a caller may have some.
-        server = subprocess.Popen(
-            [*command, str(listener.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_ENVIRONMENT,
-            cwd="/",
-            start_new_session=True,
-            pass_fds=[listener.fileno()],
-        )
-    try:
-        if server.stdout.readline() != b"ready\n":
-            raise SandboxError("the fork server of ranks did not start; what it says is above")
-        isolation = _try_out(address) if bubblewrap else TRUSTED
-        if isolation not in (INSIDE["a namespace per rank"], TRUSTED) and not trust:
-            raise SandboxError(
-                "bubblewrap works here, but inside it no rank gets a namespace of its own, so "
-                f"nothing was run. Raise user.max_user_namespaces (sysctl), {_OTHERWISE}"
+    with tempfile.TemporaryDirectory(prefix="grader-", ignore_cleanup_errors=True) as folder:
+        address = str(Path(folder, "ranks"))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            command = _contained(bubblewrap) if bubblewrap else _in_the_open()
+            # No preexec_fn: it is not safe beside threads, and a caller may have some.
+            server = subprocess.Popen(
+                [*command, str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=_ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+                pass_fds=[listener.fileno()],
             )
-        yield RankServer(address, isolation, server.pid)
-    finally:
-        server.stdin.close()
         try:
-            server.wait(5)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        server.stdout.close()
-        shutil.rmtree(folder, ignore_errors=True)
+            if server.stdout.readline() != b"ready\n":
+                raise SandboxError("the fork server of ranks did not start; what it says is above")
+            isolation = _try_out(address) if bubblewrap else TRUSTED
+            if isolation not in (INSIDE["a namespace per rank"], TRUSTED) and not trust:
+                raise SandboxError(
+                    "bubblewrap works here, but inside it no rank gets a namespace of its own, so "
+                    f"nothing was run. Raise user.max_user_namespaces (sysctl), {_OTHERWISE}"
+                )
+            yield RankServer(address, isolation, server.pid)
+        finally:
+            server.stdin.close()
+            try:
+                server.wait(5)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+            server.stdout.close()
 
 
 def _try_out(address: str) -> str:

@@ -53,7 +53,9 @@ def find_submissions(paths: Iterable[Path], assignment: str = "") -> dict[str, H
         elif path.exists() or path.is_symlink():
             alone.append(path)
         else:
-            raise FileNotFoundError(f"there is no {path}")
+            raise FileNotFoundError(
+                f"there is no {path.absolute()}; pass notebooks, or the folder that holds them"
+            )
     counts = Counter(file.stem for file in alone)
     found += [
         HandedIn(file.stem if counts[file.stem] == 1 else file.absolute().parent.name, file)
@@ -146,14 +148,19 @@ def legible(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
-def read_table(path: Path, *wanted: str) -> list[dict[str, str]]:
+def read_table(path: Path, *wanted: str) -> dict[int, dict[str, str]]:
     """The rows of a CSV file whose first line names its columns, among them each of `wanted`.
 
-    Raises ValueError, naming what is missing, and OSError.
+    The key of a row is the number of its last line in the file. Raises ValueError, naming what is
+    missing, and OSError.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        rows = {}
+        for row in reader:
+            cells = {key: (value or "").strip() for key, value in row.items() if key}
+            rows[reader.line_num] = cells
     for name in wanted:
-        if rows and name not in rows[0]:
+        if rows and name not in (reader.fieldnames or ()):
             raise ValueError(f"{path} has no column {name!r}; it needs {', '.join(wanted)}")
-    return [{key: (value or "").strip() for key, value in row.items() if key} for row in rows]
+    return rows

@@ -78,7 +78,7 @@ def test_two_students_of_one_name_are_two_students(tmp_path):
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"there is no .*nowhere; pass notebooks, or the"):
         find_submissions([tmp_path / "nowhere"])
 
 

@@ -67,6 +67,14 @@ def test_a_visible_check_says_where_the_first_difference_is(server):
     assert found.where == "first difference on rank 2, at ['total']"
 
 
+def test_only_the_stub_counts_as_not_written_and_not_what_torch_does_not_implement(server):
+    stub = "def total(x):\n    raise NotImplementedError\n"
+    assert run(server, stub).sentence == "total is not written yet"
+    unsupported = "def total(x):\n    return x.to('meta').to('cpu')\n"
+    found = run(server, unsupported, replace(CHECK, visible=True))
+    assert "raised NotImplementedError: Cannot copy out of meta tensor" in found.sentence
+
+
 def test_inputs_are_fresh_with_every_seed_so_a_constant_earns_nothing(server):
     constant = "import torch\ndef total(x):\n    return torch.tensor(1234.0)\n"
     assert not any(run(server, constant, seed=seed).passed for seed in range(3))

@@ -16,9 +16,11 @@ from grader import batch, judge
 from grader.bench import Case, Cases
 from grader.check import Verdict
 from grader.cli import _parser, main
+from grader.feedback import write_feedback
 from grader.grade import grade
 from grader.lint import Finding
 from grader.merge import Submission
+from grader.people import People
 from grader.release import write_release
 from grader.sandbox import RankServer
 from grader.source import read_assignment, source_of
@@ -179,7 +181,7 @@ def test_an_empty_folder_is_said_to_hold_no_notebook(tmp_path, capfd):
     (tmp_path / "handed_in").mkdir()
     folders = [str(tmp_path / "handed_in"), "--assignment", str(FIRST), "--out"]
     assert main(["grade", *folders, str(tmp_path / "out")]) == 2
-    assert "no notebook" in capfd.readouterr().err
+    assert f"no notebook in {tmp_path / 'handed_in'}; pass notebooks" in capfd.readouterr().err
 
 
 def test_a_grader_that_fails_says_so_and_gives_no_score(server, tmp_path, capfd):
@@ -275,6 +277,25 @@ def test_an_appeal_sees_the_same_inputs(server, tmp_path):
         grade(Submission(assignment.stubs()), "ada", assignment, server, seed=5) for _ in range(2)
     )
     assert [c.seed for c in one.checks] == [c.seed for c in other.checks] == list(range(5, 11))
+
+
+@pytest.mark.parametrize(("lost", "said"), [(0, True), (2, True), (6, False)])
+def test_the_seed_for_an_appeal_is_the_runs_even_if_the_first_check_needs_a_person(
+    tmp_path, monkeypatch, lost, said
+):
+    def judged(cases, stop):
+        seeds = cases.submissions[0].seeds
+        passed = {name: Verdict(name, True, seed=seed).as_dict() for name, seed in seeds.items()}
+        yield 0, passed | {name: {"needs_human": "?"} for name in list(seeds)[:lost]}
+
+    monkeypatch.setattr("grader.grade.judge", judged)
+    server = RankServer("nowhere", "none: trusted", 0)
+    assignment = first_assignment()
+    result = grade(Submission(assignment.keys()), "ada", assignment, server, seed=70)
+    write_feedback(result, tmp_path)
+    page = (tmp_path / "feedback.html").read_text()
+    assert ("the inputs were those of seed 70." in page) == said
+    assert ("For an appeal" in page) == said
 
 
 def test_cases_come_back_from_their_file_as_they_were(tmp_path):
@@ -381,6 +402,64 @@ def test_roster_overrides_late_days_seed_and_again_from_the_command_line(
     rows = table(out / "grades.csv")
     assert scores(rows) == {"ada": 4, "bob": 5, "eve": None}
     assert "seen in the lab" in (out / "ada" / "feedback.html").read_text()
+
+
+def test_who_was_graded_in_an_earlier_run_is_not_missing_in_a_later_one(tmp_path, capfd):
+    """Nor is a student missing under one form of the name who hands in under another."""
+    assignment = first_assignment()
+    for name in ("bob", "Carol"):
+        write(submission(assignment, assignment.keys()), tmp_path / "in" / f"{name}.ipynb")
+    late = tmp_path / "late" / "lovelaceada_LATE_12_678901_average_gradients.ipynb"
+    write(submission(assignment, {}), late)
+    roster = tmp_path / "roster.csv"
+    roster.write_text('student,id\n"Lovelace, Ada",12\nbob,13\ncarol,14\neve,15\n')
+    out = tmp_path / "out"
+    rest = ["--assignment", str(FIRST), "--out", str(out), "--trust", "--jobs", "1"]
+    rest += ["--roster", str(roster)]
+    overrides = tmp_path / "overrides.csv"
+    overrides.write_text("student,comment\nbob,fine\neve,are you well?\nevve,typo\n")
+    assert main(["grade", str(tmp_path / "in"), *rest]) == 0
+    assert scores(table(out / "grades.csv")) == {
+        "bob": 10,
+        "Carol": 10,
+        "eve": None,
+        "Lovelace, Ada": None,
+    }
+    capfd.readouterr()
+    # Rows of students who are not in this run are no typing errors.
+    assert main(["grade", str(late), *rest, "--overrides", str(overrides)]) == 3
+    said = capfd.readouterr()
+    assert said.out.splitlines() == ["lovelaceada: 0 of 10", "eve: nothing handed in"]
+    [error] = [line for line in said.err.splitlines() if line.startswith("grader: ")]
+    assert error.startswith(f"grader: {overrides}, line 4: there is no result for student 'evve'")
+    rows = table(out / "grades.csv")
+    assert scores(rows) == {"bob": 10, "Carol": 10, "eve": None, "lovelaceada": 0}
+    assert rows["eve"]["comment"] == "are you well?"
+    assert not (out / "Lovelace, Ada").exists()
+
+
+def test_that_a_work_is_late_is_noted_once_however_often_it_is_graded(server, tmp_path):
+    assignment = first_assignment()
+    path = write(submission(assignment, {}), tmp_path / "ada.ipynb")
+    ada = HandedIn("ada", path, late=True)
+    for _ in range(3):
+        [result] = batch.grade_all({"ada": ada}, FIRST, tmp_path / "out", server, jobs=1)
+    assert result.notes == ["the course system says that it is late"]
+
+
+def test_a_grader_that_failed_is_tried_again_at_once_when_nobody_decides_any_more(server, tmp_path):
+    gone = RankServer("/tmp/no-such-server", server.isolation, server.pid)
+    assignment = first_assignment()
+    path = write(submission(assignment, assignment.keys()), tmp_path / "ada.ipynb")
+    ada = {"ada": HandedIn("ada", path)}
+    overrides = tmp_path / "overrides.csv"
+    overrides.write_text("student,score\nada,3\n")
+    decided = People.read(overrides, 0).apply
+    for _ in range(2):
+        [result] = batch.grade_all(ada, FIRST, tmp_path / "out", gone, finish=decided)
+        assert (result.score, result.needs_human) == (3, False)
+    [result] = batch.grade_all(ada, FIRST, tmp_path / "out", server, finish=People().apply)
+    assert (result.score, result.needs_human) == (10, False)
 
 
 def test_the_exit_code_is_3_where_a_person_has_to_look(tmp_path, monkeypatch, capfd):

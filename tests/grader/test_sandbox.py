@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import psutil
@@ -249,6 +250,15 @@ def test_nothing_is_run_without_a_sandbox_unless_told_so(monkeypatch):
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     with pytest.raises(SandboxError, match="Install bubblewrap"), rank_server():
         pass
+
+
+def test_a_server_that_cannot_be_started_leaves_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sandbox, "_working_bubblewrap", list)
+    monkeypatch.setattr(sandbox, "_in_the_open", lambda: ["/no/such/program"])
+    with pytest.raises(FileNotFoundError, match="/no/such/program"), rank_server(trust=True):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def _without_walls_inside(monkeypatch):

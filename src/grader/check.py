@@ -145,7 +145,7 @@ def _judge(
 def _run_students(check, givens, solutions, address, inputs, seed, patience) -> GroupEnd:
     cells = [{"id": f"given {n}", "source": source} for n, source in enumerate(givens)]
     cells += [{"id": name, "source": solutions[name]} for name in check.solutions]
-    # Whoever is called can look at the caller's module: it must not hold the answer.
+    # A callee can read its caller's module, which must not hold the answer.
     part = what_ranks_need(check.source)
     common = {
         "world_size": len(inputs),

@@ -93,10 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--seed", type=_at_least(0), help="the inputs of an earlier run, for an appeal"
     )
-    command.add_argument("--roster", type=Path, help="CSV: student, id; who is missing gets a row")
+    command.add_argument("--roster", type=Path, help="CSV: student, id; missing students get a row")
     command.add_argument("--overrides", type=Path, help=_OVERRIDES)
     command.add_argument("--late-penalty", type=float, default=0.0, help="points per day late")
-    command.add_argument("--again", action="store_true", help="also what has a result already")
+    command.add_argument("--again", action="store_true", help="regrade existing results, too")
     command.add_argument("--trust", action="store_true", help=_TRUST)
     command.set_defaults(run=_grade)
 

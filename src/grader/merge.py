@@ -14,7 +14,7 @@ from grader.magics import without_magics
 from grader.notebook_file import LONGEST, UnreadableError, code_cells
 from grader.source import Assignment, kind_of, source_of
 
-# By these a solution looks at its caller, or into what it was handed. No task needs them, and
+# A solution can inspect its caller or its arguments with these. No task needs them, and
 # what they can find in a rank's process cannot all be hidden there.
 LOOKS_AROUND = {"_getframe", "_current_frames", "f_back", "f_locals", "f_globals", "tb_frame"}
 LOOKS_AROUND |= {"__closure__", "cell_contents", "gc", "inspect", "settrace", "setprofile"}
@@ -71,7 +71,7 @@ def _choose(name: str, stub: str, cells: list[dict[str, Any]], repairs: list[str
 def _looks_around(source: str) -> list[str]:
     """Which of LOOKS_AROUND `source` uses: as a name, an attribute, an import or a whole string.
 
-    A hint for people, and no wall: who wants to hide a name can.
+    A hint for people, not a wall: a name can be hidden.
     """
     try:
         nodes = list(ast.walk(ast.parse(source)))

@@ -21,7 +21,7 @@ _LARGEST = 16 * 2**20  # bytes of one message of a rank
 _MOST_VALUES = 100_000  # of one message of a rank
 _DEEPEST = DEEPEST - 1  # levels of one message of a rank: its value goes on to a judge, one deeper
 _MOST_SENT = 128 * 2**20  # bytes that one rank may send in all
-_MOST_UNREAD = 32 * 2**20  # bytes that wait to be written, above which nobody is listened to
+_MOST_UNREAD = 32 * 2**20  # bytes that wait to be written, above which reading pauses
 _AFTER_FAILURE = 1.0  # seconds that the other ranks get when one has failed
 _WALL = 10  # a check may take this many times the processor time that each rank may use
 _IDLE = 5.0  # seconds in which no rank does anything, after which they are ended
@@ -185,7 +185,7 @@ class _Group:
                     peer.outgoing.clear()
                     continue
                 del peer.outgoing[:sent]
-        # Who makes others' answers pile up waits until they have been read.
+        # Too much unread: peers with pending output are not read.
         listening = sum(len(peer.outgoing) for peer in everybody) < _MOST_UNREAD
         for peer in everybody:
             if peer.eof_at is None:

@@ -1,9 +1,8 @@
 """What of a check's code may leave the trusted side: to a rank, and to the students.
 
-The code that computes the answer is often the solution, or close to it, and who calls a student's
-function can be looked at from inside it. So a rank gets `on_rank` and what that uses, and nothing
-else. A release carries `judge`, too, and of what `draw`, `expected` and `mistakes` said for one
-seed the data.
+The code that computes the answer is often the solution, or close to it, and a student's function
+can inspect its caller. So a rank gets `on_rank` and what that uses, and nothing else. A release
+also carries `judge`, and the data of `draw`, `expected` and `mistakes` for one seed.
 """
 
 import ast

@@ -100,7 +100,7 @@ def _gradescope_test(check: CheckResult) -> dict[str, Any]:
         "name": check.name,
         "max_score": check.points,
         "output": sentence_of(check),
-        # What a hidden check looks at is nobody's business before the deadline.
+        # Hidden checks stay hidden until grades are published.
         "visibility": "visible" if check.visible else "after_published",
     }
     if not check.needs_human or check.set_to is not None:

@@ -30,7 +30,7 @@ _SETTINGS |= {"TOLERANCE": float, "TORCH_DDP": bool, "MUSEUM": list}
 
 
 class SourceError(ValueError):
-    """The source notebook is not one: what was found, in which cell, and what to do."""
+    """The notebook is not a valid source: what was found, in which cell, and what to do."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 To the student's rank every implementation is the same class, `Remote`: it says which number it has,
 and exchanges numbers. The implementation runs in a process of its own per rank (`answer_calls`), on
-a module that has the same parameters; these processes have a process group of their own. So nothing
-in the student's process tells one implementation from another but what it does to the weights and
-the gradients.
+a module that has the same parameters; these processes have a process group of their own. So in the
+student's process, implementations differ only in what they do to the weights and the gradients.
 """
 
 from collections.abc import Callable

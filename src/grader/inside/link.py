@@ -155,7 +155,7 @@ class RoutedGroup(dist.ProcessGroup):
 
     # What torch calls from C++ keeps torch's names.
     def getBackendName(self) -> str:  # noqa: N802
-        return "routed"  # of "gloo" DDP's logger wants what only the C++ class has
+        return "routed"  # of "gloo" DDP's logger needs the C++ class
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._group_name = name

@@ -117,7 +117,7 @@ def _own_users(more: int) -> bool:
     user, group = os.getuid(), os.getgid()
     if _libc.unshare(_NEW_USER | more) != 0:
         return False
-    # Only who can be attached to owns its files in /proc. No code of a student's runs here.
+    # Only a dumpable process owns its files in /proc. No code of a student's runs here.
     _prctl(_PR_SET_DUMPABLE, 1)
     with contextlib.suppress(OSError):
         _write("/proc/self/setgroups", "deny")

@@ -95,10 +95,10 @@ class OutputGate(torch.autograd.Function):
 
     @classmethod
     def pass_through(cls, output: Any, clone: bool = True) -> Any:
-        """`output` with every tensor that has a `grad_fn` passed through one gate."""
+        """`output` with every tensor that requires grad passed through one gate."""
         tensors = find_tensors(output)
-        gated = iter(cls.apply(clone, *(t for t in tensors if t.grad_fn is not None)) or ())
-        replacements = [next(gated) if t.grad_fn is not None else t for t in tensors]
+        gated = iter(cls.apply(clone, *(t for t in tensors if t.requires_grad)) or ())
+        replacements = [next(gated) if t.requires_grad else t for t in tensors]
         return replace_tensors(output, iter(replacements))
 
 

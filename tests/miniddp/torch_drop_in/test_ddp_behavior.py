@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import miniddp
 from labkit.launch.ranks import run_ranks
+from miniddp import MiniDDP
 from miniddp.errors import stacklevel_of_caller
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.torch_drop_in import log
@@ -269,6 +270,44 @@ def test_an_output_that_the_loss_does_not_use_leaves_its_parameters_untouched():
     assert torch.equal(per_rank[0][0], per_rank[1][0])
     assert per_rank[0][1] is None
     assert per_rank[1][1] is None
+
+
+class WithItsScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.tensor(2.0)), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x), self.scale
+
+
+def returned_parameters(rank, world_size, loss_of_outputs):
+    found = []
+    for wrap in (DropIn, MiniDDP):
+        torch.manual_seed(3)
+        wrapped, alone = wrap(WithItsScale(), find_unused_parameters=True), WithItsScale()
+        alone.load_state_dict(wrapped.module.state_dict())
+        for step in range(3):
+            wrapped.zero_grad()
+            loss_of_outputs(*wrapped(batch(rank, step))).backward()
+            alone.zero_grad()
+            for other in range(world_size):
+                (loss_of_outputs(*alone(batch(other, step))) / world_size).backward()
+            for p, q in zip(wrapped.module.parameters(), alone.parameters(), strict=True):
+                found.append((p.grad is None) == (q.grad is None))
+                found.append(p.grad is None or torch.allclose(p.grad, q.grad, atol=1e-6))
+    return found
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda output, scale: output.sum(), lambda output, scale: (output * scale).sum()],
+    ids=["ignored", "used"],
+)
+def test_a_parameter_that_is_itself_an_output_may_be_used_by_the_loss_or_ignored(loss):
+    for found in run_ranks(returned_parameters, 2, loss):
+        assert len(found) == 36
+        assert all(found)
 
 
 def buffers(rank, world_size):

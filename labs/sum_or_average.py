@@ -57,7 +57,7 @@ from labkit.scenarios.sum_and_average import (
     LEARNING_RATE,
     LOSSES,
     Combine,
-    Loss,
+    Reduction,
     Trained,
     batches,
     combined_factor,
@@ -77,7 +77,7 @@ WRAPPERS = {"miniddp": DropIn, "torch DDP": DistributedDataParallel}
 class Way(NamedTuple):
     """One of the eight: a rank's loss, how gradients are combined, and its samples per step."""
 
-    loss: Loss
+    loss: Reduction
     combine: Combine
     own_batch: int
 
@@ -91,7 +91,7 @@ class WayResult(NamedTuple):
     right: bool
 
 
-def on_one_process(batch: int, loss: Loss, seed: int, device: torch.device) -> Trained:
+def on_one_process(batch: int, loss: Reduction, seed: int, device: torch.device) -> Trained:
     """A mean loss over κ · 16 samples gets κ times the learning rate; a sum grows with them."""
     lr = LEARNING_RATE * (batch / BATCH if loss == "mean" else 1)
     return one_epoch(seeded_model(seed).to(device), batches(seeded_data(seed), batch), loss, lr)

@@ -303,6 +303,19 @@ def test_no_two_public_functions_or_classes_share_a_name(folders, conventional):
     assert {name: paths for name, paths in shared.items() if name not in conventional} == {}
 
 
+def test_a_type_alias_means_the_same_wherever_its_name_is_used():
+    meanings: dict[str, set[str]] = defaultdict(set)
+    for path in (path for folder in ("miniddp", "labkit") for path in (SRC / folder).rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if re.fullmatch("[A-Z][a-z]+([A-Z][a-z]+)*", name):
+                    meanings[name].add(ast.unparse(node.value).replace("torch.optim.", ""))
+    several = {name for name, texts in meanings.items() if len(texts) > 1}
+    assert several == {"Device"}  # for DataParallel, also the number of a GPU
+    assert {"Reduction", "Sharding"} <= set(meanings)
+
+
 def test_the_everyday_names_of_the_chapters_are_offered_at_the_top_of_a_package():
     expected = {
         "labkit.launch": {"run_ranks", "RanksTimeoutError", "run_script", "join_ranks"},

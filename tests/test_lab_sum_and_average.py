@@ -20,7 +20,7 @@ from labkit.scenarios.sum_and_average import (
     LEARNING_RATE,
     LOSSES,
     Combine,
-    Loss,
+    Reduction,
     batches,
     combined_factor,
     matching_lr,
@@ -44,7 +44,7 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def one_process(batch: int, loss: Loss, lr: float, samples: int = 128) -> list[Tensor]:
+def one_process(batch: int, loss: Reduction, lr: float, samples: int = 128) -> list[Tensor]:
     return one_epoch(seeded_model(), batches(seeded_data(samples=samples), batch), loss, lr).weights
 
 
@@ -67,7 +67,7 @@ def test_each_step_of_the_ranks_holds_the_samples_of_one_process(
 
 
 class Case(NamedTuple):
-    loss: Loss
+    loss: Reduction
     combine: Combine
     own_batch: int
     seed: int
@@ -160,7 +160,7 @@ def test_the_linear_scaling_rule_comes_near_and_is_no_identity() -> None:
     ],
 )
 def test_the_learning_rates_of_the_thread(
-    loss: Loss, combine: Combine, world_size: int, batch: int, lr: float
+    loss: Reduction, combine: Combine, world_size: int, batch: int, lr: float
 ) -> None:
     assert matching_lr(loss, combine, world_size, batch) == pytest.approx(lr, rel=1e-12)
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.testing.compare import gradients
 
-Fix = Literal["all-reduce", "wrapper", "prepared"]
+WorkingFix = Literal["all-reduce", "wrapper", "prepared"]
 
 
 class Communication(NamedTuple):
@@ -29,7 +29,7 @@ def four_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
 
 
-def one_step(rank: int, x: Tensor, y: Tensor, fix: Fix) -> Communication:
+def one_step(rank: int, x: Tensor, y: Tensor, fix: WorkingFix) -> Communication:
     """One rank's second step on 8 rows of x and y, each (8 W, 32). For `run_ranks`.
 
     fix: "all-reduce" after backward; the loss through the "wrapper"; "prepared", a call of

@@ -23,7 +23,7 @@ from labkit.launch import run_ranks
 from labkit.testing import gradient_of, gradients, verdicts
 from labkit.testing.verdict import Verdict
 
-Loss = Callable[[nn.Module, slice], Tensor]
+LossOnRows = Callable[[nn.Module, slice], Tensor]
 
 
 def rows_of_ranks(counts: Sequence[int]) -> list[slice]:
@@ -34,8 +34,8 @@ def rows_of_ranks(counts: Sequence[int]) -> list[slice]:
 
 def judge(
     model: nn.Module,
-    losses: Mapping[str, Loss],
-    meant: Loss,
+    losses: Mapping[str, LossOnRows],
+    meant: LossOnRows,
     counts: Sequence[int],
     only: Callable[[Tensor], bool] | None = None,
     find_unused_parameters: bool = False,

@@ -38,11 +38,11 @@ Communicates Little" (2019); Patarasuk and Yuan (2009) for the bytes of an all-r
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "local"]
+Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "local"]
 Precision = Literal["fp32", "bf16"]
 Optimizer = Literal["sgd", "momentum", "adam"]
 
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+STRATEGIES: tuple[Sharding, ...] = get_args(Sharding)
 WEIGHT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
 MASTER_BYTES: dict[Precision, int] = {"fp32": 0, "bf16": 4}
 OPTIMIZER_BYTES: dict[Optimizer, int] = {"sgd": 0, "momentum": 4, "adam": 8}
@@ -131,7 +131,7 @@ class Traffic(NamedTuple):
         return sum(self)
 
 
-def memory(job: TrainingJob, strategy: Strategy) -> Memory:
+def memory(job: TrainingJob, strategy: Sharding) -> Memory:
     """The training state on each rank, in bytes."""
     ranks = _shared_by(job, strategy)
     splits_weights = strategy in ("fsdp", "hsdp")
@@ -149,7 +149,7 @@ def memory(job: TrainingJob, strategy: Strategy) -> Memory:
     )
 
 
-def traffic(job: TrainingJob, strategy: Strategy) -> Traffic:
+def traffic(job: TrainingJob, strategy: Sharding) -> Traffic:
     """What each rank sends per step, in bytes."""
     ranks = _shared_by(job, strategy)
     once = scattered_bytes(job.weights, ranks)  # one reduce-scatter, or one all-gather
@@ -174,6 +174,6 @@ def scattered_bytes(nbytes: float, ranks: int) -> float:
     return nbytes * (ranks - 1) / ranks
 
 
-def _shared_by(job: TrainingJob, strategy: Strategy) -> int:
+def _shared_by(job: TrainingJob, strategy: Sharding) -> int:
     """How many ranks share one copy of what is split."""
     return job.shard_ranks if strategy == "hsdp" else job.ranks

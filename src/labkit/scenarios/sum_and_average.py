@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from labkit.testing.compare import gradients
 
-Loss = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum"]
 Combine = Literal["average", "sum"]
-LOSSES: tuple[Loss, ...] = get_args(Loss)
+LOSSES: tuple[Reduction, ...] = get_args(Reduction)
 COMBINATIONS: tuple[Combine, ...] = get_args(Combine)
 
 # The thread's: of one process.
@@ -66,7 +66,7 @@ def train(
     model: nn.Module,
     loader: DataLoader,
     optimizer: Optimizer,
-    loss: Loss = "mean",
+    loss: Reduction = "mean",
     scale: float = 1.0,
     clip: float | None = None,
 ) -> None:
@@ -93,7 +93,7 @@ class Trained(NamedTuple):
 
 
 def one_epoch(
-    model: nn.Module, loader: DataLoader, loss: Loss = "mean", lr: float = LEARNING_RATE
+    model: nn.Module, loader: DataLoader, loss: Reduction = "mean", lr: float = LEARNING_RATE
 ) -> Trained:
     """Train `model` with plain SGD; keep the gradient of the first step."""
     device = next(model.parameters()).device
@@ -104,7 +104,7 @@ def one_epoch(
     return Trained(first, [p.detach().cpu() for p in model.parameters()])
 
 
-def combined_factor(loss: Loss, combine: Combine, world_size: int) -> float:
+def combined_factor(loss: Reduction, combine: Combine, world_size: int) -> float:
     """The combined gradient as a multiple of the gradient of one process with all the samples.
 
     Raises ValueError for any other `loss` or `combine`.
@@ -121,7 +121,7 @@ def combined_factor(loss: Loss, combine: Combine, world_size: int) -> float:
 
 
 def matching_lr(
-    loss: Loss, combine: Combine, world_size: int, batch: int, lr: float = LEARNING_RATE
+    loss: Reduction, combine: Combine, world_size: int, batch: int, lr: float = LEARNING_RATE
 ) -> float:
     """SGD's learning rate on `world_size` ranks, if one process with `BATCH` samples uses `lr`.
 

@@ -15,9 +15,9 @@ Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collecti
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-Op = Literal["all_reduce", "broadcast", "barrier"]
+QueuedOp = Literal["all_reduce", "broadcast", "barrier"]
 Dtype = Literal["float32", "float16", "bfloat16"]
-Outcome = Literal["right", "mixed", "garbled", "hang", "mismatch", "error", "unreached"]
+PairOutcome = Literal["right", "mixed", "garbled", "hang", "mismatch", "error", "unreached"]
 
 BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 # a1 is the gradient of parameter a in step 1: another step brings another tensor. Rank 1's numbers
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     length: elements, at least 1.
     """
 
-    op: Op
+    op: QueuedOp
     name: str = ""
     length: int = 2
     dtype: Dtype = "float32"
@@ -61,7 +61,7 @@ class Pair(NamedTuple):
     results: per rank, each element after the call; None if there is no such number to state.
     """
 
-    outcome: Outcome
+    outcome: PairOutcome
     results: tuple[int | None, int | None] = (None, None)
 
 
@@ -84,7 +84,7 @@ def pair_up(first: Sequence[Call], second: Sequence[Call], detail: bool = False)
     the rank that did not answer.
     """
     pairs: list[Pair] = []
-    stopped: Outcome | None = None
+    stopped: PairOutcome | None = None
     for position in range(max(len(first), len(second))):
         if stopped:
             pairs.append(Pair("unreached"))

@@ -5,7 +5,7 @@ import re
 import pytest
 from browser import OpenedPage
 
-from labkit.scenarios.memory_and_traffic import Strategy, TrainingJob, memory, traffic
+from labkit.scenarios.memory_and_traffic import Sharding, TrainingJob, memory, traffic
 
 NAME = "memory_and_traffic"
 START = TrainingJob(7_500_000_000, 64, precision="bf16", bucket_views=True, shard_ranks=8, every=16)
@@ -23,7 +23,7 @@ def stated_bytes(text: str) -> tuple[float, float]:
     return tuple(float(found[1]) * UNITS[found[2]] for found in (kept, sent))
 
 
-def wanted_bytes(job: TrainingJob, strategy: Strategy):
+def wanted_bytes(job: TrainingJob, strategy: Sharding):
     return pytest.approx((memory(job, strategy).total, traffic(job, strategy).total), rel=5e-3)
 
 

@@ -12,6 +12,7 @@ In reading order:
 `session`         the doctor in one process: what is observed and written down, and how it ends
 `observe`         one file per thing observed
 `journal`         what a process writes down: bounded, to a folder, never through a process group
+`calls`           the functions of torch.distributed in which ranks wait for each other
 `watcher`         a process of its own: waits for the ranks, merges, reports
 `merged`          the journals of all ranks, side by side
 `equation`        what one optimizer step computes: factors, counts, the weight of each item

@@ -11,12 +11,16 @@ import sys
 import time
 import types
 from pathlib import Path
+from typing import Any
 
-from ddp_doctor.session import Options, Session
+from ddp_doctor.journal import alive, glance
+from ddp_doctor.session import Options, Session, say
 from ddp_doctor.starting import start
 from ddp_doctor.watcher import VERDICT
 
 LAUNCHERS = ("torchrun", "accelerate", "python", "python3")  # all of them take -m for a module
+FOUND, UNCHECKED = 3, 4  # exit codes of --fail-on
+VERDICT_AFTER = 15.0  # seconds that a rank waits for the report with --fail-on
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fail-on",
         choices=["error", "warning"],
-        help="let ranks exit with 3 if this is found",
+        help="let ranks exit with 3 if this is found, and with 4 if nothing could be checked",
     )
     parser.add_argument("--first", type=int, default=6, help="observe the first N steps (6)")
     parser.add_argument("--every", type=int, default=50, help="then every Nth step (50)")
@@ -44,16 +48,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    given = parser().parse_args()
-    options = Options(
-        folder=given.folder,
-        json=given.json,
-        fail_on=given.fail_on,
-        first=given.first,
-        every=given.every,
-        hang_after=given.hang_after,
-        quiet=given.quiet,
-    )
+    arguments = parser()
+    given = arguments.parse_args()
+    try:
+        options = Options(
+            folder=given.folder,
+            json=given.json,
+            fail_on=given.fail_on,
+            first=given.first,
+            every=given.every,
+            hang_after=given.hang_after,
+            quiet=given.quiet,
+        )
+    except ValueError as error:
+        arguments.error(str(error))
     if not Path(given.script).is_file():
         sys.exit(f"ddp-doctor: {no_script(given.script, given.arguments)}")
     sys.argv = [given.script, *given.arguments]
@@ -63,16 +71,18 @@ def main() -> None:
         run_script(given.script)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        _close(session, end, code)
+        _close(session, options, end, code)
         raise
     except BaseException as error:
-        _close(session, error, 1)
+        _close(session, options, error, 1)
         # The frames of the doctor are not part of the user's traceback.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_globals.get("__package__") == "ddp_doctor":
             trace = trace.tb_next
-        raise error.with_traceback(trace) from error.__cause__
-    _close(session, None, 0)
+        # A bare raise: `from` would hide the exceptions that the user's code was handling.
+        error.__traceback__ = trace
+        raise
+    _close(session, options, None, 0)
 
 
 def no_script(script: str, arguments: list[str]) -> str:
@@ -88,7 +98,7 @@ def no_script(script: str, arguments: list[str]) -> str:
 
 def run_script(script: str) -> None:
     """Execute the script as `python script` would: it is `__main__`, also for pickled functions."""
-    path = Path(script)
+    path = Path(script).absolute()
     module = types.ModuleType("__main__")
     module.__dict__.update(
         __file__=str(path), __builtins__=builtins, __spec__=None, __package__=None
@@ -99,26 +109,55 @@ def run_script(script: str) -> None:
     exec(code, module.__dict__)
 
 
-def _close(session: Session | None, error: BaseException | None, code: int) -> None:
-    if session is None:
+def _close(
+    session: Session | None,
+    options: Options,
+    error: BaseException | None,
+    code: int,
+) -> None:
+    if session is not None:
+        if options.fail_on and session.leads:
+            session.open()  # a process that only starts ranks has to say that it has ended, too
+        session.close(error, code)
+    if not options.fail_on or code:
         return
-    session.close(error, code)
-    if session.options.fail_on and session.journal is not None:
-        worst = _verdict(session)
-        levels = {"error": ["error"], "warning": ["error", "warning"]}[session.options.fail_on]
-        if code == 0 and worst in levels:
-            raise SystemExit(3)
+    if session is None:
+        say("--fail-on: nothing was checked, because the doctor could not start.")
+        raise SystemExit(UNCHECKED)
+    if session.journal is not None:
+        result = _verdict(session.run / VERDICT)
+        levels = {"error": ["error"], "warning": ["error", "warning"]}[options.fail_on]
+        if result is not None and result["worst"] in levels:
+            raise SystemExit(FOUND)
+        if result is not None and result["ranks"] == 0:
+            say("--fail-on: nothing was checked, because no rank was observed.")
+            raise SystemExit(UNCHECKED)
+        if result is None:
+            _without_verdict(session)
 
 
-def _verdict(session: Session, patience: float = 15.0) -> str | None:
-    """The worst severity in the report. All ranks wait for it, once all have written their last."""
-    until = time.monotonic() + patience
+def _verdict(path: Path) -> dict[str, Any] | None:
+    """What the watcher says of the run. All ranks wait for it, once all have written their last."""
+    until = time.monotonic() + VERDICT_AFTER
     while time.monotonic() < until:
         try:
-            return str(json.loads((session.run / VERDICT).read_text())["worst"])
+            return dict(json.loads(path.read_text()))
         except (OSError, ValueError):
             time.sleep(0.05)
     return None
+
+
+def _without_verdict(session: Session) -> None:
+    """No report in time. Right if other ranks still run: the last of them sees it and fails."""
+    own = session.journal.name if session.journal else ""
+    others = [page for page in glance(session.run) if not page.ended and page.name != own]
+    if any(alive(page.pid) or not page.here for page in others):
+        say("--fail-on: other ranks still run; the exit code of the last one tells what was found.")
+        return
+    say(f"--fail-on: nothing was checked: there is no report after {VERDICT_AFTER:g} s.")
+    # On another host without a common folder there is never one: rank 0's exit code is the run's.
+    if session.leads:
+        raise SystemExit(UNCHECKED)
 
 
 if __name__ == "__main__":

@@ -188,10 +188,17 @@ def _on_ranks(
     if errors:
         raise RuntimeError(f"check_step: rank {errors[0].stem} failed:\n{errors[0].read_text()}")
     if late:
-        raise RuntimeError(f"check_step: rank {late} wrote no gradient within {timeout:g} s.")
+        raise RuntimeError(
+            f"check_step: rank {late} wrote no gradient within {timeout:g} s. If compute_loss "
+            "calls torch.distributed, let every rank make the same calls; if it is slow, pass a "
+            "longer timeout=."
+        )
     missing = [rank for rank in range(world) if not (Path(folder) / f"{rank}.pt").exists()]
     if missing:
-        raise RuntimeError(f"check_step: rank {missing} ended without a gradient (os._exit?).")
+        raise RuntimeError(
+            f"check_step: rank {missing} ended without a gradient: killed, or by os._exit. Look "
+            "for a call of os._exit in build_model and compute_loss, and for too little memory."
+        )
     return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
 
 

@@ -13,6 +13,7 @@ saw, over all parameters. No trust in the wrapper's class is needed.
 """
 
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from ddp_doctor.merged import Fact, Run, Window
 
 TOLERANCE = 0.01  # bfloat16 rounds a factor by up to 0.4 %
+LITERAL = re.compile(r"[\d.e+-]+", re.IGNORECASE)
 
 
 def near(value: float, wanted: float, tolerance: float = TOLERANCE) -> bool:
@@ -32,13 +34,23 @@ def alike(values: list[float], tolerance: float = TOLERANCE) -> bool:
     return not values or max(values) - min(values) <= tolerance * max(abs(each) for each in values)
 
 
+def is_literal(one: Fact) -> bool:
+    """Whether the code writes a factor as a number."""
+    return bool(LITERAL.fullmatch(one.get("operand", "")))
+
+
 @dataclass(frozen=True)
 class Combination:
     """How the ranks' gradients became one. `factor` is α; None where it could not be measured."""
 
-    kind: str  # averaged, summed, scaled, not combined, unknown, alone
+    kind: str  # averaged, summed, scaled, not combined, in groups, unknown, alone
     factor: float | None
     residual: float = 0.0
+
+    @property
+    def local(self) -> bool:
+        """Whether ranks apply different gradients: nothing makes one of them all."""
+        return self.kind in ("not combined", "in groups")
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,7 @@ class Step:
     place: str
     scaling: list[Fact]
     others: list[str] = field(default_factory=list)
+    several: bool = False  # its micro-batches are losses of their own: see `_several`
 
     @property
     def alpha(self) -> float:
@@ -82,6 +95,39 @@ class Step:
     def total(self) -> float:
         """T: the sum of all weights."""
         return self.alpha * sum(each.share for each in self.entries)
+
+    @property
+    def coefficient(self) -> float:
+        """The product of the factors that the code writes as numbers, times the terms per backward.
+
+        Such a factor is a choice, and no mistake about counts.
+        """
+        product = 1.0
+        for one in self.scaling:
+            if is_literal(one) and one["value"] > 0:
+                product *= one["value"] if one["op"] == "*" else 1 / one["value"]
+        calls = set(Counter((each.rank, each.micro) for each in self.entries).values())
+        return product * (calls.pop() if len(calls) == 1 else 1)
+
+    @property
+    def divided_again(self) -> bool:
+        """Whether one of two divisions by the number of micro-batches is written as a number.
+
+        A 2 can be a coefficient (half of a square, the mean of two losses), unless it is in the
+        call of backward. So can any number in a loss of several terms.
+        """
+        divisions = [each for each in self.scaling if each["op"] == "/"]
+        divisions = [each for each in divisions if near(each["value"], self.micros)]
+        numbers = [each for each in divisions if is_literal(each)]
+        if self.micros < 2 or not numbers or len(numbers) == len(divisions) or self.others:
+            return False
+        places = {each["place"] for _, fact in self.window for each in fact["backwards"]}
+        return self.micros > 2 or numbers[0]["place"] in places
+
+    @property
+    def leftover(self) -> bool:
+        """Whether the gradients that the step before used were still there when this one began."""
+        return any(self.window.leftover(fact) for _, fact in self.window)
 
     def weights(self) -> list[tuple[Entry, float]]:
         """Each entry's weight of one item, relative to 1/N."""
@@ -113,11 +159,11 @@ class Step:
         return dict(sorted(sums.items()))
 
 
-def combination(window: Window, clipped: bool = False) -> Combination:
+def combination(window: Window, clipped: bool = False, groups: bool = False) -> Combination:
     """Measure α from the gradients of one window.
 
     `clipped`: the script itself rescales gradients, by another factor in each step. That factor is
-    then left out of α.
+    then left out of α. `groups`: a wrapper combines the ranks of its own group only.
     """
     if window.world == 1:
         return Combination("alone", 1.0)
@@ -127,9 +173,11 @@ def combination(window: Window, clipped: bool = False) -> Combination:
     if not snapshots or not snapshots[0].get("grads"):
         return Combination("unknown", None)
     if window.differing_gradients:
-        return Combination("not combined", None)
+        return Combination("in groups" if groups else "not combined", None)
     product = square = final_square = 0.0
-    rescale = rescaled(window) if clipped else 1.0
+    # Hooks saw gradients that still had the loss scale; the snapshot may be of unscaled ones.
+    unscaled = snapshots[0].get("unscaled")
+    rescale = 1 / unscaled if unscaled else rescaled(window) if clipped else 1.0
     for name, value in snapshots[0]["grads"].items():
         value = None if value is None else value / rescale
         parts = [each.get("local", {}).get(name) for each in snapshots]
@@ -171,7 +219,7 @@ def rescaled(window: Window) -> float:
     return factors[0]
 
 
-def step_of(window: Window, clipped: bool = False) -> Step | None:
+def step_of(window: Window, clipped: bool = False, groups: bool = False) -> Step | None:
     """The equation of a window, for its main loss term. None if no loss was seen."""
     terms: dict[tuple[str, str], list[Entry]] = {}
     for rank, fact in window:
@@ -211,14 +259,26 @@ def step_of(window: Window, clipped: bool = False) -> Step | None:
         window=window,
         world=window.world,
         micros=max((len(each) for each in order.values()), default=0),
-        combination=combination(window, clipped),
+        combination=combination(window, clipped, groups),
         entries=entries,
         function=main[0],
         reduction=entries[0].fact["reduction"],
         place=main[1],
         scaling=list(scaling.values()),
         others=[f"{name} at {place}" for name, place in candidates if (name, place) != main],
+        several=all(_several(fact, order[rank]) for rank, fact in window),
     )
+
+
+def _several(fact: Fact, micros: list[int]) -> bool:
+    """Whether several calls of one helper compute a loss each: of real and fake samples, of tasks.
+
+    The micro-batches of an accumulation come from one call in a loop. A last one, outside of the
+    loop and of no_sync, comes less often.
+    """
+    calls = Counter(fact["backwards"][micro].get("call") for micro in micros)
+    unsynced = any(not each["sync"] for each in fact["forwards"])
+    return len(calls) > 1 and len(set(calls.values())) == 1 and not unsynced
 
 
 def _share(term: Fact) -> float:
@@ -265,7 +325,8 @@ def equation(run: Run) -> Equation:
     # A factor that is equal in all steps belongs to the gradient; a clip's differs between steps.
     factors = [rescaled(window) for window in run.complete]
     clipped = not alike(factors, 1e-3)
-    steps = [step for window in run.complete if (step := step_of(window, clipped)) is not None]
+    found = [step_of(window, clipped, run.in_groups) for window in run.complete]
+    steps = [step for step in found if step is not None]
     if not steps:
         seen = "no complete optimizer step" if not run.complete else "no loss function"
         return Equation(None, [], run.world, False, [f"Not seen: {seen}."])
@@ -274,18 +335,19 @@ def equation(run: Run) -> Equation:
     step = next(each for each in steps if _signature(each) == usual)
     worst = max((each for each in steps if _signature(each) == usual), key=lambda e: e.spread)
     step = worst if worst.spread > 1 + TOLERANCE else step
-    right = near(step.total, 1.0) and step.spread <= 1 + TOLERANCE
+    right = near(step.total, 1.0) and step.spread <= 1 + TOLERANCE and not step.leftover
     right = right and step.combination.kind in ("averaged", "summed", "scaled", "alone")
     return Equation(step, steps, run.world, right, _lines(step, right))
 
 
 def _signature(step: Step) -> tuple[Any, ...]:
-    return (step.window.optimizer, step.micros, step.combination.kind, f"{step.total:.1g}")
+    kind = step.combination.kind
+    return (step.window.optimizer, step.micros, kind, step.leftover, f"{step.total:.1g}")
 
 
 def number(value: float) -> str:
-    """A number as people write it: 4, 0.25, 1.67."""
-    if value == int(value) and abs(value) < 1e15:
+    """A number as people write it: 4, 0.25, 1.67, nan."""
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return str(int(value))
     return f"{value:.4g}"
 
@@ -309,14 +371,20 @@ def _lines(step: Step, right: bool) -> list[str]:
         "summed": "sums over the ranks (× 1)",
         "scaled": f"combines the ranks with × {number(step.alpha)}",
         "not combined": "nothing: the ranks apply different gradients",
+        "in groups": "not measured: the wrapper combines the ranks of its group only",
         "unknown": f"not measured; taken as × 1/{step.world}",
         "alone": "one rank, nothing to combine",
     }[step.combination.kind]
     lines.append(f"combine   {how}")
-    if step.combination.kind == "not combined":
-        lines.append("weight    each item counts on its own rank only")
+    if step.combination.local:
+        where = "in its group" if step.combination.kind == "in groups" else "on its own rank"
+        lines.append(f"weight    each item counts {where} only")
+    elif step.leftover:
+        lines.append("weight    the gradients of earlier steps are in this one, too")
     elif right:
         lines.append("weight    every item weighs 1/N")
+    elif step.several:
+        lines.append("weight    several calls compute a loss each, and their gradients are added")
     else:
         values = [weight for _, weight in step.weights()]
         if not alike(values):
@@ -324,8 +392,18 @@ def _lines(step: Step, right: bool) -> list[str]:
             lines.append(f"weight    items weigh from {number(low)} to {number(high)} times 1/N")
         elif values:
             lines.append(f"weight    every item weighs {number(values[0])} times 1/N")
-        lines.append(f"sum       all weights together: {number(step.total)}, wanted: 1")
+        ends = ", the factor in the code" if _chosen(step) else ", wanted: 1"
+        lines.append(f"sum       all weights together: {number(step.total)}{ends}")
     return lines
+
+
+def _chosen(step: Step) -> bool:
+    """Whether the sum of the weights is a coefficient: a number in the code, or a term's factor."""
+    if near(step.total, 1.0):
+        return False
+    factors = [one["value"] for one in step.scaling if one["op"] == "*"]
+    weighted = bool(step.others) and any(near(step.total, factor) for factor in factors)
+    return weighted or (near(step.total, step.coefficient) and not step.divided_again)
 
 
 def _relevant(step: Step) -> list[Fact]:

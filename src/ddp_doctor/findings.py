@@ -51,6 +51,12 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
         "A partial accumulation window is divided by the full length",
         MEANS,
     ),
+    "micro_batches_discarded": (
+        "error",
+        "zero_grad discards micro-batches",
+        ACCUMULATE,
+    ),
+    "gradients_not_cleared": ("error", "Gradients of earlier steps are added", STEP),
     "local_negatives": ("warning", "Each rank contrasts only its own samples", LOSS),
     "gather_without_gradient": ("error", "The gathered features carry no gradient", LOSS),
     "own_reduction_sums": ("error", "The all-reduce sums the gradients", SUMS),
@@ -79,13 +85,15 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "same_random_numbers": ("note", "Ranks draw the same random numbers", DATA),
     "uneven_batches": ("error", "Ranks have different numbers of batches", DATA),
     "padded_evaluation": ("warning", "The evaluation counts some samples twice", DATA),
-    "hang_missing_rank": ("error", "Ranks wait for a rank that does not come", FAILS),
+    "hang_missing_rank": ("error", "Ranks wait for a missing rank", FAILS),
     "mismatched_collectives": ("error", "Ranks are in different collectives", FAILS),
     "find_unused_without_need": ("note", "find_unused_parameters without need", BUCKETS),
     "unused_parameters": ("error", "Parameters take no part in the loss", MUSEUM),
     "one_bucket": ("note", "One bucket holds all gradients", BUCKETS),
     "saved_tensor_overwritten": ("error", "A saved tensor was overwritten", MUSEUM),
 }
+
+HANGS = {"hang_missing_rank", "mismatched_collectives"}
 
 
 @dataclass(frozen=True)

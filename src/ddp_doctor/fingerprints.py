@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 SAMPLED = 1 << 14
+BLOCK = 1 << 20  # elements that are looked at together: 8 MiB as 64-bit numbers, a few at a time
+_SIZES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def dense(tensor: Tensor) -> Tensor | None:
@@ -26,27 +28,46 @@ def dense(tensor: Tensor) -> Tensor | None:
 def checksum(tensor: Tensor, limit: int | None = None) -> int:
     """A 32-bit hash of the first `limit` bytes of the tensor's data, all of them by default.
 
-    On a CPU a CRC of the bytes, 1 GB/s or more; elsewhere a weighted sum on the device. A tensor
-    that cannot be read (a DTensor, meta) has the hash 0.
+    On a CPU a CRC of the bytes, 1 GB/s or more; elsewhere a hash computed on the device. Takes a
+    few `BLOCK` of memory, and a copy of a tensor that is not contiguous. A tensor that cannot be
+    read (a DTensor, meta) has the hash 0.
     """
     data = dense(tensor)
     if data is None or data.numel() == 0:
         return 0
     with torch.no_grad():
+        if limit is not None and data.dim():
+            wanted = max(1, limit // data.element_size())
+            data = data[: -(-wanted // data[0].numel())]
         data = data.contiguous().view(-1)
         if data.is_conj() or data.is_neg():
             data = data.resolve_conj().resolve_neg()
         if limit is not None:
             data = data[: max(1, limit // data.element_size())]
         if data.device.type != "cpu":
-            small = data if data.is_complex() else data.to(torch.float64)
-            return zlib.crc32(
-                repr(
-                    _weighted(torch.view_as_real(small).view(-1) if small.is_complex() else small)
-                ).encode()
-            )
+            return hash_on_device(data)
         size = data.numel() * data.element_size()
         return zlib.crc32((ctypes.c_char * size).from_address(data.data_ptr()))
+
+
+def hash_on_device(flat: Tensor) -> int:
+    """A 32-bit hash of the bytes of a contiguous vector; only one number per block is copied.
+
+    Integer sums wrap around instead of rounding: their order, which a device may choose, is
+    irrelevant.
+    """
+    bits = flat.view(_SIZES.get(flat.element_size(), torch.int64))
+    sums = [
+        (block.to(torch.int64) * _odd(bits.device)[: len(block)]).sum() for block in _blocks(bits)
+    ]
+    return zlib.crc32(repr(torch.stack(sums).tolist()).encode())
+
+
+def sum_of_squares(tensor: Tensor) -> float:
+    """The square of the norm of a tensor's own data, in 64-bit precision."""
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        return float(sum(torch.linalg.vector_norm(each.double()) ** 2 for each in _blocks(flat)))
 
 
 def projection(tensor: Tensor) -> float | None:
@@ -70,12 +91,24 @@ def projection(tensor: Tensor) -> float | None:
 
 
 def _weighted(flat: Tensor) -> float:
-    return float(torch.dot(flat, _weights(flat.numel()).to(flat.device)))
+    return float(torch.dot(flat, _weights(flat.device)[: flat.numel()]))
 
 
-@lru_cache(maxsize=256)
-def _weights(count: int) -> Tensor:
+def _blocks(flat: Tensor) -> tuple[Tensor, ...]:
+    return flat.split(BLOCK)
+
+
+@lru_cache(maxsize=16)
+def _weights(device: torch.device) -> Tensor:
+    """The fixed vector of all projections; twice as long, for complex numbers."""
     with torch.no_grad():
-        return torch.cos(
-            torch.arange(count, dtype=torch.float64, device="cpu") * 1.6180339887 + 0.3
-        )
+        steps = torch.arange(2 * SAMPLED, dtype=torch.float64, device="cpu")
+        return torch.cos(steps * 1.6180339887 + 0.3).to(device)
+
+
+@lru_cache(maxsize=16)
+def _odd(device: torch.device) -> Tensor:
+    """Odd factors, one per place in a block: a change of one element changes the sum."""
+    with torch.no_grad():
+        steps = torch.arange(BLOCK, dtype=torch.int64, device=device)
+        return (steps * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1

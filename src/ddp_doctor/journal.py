@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 8 << 20
+OLD = 60.0  # seconds after which a process that has ended is an earlier run's
+OLD_ELSEWHERE = 3600.0  # the same, if only its silence says so: longer than any group's timeout
 NOW = struct.Struct("<QdQQB255s")  # changes, since, optimizer steps, backwards, ended, doing
 
 
@@ -33,7 +35,8 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.process = os.getpid()
-        flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC
+        # Empty at first: in a container, a later run's process can have the same host and pid.
+        flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_TRUNC
         self._facts = os.open(folder / f"{self.name}.jsonl", flags | os.O_APPEND, 0o644)
         self._now = os.open(folder / f"{self.name}.now", flags, 0o644)
         self._written = 0
@@ -93,19 +96,83 @@ class Pages:
     facts: list[dict[str, Any]]
     now: Now | None
 
+    @property
+    def pid(self) -> int:
+        return int(self.name.rsplit("-", 1)[1])
+
+    @property
+    def here(self) -> bool:
+        """Whether the process runs, or ran, on this host: only then `alive` can tell."""
+        return self.name.rsplit("-", 1)[0] == socket.gethostname()
+
+    @property
+    def ended(self) -> bool:
+        return self.now is not None and self.now.ended
+
 
 def read(folder: Path) -> list[Pages]:
     """Every process that wrote into `folder`, by name. Half-written last lines are left out."""
-    pages = []
-    for path in sorted(folder.glob("*.jsonl")):
-        facts = []
-        for line in path.read_bytes().split(b"\n")[:-1]:
+    return [
+        Pages(path.stem, _facts(path), read_now(path.with_suffix(".now")))
+        for path in sorted(folder.glob("*.jsonl"))
+    ]
+
+
+def glance(folder: Path) -> list[Pages]:
+    """As `read`, without the facts: one read of a few hundred bytes per process."""
+    return [
+        Pages(path.stem, [], read_now(path.with_suffix(".now")))
+        for path in sorted(folder.glob("*.jsonl"))
+    ]
+
+
+def world_size(folder: Path) -> int:
+    """The number of ranks in the largest group that a process of `folder` joined; else 1."""
+    groups = [
+        fact
+        for path in folder.glob("*.jsonl")
+        for fact in _facts(path, containing=b'"group"')
+        if fact["kind"] == "group"
+    ]
+    return max((int(fact["world"]) for fact in groups), default=1)
+
+
+def remove_old(folder: Path) -> None:
+    """Remove what an earlier run left in `folder`. Called before a run's ranks have written.
+
+    Runs on several hosts have a folder in common if they have an address, a port, and an id in
+    common. The age of a file is measured by the clock of the disk that it is on. A process of
+    another host that has not ended may be a rank of this run that has waited for rank 0.
+    """
+    clock = folder / f".clock-{os.getpid()}"
+    try:
+        clock.touch()
+        now = clock.stat().st_mtime
+        clock.unlink()
+        for page in glance(folder):
+            files = [folder / f"{page.name}.jsonl", folder / f"{page.name}.now"]
+            age = now - max(file.stat().st_mtime for file in files)
+            over = page.ended or (page.here and not alive(page.pid))
+            if age > (OLD if over else OLD_ELSEWHERE) and (over or not page.here):
+                for file in files:
+                    file.unlink()
+    except OSError:
+        pass  # someone else removed them, or the disk is read-only: the report names what it reads
+
+
+def _facts(path: Path, containing: bytes = b"") -> list[dict[str, Any]]:
+    facts = []
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return []  # the folder was removed while its run goes on
+    for line in lines:
+        if containing in line:
             try:
                 facts.append(json.loads(line))
             except ValueError:
                 continue  # a disk that was full in the middle of a line
-        pages.append(Pages(path.stem, facts, read_now(path.with_suffix(".now"))))
-    return pages
+    return facts
 
 
 def read_now(path: Path) -> Now | None:

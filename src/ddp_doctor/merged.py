@@ -85,6 +85,11 @@ class Window:
     def skipped(self) -> bool:
         return any(fact["skipped"] for fact in self.ranks.values())
 
+    def leftover(self, fact: Fact) -> int:
+        """How many gradients that the step before had used were there when this one began."""
+        first = fact["backwards"][0] if fact["backwards"] else {}
+        return int(first.get("leftover", {}).get(str(self.optimizer), 0))
+
     @cached_property
     def differing_gradients(self) -> list[str]:
         """Names of parameters whose gradients are not bitwise equal on all ranks."""
@@ -160,6 +165,26 @@ class Run:
         return self.ranks[0].all("wrapper") if self.ranks else []
 
     @cached_property
+    def in_groups(self) -> bool:
+        """Whether a wrapper combines fewer ranks than the run has: the others hold other parts."""
+        wrappers = [one for rank in self.ranks for one in rank.all("wrapper")]
+        return any(one["world"] < one["of"] for one in wrappers)
+
+    @cached_property
+    def models_differ(self) -> bool:
+        """Whether the ranks train models of their own, or parts of one, and not replicas.
+
+        Most parameters differ at the start, and no step's gradients are equal. (Zero biases are
+        equal by chance.)
+        """
+        starts = [rank.all("start")[0]["parameters"] for rank in self.ranks if rank.all("start")]
+        if len(starts) < self.world or any(not each.differing_gradients for each in self.complete):
+            return False
+        names = set.intersection(*(set(each) for each in starts))
+        same = [name for name in names if len({each[name] for each in starts}) == 1]
+        return 2 * len(same) <= len(names)
+
+    @cached_property
     def steps(self) -> int:
         return max((rank.steps for rank in self.ranks), default=0)
 
@@ -184,6 +209,11 @@ class Run:
             if rank.all(kind):
                 return rank.all(kind)[0]
         return None
+
+
+def so_far(one: Fact, window: Window) -> int:
+    """How many of a window's backwards had run when a clip or a collective was called."""
+    return int(one["backwards"].get(str(window.optimizer), 0))
 
 
 def _differing(of_ranks: list[dict[str, Any]]) -> list[str]:

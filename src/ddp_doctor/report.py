@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from ddp_doctor.equation import Equation, equation
-from ddp_doctor.findings import ORDER, Finding
+from ddp_doctor.findings import HANGS, ORDER, Finding
 from ddp_doctor.journal import alive, read
 from ddp_doctor.merged import Run
 from ddp_doctor.rules import examine
 from ddp_doctor.session import Options
 
 VERSION = 1
+NOTHING = (
+    "ddp-doctor: no rank was observed: no process joined a group, wrapped a model, or took an "
+    "optimizer step.\nIf the script trains in processes that another program starts, put this on "
+    "their first line: import ddp_doctor; ddp_doctor.watch()"
+)
 BOOK = os.environ.get("DDP_DOCTOR_BOOK", "")
 
 
@@ -49,7 +54,8 @@ class Report:
     def as_text(self, width: int = 100, lines: int = 44) -> str:
         """At most `lines` lines; what does not fit is counted, and is in the page."""
         width = max(60, min(width, 110))
-        head = f"ddp-doctor: {len(self.run.ranks)} of {self.run.world} ranks, "
+        head = "ddp-doctor, a report so far: " if self.run.hung else "ddp-doctor: "
+        head += f"{len(self.run.ranks)} of {self.run.world} ranks, "
         head += f"{self.run.steps} optimizer steps, {len(self.run.windows)} observed"
         out = ["─" * width, head, ""]
         out += [f"  {line}"[:width] for line in self.equation.lines]
@@ -89,16 +95,17 @@ def _block(each: Finding, width: int) -> list[str]:
     return [*out, *part("read", BOOK + each.page)]
 
 
-def merge(run_folder: Path, hung: bool = False) -> Report:
-    """Read the journals of a run and examine them. Pure apart from reading."""
+def merge(run_folder: Path, live: bool = False) -> Report:
+    """Read the journals of a run and examine them. Pure apart from reading.
+
+    `live`: the run goes on, and no rank makes progress. Only then a process of another host that
+    has not ended counts as alive.
+    """
     pages = read(run_folder)
-    here = os.uname().nodename
     living = {
-        page.name
-        for page in pages
-        if page.name.rsplit("-", 1)[0] == here and alive(int(page.name.rsplit("-", 1)[1]))
+        page.name for page in pages if (alive(page.pid) if page.here else live and not page.ended)
     }
-    run = Run.of(pages, living, hung)
+    run = Run.of(pages, living, live)
     found = equation(run)
     findings = examine(run, found)
     for rank in run.ranks:
@@ -109,10 +116,20 @@ def merge(run_folder: Path, hung: bool = False) -> Report:
     return Report(run, found, findings)
 
 
-def report(run_folder: Path, options: Options, hung: bool = False) -> Report:
-    """Merge, print, and write the page and the JSON. What cannot be written is said in one line."""
-    result = merge(run_folder, hung)
-    if result.run.ranks and not (options.quiet and not result.findings):
+def report(run_folder: Path, options: Options, live: bool = False, waited: bool = False) -> Report:
+    """Merge, print, and write the page and the JSON. What cannot be written is said in one line.
+
+    `live`: this is a report of ranks that seem stuck (see `merge`). `waited`: there was one before.
+    """
+    result = merge(run_folder, live)
+    if waited and not HANGS & {each.code for each in result.findings}:
+        result.run.notes.append(
+            f"Ranks made no progress for {options.hang_after:g} s, and then went on: the report of "
+            "a hang above no longer holds."
+        )
+    if not result.run.ranks:
+        _print(NOTHING)
+    elif not (options.quiet and not result.findings):
         _print(result.as_text(shutil.get_terminal_size((100, 24)).columns))
     folder = run_folder.parent.parent
     if result.run.ranks:

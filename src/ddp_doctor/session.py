@@ -39,6 +39,17 @@ class Options:
     hang_after: float = 60.0
     quiet: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("first", "every"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}: it counts optimizer steps; pass 1 or more."
+                )
+        if not self.hang_after >= 0:
+            raise ValueError(
+                f"hang_after is {self.hang_after}: pass seconds, or 0 to report no hangs early."
+            )
+
 
 class Record(Protocol):
     """What a session asks of the record that its observers keep, `observe.recorder.Recorder`."""
@@ -61,6 +72,7 @@ class Session:
         self.options = options
         self.run = run
         self.over = False
+        self.leads = False  # whether this process started the watcher
         self._journal: Journal | None = None
         self._facts_before: list[tuple[str, dict[str, Any]]] = []
         self._inside = threading.local()
@@ -68,7 +80,7 @@ class Session:
         self.patches: Patches | None = None
         self.recorder: Record | None = None  # set by `observe.install`
         self.step_count = 0
-        self.observing = options.first > 0
+        self.observing = True
         os.register_at_fork(after_in_child=self._begin_again)
 
     def _begin_again(self) -> None:
@@ -81,7 +93,7 @@ class Session:
         if self.recorder is not None:
             self.recorder.begin()
         self.step_count = 0
-        self.observing = self.options.first > 0
+        self.observing = True
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, skipped while the doctor itself computes or is over; its errors end it."""
@@ -183,7 +195,7 @@ class Session:
             return
         self._closed = True
         if error is None:
-            error = getattr(sys, "last_value", None)
+            error = getattr(sys, "last_value", None) or _of_a_started_process()
         if not self.over and self.recorder is not None:
             self.guard(self.recorder.finish)()
         fact: dict[str, Any] = {"code": code, "steps": self.step_count}
@@ -207,6 +219,20 @@ class Session:
             self._journal.write(
                 "stuck", since=since, doing=self._journal.text, stack=stack(frame, 30)
             )
+
+
+def _of_a_started_process() -> BaseException | None:
+    """The exception that ends a process of multiprocessing; the interpreter never keeps it.
+
+    It still propagates when the process's finalizers run. `torch.multiprocessing.spawn` reports it
+    to the parent and exits instead: then it is what the exit was raised in.
+    """
+    if multiprocessing.parent_process() is None:
+        return None
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit) and error.code and error.__context__ is not None:
+        return error.__context__
+    return error
 
 
 def say(text: str) -> None:

@@ -65,6 +65,7 @@ def start(options: Options | None = None, leader: bool | None = None) -> Session
         return None
     _current.session, _current.process = session, os.getpid()
     if lead:
+        session.leads = True
         start_watcher(session)
     return session
 

@@ -14,17 +14,22 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from ddp_doctor.journal import alive, read
-from ddp_doctor.session import Options, Session
+from ddp_doctor.findings import HANGS
+from ddp_doctor.journal import Now, Pages, alive, glance, remove_old, world_size
+from ddp_doctor.session import Options, Session, say
 
 VERDICT = "verdict.json"
-HANGS = {"hang_missing_rank", "mismatched_collectives"}
 PATIENCE = 2.0  # seconds that the leader waits for the report at its end
+# A process that is killed never writes that it has ended, and on another host nobody here can look
+# for it. It counts as gone once it has written nothing for so many seconds, and all that is here
+# has ended. Longer than a shared disk delays a write.
+GONE_AFTER = 120.0
 
 
 def start_watcher(session: Session) -> None:
     """Start this run's watcher. The leader waits for it at exit, `PATIENCE` seconds at most."""
     (session.run / VERDICT).unlink(missing_ok=True)
+    remove_old(session.run)
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r}); "
         "from ddp_doctor.watcher import main; main(sys.argv[1:])"
@@ -54,53 +59,69 @@ def start_watcher(session: Session) -> None:
 def main(arguments: list[str]) -> None:
     """Wait for the end of the run, then write and print the report."""
     run, options, leader = Path(arguments[0]), Options(**json.loads(arguments[1])), arguments[2]
-    hung = _wait(run, options, int(leader))
+    waited = _wait(run, options, int(leader))
     from ddp_doctor.report import report
 
-    result = report(run, options, hung=hung)
+    result = report(run, options, waited=waited)
     temporary = run / (VERDICT + ".new")
     try:
-        temporary.write_text(json.dumps({"worst": result.worst}))
+        temporary.write_text(json.dumps({"worst": result.worst, "ranks": len(result.run.ranks)}))
         temporary.replace(run / VERDICT)
     except OSError:
-        pass  # a full disk: the exit code stays the script's own
+        pass  # a full disk: `--fail-on` says that there is no report
+
+
+class _Silence:
+    """For how long each process has written nothing, by the clock of this process."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[Now | None, float]] = {}
+
+    def of(self, page: Pages) -> float:
+        """Seconds since `page` was first seen as it is now."""
+        now = time.monotonic()
+        if page.name not in self._last or self._last[page.name][0] != page.now:
+            self._last[page.name] = page.now, now
+        return now - self._last[page.name][1]
 
 
 def _wait(run: Path, options: Options, leader: int) -> bool:
+    """Wait until all processes have ended. Returns whether ranks seemed stuck meanwhile."""
     from ddp_doctor.report import merge, report
 
-    reported_hang = False
+    seemed_stuck = said = False
     look_again = 0.0
     gone_since: float | None = None
+    world = 1
+    silence = _Silence()
     while True:
         time.sleep(0.15)
-        pages = read(run)
-        states = []
-        for page in pages:
-            pid = int(page.name.rsplit("-", 1)[1])
-            here = page.name.rsplit("-", 1)[0] == os.uname().nodename
-            ended = page.now is not None and page.now.ended
-            states.append((page, ended, alive(pid) if here else not ended))
-        running = [page for page, ended, living in states if living and not ended]
-        leading = alive(leader)
-        known_ended = any(page.name.endswith(f"-{leader}") and ended for page, ended, _ in states)
-        if not running and (not leading or known_ended):
-            gone_since = gone_since or time.monotonic()
-            world = max(
-                (f.get("world", 1) for p in pages for f in p.facts if f["kind"] == "group"),
-                default=1,
-            )
-            all_there = sum(ended for _, ended, _ in states) >= world
-            if all_there or time.monotonic() - gone_since > 1.0:
-                return reported_hang
+        pages = glance(run)
+        silent = {page.name: silence.of(page) for page in pages}
+        running = [page for page in pages if not page.ended and (not page.here or alive(page.pid))]
+        leader_ended = any(page.here and page.pid == leader and page.ended for page in pages)
+        if (leader_ended or not alive(leader)) and not any(page.here for page in running):
+            if gone_since is None:
+                gone_since, world = time.monotonic(), world_size(run)
+            waiting = [page for page in running if silent[page.name] < GONE_AFTER]
+            waited = time.monotonic() - gone_since
+            all_there = sum(page.ended for page in pages) >= world
+            if not waiting and (all_there or waited > 1.0):
+                return seemed_stuck
+            if waiting and waited > 5.0 and not said:
+                said = True
+                say(
+                    f"{len(waiting)} processes on other hosts have not ended. The report follows, "
+                    f"at the latest {GONE_AFTER:g} s after the last sign of them."
+                )
         else:
             gone_since = None
-        if running and not reported_hang and options.hang_after > 0:
+        if running and not seemed_stuck and options.hang_after > 0:
             now = time.time()
-            waited = all(page.now and now - page.now.since > options.hang_after for page in running)
-            if waited and now >= look_again:
+            stuck = all(page.now and now - page.now.since > options.hang_after for page in running)
+            if stuck and now >= look_again:
                 look_again = now + options.hang_after / 2
                 # Slow is not stuck: ranks that import or load data wait for nobody.
-                if {each.code for each in merge(run, hung=True).findings} & HANGS:
-                    reported_hang = True
-                    report(run, options, hung=True)
+                if {each.code for each in merge(run, live=True).findings} & HANGS:
+                    seemed_stuck = True
+                    report(run, options, live=True)

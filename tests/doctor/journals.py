@@ -2,8 +2,14 @@
 
 from typing import Any
 
+from ddp_doctor.equation import equation
+from ddp_doctor.findings import Finding
 from ddp_doctor.journal import Now, Pages
 from ddp_doctor.merged import Run
+from ddp_doctor.rules import examine
+
+SAME = {"weight": 1.5, "bias": -2.0}
+OWN = [{"weight": 1.0, "bias": -1.5}, {"weight": 2.0, "bias": -2.5}]
 
 
 def window(
@@ -74,3 +80,28 @@ def run_of(windows: list[dict[str, Any]], **facts: list[dict[str, Any]]) -> Run:
         ]
         pages.append(Pages(f"host-{rank}", lines, Now(0.0, 1, 1, True, "ended")))
     return Run.of(pages)
+
+
+def findings(run: Run) -> dict[str, Finding]:
+    found = {each.code: each for each in examine(run, equation(run))}
+    assert not run.notes, run.notes  # a rule that fails says so here
+    return found
+
+
+def run_with_steps(steps: list[list[dict[str, Any]]], **facts: Any) -> Run:
+    """A run of several steps: for each step, one window per rank."""
+    run = run_of(steps[0], **facts)
+    for number, windows in enumerate(steps[1:], start=1):
+        for rank, one in zip(run.ranks, windows, strict=True):
+            rank.facts["window"].append({**one, "n": number, "step": number + 1})
+    return run
+
+
+def step(**more: Any) -> list[dict[str, Any]]:
+    """One right step on two ranks; a tuple in `more` holds one value per rank."""
+    windows = []
+    for rank, mine in enumerate(OWN):
+        own = {key: one[rank] if isinstance(one, tuple) else one for key, one in more.items()}
+        windows.append(window([4], [1.0], SAME, mine, **own))
+        windows[-1]["backwards"][0]["values"] = [1.0 + rank]
+    return windows

@@ -1,6 +1,8 @@
 """Models and losses for `check_step`: its ranks import them."""
 
+import os
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 Batch = tuple[Tensor, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 def build() -> nn.Module:
@@ -66,4 +69,20 @@ def fails_after_the_others_wait(model: nn.Module, batch: Batch) -> Tensor:
     if dist.is_initialized() and dist.get_rank() == 1:
         time.sleep(0.3)
         raise ValueError("of rank 1")
+    return mean(model, batch)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    return module
+
+
+def never_ends(model: nn.Module, batch: Batch) -> Tensor:
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 1:
+        time.sleep(60)
+    return mean(model, batch)
+
+
+def leaves(model: nn.Module, batch: Batch) -> Tensor:
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 1:
+        os._exit(0)
     return mean(model, batch)

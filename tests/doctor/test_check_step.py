@@ -90,3 +90,15 @@ def test_a_rank_whose_gradient_is_written_does_not_fail_while_the_ranks_are_ende
 def test_a_number_of_batches_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 batches for 2 ranks × 1 micro-batches: pass 2"):
         check_step(steps.build, steps.mean, steps.ragged([2, 2, 2]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (steps.never_ends, r"rank \[1\] wrote no gradient within 5 s.*pass a longer timeout="),
+        (steps.leaves, r"rank \[1\] ended without a gradient.*Look for a call of os\._exit"),
+    ],
+)
+def test_a_rank_without_a_gradient_is_named_with_what_to_do(loss: steps.Loss, said: str) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        check_step(steps.build, loss, steps.ragged([2, 2]), wrap=steps.unwrapped, timeout=5.0)

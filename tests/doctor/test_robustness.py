@@ -363,3 +363,175 @@ def test_a_group_that_a_script_destroyed_keeps_its_threads_until_the_rank_ends(
     counts = [int(line.split()[1]) for line in outcome.lines.elements() if "threads" in line]
     assert len(counts) == 2
     assert min(counts) > 1
+
+
+def test_forwards_without_a_backward_do_not_stay_in_memory(server: Server, script: Write) -> None:
+    """A validation loop without no_grad, after an observed step."""
+    event = """
+import weakref
+class Kept:
+    pass
+kept = weakref.WeakSet()
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = Kept()
+        kept.add(ctx.kept)
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+def event():
+    for _ in range(20):
+        nn.functional.mse_loss(Keeps.apply(net(torch.ones(3, 4))), torch.ones(3, 2))
+        Keeps.apply(net(torch.ones(3, 4))).mean()
+    print("kept", len(kept), flush=True)
+"""
+    looked, plain = both(server, script(START + event + LOOP + END))
+    assert looked.codes == [0, 0], looked.errors
+    assert plain.lines["kept 0"] == 2
+    assert looked.same(plain)
+    assert looked.report is not None
+    assert looked.report["equation"]["right"], looked.report["equation"]
+
+
+def test_a_backward_that_fails_leaves_no_hook_behind(server: Server, script: Write) -> None:
+    event = """
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("out of memory")
+def event():
+    try:
+        Fails.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    except RuntimeError:
+        pass
+    print("hooks", [len(p._backward_hooks or ()) for p in net.parameters()], flush=True)
+"""
+    looked, plain = both(server, script(START + event + LOOP + END))
+    assert looked.codes == [0, 0], looked.errors
+    assert looked.same(plain)
+
+
+def test_an_error_during_the_handling_of_another_is_shown_with_both(
+    server: Server, script: Write
+) -> None:
+    event = """
+def event():
+    try:
+        raise ValueError("the first")
+    except ValueError:
+        raise RuntimeError("the second")
+"""
+    looked, plain = both(server, script(START + event + LOOP + END))
+    assert looked.same(plain)
+    handling = "During handling of the above exception, another exception occurred"
+    assert plain.errors.count(handling) == looked.errors.count(handling) == 2
+
+
+EARLIER = """
+original = getattr(dist.init_process_group, "__wrapped__", dist.init_process_group)
+original("gloo", timeout=timedelta(seconds=12))
+"""
+MESH = "dist.init_device_mesh('cpu', (2,))\n"
+
+
+@pytest.mark.parametrize(
+    "made", [EARLIER, MESH], ids=["a name imported before the doctor started", "a device mesh"]
+)
+def test_a_group_is_known_however_it_was_made(made: str, server: Server, script: Write) -> None:
+    usual = 'dist.init_process_group("gloo", timeout=timedelta(seconds=12))\n'
+    assert usual in START
+    text = (START + NO_EVENT + LOOP + END).replace(usual, made)
+    looked, plain = both(server, script(text))
+    assert looked.codes == [0, 0], looked.errors
+    assert looked.same(plain)
+    assert codes(looked) == {}
+    assert looked.report is not None
+    assert [each["rank"] for each in looked.report["ranks"]] == [0, 1]
+
+
+SPAWNS = """
+import os, socket, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def rank_main(rank, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(3, 2))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    gen = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        opt.zero_grad()
+        x = torch.randn(4, 3, generator=gen)
+        nn.functional.mse_loss(model.module(x), torch.ones(4, 2)).backward()
+        opt.step()
+    dist.barrier()
+    fail(rank)
+    dist.destroy_process_group()
+
+def main():
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        STARTED
+
+if __name__ == "__main__":
+    main()
+"""
+BY_SPAWN = "mp.start_processes(rank_main, args=(port,), nprocs=2, start_method='fork')"
+BY_PROCESS = """
+        ranks = [mp.get_context("fork").Process(target=rank_main, args=(r, port)) for r in (0, 1)]
+        [each.start() for each in ranks]
+        [each.join() for each in ranks]
+        sys.exit(any(each.exitcode for each in ranks))
+"""
+
+
+@pytest.mark.parametrize("by", [BY_SPAWN, BY_PROCESS], ids=["spawn", "Process"])
+def test_an_exception_in_a_rank_that_the_script_starts_is_in_the_report(
+    by: str, server: Server, script: Write
+) -> None:
+    fail = "def fail(rank):\n    if rank == 1:\n        raise KeyError('of rank 1')\n"
+    one = script(fail + SPAWNS.replace("STARTED", by), launch="python")
+    looked, plain = both(server, one)
+    assert looked.same(plain)
+    assert looked.codes == [1]
+    assert looked.report is not None
+    assert looked.report["ranks"][1]["error"]["type"] == "KeyError"
+    assert looked.report["ranks"][1]["error"]["place"].endswith("train.py:4")
+    assert looked.report["ranks"][0]["error"] is None or by == BY_SPAWN
+
+
+def test_fail_on_looks_at_ranks_that_the_script_starts(server: Server, script: Write) -> None:
+    text = "def fail(rank): pass\n" + SPAWNS.replace("STARTED", BY_SPAWN)
+    broken = script(text, launch="python")
+    assert server.run(broken, True, options=("--fail-on", "error")).codes == [3]
+    right = script(text.replace("model.module(x)", "model(x)"), launch="python")
+    assert server.run(right, True, options=("--fail-on", "error")).codes == [0]
+
+
+def test_fail_on_does_not_pass_if_nothing_was_observed(server: Server, script: Write) -> None:
+    looked = server.run(script("print(1)\n", 1, "python"), True, options=("--fail-on", "error"))
+    assert looked.codes == [4]
+    assert "nothing was checked, because no rank was observed" in looked.errors
+
+
+def test_long_work_on_one_rank_is_a_warning_that_the_last_report_takes_back(
+    server: Server, script: Write
+) -> None:
+    """Rank 0 writes a checkpoint while the others wait in a barrier."""
+    event = "def event():\n    time.sleep(4 if rank == 0 else 0)\n    dist.barrier()\n"
+    one = script(START + event + LOOP + END)
+    looked = server.run(one, doctor=True, options=("--hang-after", "1"))
+    assert looked.codes == [0, 0], looked.errors
+    assert "WARNING Ranks wait for a missing rank" in looked.errors
+    assert "ERROR" not in looked.errors
+    assert "and then went on" in looked.errors
+    assert codes(looked) == {}

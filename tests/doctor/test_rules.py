@@ -3,42 +3,13 @@
 from typing import Any
 
 import pytest
-from doctor.journals import run_of, window
+from doctor.journals import OWN, SAME, findings, run_of, run_with_steps, step, window
 
 from ddp_doctor.equation import combination, equation
-from ddp_doctor.findings import CATALOG, Finding
+from ddp_doctor.findings import CATALOG
 from ddp_doctor.merged import Run
 from ddp_doctor.places import operand
-from ddp_doctor.rules import examine
 from ddp_doctor.rules.loss import partial_window_divided_by_k, scale
-
-SAME = {"weight": 1.5, "bias": -2.0}
-OWN = [{"weight": 1.0, "bias": -1.5}, {"weight": 2.0, "bias": -2.5}]
-
-
-def findings(run: Run) -> dict[str, Finding]:
-    found = {each.code: each for each in examine(run, equation(run))}
-    assert not run.notes, run.notes  # a rule that fails says so here
-    return found
-
-
-def run_with_steps(steps: list[list[dict[str, Any]]], **facts: Any) -> Run:
-    """A run of several steps: for each step, one window per rank."""
-    run = run_of(steps[0], **facts)
-    for number, windows in enumerate(steps[1:], start=1):
-        for rank, one in zip(run.ranks, windows, strict=True):
-            rank.facts["window"].append({**one, "n": number, "step": number + 1})
-    return run
-
-
-def step(**more: Any) -> list[dict[str, Any]]:
-    """One right step on two ranks; a tuple in `more` holds one value per rank."""
-    windows = []
-    for rank, mine in enumerate(OWN):
-        own = {key: one[rank] if isinstance(one, tuple) else one for key, one in more.items()}
-        windows.append(window([4], [1.0], SAME, mine, **own))
-        windows[-1]["backwards"][0]["values"] = [1.0 + rank]
-    return windows
 
 
 @pytest.mark.parametrize(
@@ -66,7 +37,7 @@ def test_no_sync_with_a_static_graph_is_an_error_only_if_gradients_differ(
     grads: bool, severity: str
 ) -> None:
     wrapper = {
-        "kind": "wrapper", "index": 0, "type": "DDP", "module": "Net", "world": 2,
+        "kind": "wrapper", "index": 0, "type": "DDP", "module": "Net", "world": 2, "of": 2,
         "find_unused": False, "static_graph": True, "broadcast_buffers": True, "bucket_cap": None,
         "bytes": 8, "parameters": 2, "place": "train.py:3",
     }  # fmt: skip
@@ -89,7 +60,7 @@ def test_a_backward_without_a_forward_of_its_own_is_the_second_of_a_forward_or_b
 ) -> None:
     wrapper = {
         "kind": "wrapper", "index": 0, "static_graph": False, "bytes": 8, "place": "train.py:3",
-        "type": "DistributedDataParallel", "module": "Linear", "world": 2, "parameters": 2,
+        "type": "DistributedDataParallel", "module": "Linear", "world": 2, "of": 2, "parameters": 2,
         "find_unused": False, "broadcast_buffers": True, "init_sync": True, "bucket_cap": None,
     }  # fmt: skip
     windows = []
@@ -211,7 +182,13 @@ def test_a_loss_that_only_rank_0_reads_is_noted_unless_it_is_averaged() -> None:
     assert "Only rank 0 reads" in noted.evidence
     assert "rank 0: 2, rank 1: 3" in noted.evidence
     reduced = [
-        {"op": "all_reduce", "what": "other", "numel": 1, "place": "train.py:11", "backwards": 1}
+        {
+            "op": "all_reduce",
+            "what": "other",
+            "numel": 1,
+            "place": "train.py:11",
+            "backwards": {"0": 1},
+        }
     ]
     assert findings(run_with_steps([logging_step((0,), (2.0, 3.0), collectives=reduced)] * 2)) == {}
     equal = findings(run_with_steps([logging_step((0,), (2.0, 2.0))] * 2))
@@ -222,7 +199,7 @@ def test_a_loss_that_only_rank_0_reads_is_noted_unless_it_is_averaged() -> None:
 def contrastive_step(square: list[int], shape: list[int], input_: list[int]) -> Any:
     gathered = {
         "op": "all_gather", "shape": shape, "numel": shape[0] * shape[1], "what": "activation",
-        "through_autograd": False, "place": "train.py:5", "backwards": 0,
+        "through_autograd": False, "place": "train.py:5", "backwards": {},
     }  # fmt: skip
     windows = step(collectives=[gathered])
     for one in windows:

@@ -15,7 +15,7 @@ from ddp_doctor.observe import losses
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
-from ddp_doctor.places import place
+from ddp_doctor.places import call, place
 
 MAX_NODES = 20_000
 MAX_BACKWARDS = 64
@@ -35,12 +35,19 @@ def install(recorder: Recorder, patches: Patches) -> None:
             grad = parameter.grad
             fresh = grad is None or (grad.layout == torch.strided and not bool(grad.any()))
             before = 0.0 if fresh else recorder.local.get(key, 0.0)
+            if not fresh and key in recorder.used and recorder.used[key] == projection(grad):
+                recorder.leftover.add(key)
             recorder.local[key] = before + value
 
         def hook(gradient: Tensor) -> None:
             look(gradient)
 
         return hook
+
+    def remove_hooks() -> None:
+        for handle in recorder.hooks:
+            handle.remove()
+        recorder.hooks = []
 
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder.in_backward += 1
@@ -53,8 +60,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
         session.doing(f"backward at {at}" if at else "backward")
         record: dict[str, Any] = {"place": at, "_reached": set()}
         if not recorder.on:
-            return record, [], []
+            return record, []
         note_state(recorder)
+        record["call"] = call()
+        recorder.leftover = set()
         record["scale"] = recorder.scales
         record["retained"] = _retains(args, kwargs)
         record["prepared"] = {str(each.index): each.prepared for each in recorder.wrappers}
@@ -64,33 +73,33 @@ def install(recorder: Recorder, patches: Patches) -> None:
             for root in _roots(args, kwargs)[:1]
             if root.numel() == 1 and root.device.type != "meta"
         ]
-        handles = [
+        recorder.hooks = [
             each.register_hook(reached(each, record))
             for each in recorder.known_parameters().values()
             if each.requires_grad and each.is_leaf and not hasattr(each, "placements")
         ]
         recorder.window["current"] = record
-        recorder.window["sharded"] = recorder.names.sharded() or any(
-            hasattr(each, "placements") for each in recorder.known_parameters().values()
-        )
+        shards = any(hasattr(p, "placements") for p in recorder.known_parameters().values())
+        recorder.window["sharded"] = recorder.names.sharded() or shards
+        if shards:
+            recorder.window["tensor_parallel"] = recorder.names.tensor_parallel()
         for each in recorder.terms:
             each["hits"] = 0.0
             each["hit"] = False
-        return record, handles, [root.grad_fn for root in _roots(args, kwargs)]
+        return record, [root.grad_fn for root in _roots(args, kwargs)]
 
     def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.in_backward -= 1
         if recorder.in_backward or token is None:
             return
-        record, handles, nodes = token
-        for handle in handles:
-            handle.remove()
+        record, nodes = token
+        remove_hooks()
         recorder.window.pop("current", None)
         session.doing("after backward")
         if recorder.on:
             hit = [each for each in recorder.terms if each.get("hit")]
             if not any(each["loss"] for each in hit):
-                tops = _outermost(nodes, {each["node"]: each for each in hit})
+                tops = _outermost(nodes, {each["node"] for each in hit})
                 hit = [each for each in hit if each["node"] in tops]
             else:
                 hit = [each for each in hit if each["loss"]]
@@ -116,11 +125,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
                 if mine & record["_reached"] or not record["_reached"]:
                     state.pending.append(record)
+                    if kept := len(mine & recorder.leftover):
+                        record.setdefault("leftover", {})[str(state.index)] = kept
                     recorder.note_gradients(state)
 
     def abandoned(error: BaseException) -> None:
         recorder.in_backward = max(0, recorder.in_backward - 1)
         if recorder.in_backward == 0:
+            remove_hooks()
             recorder.window.pop("current", None)  # what it was doing stays written down
 
     patches.observe(torch.Tensor, "backward", before, after, failed=abandoned)
@@ -142,13 +154,16 @@ def _retains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(given.get("retain_graph") or given.get("create_graph"))
 
 
-def _outermost(roots: list[Any], terms: dict[Any, Any]) -> set[Any]:
-    """The nodes among `terms` that a walk from the roots meets first."""
+def _outermost(roots: list[Any], terms: set[int]) -> set[int]:
+    """The terms that a walk from the roots meets first."""
+    if len(terms) < 2:
+        return terms
     seen, todo, tops = set(roots), [node for node in roots if node is not None], set()
     while todo and len(seen) < MAX_NODES:
         node = todo.pop()
-        if node in terms:
-            tops.add(node)
+        number = node.metadata.get(losses.NODE)
+        if number in terms:
+            tops.add(number)
             continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

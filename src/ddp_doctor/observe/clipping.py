@@ -18,16 +18,16 @@ def install(recorder: Recorder, patches: Patches) -> None:
         parameters = args[0] if args else kwargs.get("parameters")
         if isinstance(parameters, Tensor):
             parameters = [parameters]
-        if not isinstance(parameters, list | tuple):
-            return  # a generator: looking would use it up
-        _snapshot({id(each) for each in parameters})
-
-    def _snapshot(ids: set[int]) -> None:
+        listed = isinstance(parameters, list | tuple)  # looking would use up a generator
+        ids = {id(each) for each in parameters} if listed else set()
         for state in recorder.optimizers.values():
             optimizer = state.optimizer()
-            if optimizer is not None and any(
-                id(each) in ids for group in optimizer.param_groups for each in group["params"]
-            ):
+            if optimizer is None or not state.pending:
+                continue
+            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            # Without a list, what backward left is compared with what the optimizer sees. That does
+            # not show a clip after an all-reduce of one's own.
+            if ids & held or (not listed and state.reduced):
                 recorder.take_snapshot(state)
 
     def clip(kind: str) -> Any:
@@ -47,9 +47,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
                     "norm": norm,
                     "limit": float(limit) if isinstance(limit, int | float) else None,
                     "sharded": sharded,
-                    "backwards": max(
-                        (s.backwards for s in recorder.optimizers.values()), default=0
-                    ),
+                    "backwards": recorder.so_far(),
                     "collectives": len(recorder.window["collectives"]),
                     "place": place(),
                 }

@@ -11,16 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ddp_doctor.calls import CALLS
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
-NAMES = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather",
-    "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
-    "barrier", "monitored_barrier", "all_gather_object", "broadcast_object_list", "gather_object",
-    "scatter_object_list", "send", "recv", "isend", "irecv", "all_reduce_coalesced",
-)  # fmt: skip
 MAX_PER_WINDOW = 300
 
 
@@ -34,7 +29,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             depth[0] += 1
             if depth[0] > 1:
                 return None
-            session.open()
+            recorder.open()
             at = place(sys._getframe(1))
             tensor = _tensor(args, kwargs)
             shape = "" if tensor is None else f" of shape {list(tensor.shape)}"
@@ -52,7 +47,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if tensor is not None:
                 fact |= {"shape": list(tensor.shape)[:6], "numel": tensor.numel()}
                 fact |= _what(tensor)
-            fact["backwards"] = max((s.backwards for s in recorder.optimizers.values()), default=0)
+            if fact.get("what") in ("gradient", "flat"):
+                recorder.before_own_reduction(fact.get("optimizer"))
+            fact["backwards"] = recorder.so_far()
             fact["in_backward"] = recorder.in_backward > 0
             fact["through_autograd"] = _in_autograd_function()
             recorder.window["collectives"].append(fact)
@@ -82,7 +79,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
                     named = recorder.parameters_of(state)
                     name = next((n for n, p in named if p is each), None)
                     if name:
-                        return {"what": "gradient", "name": name}
+                        return {"what": "gradient", "name": name, "optimizer": state.index}
                 return {"what": "gradient", "name": ""}
             if each.data_ptr() == address:
                 return {"what": "parameter"}
@@ -98,7 +95,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 return {"what": "like a gradient"}
         return {"what": "other"}
 
-    for name in NAMES:
+    for name in CALLS:
         before = enter(name)
         for owner in (distributed_c10d, dist):
             patches.observe(owner, name, before, leave, failed=abandoned)

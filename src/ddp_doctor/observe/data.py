@@ -1,5 +1,6 @@
 """Samplers, loaders and data sets: who gets which rows, in which order, in which epoch."""
 
+import weakref
 import zlib
 from typing import Any
 
@@ -16,8 +17,25 @@ MAX_ROWS = 4096
 MAX_BYTES = 1 << 24
 
 
+class Numbers:
+    """A number per object, also if a later object has an earlier one's id."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._count = 0
+
+    def of(self, each: Any) -> int:
+        reference, number = self._seen.get(id(each), (None, 0))
+        if reference is None or reference() is not each:
+            number = self._count
+            self._count += 1
+            self._seen[id(each)] = (weakref.ref(each), number)
+        return number
+
+
 def install(recorder: Recorder, patches: Patches) -> None:
     session = recorder.session
+    samplers, loaders, iterators = Numbers(), Numbers(), Numbers()
     epochs: dict[int, int] = {}
     described: set[int] = set()
     rows: dict[int, list[int]] = {}
@@ -25,15 +43,17 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def sampled(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sampler = args[0]
-        epochs[id(sampler)] = epochs.get(id(sampler), 0) + 1
-        if epochs[id(sampler)] > 20:
+        number = samplers.of(sampler)
+        epochs[number] = epochs.get(number, 0) + 1
+        if epochs[number] > 20 or number > 40:
             return
         session.write(
             "sampler",
-            sampler=id(sampler) % 1_000_003,
+            sampler=number,
             type=type(sampler).__name__,
-            pass_=epochs[id(sampler)],
+            pass_=epochs[number],
             epoch=getattr(sampler, "epoch", None),
+            seed=getattr(sampler, "seed", None),
             shuffle=bool(getattr(sampler, "shuffle", False)),
             replicas=getattr(sampler, "num_replicas", None),
             rank=getattr(sampler, "rank", None),
@@ -46,21 +66,23 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def iterated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         loader = args[0]
-        if id(loader) in described or len(described) >= 12:
+        number = loaders.of(loader)
+        if number in described or len(described) >= 12:
             return
-        described.add(id(loader))
+        described.add(number)
         sampler = getattr(loader, "sampler", None)
         batches = getattr(loader, "batch_sampler", None)
         inner = getattr(batches, "sampler", None)
         session.write(
             "loader",
-            loader=id(loader) % 1_000_003,
+            loader=number,
             type=type(loader).__name__,
             dataset=type(loader.dataset).__name__,
             length=_length(loader.dataset),
             content=_content(loader.dataset),
             sampler=type(sampler).__name__,
             inner=type(inner).__name__,
+            replacement=bool(getattr(inner, "replacement", False)),
             sharded=_sharded(loader),
             replicas=getattr(sampler, "num_replicas", getattr(batches, "num_processes", None)),
             batch_size=getattr(loader, "batch_size", None),
@@ -76,19 +98,22 @@ def install(recorder: Recorder, patches: Patches) -> None:
         session.doing("running")
         if not torch.is_grad_enabled():
             return
-        key = id(args[0])
+        key = iterators.of(args[0])
         if key not in rows:
             if len(rows) >= 2:
                 return
             rows[key] = []
         seen = rows[key]
         if len(seen) < MAX_ROWS:
-            seen.extend(_rows(result))
+            tensors = _tensors(result)
+            found = _rows(tensors)
+            seen.extend(found)
             session.write(
                 "batch",
-                iterator=key % 1_000_003,
+                iterator=key,
                 n=recorder.backward_count,
-                rows=_rows(result)[:256],
+                size=min((each.shape[0] for each in tensors), default=0),
+                rows=found,
             )
 
     def over(error: BaseException) -> None:
@@ -125,8 +150,8 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _rows(batch: Any) -> list[int]:
-    """A hash per row of the batch, over all its tensors, of at most 4 KiB per row and tensor."""
+def _tensors(batch: Any) -> list[Tensor]:
+    """The first tensors of a batch that have rows."""
     tensors: list[Tensor] = []
 
     def look(value: Any, depth: int) -> None:
@@ -141,6 +166,11 @@ def _rows(batch: Any) -> list[int]:
                 look(each, depth + 1)
 
     look(batch, 0)
+    return tensors
+
+
+def _rows(tensors: list[Tensor]) -> list[int]:
+    """A hash per row of a batch, over all its tensors, of at most 4 KiB per row and tensor."""
     if not tensors:
         return []
     count = min(each.shape[0] for each in tensors)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
@@ -15,16 +15,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session.open()
+        recorder.grouped = False
         session.doing(f"init_process_group at {place()}")
 
     def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session.write(
-            "group",
-            rank=dist.get_rank(),
-            world=dist.get_world_size(),
-            backend=str(dist.get_backend()),
-            place=place(),
-        )
+        recorder.open()
         session.doing("running")
 
     def destroying(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -36,6 +31,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     if not dist.is_available():
         return
-    for owner in (distributed_c10d, dist):
+    for owner in (distributed_c10d, dist, device_mesh):
         patches.observe(owner, "init_process_group", before, after)
         patches.observe(owner, "destroy_process_group", destroying, destroyed)

@@ -42,6 +42,7 @@ FUNCTIONS = (
     "triplet_margin_with_distance_loss",
 )
 MAX_TERMS = 200
+NODE = "ddp_doctor"  # in a node's metadata: the number of the term that is its output
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -58,7 +59,13 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def watch(term: dict[str, Any], output: Tensor) -> None:
         if len(recorder.terms) >= MAX_TERMS:
             del recorder.terms[0]
-        term["node"] = output.grad_fn
+        # A reference to the node would keep the whole forward alive. Nodes cannot be referenced
+        # weakly; but each has a dictionary that lives as long as the node.
+        node = output.grad_fn
+        recorder.terms_made += 1
+        term["node"] = recorder.terms_made
+        if node is not None:
+            term["node"] = node.metadata.setdefault(NODE, recorder.terms_made)
         term["hit"] = False
         term["hits"] = 0.0
         scalar = output.numel() == 1

@@ -19,6 +19,7 @@ class Names:
         self._names: dict[int, str] = {}
         self._searched: set[int] = set()
         self._flat: bool | None = None
+        self._split: bool | None = None
 
     def of(self, parameters: Sequence[Tensor], wrappers: Sequence[WrapperState]) -> list[str]:
         """A name per parameter. The first call for new parameters searches the live modules."""
@@ -60,6 +61,16 @@ class Names:
                 type(each).__name__ == "FullyShardedDataParallel" for each in gc.get_objects()
             )
         return self._flat
+
+    def tensor_parallel(self) -> bool:
+        """Whether DTensors come from layers that are split: no module is sharded as a whole."""
+        if self._split is None:
+            fsdp = sys.modules.get("torch.distributed.fsdp")
+            whole = fsdp is not None and any(
+                issubclass(type(each), fsdp.FSDPModule) for each in gc.get_objects()
+            )
+            self._split = not whole and not self.sharded()
+        return self._split
 
     def modules(self, wrappers: Sequence[WrapperState]) -> dict[str, int]:
         """How many layers of the kinds that matter are in training mode."""

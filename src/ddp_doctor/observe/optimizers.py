@@ -9,7 +9,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddp_doctor.observe.recorder import Recorder
+from ddp_doctor.fingerprints import projection
+from ddp_doctor.observe.recorder import MAX_PARAMETERS, Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
@@ -31,7 +32,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         recorder.in_step.append(id(optimizer))
         if len(recorder.in_step) > 1:
             return None
-        session.open()
+        recorder.open()
         state = recorder.add_optimizer(optimizer)
         session.doing(f"optimizer step {state.steps}")
         if recorder.in_backward:
@@ -63,6 +64,13 @@ def install(recorder: Recorder, patches: Patches) -> None:
         del recorder.in_step[-1:]
         if not recorder.in_step:
             recorder.after_update(recorder.add_optimizer(optimizer))
+            _remember(optimizer)
+
+    def _remember(optimizer: Any) -> None:
+        """The gradients that this step has used: what is still there later was never cleared."""
+        listed = [each for group in optimizer.param_groups for each in group["params"]]
+        for each in listed[:MAX_PARAMETERS] if recorder.on else ():
+            recorder.used[id(each)] = None if each.grad is None else projection(each.grad)
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         after(optimizer)
@@ -82,10 +90,21 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 _forget(state)
 
     def _forget(state: Any) -> None:
-        if recorder.on and state.pending:
-            recorder.window["dropped"] = recorder.window.get("dropped", 0) + len(state.pending)
-        state.pending = []
-        state.backwards = 0
+        # A backward that another optimizer has used, or will use, is not lost: a GAN's.
+        kept = [
+            record
+            for other in recorder.optimizers.values()
+            if other is not state
+            for record in other.pending
+        ]
+        for each in state.pending if recorder.on else ():
+            dropped = recorder.window.setdefault("dropped", [])
+            if each.get("used") or len(dropped) >= 64 or any(each is one for one in kept):
+                continue
+            targets = [term["target"] for term in each["terms"] if "target" in term]
+            fact = {"optimizer": state.index, "call": each["call"], "targets": targets}
+            dropped.append(fact)
+        state.forget()
         optimizer = state.optimizer()
         if optimizer is not None:
             for group in optimizer.param_groups:

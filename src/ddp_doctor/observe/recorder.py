@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_doctor.fingerprints import checksum, projection
+from ddp_doctor.fingerprints import checksum, projection, sum_of_squares
 from ddp_doctor.observe.models import Names
 from ddp_doctor.observe.states import OptimizerState, WrapperState
 from ddp_doctor.places import place
@@ -48,8 +48,13 @@ class Recorder:
         self.first_values: Tensor | None = None
         self.total = 0
         self.local: dict[int, float] = {}
+        self.used: dict[int, float | None] = {}  # gradients right after the step that used them
+        self.leftover: set[int] = set()  # parameters that still held these when backward came
         self.collective_counts: dict[str, int] = {}
         self.scales = 1.0
+        self.grouped = False
+        self.terms_made = 0
+        self.hooks: list[Any] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -61,8 +66,25 @@ class Recorder:
             "inputs": [],
         }
         self.terms: list[dict[str, Any]] = []
-        self.snapshot: dict[str, Any] | None = None
         self.steps_in_window = 0
+
+    def open(self) -> None:
+        """Open the journal, and write down the process group, however it came about.
+
+        Device meshes, and scripts that imported the function before the doctor started, call the
+        original `init_process_group`.
+        """
+        self.session.open()
+        there = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if there and not self.grouped:
+            self.session.write(
+                "group",
+                rank=torch.distributed.get_rank(),
+                world=torch.distributed.get_world_size(),
+                backend=str(torch.distributed.get_backend()),
+                place=place(sys._getframe(1)),
+            )
+        self.grouped = there
 
     @property
     def on(self) -> bool:
@@ -115,24 +137,40 @@ class Recorder:
 
     def take_snapshot(self, state: OptimizerState) -> None:
         """What is in `.grad` now: the first call per window counts (before clipping, unscaling)."""
-        if self.snapshot is not None or not self.on:
+        if state.snapshot is not None or not self.on:
             return
-        self.snapshot = {"grads": {}, "hashes": {}, "local": {}, "missing": []}
+        snapshot: dict[str, Any] = {"grads": {}, "hashes": {}, "local": {}, "missing": []}
+        if state.scale is not None:
+            snapshot["unscaled"] = state.scale
+        state.snapshot = snapshot
         for name, parameter in self.parameters_of(state):
             if parameter.grad is None:
                 if parameter.requires_grad:
-                    self.snapshot["missing"].append(name)
+                    snapshot["missing"].append(name)
                 continue
-            self.snapshot["grads"][name] = projection(parameter.grad)
-            self.snapshot["hashes"][name] = checksum(parameter.grad)
-            self.snapshot["local"][name] = self.local.get(id(parameter))
+            snapshot["grads"][name] = projection(parameter.grad)
+            snapshot["hashes"][name] = checksum(parameter.grad)
+            snapshot["local"][name] = self.local.get(id(parameter))
+
+    def before_own_reduction(self, optimizer: int | None) -> None:
+        """The script is about to combine gradients: those of one optimizer, or None for all.
+
+        A snapshot that was taken before, by `unscale_` or a clip, is of local gradients.
+        """
+        for state in self.optimizers.values():
+            if optimizer in (None, state.index):
+                state.snapshot, state.reduced = None, True
+
+    def so_far(self) -> dict[str, int]:
+        """Per optimizer: the backwards since its last step that reached its parameters."""
+        return {str(each.index): len(each.pending) for each in self.optimizers.values()}
 
     def note_gradients(self, state: OptimizerState) -> None:
         """What backward left in `.grad`: whatever differs at the update, the script changed."""
         if self.window.get("sharded"):
             self.window["norm"] = self._local_norm(state)
             return
-        self.window["left"] = _rounded(
+        state.left = _rounded(
             {
                 name: projection(each.grad)
                 for name, each in self.parameters_of(state)
@@ -148,7 +186,7 @@ class Recorder:
             if hasattr(grad, "to_local"):
                 grad = grad.to_local()
             if grad is not None and grad.numel() and grad.layout == torch.strided:
-                total += float(grad.detach().double().norm()) ** 2
+                total += sum_of_squares(grad)
         return math.sqrt(total)
 
     def is_parameters(self, tensor: Tensor) -> bool:
@@ -180,7 +218,7 @@ class Recorder:
             self.total = sum(each.numel() for each in plain) if len(plain) > 1 else 0
             parts: list[Tensor] = []
             while sum(each.numel() for each in parts) < 64 and len(parts) < len(plain):
-                parts.append(plain[len(parts)].detach().reshape(-1).double().cpu())
+                parts.append(plain[len(parts)].detach().reshape(-1)[:64].double().cpu())
             first = torch.cat(parts)[:64]
             self.first_values = first if first.numel() >= 8 else None
 
@@ -209,7 +247,7 @@ class Recorder:
             session.journal.steps += 1
         if self.on and self.written < MAX_WINDOWS:
             self.written += 1
-            snapshot = self.snapshot or {}
+            snapshot = state.snapshot or {}
             snapshot["grads"] = _rounded(snapshot.get("grads", {}))
             snapshot["local"] = _rounded(snapshot.get("local", {}))
             session.write(
@@ -220,6 +258,7 @@ class Recorder:
                 skipped=skipped,
                 backwards=state.pending,
                 snapshot=snapshot,
+                left=state.left,
                 after=self.replica(state),
                 stale=self._stale(state),
                 changed=[each for wrapper in self.wrappers for each in wrapper.changes()],
@@ -234,8 +273,9 @@ class Recorder:
         early = self.on and state.steps <= 2 and not self.wrappers
         if early and self.find_wrappers is not None and ranks() > 1:
             self.find_wrappers()
-        state.pending = []
-        state.backwards = 0
+        for record in state.pending:
+            record["used"] = True
+        state.forget()
         self.session.next_step(len([s for s in self.optimizers.values() if s.steps]))
         self._clear()
         session.doing("between steps")

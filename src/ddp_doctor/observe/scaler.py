@@ -19,6 +19,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         state = recorder.optimizers.get(id(optimizer))
         if state is not None and recorder.on and args[0].is_enabled():
             recorder.take_snapshot(state)
+            state.scale = float(args[0].get_scale())
 
     def before_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         optimizer = args[1] if len(args) > 1 else kwargs.get("optimizer")

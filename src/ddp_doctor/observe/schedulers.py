@@ -8,7 +8,7 @@ from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
-MAX_FACTS = 400
+DENSE = 200  # calls that are all written down; later ones ever more rarely
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -24,15 +24,17 @@ def install(recorder: Recorder, patches: Patches) -> None:
             return
         scheduler = args[0]
         counts[id(scheduler)] = counts.get(id(scheduler), 0) + 1
-        if counts[id(scheduler)] > MAX_FACTS:
+        count = counts[id(scheduler)]
+        if count > DENSE and count % 10 ** (len(str(count)) - 2):
             return
         rates = scheduler.get_last_lr()
         session.write(
             "schedule",
             scheduler=id(scheduler) % 100_000,
             type=type(scheduler).__name__,
-            count=counts[id(scheduler)],
+            count=count,
             steps=session.step_count,
+            backwards=recorder.backward_count,
             total=getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None)),
             rate=float(rates[0]) if rates else None,
             place=place(),

@@ -16,7 +16,18 @@ class OptimizerState:
         self.steps = 0
         self.backwards = 0
         self.pending: list[dict[str, Any]] = []
+        self.snapshot: dict[str, Any] | None = None  # of the gradients, before they are clipped
+        self.left: dict[str, Any] | None = None  # the gradients that the last backward left
+        self.scale: float | None = None  # what GradScaler.unscale_ divided the gradients by
+        self.reduced = False  # whether the script has combined the gradients itself
         self.done: set[str] = set()
+
+    def forget(self) -> None:
+        """The gradients were used or cleared: nothing of them is left to write down."""
+        self.pending = []
+        self.backwards = 0
+        self.snapshot = self.left = self.scale = None
+        self.reduced = False
 
 
 class WrapperState:

@@ -28,7 +28,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         module = getattr(wrapper, "module", None)
         if not isinstance(module, torch.nn.Module) or recorder.wrapper_of(module) is not None:
             return
-        session.open()
+        recorder.open()
         state = WrapperState(wrapper, module, len(recorder.wrappers))
         recorder.wrappers.append(state)
         sizes = [each.numel() * each.element_size() for each in module.parameters()]
@@ -39,6 +39,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             type=type(wrapper).__name__,
             module=type(module).__name__,
             world=dist.get_world_size(getattr(wrapper, "process_group", None)),
+            of=dist.get_world_size(),
             find_unused=bool(getattr(wrapper, "find_unused_parameters", False)),
             static_graph=bool(getattr(wrapper, "static_graph", False)),
             broadcast_buffers=bool(getattr(wrapper, "broadcast_buffers", True)),
@@ -87,7 +88,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     recorder.find_wrappers = find
 
     def joining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session.open()
+        recorder.open()
         session.write("join", place=place())
 
     patches.observe(Join, "__enter__", joining)
@@ -110,10 +111,12 @@ def wrappers_like_ddp() -> list[torch.nn.Module]:
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
-    """Hash and size of each tensor that a forward was given."""
+    """Hash and size of each tensor that a forward was given, also inside of a user's objects."""
     found: list[list[Any]] = []
+    looked = [0]
 
     def look(value: Any, depth: int) -> None:
+        looked[0] += 1
         if isinstance(value, torch.Tensor):
             if len(found) < 16:
                 found.append([checksum(value, 1 << 22), value.numel(), list(value.shape)[:6]])
@@ -123,6 +126,10 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
         elif depth < 4 and isinstance(value, list | tuple):
             for each in value:
                 look(each, depth + 1)
+        elif depth < 4 and looked[0] < 200 and not isinstance(value, torch.nn.Module | type):
+            inside = getattr(value, "__dict__", None)  # a dataclass, a UserDict, a graph
+            if isinstance(inside, dict):
+                look(inside, depth)
 
     look(args, 0)
     look(kwargs, 0)

@@ -3,18 +3,20 @@
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ddp_doctor.equation import Equation
+from ddp_doctor.equation import Equation, number
 from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Run
+from ddp_doctor.merged import Fact, Rank, Run
 
 
 def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
     """Two ranks compute their loss from the same inputs and targets, step after step.
 
     Right if the ranks split the batch after the forward's inputs are made: the targets or losses
-    differ then. Right too if they split a model instead of data: then only some ranks agree.
+    differ then. Right too if they split a model instead of data, or train models of their own.
     """
-    if run.world < 2 or len(run.complete) < 2:
+    if run.world < 2 or len(run.complete) < 2 or run.models_differ or run.in_groups:
+        return
+    if any(fact.get("tensor_parallel") for window in run.complete for _, fact in window):
         return
     same = []
     for window in run.complete:
@@ -36,15 +38,21 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
 
 
 def _data(fact: Fact) -> list[object]:
-    """Hashes of what the forward was given and of the losses' targets."""
-    seen: list[object] = [[hash_, size] for group in fact["inputs"] for hash_, size, _ in group]
+    """Hashes of what the forward was given and of the losses' targets; empty if unknown.
+
+    A tensor that has elements and the hash 0 could not be read.
+    """
+    given = [[hash_, size] for group in fact["inputs"] for hash_, size, _ in group]
+    seen: list[object] = [*given]
     for backward in fact["backwards"]:
         for term in backward.get("terms", ()):
             if "target" in term:
-                seen.append([term["target"], term["input"] if not fact["inputs"] else 0])
-            elif not fact["inputs"]:
+                seen.append([term["target"], 0 if given else term["input"]])
+                if not term["target"] or not (given or term["input"]):
+                    return []
+            elif not given:
                 seen.append(backward.get("values"))
-    return seen
+    return [] if any(size and not hash_ for hash_, size in given) else seen
 
 
 def _where(fact: Fact) -> str:
@@ -55,33 +63,76 @@ def _where(fact: Fact) -> str:
 
 
 def _overlap(run: Run) -> Iterator[Finding]:
-    """Ranks read the same rows in another order: each walks through the whole data set."""
-    rows = {}
+    """Ranks read the same rows in another order: each walks through the whole data set.
+
+    Right if each rank trains on its own slice of what it reads, or draws with replacement. Ranks
+    that read other parts of the data have no rows in common, however few of them were seen. A
+    sampler of one's own may draw without end on purpose: then a whole epoch has to show it.
+    """
+    loaders = [each for each in run.ranks[0].all("loader") if each["grad"] and each["length"]]
+    if not loaders or loaders[0]["sharded"] or loaders[0]["replacement"]:
+        return
+    whole, read = loaders[0]["length"], []
     for rank in run.ranks:
         batches = rank.all("batch")
-        if not batches:
+        if not batches or _sliced(rank):
             return
         first = batches[0]["iterator"]
-        found = [row for batch in batches if batch["iterator"] == first for row in batch["rows"]]
-        rows[rank.rank] = found
-    sets = {rank: set(found) for rank, found in rows.items()}
-    if len(sets) < 2 or min(len(each) for each in sets.values()) < 8:
+        rows = [row for batch in batches if batch["iterator"] == first for row in batch["rows"]]
+        rows = rows[:whole]  # persistent workers: one iterator for all epochs
+        if len(set(rows)) < 0.9 * len(rows):
+            return  # rows that are equal by chance tell nothing
+        read.append(set(rows))
+    smallest = min((len(each) for each in read), default=0)
+    if len(read) < 2 or smallest < 8:
         return
-    common = set.intersection(*sets.values())
-    smallest = min(len(each) for each in sets.values())
-    loader = run.first("loader")
-    if loader is None or loader["sharded"] or loader["length"] is None:
-        return
-    if len(common) > 0.9 * smallest and smallest > 0.9 * loader["length"]:
-        yield finding(
-            "same_data_on_ranks",
-            f"Every rank reads all {loader['length']} samples in each epoch, in an order of its "
-            f"own: {len(common)} of {smallest} rows of the first epoch are the same. An epoch is "
-            f"{run.world} passes over the data.",
-            str(loader["place"]),
-            "DataLoader(dataset, sampler=DistributedSampler(dataset)).",
-            "warning",
+    other = min(read[1:], key=lambda each: len(each & read[0]))
+    common = len(set.intersection(*read))
+    if common > 0.9 * smallest and smallest > 0.9 * whole:
+        seen = (
+            f"Every rank reads all {whole} samples in each epoch, in an order of its own: {common} "
+            f"of {smallest} rows of the first epoch are the same."
         )
+    else:
+        # Two random parts of one data set have about this many rows in common.
+        common, expected = len(other & read[0]), len(other) * len(read[0]) / whole
+        usual = loaders[0]["inner"] in ("RandomSampler", "SequentialSampler")
+        if not usual or expected < 8 or common < 0.5 * expected:
+            return
+        seen = (
+            f"No sampler splits the {whole} samples over the ranks: {common} of the first "
+            f"{len(other)} rows that two ranks read are the same. (Two random orders of one data "
+            f"set would share about {number(round(expected))}.)"
+        )
+    yield finding(
+        "same_data_on_ranks",
+        f"{seen} An epoch is {run.world} passes over the data.",
+        str(loaders[0]["place"]),
+        "DataLoader(dataset, sampler=DistributedSampler(dataset)).",
+        "warning",
+    )
+
+
+def _sliced(rank: Rank) -> bool:
+    """Whether a rank's forward sees fewer rows than its loader reads, or if that is unknown.
+
+    Rows of a forward are those of its largest input; without a wrapper, those of a loss. Many more
+    rows than the batch has are other units (tokens), which tells nothing.
+    """
+    seen = [
+        shape[0]
+        for fact in rank.windows
+        for group in fact["inputs"]
+        for *_, shape in group
+        if shape
+    ] or [
+        term["rows"]
+        for fact in rank.windows
+        for backward in fact["backwards"]
+        for term in backward.get("terms", ())
+    ]
+    size = max(batch["size"] for batch in rank.all("batch"))
+    return not seen or not 0.75 * size <= max(seen) <= 2.5 * size
 
 
 def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -119,7 +170,7 @@ def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
 def epoch_order_repeats(run: Run, equation: Equation) -> Iterator[Finding]:
     """A shuffling DistributedSampler starts another training epoch without set_epoch.
 
-    Right if the sampler does not shuffle, or is only used for evaluation.
+    Right if the sampler does not shuffle, or is only used for evaluation, or if its seed changes.
     """
     for rank in run.ranks:
         passes: dict[int, list[Fact]] = {}
@@ -130,7 +181,8 @@ def epoch_order_repeats(run: Run, equation: Equation) -> Iterator[Finding]:
             trained = [
                 (one, two)
                 for one, two in pairwise(facts)
-                if two["backwards"] > one["backwards"] and one["epoch"] == two["epoch"]
+                if two["backwards"] > one["backwards"]
+                and (one["epoch"], one["seed"]) == (two["epoch"], two["seed"])
             ]
             if trained and len(trained) == len(facts) - 1:
                 yield finding(

@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 
+from ddp_doctor.calls import CALLS, UNEVEN
 from ddp_doctor.equation import Equation
 from ddp_doctor.findings import Finding, finding
 from ddp_doctor.merged import Rank, Run
 
 WAITING = ("timed out", "timeout", "closed by peer", "connection reset", "application timeout",
            "aborted", "broken pipe", "connection refused")  # fmt: skip
-COLLECTIVES = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "barrier", "gather", "scatter",
-    "all_to_all", "send", "recv",
-)  # fmt: skip
 
 
 def _doing(rank: Rank) -> tuple[str, str]:
@@ -41,7 +38,7 @@ def stuck(run: Run, equation: Equation) -> Iterator[Finding]:
     """Some ranks wait in a collective that others are not in.
 
     Right if all ranks ended, or if the ranks are in the same call: then the link is slow, not the
-    program wrong.
+    program wrong. While the run goes on, a rank that is busy may still come: a warning.
     """
     if run.world < 2 or not run.ranks:
         return
@@ -52,7 +49,6 @@ def stuck(run: Run, equation: Equation) -> Iterator[Finding]:
     calls = {rank.rank: _doing(rank) for rank in waiting}
     first = waiting[0]
     what, place = calls[first.rank]
-    elsewhere = [rank for rank in others if not (rank.alive and not run.hung)]
     distinct = {_kind(call) for call in calls.values()}
     if len(distinct) > 1:
         listed = "; ".join(
@@ -67,21 +63,32 @@ def stuck(run: Run, equation: Equation) -> Iterator[Finding]:
         )
         return
     if others or run.missing:
-        listed = "; ".join(f"rank {rank.rank} {_said(rank)}" for rank in elsewhere[:6])
+        # Ranks that still run explain nothing if others have ended.
+        gone = [rank for rank in others if not rank.alive or run.hung]
+        listed = "; ".join(f"rank {rank.rank} {_said(rank)}" for rank in (gone or others)[:6])
         listed = listed or ", ".join(f"rank {each} never started" for each in run.missing[:6])
         ranks = ", ".join(str(rank.rank) for rank in waiting[:8])
+        busy = run.hung and not run.missing and all(r.alive and not r.ended for r in others)
+        fix = (
+            "Let every rank reach this call equally often: no if on the rank, no return or break "
+            "on one rank's data."
+        )
+        if busy:
+            names = ", ".join(str(rank.rank) for rank in others[:8])
+            fix = f"If rank {names} is busy (a checkpoint, text to generate), ignore this. {fix}"
         yield finding(
             "hang_missing_rank",
             f"Rank {ranks} waits in {what} at {place or '?'} (step {first.steps}); {listed}.",
             place,
-            "Let every rank reach this call equally often: no if on the rank, no return or break "
-            "on one rank's data.",
+            fix,
+            "warning" if busy else None,
         )
 
 
 def _kind(call: tuple[str, str]) -> tuple[str, str]:
     name = call[0].split(" ")[0]
-    return (name, call[0] if "of shape" in call[0] else "") if name in COLLECTIVES else (name, "")
+    shaped = name in CALLS and name not in UNEVEN and "of shape" in call[0]
+    return (name, call[0] if shaped else "")
 
 
 def _waits(rank: Rank, hung: bool) -> bool:
@@ -109,10 +116,8 @@ def _waits(rank: Rank, hung: bool) -> bool:
 
 def _blocking(doing: str) -> bool:
     name = doing.split(" ")[0]
-    return name in COLLECTIVES or name in (
-        "backward", "forward", "init_process_group", "destroy_process_group", "monitored_barrier",
-        "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_gather_object",
-        "broadcast_object_list",
+    return name in CALLS or name in (
+        "backward", "forward", "init_process_group", "destroy_process_group"
     )  # fmt: skip
 
 
@@ -126,7 +131,8 @@ def _said(rank: Rank) -> str:
     if not rank.alive:
         return f"is gone without a word (killed, or os._exit) after {rank.steps} steps"
     what, place = _doing(rank)
-    return f"is in {what or 'its own code'}{f' at {place}' if place else ''}, step {rank.steps}"
+    what = what if _blocking(what) else "its own code"
+    return f"is in {what}{f' at {place}' if place else ''}, step {rank.steps}"
 
 
 RULES = (stuck,)

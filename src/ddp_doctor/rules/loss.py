@@ -4,9 +4,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from ddp_doctor.equation import Equation, Step, alike, near, number
+from ddp_doctor.equation import Equation, Step, alike, is_literal, near, number
 from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Run
+from ddp_doctor.merged import Fact, Run, Window, so_far
 
 WORLD = re.compile(
     r"world|num_replicas|num_processes|n_?procs?\b|n_?gpus?\b|num_?gpus|n_?ranks|num_ranks|"
@@ -16,7 +16,6 @@ WORLD = re.compile(
 WINDOW = re.compile(
     r"accum|micro|\bgas\b|grad_acc|\bK\b|ga_steps|n_chunks|num_chunks", re.IGNORECASE
 )
-LITERAL = re.compile(r"[\d.e+-]+", re.IGNORECASE)
 FEW = 0.3
 
 
@@ -53,9 +52,10 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
 def unequal_denominators_accumulation(run: Run, equation: Equation) -> Iterator[Finding]:
     """Each micro-batch divides by its own count, and the counts differ.
 
-    Right if the micro-batches have equal counts, or share the count of the whole window.
+    Right if the micro-batches have equal counts, or share the count of the whole window. Right if
+    they are several losses, and no micro-batches.
     """
-    steps = [each for each in equation.steps if each.micros > 1]
+    steps = [each for each in equation.steps if each.micros > 1 and not each.several]
     found = []
     for step in steps:
         per_rank: dict[int, list[tuple[float, float]]] = {}
@@ -107,7 +107,7 @@ def _own_divisors(step: Step, sums: list[tuple[float, float]]) -> bool:
         values = {
             one["value"]
             for one in fact["scaling"]
-            if one["op"] == "/" and one["value"] > 1 and not _is_literal(one)
+            if one["op"] == "/" and one["value"] > 1 and not is_literal(one)
         }
         if len(values) != 1:
             return False
@@ -130,7 +130,7 @@ def _how_bad(ratio: float, seen: int, of: int) -> str | None:
 
 
 def _combined(step: Step) -> bool:
-    return step.combination.kind not in ("not combined", "alone")
+    return not step.combination.local and step.combination.kind != "alone"
 
 
 def _global_count(step: Step) -> str:
@@ -156,7 +156,7 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
     for step in equation.steps:
         if step.micros != usual[step.window.optimizer]:
             continue  # the subject of partial_window_divided_by_k
-        if step.combination.kind == "not combined" and step.micros < 2:
+        if step.combination.local and step.micros < 2:
             continue
         checked += 1
         for code, evidence, where, fix, severity in _scale(run, step):
@@ -171,13 +171,14 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
 def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | None]]:
     world, micros = step.world, step.micros
     total = step.total
-    if step.combination.kind == "not combined":
+    if step.combination.local:
         total = sum(each.share for each in step.entries) / world
     wrapper = step.alpha * world  # 1 if the ranks' gradients are averaged
-    if step.combination.kind == "not combined":
+    if step.combination.local:
         wrapper = 1.0
-    coefficient = _coefficient(step)
-    if not total > 0 or near(total, 1.0) or near(total, coefficient):
+    if not total > 0 or near(total, 1.0):
+        return
+    if near(total, step.coefficient) and not step.divided_again:
         return
     if step.reduction == "sum" and alike([each.share / each.count for each in step.entries]):
         each_share = step.entries[0].share / step.entries[0].count
@@ -283,6 +284,8 @@ def _times(loss: float, factor: float, world: int) -> bool:
 
 def _other_data(step: Step) -> bool:
     """Whether the backward passes are over different data: not several losses of one batch."""
+    if step.several:
+        return False
     for _, fact in step.window:
         inputs = [str(each) for each in fact["inputs"]]
         if len(inputs) >= step.micros and len(set(inputs)) < step.micros:
@@ -307,7 +310,7 @@ def _unscaled(step: Step) -> bool:
 def _divided_twice(step: Step) -> list[Fact]:
     """Two visible divisions by the accumulation steps, or none."""
     divisions = [
-        one for one in _by_value(step, "/", step.micros) if one["op"] == "/" or not _is_literal(one)
+        one for one in _by_value(step, "/", step.micros) if one["op"] == "/" or not is_literal(one)
     ]
     if step.micros == step.world and _worldly(step, "/", step.world):
         return []
@@ -328,21 +331,6 @@ def _worldly(step: Step, op: str, world: int) -> Fact | None:
         if WORLD.search(one["meaning"]) and not WINDOW.search(one.get("operand", "")):
             return one
     return None
-
-
-def _is_literal(one: Fact) -> bool:
-    return bool(LITERAL.fullmatch(one.get("operand", "")))
-
-
-def _coefficient(step: Step) -> float:
-    """The product of the factors that the code writes as numbers, times the terms per backward."""
-    product = 1.0
-    for one in step.scaling:
-        if _is_literal(one) and one["value"] > 0:
-            product *= one["value"] if one["op"] == "*" else 1 / one["value"]
-    calls = Counter((each.rank, each.micro) for each in step.entries)
-    several = set(calls.values())
-    return product * (several.pop() if len(several) == 1 else 1)
 
 
 def _divides_by_all(step: Step) -> bool:
@@ -384,7 +372,7 @@ def _reduced_loss(step: Step) -> Fact | None:
     for _, fact in step.window:
         for one in fact["collectives"]:
             carries = one.get("what") == "loss" and one.get("grad") and not one["through_autograd"]
-            early = one["backwards"] < step.window.backwards
+            early = so_far(one, step.window) < step.window.backwards
             if one["op"] == "all_reduce" and carries and early:
                 return one
     return None
@@ -500,6 +488,100 @@ def _rows_are_local(fact: Fact, rows: int) -> bool:
     return not inputs or any(shape and shape[0] in (rows, 2 * rows) for shape in inputs)
 
 
+def micro_batches_discarded(run: Run, equation: Equation) -> Iterator[Finding]:
+    """zero_grad runs between the micro-batches of one step, so all but the last ones are lost.
+
+    Right if the lost backwards are not micro-batches: another call made them (an attack on the
+    inputs), they see the same data (SAM), or the script keeps their gradients somewhere and writes
+    the result into `.grad`. Right if it is rare: a batch with a NaN is skipped.
+    """
+    steps = {(each.window.n, each.window.optimizer): each for each in equation.steps}
+    for windows in _windows_by_optimizer(run).values():
+        found = [
+            (window, rank, fact, lost)
+            for window in windows
+            for rank, fact in window
+            if (lost := _lost(window, fact, steps.get((window.n, window.optimizer))))
+        ]
+        seen = {window.n for window, _, _, _ in found}
+        if len(seen) < 2 or 2 * len(seen) <= len(windows):
+            continue
+        window, rank, fact, lost = found[0]
+        kept = len(fact["backwards"])
+        yield finding(
+            "micro_batches_discarded",
+            f"Step {window.n}, rank {rank}: {lost + kept} micro-batches ran backward, and "
+            f"zero_grad() cleared the gradients of {lost} of them before the optimizer stepped. "
+            f"Seen in {len(seen)} of {len(windows)} observed steps.",
+            str(fact["backwards"][-1]["place"]),
+            "Call optimizer.zero_grad() once per step: right after optimizer.step(), or before the "
+            "first micro-batch.",
+        )
+        return
+
+
+def _lost(window: Window, fact: Fact, step: Step | None) -> int:
+    """How many micro-batches of this window zero_grad has cleared."""
+    if not fact["backwards"]:
+        return 0
+    last = fact["backwards"][-1]
+    dropped = [one for one in fact.get("dropped", ()) if one["optimizer"] == window.optimizer]
+    lost = [one for one in dropped if one["call"] == last.get("call")]
+    inputs = [str(group) for group in fact["inputs"] if group]
+    if len(inputs) > 1:
+        other_data = len(set(inputs)) == len(inputs)
+    else:
+        targets = [term["target"] for term in last["terms"] if "target" in term]
+        other_data = all(one["targets"] and one["targets"] != targets for one in lost)
+    measured = step is not None and step.combination.kind in ("averaged", "summed", "scaled")
+    return len(lost) if other_data and (measured or _untouched(fact)) else 0
+
+
+def _untouched(fact: Fact) -> bool:
+    """Whether the optimizer saw exactly the gradients that the last backward left."""
+    grads = (fact.get("snapshot") or {}).get("grads")
+    return bool(grads) and all(
+        left == grads.get(name) for name, left in (fact.get("left") or {}).items()
+    )
+
+
+def gradients_not_cleared(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Backward adds to the very gradients that the step before has used: nothing cleared them.
+
+    Right if a script does so on purpose, and then it changes them in between (a decay, what a
+    compression left over): only gradients that are the same as right after the step count.
+    """
+    for windows in _windows_by_optimizer(run).values():
+        later = [window for window in windows[1:] if window.backwards]
+        found = [
+            (window, rank, fact, window.leftover(fact))
+            for window in later
+            for rank, fact in window
+            if window.leftover(fact) and "stepped_in_backward" not in fact
+        ]
+        seen = {window.n for window, _, _, _ in found}
+        if len(seen) < 2 or 2 * len(seen) <= len(later):
+            continue
+        window, rank, fact, count = found[0]
+        yield finding(
+            "gradients_not_cleared",
+            f"Step {window.n}, rank {rank}: when backward began, {count} parameters still held the "
+            f"gradient that the step before had used, and backward added to it. Seen in "
+            f"{len(seen)} of {len(later)} observed steps.",
+            str(fact["backwards"][0]["place"]),
+            "optimizer.zero_grad() in every step: before the first backward, or right after "
+            "optimizer.step().",
+        )
+        return
+
+
+def _windows_by_optimizer(run: Run) -> dict[int, list[Window]]:
+    windows: dict[int, list[Window]] = {}
+    for window in run.complete:
+        windows.setdefault(window.optimizer, []).append(window)
+    return windows
+
+
 def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Finding]:
     """The last window of an epoch has fewer micro-batches and is divided as if it were full.
 
@@ -546,5 +628,7 @@ RULES = (
     scale,
     loss_reduced_before_backward,
     contrastive,
+    micro_batches_discarded,
+    gradients_not_cleared,
     partial_window_divided_by_k,
 )

@@ -9,14 +9,21 @@ from ddp_doctor.merged import Run
 SMALL = 1e-6
 
 
+def _replicas(run: Run) -> bool:
+    """Whether all ranks are meant to hold the same parameters: no shards, no smaller groups."""
+    return run.world > 1 and not run.in_groups and not any(w.sharded for w in run.windows)
+
+
 def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
     """Parameters differ between the ranks before the first optimizer step.
 
     Right for models that are different on every rank on purpose: their gradients are never
-    combined, and then this rule is silent. A wrapper broadcasts rank 0's parameters.
+    combined, and then this rule is silent. A wrapper broadcasts rank 0's parameters. Right too if
+    the wrapper's group has fewer ranks than the run: the other groups hold other parts of the model
+    (tensor or pipeline parallelism, experts).
     """
     starts = {rank.rank: rank.all("start")[0] for rank in run.ranks if rank.all("start")}
-    if run.world < 2 or len(starts) < run.world or any(w.sharded for w in run.windows):
+    if not _replicas(run) or len(starts) < run.world:
         return
     combined = any(not window.differing_gradients for window in run.complete)
     if not combined and not run.wrappers and not _own_collectives(run):
@@ -44,10 +51,11 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
     """Parameters that were equal at the start differ after some step.
 
     Right for local SGD, which lets them differ and averages them; and for ranks whose gradients
-    nothing combines, which another rule names.
+    nothing combines, which another rule names. Right for parts of a model that start alike: zero
+    biases.
     """
     starts = [rank.all("start")[0] for rank in run.ranks if rank.all("start")]
-    if run.world < 2 or len(starts) < run.world or any(w.sharded for w in run.windows):
+    if not _replicas(run) or len(starts) < run.world:
         return
     windows = run.complete
     equal = {
@@ -116,13 +124,13 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
     Right with DDP's broadcast_buffers=True: each forward overwrites them with rank 0's. Right too
     if the model has no batch norm in training whose statistics would be saved (EMA, counters).
     """
-    if run.world < 2 or not run.complete:
+    if not _replicas(run) or not run.complete:
         return
     if run.wrappers and all(one["broadcast_buffers"] for one in run.wrappers):
         return
     window = run.complete[-1]
     names = window.differing_buffers
-    if not names or window.sharded:
+    if not names:
         return
     fact = window.ranks[min(window.ranks)]
     statistics = fact["modules"].get("batch norm", 0)

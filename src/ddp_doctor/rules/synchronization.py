@@ -1,10 +1,12 @@
 """Synchronization: which micro-batch is averaged, and what happens before and after."""
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 from ddp_doctor.equation import Equation, alike, near, number
 from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Run, Window
+from ddp_doctor.merged import Fact, Run, Window, so_far
 
 CLIP_SHARDS = (
     "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
@@ -50,7 +52,9 @@ def every_micro_batch_synced(run: Run, equation: Equation) -> Iterator[Finding]:
     for window in windows:
         flags = [_flags(fact) for _, fact in window]
         places = {b["place"] for _, fact in window for b in fact["backwards"]}
-        if all(len(each) > 1 and all(each) for each in flags) and len(places) == 1:
+        calls = {b.get("call") for _, fact in window for b in fact["backwards"]}
+        one_loop = len(places) == len(calls) == 1  # and not several losses
+        if all(len(each) > 1 and all(each) for each in flags) and one_loop:
             yield finding(
                 "every_micro_batch_synced",
                 f"Step {window.n}: all {len(flags[0])} micro-batches are averaged over the ranks; "
@@ -143,7 +147,7 @@ def clipped_before_sync(run: Run, equation: Equation) -> Iterator[Finding]:
                 and one.get("what") in ("gradient", "flat", "like a gradient", "other")
                 and one.get("numel", 0) > 1
             ]
-            unsynced = clips[0][at]["backwards"] < window.backwards
+            unsynced = so_far(clips[0][at], window) < window.backwards
             if not after and not unsynced:
                 continue
             limits = [each[at]["limit"] for each in clips]
@@ -174,7 +178,7 @@ def clipped_per_micro_batch(run: Run, equation: Equation) -> Iterator[Finding]:
     for window in run.complete:
         for rank, fact in window:
             clips = [one for one in fact["clips"] if one["kind"] == "norm"]
-            early = [one for one in clips if 0 < one["backwards"] < len(fact["backwards"])]
+            early = [one for one in clips if 0 < so_far(one, window) < len(fact["backwards"])]
             bites = [
                 one
                 for one in early
@@ -318,7 +322,8 @@ def scheduler_steps_per_rank(run: Run, equation: Equation) -> Iterator[Finding]:
     """The scheduler steps W times per optimizer step, and its schedule ends early.
 
     Right if the schedule was computed for W times as many steps: the rate is then still changing
-    when the run ends. Accelerate's prepared scheduler is made for that.
+    when the run ends. Accelerate's prepared scheduler is made for that. Another mistake if a
+    backward comes between: one call per micro-batch, and as many micro-batches as ranks.
     """
     if run.world < 2 or not run.ranks:
         return
@@ -327,24 +332,26 @@ def scheduler_steps_per_rank(run: Run, equation: Equation) -> Iterator[Finding]:
     by_scheduler: dict[int, list[Fact]] = {}
     for fact in facts:
         by_scheduler.setdefault(fact["scheduler"], []).append(fact)
-    steps = rank.steps
     for history in by_scheduler.values():
-        if steps < 3 or not near(history[-1]["count"], steps * run.world, 0.12):
+        last = history[-1]
+        count, steps, total = last["count"], last["steps"], last.get("total")
+        if steps < 3 or not near(count, steps * run.world, 0.12):
             continue
-        if len({fact["steps"] for fact in history}) * run.world > history[-1]["count"] * 1.2:
+        together = Counter(fact["backwards"] for fact in history[: 40 * run.world])
+        if together.most_common(1)[0][1] < run.world:
             continue
-        rates = [fact["rate"] for fact in history]
-        highest = max(rates)
-        total = history[-1].get("total")
-        over = (total is not None and history[-1]["count"] > total) or (
-            sum(rate <= 1e-6 * highest for rate in rates) > 0.25 * len(rates)
+        lowest = 1e-6 * max(fact["rate"] for fact in history)
+        ended = sum(
+            fact["count"] - before["count"]
+            for before, fact in pairwise([{"count": 0}, *history])
+            if fact["rate"] <= lowest
         )
-        if over:
+        if (total is not None and count > total) or ended > 0.25 * count:
             yield finding(
                 "scheduler_steps_per_rank",
-                f"The scheduler stepped {history[-1]['count']} times in {steps} optimizer steps, "
+                f"The scheduler stepped {count} times in {steps} optimizer steps, "
                 f"{run.world} times each, and its schedule was over before the run was.",
-                history[-1]["place"],
+                last["place"],
                 "Do not pass the scheduler to prepare(), or give it world_size times as many steps "
                 "(accelerate: split_batches, step_scheduler_with_optimizer).",
             )

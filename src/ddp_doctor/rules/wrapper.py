@@ -21,9 +21,10 @@ def wrapper_bypassed(run: Run, equation: Equation) -> Iterator[Finding]:
 
     Right if the gradients are combined in another way: they are equal on all ranks then. A backward
     under no_sync is prepared, and is another rule's subject, as is a second one through the same
-    forward. Right too for local SGD, which averages the parameters.
+    forward. Right too for local SGD, which averages the parameters, and for parts of a model: the
+    schedule of a pipeline calls its stage inside the wrapper.
     """
-    if run.world < 2 or not run.wrappers or run.averages_parameters:
+    if run.world < 2 or not run.wrappers or run.averages_parameters or run.in_groups:
         return
     for window in run.complete:
         names = window.differing_gradients
@@ -53,9 +54,9 @@ def two_backwards(run: Run, equation: Equation) -> Iterator[Finding]:
     """A second backward runs through a forward whose gradients were averaged in the first.
 
     Right if the gradients are combined in another way: they are equal on all ranks then. Right too
-    for local SGD, which averages the parameters.
+    for local SGD, which averages the parameters. Parts of a model have other gradients anyway.
     """
-    if run.world < 2 or run.averages_parameters:
+    if run.world < 2 or run.averages_parameters or run.in_groups:
         return
     for window in run.complete:
         names = window.differing_gradients
@@ -143,12 +144,8 @@ def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
         return
     if any(fact["collectives"] and _touches_model(fact) for w in run.complete for _, fact in w):
         return
-    start = [rank.all("start") for rank in run.ranks]
-    if all(start):
-        names = set.intersection(*(set(each[0]["parameters"]) for each in start))
-        same = [name for name in names if len({each[0]["parameters"][name] for each in start}) == 1]
-        if 2 * len(same) <= len(names):  # other models on purpose; zero biases agree by chance
-            return
+    if run.models_differ:
+        return
     reached = any(
         count for fact in facts for b in fact["backwards"] for count in b["wrappers"].values()
     )

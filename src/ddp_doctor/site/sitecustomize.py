@@ -12,20 +12,28 @@ _PACKAGE = os.path.dirname(os.path.dirname(_HERE))
 
 
 class _AfterTorch:
-    """Finds torch as usual, and starts the doctor when it has been imported."""
+    """Finds torch as usual, and starts the doctor when it has been imported.
+
+    Libraries look whether torch is there without importing it, so being found is not the moment.
+    """
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = [each for each in sys.meta_path if each is not self]
+        found = (
+            each.find_spec(name, path, target) for each in others if hasattr(each, "find_spec")
+        )
+        spec = next((each for each in found if each is not None), None)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
 
         def load_then_observe(module):
             load(module)
-            _start()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                _start()
 
         spec.loader.exec_module = load_then_observe
         return spec

@@ -1,0 +1,102 @@
+"""Fingerprints tell tensors apart, are equal on all ranks, and take little memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_doctor import fingerprints
+from ddp_doctor.fingerprints import checksum, projection
+from ddp_doctor.observe.recorder import Recorder
+from ddp_doctor.session import Options, Session
+
+LARGE = 5_000_000
+
+
+class Largest(TorchDispatchMode):
+    """Counts the elements of the largest tensor with memory of its own that anything makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.count = max(self.count, result.numel())
+        return result
+
+
+def recorder_of(folder: Path, parameter: nn.Parameter) -> tuple[Recorder, Any]:
+    recorder = Recorder(Session(Options(), folder))
+    recorder.names.of = lambda listed, _: ["weight"] * len(listed)  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    return recorder, (recorder.add_optimizer(optimizer), optimizer)
+
+
+def test_the_hash_of_a_large_tensor_on_a_device_is_computed_in_blocks() -> None:
+    """On a device only; here the same lines run on a CPU."""
+    one = torch.arange(LARGE, dtype=torch.float32)
+    with Largest() as largest:
+        first = fingerprints.hash_on_device(one)
+    assert largest.count <= fingerprints.BLOCK
+    assert fingerprints.hash_on_device(one.clone()) == first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_change_of_the_last_bit_anywhere_changes_the_hash_on_a_device(dtype: torch.dtype) -> None:
+    one = torch.randn(3 * fingerprints.BLOCK // 2, generator=torch.Generator().manual_seed(0))
+    one = one.to(dtype)
+    before = one.clone()
+    first = fingerprints.hash_on_device(one)
+    for at in (0, fingerprints.BLOCK - 1, fingerprints.BLOCK, len(one) - 1):
+        other = one.clone()
+        other[at : at + 1].view(torch.uint8)[0] ^= 1
+        assert fingerprints.hash_on_device(other) != first
+    swapped = one.clone()
+    swapped[0], swapped[1] = one[1], one[0]
+    assert fingerprints.hash_on_device(swapped) != first
+    assert torch.equal(before, one)
+
+
+def test_the_first_values_are_read_without_a_copy_of_the_parameter(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.arange(LARGE, dtype=torch.float32))
+    recorder, (state, _optimizer) = recorder_of(tmp_path, parameter)
+    with Largest() as largest:
+        recorder._remember_parameters(state)
+    assert largest.count <= 64
+    assert recorder.first_values is not None
+    assert recorder.first_values.tolist() == list(range(64))
+
+
+def test_the_norm_of_the_local_gradients_is_computed_in_blocks(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.zeros(LARGE))
+    parameter.grad = torch.full((LARGE,), 0.5)
+    recorder, (state, _optimizer) = recorder_of(tmp_path, parameter)
+    with Largest() as largest:
+        norm = recorder._local_norm(state)
+    assert largest.count < LARGE / 4
+    assert norm == pytest.approx(0.5 * LARGE**0.5, rel=1e-12)
+
+
+def test_a_bounded_hash_of_a_tensor_that_is_not_contiguous_copies_only_what_it_reads() -> None:
+    columns = torch.arange(LARGE, dtype=torch.float32).view(5, -1).t()
+    with Largest() as largest:
+        first = checksum(columns, 4096)
+    assert largest.count <= 2048
+    assert first == checksum(columns[:205].contiguous(), 4096)
+    assert first == checksum(columns.contiguous(), 4096)
+
+
+def test_projections_are_linear_and_their_fixed_vector_is_kept_once() -> None:
+    gen = torch.Generator().manual_seed(0)
+    for count in (1, 7, 1000, fingerprints.SAMPLED + 1):
+        one, other = torch.randn(2, count, generator=gen, dtype=torch.float64)
+        parts = projection(one), projection(other)
+        assert projection(one + other) == pytest.approx(sum(p for p in parts if p is not None))
+    assert fingerprints._weights.cache_info().currsize == 1

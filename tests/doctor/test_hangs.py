@@ -1,0 +1,61 @@
+"""What is said about ranks that wait: in which calls, and for whom."""
+
+from typing import Any
+
+import pytest
+
+from ddp_doctor.calls import CALLS
+from ddp_doctor.equation import equation
+from ddp_doctor.findings import Finding
+from ddp_doctor.journal import Now, Pages
+from ddp_doctor.merged import Run
+from ddp_doctor.rules.hangs import stuck
+
+TIMED_OUT = {"type": "RuntimeError", "text": "Timed out waiting", "place": "train.py:7"}
+
+
+def found(run: Run) -> list[Finding]:
+    return list(stuck(run, equation(run)))
+
+
+def run_of(
+    doing: list[str],
+    facts: dict[int, list[dict[str, Any]]] | None = None,
+    alive: tuple[int, ...] = (),
+    hung: bool = False,
+) -> Run:
+    """A run with one rank per text in `doing`."""
+    pages = []
+    for rank, text in enumerate(doing):
+        lines = [
+            {"kind": "process", "started": 0.0, "environment": {}},
+            {"kind": "group", "rank": rank, "world": len(doing)},
+            *(facts or {}).get(rank, []),
+        ]
+        pages.append(Pages(f"host-{rank}", lines, Now(0.0, 3, 3, text == "ended", text)))
+    return Run.of(pages, {f"host-{rank}" for rank in alive}, hung)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_waits_in_any_observed_call_is_named(call: str) -> None:
+    run = run_of([f"{call} at train.py:7", "running"], alive=(0, 1), hung=True)
+    (one,) = found(run)
+    assert one.code == "hang_missing_rank"
+    assert f"Rank 0 waits in {call} at train.py:7" in one.evidence
+
+
+def test_different_shapes_are_a_mismatch_except_where_ranks_may_send_unequal_parts() -> None:
+    def codes(call: str) -> list[str]:
+        texts = [f"{call} of shape [{size}] at train.py:7" for size in (3, 4)]
+        return [each.code for each in found(run_of(texts, alive=(0, 1), hung=True))]
+
+    assert codes("all_reduce") == ["mismatched_collectives"]
+    assert codes("reduce_scatter_tensor") == ["mismatched_collectives"]
+    assert codes("all_to_all_single") == []
+
+
+def test_ranks_that_still_run_are_said_to_when_a_rank_timed_out() -> None:
+    end = {"kind": "end", "code": 1, "during": "barrier at train.py:7", "error": TIMED_OUT}
+    run = run_of(["ended", "running"], {0: [end]}, alive=(1,))
+    (one,) = found(run)
+    assert one.evidence.endswith("(step 3); rank 1 is in its own code, step 3.")

@@ -1,0 +1,348 @@
+"""Real ranks: what the observers write down is what the rules need."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from doctor.corpus_runs import Script, Server
+
+Write = Callable[..., Script]
+
+START = """
+from contextlib import nullcontext
+from dataclasses import dataclass
+import torch, torch.distributed as dist, torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+gen = torch.Generator().manual_seed(rank)
+def batch(n=3):
+    return torch.randn(n, 4, generator=gen)
+def loss_of(model, x):
+    return nn.functional.mse_loss(model(x), x[:, :2])
+"""
+WRAPPED = "model = DDP(net)\nopt = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+END = "dist.barrier()\ndist.destroy_process_group()\n"
+
+
+def look(server: Server, script: Write, text: str, ranks: int = 2) -> dict[str, Any]:
+    """The report of a script that runs to its end, with `found`: its codes and evidence."""
+    outcome = server.run(script(START + text + END, ranks=ranks), doctor=True)
+    assert outcome.codes == [0] * ranks, outcome.errors
+    assert outcome.report is not None
+    assert outcome.report["notes"] == [], outcome.report["notes"]
+    found = {each["code"]: each["evidence"] for each in outcome.report["findings"]}
+    return outcome.report | {"found": found}
+
+
+ACCUMULATE = (
+    WRAPPED
+    + """
+for step in range(12):
+    FIRST
+    last = step % 3 == 2
+    with nullcontext() if last else model.no_sync():
+        (loss_of(model, batch()) / 3).backward()
+    if last:
+        opt.step()
+        LAST
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "code"),
+    [
+        ("pass", "opt.zero_grad()", None),
+        ("opt.zero_grad()", "pass", "micro_batches_discarded"),
+        ("pass", "pass", "gradients_not_cleared"),
+    ],
+)
+def test_gradients_are_cleared_once_per_step_or_the_report_says_so(
+    server: Server, script: Write, first: str, last: str, code: str | None
+) -> None:
+    seen = look(server, script, ACCUMULATE.replace("FIRST", first).replace("LAST", last))
+    assert set(seen["found"]) == ({code} if code else set())
+    assert seen["equation"]["right"] == (code is None)
+
+
+def test_gradients_that_a_script_clears_itself_or_keeps_on_purpose_are_no_mistake(
+    server: Server, script: Write
+) -> None:
+    decay = "[p.grad.mul_(0.5) for p in model.parameters()]"
+    for last in (decay, "[setattr(p, 'grad', None) for p in model.parameters()]"):
+        seen = look(server, script, ACCUMULATE.replace("FIRST", "pass").replace("LAST", last))
+        assert seen["found"] == {}
+
+
+def test_two_losses_from_one_helper_and_an_ascent_on_the_same_batch_are_meant(
+    server: Server, script: Write
+) -> None:
+    text = (
+        WRAPPED
+        + """
+def part(x, label):
+    target = torch.full((len(x), 2), label)
+    nn.functional.mse_loss(model(x), target).backward()
+for step in range(4):
+    opt.zero_grad()
+    part(batch(3), 1.0)
+    part(batch(5), 0.0)
+    opt.step()
+"""
+    )
+    assert look(server, script, text)["found"] == {}
+    text = (
+        WRAPPED
+        + """
+for step in range(4):
+    x = batch()
+    for ascend in (True, False):
+        opt.zero_grad()
+        loss_of(model, x).backward()
+        for p in model.parameters() if ascend else ():
+            p.data.add_(0.01 * p.grad)
+    opt.step()
+"""
+    )
+    assert look(server, script, text)["found"] == {}
+
+
+@pytest.mark.parametrize(
+    ("divide", "clipped"), [("p.grad /= world", False), ("p.grad /= world", True), ("pass", True)]
+)
+def test_gradients_that_are_unscaled_before_they_are_summed_are_measured_afterward(
+    server: Server, script: Write, divide: str, clipped: bool
+) -> None:
+    clip = "nn.utils.clip_grad_norm_(net.parameters(), 0.1)" if clipped else ""
+    text = f"""
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+for step in range(4):
+    opt.zero_grad()
+    scaler.scale(loss_of(net, batch())).backward()
+    scaler.unscale_(opt)
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        {divide}
+    {clip}
+    scaler.step(opt)
+    scaler.update()
+"""
+    seen = look(server, script, text)
+    summed = divide == "pass"
+    assert seen["equation"]["combination"] == ("summed" if summed else "averaged")
+    assert set(seen["found"]) == ({"own_reduction_sums"} if summed else set())
+
+
+def test_a_clip_over_the_parameters_of_two_optimizers_is_no_factor_of_either(
+    server: Server, script: Write
+) -> None:
+    text = """
+model = DDP(net)
+one = torch.optim.SGD(net[0].parameters(), lr=0.01)
+two = torch.optim.SGD(net[2].parameters(), lr=0.01)
+for step in range(5):
+    model.zero_grad()
+    loss_of(model, batch()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    one.step()
+    two.step()
+"""
+    for given in ("model.parameters()", "list(model.parameters())"):
+        seen = look(server, script, text.replace("model.parameters(), 0.05", f"{given}, 0.05"))
+        assert seen["equation"]["right"], seen["equation"]["lines"]
+        assert seen["found"] == {}
+
+
+CLIP = "nn.utils.clip_grad_norm_(list(model.parameters()), 1e-3)"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [
+        ("pass", CLIP, "clipped_per_micro_batch"),
+        ("dist.all_reduce(loss)", "pass", "loss_reduced_before_backward"),
+    ],
+)
+def test_an_optimizer_that_never_steps_hides_nothing_in_later_steps(
+    server: Server, script: Write, before: str, after: str, code: str
+) -> None:
+    """It counts the backwards of all steps, and a step's own are fewer."""
+    text = (
+        WRAPPED
+        + """
+idle = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+for step in range(10):
+    loss = loss_of(model, batch()) / 2
+    if step > 3 and step % 2 == 0:
+        BEFORE
+    loss.backward()
+    if step > 3 and step % 2 == 0:
+        AFTER
+    if step % 2:
+        opt.step()
+        opt.zero_grad()
+"""
+    )
+    seen = look(server, script, text.replace("BEFORE", before).replace("AFTER", after))
+    assert code in seen["found"]
+
+
+def test_replicas_of_two_groups_are_not_compared(server: Server, script: Write) -> None:
+    text = """
+groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+torch.manual_seed(rank // 2)
+model = DDP(nn.Linear(4, 2), process_group=groups[rank // 2])
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    opt.zero_grad()
+    loss_of(model, batch()).backward()
+    opt.step()
+"""
+    seen = look(server, script, text, ranks=4)
+    assert seen["found"] == {}
+    assert seen["equation"]["combination"] == "in groups"
+
+
+def test_ranks_that_split_a_layer_may_see_the_same_data_and_shards_of_a_whole_model_may_not(
+    server: Server, script: Write
+) -> None:
+    text = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+gen = torch.Generator().manual_seed(0)
+mesh = init_device_mesh("cpu", (world,))
+SPLIT
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(4):
+    opt.zero_grad()
+    loss_of(net, batch()).backward()
+    opt.step()
+"""
+    split = 'parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})'
+    assert look(server, script, text.replace("SPLIT", split))["found"] == {}
+    shards = look(server, script, text.replace("SPLIT", "fully_shard(net, mesh=mesh)"))
+    assert "same_data_on_ranks" in shards["found"]
+
+
+def test_batches_in_a_class_of_ones_own_are_looked_into(server: Server, script: Write) -> None:
+    """Targets and positions are 0, 1, … on every rank: the object tells whether the data differ."""
+    text = """
+@dataclass
+class Pairs:
+    size: int
+    views: dict
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, pairs, positions):
+        one, two = (self.net(each) for each in pairs.views.values())
+        return one @ two.T
+model = DDP(Towers())
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+gen.manual_seed(SEED)
+for step in range(4):
+    opt.zero_grad()
+    scores = model(Pairs(3, {"one": batch(), "two": batch()}), torch.arange(3))
+    nn.functional.cross_entropy(scores, torch.arange(3)).backward()
+    opt.step()
+"""
+    code = "same_data_on_ranks"
+    assert code not in look(server, script, text.replace("SEED", "rank"))["found"]
+    assert code in look(server, script, text.replace("SEED", "0"))["found"]
+
+
+LOADING = (
+    WRAPPED
+    + """
+data = TensorDataset(torch.randn(COUNT, 4, generator=torch.Generator().manual_seed(3)))
+torch.manual_seed(SEED)
+loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+for x, in loader:
+    x = x[SLICE]
+    opt.zero_grad()
+    loss_of(model, x).backward()
+    opt.step()
+"""
+)
+
+
+def loading(count: int, size: int, seed: str, part: str) -> str:
+    text = LOADING.replace("COUNT", str(count)).replace("BATCH", str(size))
+    return text.replace("SEED", seed).replace("SLICE", part)
+
+
+def test_each_rank_may_slice_what_all_read_but_not_train_on_all_of_it(
+    server: Server, script: Write
+) -> None:
+    sliced = look(server, script, loading(96, 8, "0", "rank::world"))
+    assert sliced["found"] == {}
+    whole = look(server, script, loading(96, 8, "rank", ":"))
+    assert "Every rank reads all 96 samples" in whole["found"]["same_data_on_ranks"]
+
+
+def test_a_missing_sampler_is_found_before_the_first_epoch_is_over(
+    server: Server, script: Write
+) -> None:
+    text = loading(40_000, 64, "rank", ":").replace("in loader", "in list(zip(range(64), loader))")
+    whole = look(server, script, text.replace("for x,", "for _, (x,)"))
+    assert "splits the 40000 samples" in whole["found"]["same_data_on_ranks"]
+
+
+def test_a_new_sampler_in_every_epoch_is_not_taken_for_the_last_one(
+    server: Server, script: Write
+) -> None:
+    text = (
+        WRAPPED
+        + """
+data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(3)))
+def train(sampler):
+    for x, in DataLoader(data, batch_size=4, sampler=sampler):
+        opt.zero_grad()
+        loss_of(model, x).backward()
+        opt.step()
+KEPT = DistributedSampler(data)
+order = torch.Generator().manual_seed(5)
+for epoch in range(3):
+    train(CHOSEN)
+"""
+    )
+    new = text.replace("CHOSEN", "DistributedSampler(data, seed=epoch)")
+    assert look(server, script, new)["found"] == {}
+    shuffled = "DistributedSampler(Subset(data, torch.randperm(24, generator=order)))"
+    same_seed = text.replace("CHOSEN", shuffled)
+    same_seed = same_seed.replace("DataLoader(data,", "DataLoader(sampler.dataset,")
+    assert look(server, script, same_seed)["found"] == {}
+    assert "epoch_order_repeats" in look(server, script, text.replace("CHOSEN", "KEPT"))["found"]
+
+
+def test_a_scheduler_may_step_per_micro_batch_but_not_per_rank(
+    server: Server, script: Write
+) -> None:
+    text = (
+        WRAPPED
+        + """
+schedule = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, total_iters=12)
+for step in range(24):
+    with nullcontext() if step % 2 else model.no_sync():
+        (loss_of(model, batch()) / 2).backward()
+    EACH
+    if step % 2:
+        opt.step()
+        opt.zero_grad()
+        STEP
+"""
+    )
+    code = "scheduler_steps_per_rank"
+    each = text.replace("EACH", "schedule.step()").replace("STEP", "pass")
+    assert code not in look(server, script, each)["found"]
+    both = text.replace("EACH", "pass").replace("STEP", "schedule.step(); schedule.step()")
+    assert code in look(server, script, both)["found"]
+    long = both.replace("total_iters=12", "total_iters=300").replace("range(24)", "range(600)")
+    assert code in look(server, script, long)["found"]

@@ -1,0 +1,115 @@
+"""Options, the script's own view of itself, ranks that a script spawns, and --fail-on."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ddp_doctor
+from ddp_doctor import __main__ as program
+from ddp_doctor.journal import Journal
+from ddp_doctor.session import Options, Session
+
+SITE = Path(ddp_doctor.__file__).parent / "site"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--every", "0"], "every is 0: it counts optimizer steps; pass 1 or more."),
+        (["--first", "0"], "first is 0: it counts optimizer steps; pass 1 or more."),
+        (["--hang-after", "-1"], "hang_after is -1.0: pass seconds"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_with_what_to_pass(
+    option: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddp_doctor", *option, "no_such_script.py"])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_script_sees_the_absolute_path_of_its_file_as_without_the_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("print(__file__)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    program.run_script("train.py")
+    plain = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True)
+    assert capsys.readouterr().out == plain.stdout
+
+
+def test_a_process_that_looks_for_torch_before_it_imports_it_is_observed(tmp_path: Path) -> None:
+    """Transformers does: a spawned rank that imports it first was never observed."""
+    code = (
+        "import importlib.util, sys\n"
+        "assert importlib.util.find_spec('torch').loader is not None\n"
+        "assert importlib.util.find_spec('torch').loader is not None\n"
+        "import torch\n"
+        "from ddp_doctor.starting import _current\n"
+        "print(_current.session.run, len(sys.meta_path))\n"
+    )
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("DDP_DOCTOR")},
+        "DDP_DOCTOR_RUN": str(tmp_path / "run"),
+        "PYTHONPATH": os.pathsep.join([str(SITE), str(SITE.parents[1])]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(str(tmp_path / "run")), done.stderr
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    """A leader's session with --fail-on; there is no watcher."""
+    monkeypatch.setattr(program, "VERDICT_AFTER", 0.2, raising=False)
+    one = Session(Options(folder=str(tmp_path), fail_on="error"), tmp_path / "run")
+    one.leads = True
+    yield one
+    one.close()
+
+
+def test_fail_on_without_a_report_fails_and_says_so(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        program._close(session, session.options, None, 0)
+    assert end.value.code == 4
+    assert "--fail-on: nothing was checked: there is no report" in capsys.readouterr().err
+
+
+def test_fail_on_leaves_it_to_the_last_rank_if_others_still_run(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Journal(session.run)
+    other.doing("running")
+    for suffix in (".jsonl", ".now"):
+        name = other.name.rsplit("-", 1)[0] + f"-{os.getppid()}{suffix}"
+        (session.run / f"{other.name}{suffix}").rename(session.run / name)
+    program._close(session, session.options, None, 0)
+    assert "other ranks still run" in capsys.readouterr().err
+
+
+def test_fail_on_fails_if_the_doctor_could_not_start(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        program._close(None, session.options, None, 0)
+    assert end.value.code == 4
+    assert "could not start" in capsys.readouterr().err
+    program._close(None, Options(), None, 0)
+
+
+def test_fail_on_keeps_the_scripts_own_exit_code(session: Session) -> None:
+    program._close(session, session.options, None, 7)

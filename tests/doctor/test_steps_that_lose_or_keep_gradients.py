@@ -1,0 +1,120 @@
+"""Micro-batches that are cleared, gradients that are not, and factors and clips that hide."""
+
+from typing import Any
+
+from doctor.journals import OWN, SAME, findings, run_of, run_with_steps, window
+from doctor.test_intended import scaled_by
+
+from ddp_doctor.equation import equation
+from ddp_doctor.merged import Run
+
+
+def clearing(
+    lost: int, call: int = 1, inputs: list[int] | None = None, steps: int = 3, **more: Any
+) -> Run:
+    """Steps in which zero_grad cleared `lost` backwards before the one that counts."""
+    windows = []
+    for mine in OWN:
+        one = window([4], [1.0], SAME, mine, left=SAME, **more)
+        one["backwards"][0] |= {"call": 1, "values": [mine["weight"]]}
+        one["dropped"] = [{"optimizer": 0, "call": call, "targets": []}] * lost
+        hashes = inputs or range(lost + 1)
+        one["inputs"] = [[[hash_ + 100 * mine["weight"], 8, [4, 2]]] for hash_ in hashes]
+        windows.append(one)
+    plain = [{**one, "dropped": []} for one in windows]
+    return run_with_steps([windows] * steps + [plain] * (3 - steps))
+
+
+def test_micro_batches_that_zero_grad_clears_are_counted() -> None:
+    found = findings(clearing(3))["micro_batches_discarded"]
+    assert found.severity == "error"
+    assert "4 micro-batches ran backward" in found.evidence
+    assert "gradients of 3 of them" in found.evidence
+
+
+def test_gradients_may_be_cleared_that_are_not_those_of_a_micro_batch() -> None:
+    assert findings(clearing(0)) == {}
+    assert findings(clearing(1, call=2)) == {}  # an attack on the inputs, elsewhere in the code
+    assert findings(clearing(1, inputs=[7, 7])) == {}  # SAM: the same batch once more
+    assert findings(clearing(1, steps=1)) == {}  # a batch with a NaN is skipped
+    run = clearing(3)  # the script wrote what it had kept into .grad
+    for rank in run.ranks:
+        for one in rank.windows:
+            one["snapshot"]["grads"] = {"weight": 9.0, "bias": 9.0}
+    assert findings(run) == {}
+
+
+def keeping(*leftover: int) -> Run:
+    """The second optimizer's gradients stay: a GAN's discriminator in the generator's step."""
+    steps = []
+    for count in leftover:
+        windows = [window([4], [1.0], SAME, mine) for mine in OWN]
+        for one, mine in zip(windows, OWN, strict=True):
+            one["backwards"][0]["values"] = [mine["weight"]]
+            one["backwards"][0]["leftover"] = {"0": count, "1": 2}
+        steps.append(windows)
+    return run_with_steps(steps)
+
+
+def test_gradients_that_are_never_cleared_are_found_and_the_equation_is_not_right() -> None:
+    run = keeping(0, 2, 2, 2)
+    found = findings(run)["gradients_not_cleared"]
+    assert "Step 1, rank 0" in found.evidence
+    assert "3 of 3 observed steps" in found.evidence
+    assert not equation(run).right
+    assert not any("every item weighs 1/N" in line for line in equation(run).lines)
+    assert findings(keeping(0, 0, 0, 0)) == {}
+    assert findings(keeping(0, 2, 0, 0)) == {}
+
+
+def divided(k: int, *operands: str, others: bool = False, places: str = "train.py:8") -> Run:
+    windows = []
+    for mine in OWN:
+        one = window([4] * k, [1 / k**2] * k, SAME, mine)
+        one["scaling"] = [scaled_by("/", float(k), each, place=places) for each in operands]
+        for backward in one["backwards"] if others else ():
+            term = backward["terms"][0]
+            backward["terms"].append({**term, "function": "l1_loss", "factor": term["factor"] / 2})
+        one["forwards"] = [{"wrapper": 0, "sync": at == k - 1, "place": ""} for at in range(k)]
+        for at, backward in enumerate(one["backwards"]):
+            backward["prepared"] = {"0": at == k - 1}
+        windows.append(one)
+    return run_of(windows)
+
+
+def test_a_second_division_that_is_written_as_a_number_is_still_the_second() -> None:
+    """accelerator.backward(loss / 4): Accelerate divides by the accumulation steps, too."""
+    assert "loss_divided_twice" in findings(divided(4, "4", "self.gradient_accumulation_steps"))
+    assert "loss_divided_twice" in findings(divided(4, "steps", "accumulation"))
+    assert findings(divided(2, "2", "accumulation")) == {}  # half of a square
+    assert "loss_divided_twice" in findings(divided(2, "2", "accumulation", places="train.py:9"))
+    assert findings(divided(4, "4", "accumulation", others=True)) == {}  # the mean of four losses
+
+
+def beside_an_idle_optimizer(backwards: dict[str, int], **facts: Any) -> Run:
+    windows = []
+    for mine in OWN:
+        one = window([4, 4], [0.5, 0.5], SAME, mine, **facts)
+        for each in (*one["clips"], *one["collectives"]):
+            each["backwards"] = backwards
+        windows.append(one)
+    return run_of(windows)
+
+
+def test_an_optimizer_that_never_steps_hides_no_early_clip_and_no_early_all_reduce() -> None:
+    clip = {
+        "kind": "norm", "norm": 3.0, "limit": 1.0, "sharded": False, "collectives": 0,
+        "place": "train.py:10",
+    }  # fmt: skip
+    early = beside_an_idle_optimizer({"0": 1, "1": 40}, clips=[{**clip}])
+    assert "clipped_per_micro_batch" in findings(early)
+    late = beside_an_idle_optimizer({"0": 2, "1": 1}, clips=[{**clip}])
+    assert "clipped_per_micro_batch" not in findings(late)
+    loss = {
+        "op": "all_reduce", "what": "loss", "grad": True, "through_autograd": False, "numel": 1,
+        "place": "train.py:8",
+    }  # fmt: skip
+    early = beside_an_idle_optimizer({"0": 1, "1": 40}, collectives=[{**loss}])
+    assert "loss_reduced_before_backward" in findings(early)
+    late = beside_an_idle_optimizer({"0": 2, "1": 1}, collectives=[{**loss}])
+    assert "loss_reduced_before_backward" not in findings(late)

@@ -1,0 +1,212 @@
+"""The watcher ends when the run has ended, also if a process cannot say so, and reads little."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_doctor import journal, watcher
+from ddp_doctor.journal import Journal
+from ddp_doctor.report import report
+from ddp_doctor.session import Options
+
+Elsewhere = Callable[[Path], Journal]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    """A journal as a process of another host would write it."""
+
+    def write(folder: Path) -> Journal:
+        with monkeypatch.context() as other:
+            other.setattr(socket, "gethostname", lambda: "elsewhere")
+            one = Journal(folder)
+        one.doing("all_reduce at train.py:7")
+        return one
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def dead() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def waiting(folder: Path, leader: int) -> threading.Thread:
+    options = Options(hang_after=0)
+    thread = threading.Thread(target=watcher._wait, args=(folder, options, leader), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_killed_rank_of_another_host_does_not_keep_the_watcher(
+    tmp_path: Path, dead: int, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "GONE_AFTER", 1.0, raising=False)
+    elsewhere(tmp_path)
+    thread = waiting(tmp_path, dead)
+    thread.join(6.0)
+    assert not thread.is_alive()
+
+
+def test_a_rank_of_another_host_that_still_writes_keeps_the_watcher_until_it_ends(
+    tmp_path: Path, dead: int, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "GONE_AFTER", 1.0, raising=False)
+    remote = elsewhere(tmp_path)
+    thread = waiting(tmp_path, dead)
+    for _ in range(8):
+        time.sleep(0.3)
+        remote.doing("running")
+        assert thread.is_alive()
+    remote.doing("ended", ended=True)
+    thread.join(6.0)
+    assert not thread.is_alive()
+
+
+def test_the_watcher_reads_no_facts_while_ranks_run(
+    tmp_path: Path, dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Journal(tmp_path)
+    rank.write("group", rank=0, world=1)
+    rank.doing("running")
+    read: list[str] = []
+    read_bytes = Path.read_bytes
+
+    def recorded(path: Path) -> bytes:
+        read.append(path.suffix)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", recorded)
+    thread = waiting(tmp_path, dead)
+    time.sleep(1.0)
+    assert ".now" in read
+    assert ".jsonl" not in read
+    rank.doing("ended", ended=True)
+    thread.join(6.0)
+    assert not thread.is_alive()
+
+
+def age(folder: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    for path in folder.iterdir():
+        os.utime(path, (then, then))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_run_with_the_address_and_id_of_an_earlier_one_does_not_read_that_ones_journals(
+    tmp_path: Path, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(tmp_path).doing("ended", ended=True)
+    age(tmp_path, 120)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: None)
+    monkeypatch.setattr("atexit.register", lambda _: None)
+    watcher.start_watcher(FakeSession(tmp_path))  # type: ignore[arg-type]
+    assert names(tmp_path) == set()
+
+
+class FakeSession:
+    options = Options()
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+
+
+def test_what_may_be_a_rank_of_this_run_is_never_removed(
+    tmp_path: Path, elsewhere: Elsewhere
+) -> None:
+    remote = elsewhere(tmp_path)
+    here = Journal(tmp_path)
+    here.doing("running")
+    everything = names(tmp_path)
+    age(tmp_path, 1800)  # the remote rank has waited for rank 0; the local one is alive
+    journal.remove_old(tmp_path)
+    assert names(tmp_path) == everything
+    remote.doing("ended", ended=True)  # just now
+    journal.remove_old(tmp_path)
+    assert names(tmp_path) == everything
+
+
+def test_a_process_with_the_host_and_id_of_an_earlier_one_begins_an_empty_journal(
+    tmp_path: Path,
+) -> None:
+    first = Journal(tmp_path)
+    first.write("end", code=1)
+    first.doing("ended", ended=True)
+    Journal(tmp_path).write("process")
+    (page,) = journal.read(tmp_path)
+    assert [fact["kind"] for fact in page.facts] == ["process"]
+    assert not (page.now and page.now.ended)
+
+
+def write_run(folder: Path, facts: dict[int, list[dict[str, Any]]], doing: dict[int, str]) -> None:
+    """Two ranks of this host, under the ids of this process and of its parent: both are alive."""
+    for rank, pid in ((0, os.getppid()), (1, os.getpid())):
+        one = Journal(folder)
+        one.write("process", started=1.0, environment={})
+        one.write("group", rank=rank, world=2)
+        for fact in facts.get(rank, []):
+            one.write(**fact)
+        one.doing(doing[rank], ended=doing[rank] == "ended")
+        for suffix in (".jsonl", ".now"):
+            path = folder / f"{one.name}{suffix}"
+            path.rename(folder / f"{socket.gethostname()}-{pid}{suffix}")
+
+
+BUSY = {0: "running", 1: "barrier at train.py:7"}
+
+
+def test_a_report_while_a_rank_is_busy_warns_and_says_that_it_may_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "journals" / "run"
+    write_run(run, {}, BUSY)
+    report(run, Options(), live=True)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ddp-doctor, a report so far: 2 of 2 ranks" in said
+    assert "WARNING Ranks wait for a missing rank" in said
+    assert "ERROR" not in said
+    assert "rank 0 is in its own code" in said
+    assert "If rank 0 is busy (a checkpoint, text to generate), ignore this." in said
+
+
+def test_a_report_while_ranks_wait_for_one_that_has_ended_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "journals" / "run"
+    write_run(run, {0: [{"kind": "end", "code": 0}]}, BUSY | {0: "ended"})
+    report(run, Options(), live=True)
+    assert "ERROR Ranks wait for a missing rank" in capsys.readouterr().err
+
+
+def test_the_last_report_takes_back_what_was_said_about_a_rank_that_came_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "journals" / "run"
+    ends = {rank: [{"kind": "end", "code": 0}] for rank in (0, 1)}
+    write_run(run, ends, {0: "ended", 1: "ended"})
+    report(run, Options(), waited=True)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "made no progress for 60 s, and then went on" in said
+
+
+def test_if_no_rank_was_observed_one_line_says_so_and_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(tmp_path / "journals" / "run", Options(quiet=True))
+    said = capsys.readouterr().err
+    assert "no rank was observed" in said
+    assert "ddp_doctor.watch()" in said

@@ -23,6 +23,7 @@ BOOK = project_root() / "book"
 STEP = {
     "clip-before-sync": {"direction bug", "right"},
     "clip-under-accumulation": {"direction bug", "right"},
+    "zero-grad-placement": {"direction bug", "scale bug", "right"},
     "gradscaler-inf-on-one-rank": {"not finite", "right"},
     "gradscaler-different-scales": {"direction bug", "right"},
     "no-sync-placement": {"direction bug", "right"},

@@ -155,7 +155,7 @@ class MiniDDP(nn.Module):
     @not_compiled
     def _post_forward(self, output: Any) -> Any:
         """Announce the backward of `output` to the reducer. Extended by torch_drop_in."""
-        searched = self.reducer.find_unused_parameters
+        searched = torch.is_grad_enabled() and self.reducer.find_unused_parameters
         synced = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synced
         if synced:

@@ -171,8 +171,8 @@ class Reducer:
     def autograd_hook(self, index: int) -> None:
         """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined.
 
-        The common case takes no lock: one thread runs all hooks of a backward on the CPU. (So two
-        threads must not share one.) On a GPU, undefined gradients arrive in another thread.
+        The common case takes no lock: on the CPU, one thread runs all hooks of a backward, and no
+        two threads may run parts of it. On a GPU, undefined gradients arrive in another thread.
         """
         if self.state is REDUCING and self.lock_free:
             self.order.append(index)

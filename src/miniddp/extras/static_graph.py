@@ -10,6 +10,8 @@ Source: static_graph_first_iteration and delay_all_reduce in
 torch/csrc/distributed/c10d/reducer.cpp.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from miniddp import errors
@@ -26,8 +28,9 @@ class StaticGraphReducer(Reducer):
     def __init__(self, *args: Any, **kwargs: Any):
         self.static_graph = False
         self.learns_graph = False
-        # The first gradient then tells where the backward begins, unless a checkpoint is reentrant.
-        self.no_output_found = False
+        # How to learn if no tensor is found in the output. The first gradient then tells that a
+        # backward has begun (or, with a reentrant checkpoint, only a part of one).
+        self.learn_at_first_gradient: Callable[[Any], Any] | None = None
         self.firings: list[int] = []  # arrivals of each gradient per backward
         self.pending_firings: list[int] = []
         super().__init__(*args, **kwargs)
@@ -51,8 +54,8 @@ class StaticGraphReducer(Reducer):
         if self.learns_graph:
             self.usage.mark(index)
             if self.state is READY:
-                if self.no_output_found and not any(self.firings):
-                    at_end_of_backward(self.learn_graph)
+                if self.learn_at_first_gradient is not None and not any(self.firings):
+                    at_end_of_backward(partial(self.learn_at_first_gradient, self))
                 self.firings[index] += 1
                 return False
         if not super().expect_autograd_hook(index):

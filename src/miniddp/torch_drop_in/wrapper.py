@@ -415,7 +415,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
             if self.reducer.learns_graph:
                 learn = learn_and_share if self._join_config.enable else TorchReducer.learn_graph
                 found = at_end_of_each_backward(output, self.reducer, learn)
-                self.reducer.no_output_found = not found
+                self.reducer.learn_at_first_gradient = None if found else learn
             elif self.strict:
                 at_end_of_each_backward(output, self.reducer, complete_or_raise)
         self._clear_grad_buffer()

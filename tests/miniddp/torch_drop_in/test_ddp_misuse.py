@@ -2,6 +2,7 @@
 
 import copy
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -332,15 +333,27 @@ def test_without_a_process_group_the_error_is_torchs():
         DropIn(linear())
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_rank_without_inputs_where_a_static_graph_is_learned_takes_part_in_the_next_epoch(strict):
+class HiddenHeads(TwoHeads):
+    """Returns an object in which no wrapper finds the tensor."""
+
+    def forward(self, *inputs):
+        return SimpleNamespace(output=super().forward(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("module", "strict"), [(TwoHeads, False), (TwoHeads, True), (HiddenHeads, False)]
+)
+def test_a_rank_without_inputs_where_a_static_graph_is_learned_takes_part_in_the_next_epoch(
+    module, strict
+):
     def work(rank):
-        ddp = DropIn(TwoHeads(), static_graph=True, strict=strict)
+        ddp = DropIn(module(), static_graph=True, strict=strict)
         for steps in ((0, 3), (3, 3)):
             with ddp.join():
                 for _ in range(steps[rank]):
                     ddp.zero_grad()
-                    ddp(inputs(rank), "b").sum().backward()
+                    output = ddp(inputs(rank), "b")
+                    getattr(output, "output", output).sum().backward()
         return [p.grad for p in ddp.parameters()]
 
     full = TwoHeads()

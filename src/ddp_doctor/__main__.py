@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fail-on",
         choices=["error", "warning"],
-        help="let ranks exit with 3 if this is found, and with 4 if nothing could be checked",
+        help="exit with 3 if this is found, or 4 if nothing could be checked",
     )
     parser.add_argument("--first", type=int, default=6, help="observe the first N steps (6)")
     parser.add_argument("--every", type=int, default=50, help="then every Nth step (50)")
@@ -116,8 +116,10 @@ def _close(
     code: int,
 ) -> None:
     if session is not None:
-        if options.fail_on and session.leads:
-            session.open()  # a process that only starts ranks has to say that it has ended, too
+        # A process that is no rank has to say how it ended, too: for --fail-on if it starts ranks,
+        # and for a report that would name no rank if an error ended it.
+        if error is not None or (options.fail_on and session.leads):
+            session.open()
         session.close(error, code)
     if not options.fail_on or code:
         return
@@ -129,11 +131,20 @@ def _close(
         levels = {"error": ["error"], "warning": ["error", "warning"]}[options.fail_on]
         if result is not None and result["worst"] in levels:
             raise SystemExit(FOUND)
-        if result is not None and result["ranks"] == 0:
-            say("--fail-on: nothing was checked, because no rank was observed.")
+        if result is not None and (problem := _unchecked(result)):
+            say(f"--fail-on: nothing was checked, because {problem}.")
             raise SystemExit(UNCHECKED)
         if result is None:
             _without_verdict(session)
+
+
+def _unchecked(result: dict[str, Any]) -> str:
+    """Why a verdict without findings does not mean that the run is right; empty if it does."""
+    if result["ranks"] == 0:
+        return "no rank was observed"
+    if result["stopped"]:
+        return "the doctor stopped on a rank before the run ended"
+    return "" if result["steps"] else "no optimizer step was observed on all ranks"
 
 
 def _verdict(path: Path) -> dict[str, Any] | None:

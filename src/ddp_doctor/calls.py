@@ -9,4 +9,5 @@ CALLS = (
     "barrier", "monitored_barrier", "all_gather_object", "broadcast_object_list", "gather_object",
     "scatter_object_list", "send", "recv", "isend", "irecv", "all_reduce_coalesced",
 )  # fmt: skip
+REDUCTIONS = tuple(each for each in CALLS if "reduce" in each)
 UNEVEN = {"all_to_all_single"}  # ranks may pass tensors of different shapes

@@ -196,8 +196,8 @@ def _on_ranks(
     missing = [rank for rank in range(world) if not (Path(folder) / f"{rank}.pt").exists()]
     if missing:
         raise RuntimeError(
-            f"check_step: rank {missing} ended without a gradient: killed, or by os._exit. Look "
-            "for a call of os._exit in build_model and compute_loss, and for too little memory."
+            f"check_step: rank {missing} ended without a gradient: killed, or by os._exit. "
+            "Check memory, and build_model and compute_loss for os._exit."
         )
     return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
 

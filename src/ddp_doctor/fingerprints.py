@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 
 SAMPLED = 1 << 14
+LARGEST_SPARSE = 1 << 24  # elements of a sparse tensor that is converted to be read
 BLOCK = 1 << 20  # elements that are looked at together: 8 MiB as 64-bit numbers, a few at a time
 _SIZES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def dense(tensor: Tensor) -> Tensor | None:
-    """The tensor's own data without a graph, or None where there is none on this rank to read."""
+    """The tensor's own data without a graph, or None if it cannot be read.
+
+    That is a meta tensor, a DTensor, or a sparse tensor that would take too much memory.
+    """
     if tensor.device.type == "meta" or hasattr(tensor, "placements"):
         return None
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
-        tensor = tensor.to_dense() if tensor.numel() < 1 << 24 else torch.empty(0)
+        return tensor.to_dense() if tensor.numel() < LARGEST_SPARSE else None
     return tensor
 
 
@@ -30,7 +34,7 @@ def checksum(tensor: Tensor, limit: int | None = None) -> int:
 
     On a CPU a CRC of the bytes, 1 GB/s or more; elsewhere a hash computed on the device. Takes a
     few `BLOCK` of memory, and a copy of a tensor that is not contiguous. A tensor that cannot be
-    read (a DTensor, meta) has the hash 0.
+    read (see `dense`) has the hash 0.
     """
     data = dense(tensor)
     if data is None or data.numel() == 0:

@@ -37,6 +37,15 @@ class Report:
     def worst(self) -> str | None:
         return min((f.severity for f in self.findings), key=lambda s: ORDER[s], default=None)
 
+    def verdict(self) -> dict[str, Any]:
+        """What --fail-on needs: `steps` are those that every rank's record is there of."""
+        return {
+            "worst": self.worst,
+            "ranks": len(self.run.ranks),
+            "steps": len(self.run.complete),
+            "stopped": any(rank.all("failed") for rank in self.run.ranks),
+        }
+
     def as_json(self) -> dict[str, Any]:
         fields = ("code", "severity", "title", "evidence", "where", "fix", "page")
         return {
@@ -123,13 +132,16 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
     """
     result = merge(run_folder, live)
     if waited and not HANGS & {each.code for each in result.findings}:
-        result.run.notes.append(
-            f"Ranks made no progress for {options.hang_after:g} s, and then went on: the report of "
-            "a hang above no longer holds."
+        result.run.notes.insert(
+            0,  # the terminal shows the first three
+            f"Ranks made no progress for {options.hang_after:g} s, then continued: ignore the hang "
+            "report above.",
         )
+    silent = options.quiet and not result.findings and not waited
     if not result.run.ranks:
-        _print(NOTHING)
-    elif not (options.quiet and not result.findings):
+        if not (silent or _left_early(run_folder)):
+            _print(NOTHING)
+    elif not silent:
         _print(result.as_text(shutil.get_terminal_size((100, 24)).columns))
     folder = run_folder.parent.parent
     if result.run.ranks:
@@ -139,9 +151,11 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
             path = folder / "report.html"
             write_page(result.run, result.equation, result.findings, path, BOOK)
             shown = os.path.relpath(path)
-            _print(f"ddp-doctor: {path if shown.startswith('..') else shown}")
+            if not silent:
+                _print(f"ddp-doctor: {path if shown.startswith('..') else shown}")
         except ImportError:
-            _print("ddp-doctor: no page, because Jinja2 is not installed (pip install jinja2).")
+            if not silent:
+                _print("ddp-doctor: no page, because Jinja2 is not installed (pip install jinja2).")
         except OSError as error:
             _print(f"ddp-doctor: could not write the page ({error}).")
     if options.json:
@@ -150,6 +164,15 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
         except OSError as error:
             _print(f"ddp-doctor: could not write {options.json} ({error}).")
     return result
+
+
+def _left_early(run_folder: Path) -> bool:
+    """Whether an exception ended a process, SystemExit included: --help, an argument, an import."""
+    return any(
+        fact["kind"] == "end" and fact.get("raised")
+        for page in read(run_folder)
+        for fact in page.facts
+    )
 
 
 def _print(text: str) -> None:

@@ -47,7 +47,7 @@ class Options:
                 )
         if not self.hang_after >= 0:
             raise ValueError(
-                f"hang_after is {self.hang_after}: pass seconds, or 0 to report no hangs early."
+                f"hang_after is {self.hang_after}: pass seconds, or 0 for no early reports."
             )
 
 
@@ -199,6 +199,7 @@ class Session:
         if not self.over and self.recorder is not None:
             self.guard(self.recorder.finish)()
         fact: dict[str, Any] = {"code": code, "steps": self.step_count}
+        fact["raised"] = error is not None
         fact["during"] = self._journal.text
         if error is not None and not isinstance(error, SystemExit):
             fact["error"] = described(error)

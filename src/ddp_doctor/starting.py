@@ -74,6 +74,7 @@ def watch(**options: Any) -> Session | None:
     """Observe this script. Call it on its first line, before it imports torch's functions by name.
 
     Keywords are the command line's options: `folder`, `json`, `first`, `every`, `hang_after`.
+    Raises ValueError if `first` or `every` is less than 1, or `hang_after` is negative.
     The report is printed when the script ends; in a notebook, below the cell that trains.
     """
     chosen = Options(**options) if options else None

@@ -20,9 +20,9 @@ from ddp_doctor.session import Options, Session, say
 
 VERDICT = "verdict.json"
 PATIENCE = 2.0  # seconds that the leader waits for the report at its end
-# A process that is killed never writes that it has ended, and on another host nobody here can look
-# for it. It counts as gone once it has written nothing for so many seconds, and all that is here
-# has ended. Longer than a shared disk delays a write.
+# A process that is killed never writes that it has ended; on another host, its host cannot be
+# checked from here. It counts as gone once it has written nothing for so many seconds, and all that
+# is here has ended. Longer than a shared disk delays a write.
 GONE_AFTER = 120.0
 
 
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
     result = report(run, options, waited=waited)
     temporary = run / (VERDICT + ".new")
     try:
-        temporary.write_text(json.dumps({"worst": result.worst, "ranks": len(result.run.ranks)}))
+        temporary.write_text(json.dumps(result.verdict()))
         temporary.replace(run / VERDICT)
     except OSError:
         pass  # a full disk: `--fail-on` says that there is no report
@@ -111,8 +111,8 @@ def _wait(run: Path, options: Options, leader: int) -> bool:
             if waiting and waited > 5.0 and not said:
                 said = True
                 say(
-                    f"{len(waiting)} processes on other hosts have not ended. The report follows, "
-                    f"at the latest {GONE_AFTER:g} s after the last sign of them."
+                    f"Processes on other hosts that have not ended: {len(waiting)}. The report "
+                    f"follows at most {GONE_AFTER:g} s after their last activity."
                 )
         else:
             gone_since = None

@@ -93,6 +93,14 @@ def test_a_bounded_hash_of_a_tensor_that_is_not_contiguous_copies_only_what_it_r
     assert first == checksum(columns.contiguous(), 4096)
 
 
+def test_a_sparse_tensor_that_is_too_large_to_read_has_no_projection() -> None:
+    small = torch.sparse_coo_tensor([[1]], [2.0], (8,))
+    large = torch.sparse_coo_tensor([[1]], [2.0], (1 << 24,))
+    assert projection(small) == projection(small.to_dense())
+    assert projection(large) is None
+    assert checksum(large) == 0
+
+
 def test_projections_are_linear_and_their_fixed_vector_is_kept_once() -> None:
     gen = torch.Generator().manual_seed(0)
     for count in (1, 7, 1000, fingerprints.SAMPLED + 1):

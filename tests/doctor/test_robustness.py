@@ -49,7 +49,7 @@ def test_a_rank_killed_with_signal_9_is_named_in_the_report(server: Server, scri
     event = "def event():\n    if rank == 1:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     looked, plain = both(server, script(START + event + LOOP + END))
     assert looked.codes[1] == plain.codes[1] == -9
-    assert "rank 1 is gone without a word" in codes(looked)["hang_missing_rank"]
+    assert "rank 1 ended unexpectedly" in codes(looked)["hang_missing_rank"]
 
 
 def test_after_ctrl_c_there_is_a_report_and_the_same_exit_code(
@@ -523,6 +523,66 @@ def test_fail_on_does_not_pass_if_nothing_was_observed(server: Server, script: W
     assert "nothing was checked, because no rank was observed" in looked.errors
 
 
+def test_fail_on_does_not_pass_if_the_doctor_stopped_or_saw_no_step(
+    server: Server, script: Write
+) -> None:
+    stops = """
+def event():
+    recorder = sys.modules["ddp_doctor.observe.recorder"]
+    recorder.Recorder.before_update = None
+"""
+    text = START + stops + LOOP.replace("step == 3", "step == 1") + END
+    looked = server.run(script(text), True, options=("--fail-on", "error"))
+    assert looked.codes == [4, 4]
+    assert "nothing was checked, because the doctor stopped on a rank" in looked.errors
+    looked = server.run(script(START + END), True, options=("--fail-on", "error"))
+    assert looked.codes == [4, 4]
+    assert "because no optimizer step was observed on all ranks" in looked.errors
+
+
+def test_nothing_is_said_after_help_or_an_error_before_training(
+    server: Server, script: Write
+) -> None:
+    for text, code in (("import argparse\nargparse.ArgumentParser().parse_args(['-h'])\n", 0),
+                       ("import no_such_module\n", 1)):  # fmt: skip
+        looked = server.run(script(text, 1, "python"), doctor=True)
+        assert looked.codes == [code]
+        assert "ddp-doctor:" not in looked.errors
+
+
+def test_observing_may_begin_in_a_backward_that_steps_an_optimizer(
+    server: Server, script: Write
+) -> None:
+    text = (
+        START
+        + NO_EVENT
+        + """
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+left = set()
+def arrived(parameter):
+    left.discard(parameter)
+    if not left:
+        opt.step()
+for each in net.parameters():
+    each.register_post_accumulate_grad_hook(arrived)
+gen = torch.Generator().manual_seed(rank)
+for step in range(12):
+    opt.zero_grad()
+    left.update(net.parameters())
+    x = torch.randn(3, 4, generator=gen)
+    nn.functional.mse_loss(net(x), x[:, :2]).backward()
+"""
+        + END
+    )
+    options = ("--first", "2", "--every", "4")
+    looked = server.run(script(text, ranks=1), True, options=options)
+    assert looked.codes == [0], looked.errors
+    assert "stopped observing" not in looked.errors
+    assert looked.report is not None
+    assert looked.report["notes"] == []
+    assert codes(looked) == {}
+
+
 def test_long_work_on_one_rank_is_a_warning_that_the_last_report_takes_back(
     server: Server, script: Write
 ) -> None:
@@ -533,5 +593,5 @@ def test_long_work_on_one_rank_is_a_warning_that_the_last_report_takes_back(
     assert looked.codes == [0, 0], looked.errors
     assert "WARNING Ranks wait for a missing rank" in looked.errors
     assert "ERROR" not in looked.errors
-    assert "and then went on" in looked.errors
+    assert "then continued: ignore the hang report above" in looked.errors
     assert codes(looked) == {}

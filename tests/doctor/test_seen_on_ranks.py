@@ -346,3 +346,110 @@ for step in range(24):
     assert code in look(server, script, both)["found"]
     long = both.replace("total_iters=12", "total_iters=300").replace("range(24)", "range(600)")
     assert code in look(server, script, long)["found"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "factor", "reduced"), [("1 << 20", 1, False), ("64", 0, False), ("64", 1, True)]
+)
+def test_gradients_that_cannot_be_read_or_are_zero_are_not_left_over(
+    server: Server, script: Write, rows: str, factor: int, reduced: bool
+) -> None:
+    """A sparse gradient that zero_grad has set to zero is neither None nor dense."""
+    text = """
+model = nn.Embedding(ROWS, 16, sparse=True)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(5):
+    opt.zero_grad(set_to_none=False)
+    ids = torch.randint(0, 64, (4,), generator=gen)
+    (FACTOR * model(ids)).square().mean().backward()
+    if REDUCED:
+        dist.all_reduce(model.weight.grad)
+        model.weight.grad /= world
+    opt.step()
+"""
+    for name, value in (("ROWS", rows), ("FACTOR", factor), ("REDUCED", reduced)):
+        text = text.replace(name, str(value))
+    assert "gradients_not_cleared" not in look(server, script, text)["found"]
+
+
+CLIPPED = (
+    WRAPPED
+    + """
+scaler = torch.amp.GradScaler("cpu", init_scale=float(world))
+for step in range(4):
+    opt.zero_grad()
+    scaler.scale(loss_of(model, batch())).backward()
+    scaler.unscale_(opt)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    for p in model.parameters():
+        SHARE
+    scaler.step(opt)
+    scaler.update()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        "dist.all_gather([torch.empty_like(p) for _ in range(world)], p.grad)",
+        "dist.broadcast(p.grad, 0)",
+    ],
+)
+def test_gradients_that_are_shared_for_a_log_are_those_of_the_wrapper(
+    server: Server, script: Write, share: str
+) -> None:
+    seen = look(server, script, CLIPPED.replace("SHARE", share))
+    assert seen["equation"]["right"], seen["equation"]["lines"]
+    assert seen["found"] == {}
+
+
+def test_gradients_that_a_script_reduces_after_many_other_collectives_are_measured_afterward(
+    server: Server, script: Write
+) -> None:
+    text = """
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+for step in range(3):
+    opt.zero_grad()
+    scaler.scale(loss_of(net, batch())).backward()
+    scaler.unscale_(opt)
+    for _ in range(310):
+        dist.all_reduce(torch.ones(1))
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    scaler.step(opt)
+    scaler.update()
+"""
+    assert look(server, script, text)["equation"]["combination"] == "averaged"
+
+
+BATCHES_OF_STRINGS = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, batch):
+        return self.net(torch.tensor([[float(ord(c)) for c in each] for each in batch.texts]))
+@dataclass
+class Batch:
+    texts: list
+    mask: torch.Tensor
+model = DDP(Model())
+opt = torch.optim.SGD(model.parameters(), lr=1e-6)
+for step in range(4):
+    opt.zero_grad()
+    one = Batch([f"{SEED:02d}{step:02d}", "abcd"], torch.ones(2))
+    model(one).square().mean().backward()
+    opt.step()
+"""
+
+
+def test_a_constant_tensor_in_a_batch_does_not_make_the_data_of_the_ranks_equal(
+    server: Server, script: Write
+) -> None:
+    code = "same_data_on_ranks"
+    seen = look(server, script, BATCHES_OF_STRINGS.replace("SEED", "rank"))
+    assert code not in seen["found"]
+    assert code in look(server, script, BATCHES_OF_STRINGS.replace("SEED", "0"))["found"]

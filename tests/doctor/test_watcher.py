@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doctor.journals import window
 
 from ddp_doctor import journal, watcher
+from ddp_doctor.__main__ import _close, _unchecked
 from ddp_doctor.journal import Journal
 from ddp_doctor.report import report
-from ddp_doctor.session import Options
+from ddp_doctor.session import Options, Session
 
 Elsewhere = Callable[[Path], Journal]
 
@@ -200,13 +202,82 @@ def test_the_last_report_takes_back_what_was_said_about_a_rank_that_came_back(
     write_run(run, ends, {0: "ended", 1: "ended"})
     report(run, Options(), waited=True)
     said = " ".join(capsys.readouterr().err.split())
-    assert "made no progress for 60 s, and then went on" in said
+    assert "made no progress for 60 s, then continued: ignore the hang report above" in said
 
 
 def test_if_no_rank_was_observed_one_line_says_so_and_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report(tmp_path / "journals" / "run", Options(quiet=True))
+    report(tmp_path / "journals" / "run", Options())
     said = capsys.readouterr().err
     assert "no rank was observed" in said
     assert "ddp_doctor.watch()" in said
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_nothing_is_said_about_a_script_that_an_error_or_its_help_ended_before_it_trained(
+    raised: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = Session(Options(folder=str(tmp_path)), tmp_path / "journals" / "run")
+    _close(session, session.options, SystemExit(0) if raised else None, 0)
+    report(session.run, session.options)
+    assert ("no rank was observed" in capsys.readouterr().err) == (not raised)
+
+
+def test_quiet_prints_nothing_if_nothing_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "journals" / "run"
+    report(run, Options(quiet=True))
+    ends = {rank: [{"kind": "end", "code": 0}] for rank in (0, 1)}
+    write_run(run, ends, {0: "ended", 1: "ended"})
+    report(run, Options(quiet=True))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_hang_report_is_taken_back_also_if_quiet_and_before_all_other_notes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "journals" / "run"
+    ends: dict[int, list[dict[str, Any]]] = {
+        0: [{"kind": "failed", "error": f"E{at}", "at": ""} for at in range(4)]
+        + [{"kind": "end", "code": 0}],
+        1: [{"kind": "end", "code": 0}],
+    }
+    write_run(run, ends, {0: "ended", 1: "ended"})
+    report(run, Options(quiet=True), waited=True)
+    assert "ignore the hang report above" in " ".join(capsys.readouterr().err.split())
+
+
+def step(number: int, rank: int = 0) -> dict[str, Any]:
+    mine = {"weight": 1.0, "bias": 2.0}
+    one = window([4], [1.0], mine, {"weight": 0.5 + rank, "bias": 1.0 + 2 * rank}, n=number)
+    one["backwards"][0]["values"] = [float(rank)]
+    return one
+
+
+STOPPED = {"kind": "failed", "error": "KeyError: 'call'", "at": ""}
+
+
+@pytest.mark.parametrize(
+    ("steps", "stopped", "problem"),
+    [
+        ([2, 2], [], ""),
+        ([0, 0], [], "no optimizer step was observed on all ranks"),
+        ([1, 0], [], "no optimizer step was observed on all ranks"),
+        ([1, 1], [STOPPED], "the doctor stopped on a rank before the run ended"),
+    ],
+)
+def test_fail_on_passes_only_if_steps_were_checked_to_the_end(
+    steps: list[int], stopped: list[dict[str, Any]], problem: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "journals" / "run"
+    end = {"kind": "end", "code": 0}
+    facts = {
+        rank: [*(step(number, rank) for number in range(steps[rank])), *stopped, end]
+        for rank in (0, 1)
+    }
+    write_run(run, facts, {0: "ended", 1: "ended"})
+    result = report(run, Options(quiet=True))
+    assert result.worst is None
+    assert _unchecked(result.verdict()) == problem

@@ -35,7 +35,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
             grad = parameter.grad
             fresh = grad is None or (grad.layout == torch.strided and not bool(grad.any()))
             before = 0.0 if fresh else recorder.local.get(key, 0.0)
-            if not fresh and key in recorder.used and recorder.used[key] == projection(grad):
+            used = recorder.used.get(key)  # None: cannot be compared; 0: adds nothing
+            if used and not fresh and used == projection(grad):
                 recorder.leftover.add(key)
             recorder.local[key] = before + value
 
@@ -96,7 +97,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
         remove_hooks()
         recorder.window.pop("current", None)
         session.doing("after backward")
-        if recorder.on:
+        # A hook may step an optimizer: observing can begin or end while backward runs.
+        observed = recorder.on and "call" in record
+        if observed:
             hit = [each for each in recorder.terms if each.get("hit")]
             if not any(each["loss"] for each in hit):
                 tops = _outermost(nodes, {each["node"] for each in hit})
@@ -114,14 +117,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
                     ids = {id(each) for each in module.parameters()}
                     record["wrappers"][str(wrapper.index)] = len(ids & record["_reached"])
         for wrapper in recorder.wrappers:
-            if not recorder.on or record.get("wrappers", {}).get(str(wrapper.index)):
+            if not observed or record["wrappers"].get(str(wrapper.index)):
                 wrapper.prepared = None
         for state in recorder.optimizers.values():
             optimizer = state.optimizer()
             if optimizer is None:
                 continue
             state.backwards += 1
-            if recorder.on and len(state.pending) < MAX_BACKWARDS:
+            if observed and len(state.pending) < MAX_BACKWARDS:
                 mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
                 if mine & record["_reached"] or not record["_reached"]:
                     state.pending.append(record)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ddp_doctor.calls import CALLS
+from ddp_doctor.calls import CALLS, REDUCTIONS
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
@@ -38,7 +38,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
             recorder.collective_counts[name] = recorder.collective_counts.get(name, 0) + 1
             if name == "all_reduce" and tensor is not None and recorder.is_parameters(tensor):
                 recorder.note_average(at)
-            if not recorder.on or len(recorder.window["collectives"]) >= MAX_PER_WINDOW:
+            if not recorder.on:
+                return None
+            room = len(recorder.window["collectives"]) < MAX_PER_WINDOW
+            reduces = name in REDUCTIONS and recorder.expects_own_reduction()
+            what = _what(tensor) if tensor is not None and (room or reduces) else {}
+            if reduces and what.get("what") in ("gradient", "flat"):
+                recorder.before_own_reduction(what.get("optimizer"))
+            if not room:
                 return None
             fact: dict[str, Any] = {"op": name, "place": at}
             operator = kwargs.get("op", args[1] if name == "all_reduce" and len(args) > 1 else None)
@@ -46,9 +53,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 fact["reduce"] = "sum" if operator is None else str(operator).split(".")[-1].lower()
             if tensor is not None:
                 fact |= {"shape": list(tensor.shape)[:6], "numel": tensor.numel()}
-                fact |= _what(tensor)
-            if fact.get("what") in ("gradient", "flat"):
-                recorder.before_own_reduction(fact.get("optimizer"))
+                fact |= what
             fact["backwards"] = recorder.so_far()
             fact["in_backward"] = recorder.in_backward > 0
             fact["through_autograd"] = _in_autograd_function()
@@ -67,21 +72,19 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def _what(tensor: Tensor) -> dict[str, Any]:
         """Which of the run's tensors this is: gradient, parameter, loss, or something else."""
-        address = tensor.data_ptr() if tensor.device.type != "meta" else 0
-        owners = recorder.known_parameters().values() if address else ()
-        for each in owners:
+        address = _address(tensor)
+        for each in recorder.known_parameters().values():
             if hasattr(each, "placements"):
                 continue
             grad = each.grad
-            dense = grad is not None and grad.layout == torch.strided
-            if dense and grad.data_ptr() == address:
+            if grad is not None and (grad is tensor or (address and _address(grad) == address)):
                 for state in recorder.optimizers.values():
                     named = recorder.parameters_of(state)
                     name = next((n for n, p in named if p is each), None)
                     if name:
                         return {"what": "gradient", "name": name, "optimizer": state.index}
                 return {"what": "gradient", "name": ""}
-            if each.data_ptr() == address:
+            if address and _address(each) == address:
                 return {"what": "parameter"}
         if tensor.requires_grad:
             if tensor.numel() == 1:
@@ -99,6 +102,12 @@ def install(recorder: Recorder, patches: Patches) -> None:
         before = enter(name)
         for owner in (distributed_c10d, dist):
             patches.observe(owner, name, before, leave, failed=abandoned)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the tensor's data are; 0 if they are not in one place that can be read."""
+    readable = tensor.device.type != "meta" and tensor.layout == torch.strided
+    return tensor.data_ptr() if readable else 0
 
 
 def _tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

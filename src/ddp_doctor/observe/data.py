@@ -1,6 +1,5 @@
 """Samplers, loaders and data sets: who gets which rows, in which order, in which epoch."""
 
-import weakref
 import zlib
 from typing import Any
 
@@ -9,7 +8,9 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, dataloader
 
 from ddp_doctor.fingerprints import checksum
+from ddp_doctor.observe.batches import tensors_in
 from ddp_doctor.observe.recorder import Recorder
+from ddp_doctor.observe.states import Numbers
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
@@ -17,28 +18,12 @@ MAX_ROWS = 4096
 MAX_BYTES = 1 << 24
 
 
-class Numbers:
-    """A number per object, also if a later object has an earlier one's id."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._count = 0
-
-    def of(self, each: Any) -> int:
-        reference, number = self._seen.get(id(each), (None, 0))
-        if reference is None or reference() is not each:
-            number = self._count
-            self._count += 1
-            self._seen[id(each)] = (weakref.ref(each), number)
-        return number
-
-
 def install(recorder: Recorder, patches: Patches) -> None:
     session = recorder.session
     samplers, loaders, iterators = Numbers(), Numbers(), Numbers()
     epochs: dict[int, int] = {}
     described: set[int] = set()
-    rows: dict[int, list[int]] = {}
+    rows: dict[int, int] = {}  # by iterator; a batch without rows counts as one
     ends = [0]
 
     def sampled(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -102,12 +87,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
         if key not in rows:
             if len(rows) >= 2:
                 return
-            rows[key] = []
-        seen = rows[key]
-        if len(seen) < MAX_ROWS:
-            tensors = _tensors(result)
+            rows[key] = 0
+        if rows[key] < MAX_ROWS:
+            tensors = [each for each in tensors_in(result) if each.dim()][:8]
             found = _rows(tensors)
-            seen.extend(found)
+            rows[key] += max(1, len(found))
             session.write(
                 "batch",
                 iterator=key,
@@ -148,25 +132,6 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError, AttributeError):
         return None
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    """The first tensors of a batch that have rows."""
-    tensors: list[Tensor] = []
-
-    def look(value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            if value.dim() and len(tensors) < 8:
-                tensors.append(value)
-        elif depth < 3 and isinstance(value, dict):
-            for each in value.values():
-                look(each, depth + 1)
-        elif depth < 3 and isinstance(value, list | tuple):
-            for each in value:
-                look(each, depth + 1)
-
-    look(batch, 0)
-    return tensors
 
 
 def _rows(tensors: list[Tensor]) -> list[int]:

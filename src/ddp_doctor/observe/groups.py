@@ -27,6 +27,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         session.doing(f"destroy_process_group at {place()}")
 
     def destroyed(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder.grouped = dist.is_initialized()  # False unless it was another group
         session.doing("running")
 
     if not dist.is_available():

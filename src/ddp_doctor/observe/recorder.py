@@ -71,8 +71,8 @@ class Recorder:
     def open(self) -> None:
         """Open the journal, and write down the process group, however it came about.
 
-        Device meshes, and scripts that imported the function before the doctor started, call the
-        original `init_process_group`.
+        Scripts that imported `init_process_group` by name before the doctor started call the
+        original.
         """
         self.session.open()
         there = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -136,7 +136,9 @@ class Recorder:
         return list(zip(named, listed, strict=True))[:MAX_PARAMETERS]
 
     def take_snapshot(self, state: OptimizerState) -> None:
-        """What is in `.grad` now: the first call per window counts (before clipping, unscaling)."""
+        """What is in `.grad` now. The first call per optimizer and step counts: before unscaling or
+        clipping, or the first one after `before_own_reduction`.
+        """
         if state.snapshot is not None or not self.on:
             return
         snapshot: dict[str, Any] = {"grads": {}, "hashes": {}, "local": {}, "missing": []}
@@ -151,6 +153,12 @@ class Recorder:
             snapshot["grads"][name] = projection(parameter.grad)
             snapshot["hashes"][name] = checksum(parameter.grad)
             snapshot["local"][name] = self.local.get(id(parameter))
+
+    def expects_own_reduction(self) -> bool:
+        """Whether `before_own_reduction` would change anything."""
+        return any(
+            each.snapshot is not None or not each.reduced for each in self.optimizers.values()
+        )
 
     def before_own_reduction(self, optimizer: int | None) -> None:
         """The script is about to combine gradients: those of one optimizer, or None for all.
@@ -193,7 +201,7 @@ class Recorder:
         """Whether the tensor is a parameter of an optimizer, or all of them in one, also × 1/W."""
         if tensor.device.type == "meta" or (tensor.requires_grad and tensor.grad_fn is not None):
             return False
-        if tensor.numel() == 0 or hasattr(tensor, "placements"):
+        if tensor.numel() == 0 or hasattr(tensor, "placements") or tensor.layout != torch.strided:
             return False
         if tensor.data_ptr() in self.addresses:
             return True

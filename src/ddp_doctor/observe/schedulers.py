@@ -5,6 +5,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_doctor.observe.recorder import Recorder
+from ddp_doctor.observe.states import Numbers
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
 
@@ -13,6 +14,7 @@ DENSE = 200  # calls that are all written down; later ones ever more rarely
 
 def install(recorder: Recorder, patches: Patches) -> None:
     session = recorder.session
+    schedulers = Numbers()
     counts: dict[int, int] = {}
 
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -23,14 +25,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
         if not counted:
             return
         scheduler = args[0]
-        counts[id(scheduler)] = counts.get(id(scheduler), 0) + 1
-        count = counts[id(scheduler)]
+        number = schedulers.of(scheduler)
+        count = counts[number] = counts.get(number, 0) + 1
         if count > DENSE and count % 10 ** (len(str(count)) - 2):
             return
         rates = scheduler.get_last_lr()
         session.write(
             "schedule",
-            scheduler=id(scheduler) % 100_000,
+            scheduler=number,
             type=type(scheduler).__name__,
             count=count,
             steps=session.step_count,

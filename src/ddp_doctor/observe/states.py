@@ -1,10 +1,26 @@
-"""What is remembered of one optimizer and of one wrapper, without keeping either alive."""
+"""What is remembered of the run's own objects, without keeping any of them alive."""
 
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class Numbers:
+    """A number per object, also if a later object has an earlier one's id."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._count = 0
+
+    def of(self, each: Any) -> int:
+        reference, number = self._seen.get(id(each), (None, 0))
+        if reference is None or reference() is not each:
+            number = self._count
+            self._count += 1
+            self._seen[id(each)] = (weakref.ref(each), number)
+        return number
 
 
 class OptimizerState:

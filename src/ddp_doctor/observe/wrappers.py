@@ -9,6 +9,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_doctor.fingerprints import checksum
+from ddp_doctor.observe.batches import tensors_in
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.states import WrapperState
@@ -111,26 +112,8 @@ def wrappers_like_ddp() -> list[torch.nn.Module]:
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
-    """Hash and size of each tensor that a forward was given, also inside of a user's objects."""
-    found: list[list[Any]] = []
-    looked = [0]
-
-    def look(value: Any, depth: int) -> None:
-        looked[0] += 1
-        if isinstance(value, torch.Tensor):
-            if len(found) < 16:
-                found.append([checksum(value, 1 << 22), value.numel(), list(value.shape)[:6]])
-        elif depth < 4 and isinstance(value, dict):
-            for each in value.values():
-                look(each, depth + 1)
-        elif depth < 4 and isinstance(value, list | tuple):
-            for each in value:
-                look(each, depth + 1)
-        elif depth < 4 and looked[0] < 200 and not isinstance(value, torch.nn.Module | type):
-            inside = getattr(value, "__dict__", None)  # a dataclass, a UserDict, a graph
-            if isinstance(inside, dict):
-                look(inside, depth)
-
-    look(args, 0)
-    look(kwargs, 0)
-    return found
+    """Hash, size and shape of each tensor that a forward was given, also inside of objects."""
+    return [
+        [checksum(each, 1 << 22), each.numel(), list(each.shape)[:6]]
+        for each in tensors_in((*args, *kwargs.values()))
+    ]

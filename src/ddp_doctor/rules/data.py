@@ -40,18 +40,21 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
 def _data(fact: Fact) -> list[object]:
     """Hashes of what the forward was given and of the losses' targets; empty if unknown.
 
-    A tensor that has elements and the hash 0 could not be read.
+    The value of a loss without a target takes the target's place. A tensor that has elements and
+    the hash 0 could not be read.
     """
     given = [[hash_, size] for group in fact["inputs"] for hash_, size, _ in group]
     seen: list[object] = [*given]
     for backward in fact["backwards"]:
-        for term in backward.get("terms", ()):
+        terms = backward.get("terms", ())
+        # Inputs without a tensor (strings, ids) are not in `given`; they do change the loss.
+        if not terms or any("target" not in term for term in terms):
+            seen.append(backward.get("values"))
+        for term in terms:
             if "target" in term:
                 seen.append([term["target"], 0 if given else term["input"]])
                 if not term["target"] or not (given or term["input"]):
                     return []
-            elif not given:
-                seen.append(backward.get("values"))
     return [] if any(size and not hash_ for hash_, size in given) else seen
 
 
@@ -90,7 +93,7 @@ def _overlap(run: Run) -> Iterator[Finding]:
     common = len(set.intersection(*read))
     if common > 0.9 * smallest and smallest > 0.9 * whole:
         seen = (
-            f"Every rank reads all {whole} samples in each epoch, in an order of its own: {common} "
+            f"Every rank reads all {whole} samples in each epoch, in its own order: {common} "
             f"of {smallest} rows of the first epoch are the same."
         )
     else:

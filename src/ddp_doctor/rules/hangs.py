@@ -129,7 +129,7 @@ def _said(rank: Rank) -> str:
     if end is not None:
         return f"had ended after {rank.steps} steps"
     if not rank.alive:
-        return f"is gone without a word (killed, or os._exit) after {rank.steps} steps"
+        return f"ended unexpectedly (killed, or os._exit) after {rank.steps} steps"
     what, place = _doing(rank)
     what = what if _blocking(what) else "its own code"
     return f"is in {what}{f' at {place}' if place else ''}, step {rank.steps}"

@@ -541,7 +541,8 @@ def _untouched(fact: Fact) -> bool:
     """Whether the optimizer saw exactly the gradients that the last backward left."""
     grads = (fact.get("snapshot") or {}).get("grads")
     return bool(grads) and all(
-        left == grads.get(name) for name, left in (fact.get("left") or {}).items()
+        left is not None and left == grads.get(name)
+        for name, left in (fact.get("left") or {}).items()
     )
 
 
@@ -566,8 +567,8 @@ def gradients_not_cleared(run: Run, equation: Equation) -> Iterator[Finding]:
         yield finding(
             "gradients_not_cleared",
             f"Step {window.n}, rank {rank}: when backward began, {count} parameters still held the "
-            f"gradient that the step before had used, and backward added to it. Seen in "
-            f"{len(seen)} of {len(later)} observed steps.",
+            f"previous step's gradient, and backward added to it. Seen in {len(seen)} of "
+            f"{len(later)} observed steps.",
             str(fact["backwards"][0]["place"]),
             "optimizer.zero_grad() in every step: before the first backward, or right after "
             "optimizer.step().",

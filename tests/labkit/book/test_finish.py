@@ -179,7 +179,7 @@ def test_finishing_twice_changes_nothing_more(built):
 
 def test_a_theme_without_font_awesome_is_refused(built):
     (built / FONT / "css" / "all.min.css").unlink()
-    with pytest.raises(FileNotFoundError, match="the theme brings no"):
+    with pytest.raises(FileNotFoundError, match="the theme no longer has"):
         finish(built, pages_of(built))
 
 

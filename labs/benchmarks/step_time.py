@@ -4,7 +4,9 @@
     python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
     python labs/benchmarks/step_time.py --only MiniDDP --rounds 200  these and torch's DDP, often
 
-With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise.
+With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise. Two
+equal wrappers can differ by 2 % all through a run, because of where their tensors lie in memory.
+`--copies 4` builds four of each, in changing order; a round's time is the mean of their turns.
 
 A step is forward and backward until every gradient is averaged. All contenders run in the same
 processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
@@ -63,9 +65,17 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
         metavar="NAME",
         help="of the contenders only these, by their names in the table, and torch's DDP twice",
     )
+    arguments.add_argument(
+        "--copies",
+        type=int,
+        default=1,
+        help="how many of each contender take turns in each round (default 1)",
+    )
     given = arguments.parse_args()
     if given.only and given.json:
         arguments.error("--json stores whole cells, which --only does not make: leave one out")
+    if given.copies < 1:
+        arguments.error(f"--copies {given.copies}: at least one of each contender takes turns")
     if given.device == "cuda" and given.link != ["loopback"]:
         arguments.error("--device cuda goes with --link loopback: the slow link is for the CPU")
     return given
@@ -114,6 +124,7 @@ def race(
     patience: float,
     before: Path | None,
     only: list[str] | None,
+    copies: int,
 ) -> dict[str, Any]:
     """The contenders on one model and one link, on each rank; returns the cell's raw numbers."""
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
@@ -191,7 +202,11 @@ def race(
     if device.type == "cpu" and "MiniDDP, planned" not in wanted:
         modules.clear()
         del planned, planned_step
-    steps = {name: build() for name, build in contenders.items() if name in wanted}
+    racing = [name for name in contenders if name in wanted]
+    steps = {}
+    for copy in range(copies):
+        for name in racing[copy % len(racing) :] + racing[: copy % len(racing)]:
+            steps[f"{name} {copy}"] = contenders[name]()
 
     alone = model.module().to(device)
     modules.append(alone)
@@ -226,7 +241,12 @@ def race(
     steps["C"] = everything_at_once
     compute()
     clear()
-    seconds = take_turns(steps, rounds, clear, patience)
+    turns = take_turns(steps, rounds, clear, patience)
+    seconds = {}
+    for name in racing:
+        copied = [turns.pop(f"{name} {copy}") for copy in range(copies)]
+        seconds[name] = [round(statistics.mean(turn), 6) for turn in zip(*copied, strict=True)]
+    seconds |= turns
     return {"parameters": len(list(alone.parameters())), "plan": plan, "seconds": seconds}
 
 
@@ -283,6 +303,7 @@ def main(given: argparse.Namespace) -> None:
                     given.patience,
                     given.before,
                     given.only,
+                    given.copies,
                     timeout=3600,
                     device=given.device,
                 )[0]

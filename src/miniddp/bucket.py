@@ -5,15 +5,15 @@ Each parameter has a *view* of the buffer, in the memory layout that autograd gi
 into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
 Cost: one copy in and one copy out; neither for a gradient that already is its view. A large one is
-copied as soon as it arrives, while it is in the cache. Small neighbors (a `Run`) share one call
-once all have arrived: for them, the calls cost more than the bytes.
+copied as soon as it arrives, while it is in the cache. The small ones share a call, once all have
+arrived: a call amid backward costs more than their bytes, because its code is not in the cache.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, pairwise
 from operator import is_
 
 import torch
@@ -23,15 +23,15 @@ from torch.futures import Future
 LARGE = 1 << 14  # elements: a gradient with at least this many is copied alone
 
 
-class Run:
-    """Neighbors in a bucket whose gradients are copied in together, once all have arrived."""
+class Part:
+    """Gradients copied in together, once all have arrived: one that is large, or all small ones."""
 
-    def __init__(self, bucket: "Bucket", slots: list[int]):
-        part = slice(slots[0], slots[-1] + 1)
-        self.indices, self.parameters = bucket.indices[part], bucket.parameters[part]
-        self.views = bucket.views[part]
-        begin = self.views[0].storage_offset() if self.views else 0
-        self.flat = bucket.buffer[begin : begin + sum(view.numel() for view in self.views)]
+    def __init__(self, bucket: "Bucket", stretches: list[slice]):
+        self.indices = [index for slots in stretches for index in bucket.indices[slots]]
+        self.parameters = [p for slots in stretches for p in bucket.parameters[slots]]
+        self.views = [view for slots in stretches for view in bucket.views[slots]]
+        at = bucket.offsets  # `flats`: these stretches of the buffer
+        self.flats = [bucket.buffer[at[slots.start] : at[slots.stop]] for slots in stretches]
         self.pending = 0  # how many of its gradients have not arrived
 
 
@@ -45,34 +45,34 @@ class Bucket:
 
     def __init__(self, indices: list[int], parameters: list[Tensor]):
         self.indices, self.parameters = indices, parameters
+        self.offsets = [0, *accumulate(p.numel() for p in parameters)]
         self.allocate()
-
-        def run_of(slot: int) -> int:
-            return slot if parameters[slot].numel() >= LARGE else -1
-
-        self.runs = [Run(self, list(slots)) for _, slots in groupby(range(len(indices)), run_of)]
-        self.streams: set[torch.cuda.Stream] = set()
+        large = [slot for slot, p in enumerate(parameters) if p.numel() >= LARGE]
+        between = pairwise([-1, *large, len(indices)])
+        small = [slice(left + 1, right) for left, right in between if left + 1 < right]
+        parts = [[slice(slot, slot + 1)] for slot in large] + ([small] if small else [])
+        self.parts = [Part(self, stretches) for stretches in parts]
+        self.divisor = 0  # of the last copy_in; its reciprocal is a tensor, as each call needs one
         self.reset()
 
     def allocate(self) -> None:
         """Make the buffer, and views laid out like gradients. Overridden by extras.sparse."""
-        self.buffer = self.parameters[0].new_empty(sum(p.numel() for p in self.parameters))
-        self.views, offset = [], 0
-        for parameter in self.parameters:
+        self.buffer = self.parameters[0].new_empty(self.offsets[-1])
+        self.views = []
+        for parameter, offset in zip(self.parameters, self.offsets, strict=False):
             strides, contiguous = parameter.stride(), parameter.is_contiguous()
             if not contiguous and torch.empty_like(parameter, device="meta").stride() != strides:
                 # Not dense: autograd makes the gradient row-major.
                 strides = torch.empty(parameter.shape, device="meta").stride()
             self.views.append(self.buffer.as_strided(parameter.shape, strides, offset))
-            offset += parameter.numel()
 
     def reset(self) -> None:
         """Forget the last backward: no gradient has arrived."""
         self.on_cuda = self.buffer.is_cuda  # asked once per backward, not once per gradient
-        self.streams.clear()
-        for run in self.runs:
-            run.pending = len(run.indices)
-        self.pending = len(self.runs)
+        self.streams: set[torch.cuda.Stream] = set()
+        for part in self.parts:
+            part.pending = len(part.indices)
+        self.pending = len(self.parts)
         self.future: Future | None = None
 
     def wait_for_streams(self) -> None:
@@ -87,45 +87,44 @@ class Bucket:
             current.wait_stream(stream)
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    for part in self.dense_parts(parameter.grad):
-                        part.record_stream(current)
+                    for dense in self.dense_parts(parameter.grad):
+                        dense.record_stream(current)
 
     def dense_parts(self, gradient: Tensor) -> tuple[Tensor, ...]:
         """The dense tensors that hold a gradient. Overridden by extras.sparse."""
         return (gradient,)
 
-    @torch.no_grad()
-    def copy_in(self, run: Run, divisor: int | None, alias: bool) -> list[int]:
-        """Copy the gradients of `run` into the buffer, divided by `divisor` unless it is None.
+    def copy_in(self, part: Part, divisor: int, alias: bool) -> list[int]:
+        """Copy the gradients of `part` into the buffer, divided by `divisor`.
 
         A missing one counts as zeros. With `alias`, the others become views. Returns the
         indices of sparse ones; if there is one, nothing is copied. Overridden by extras.
         """
-        views, gradients = run.views, [parameter.grad for parameter in run.parameters]
+        if divisor != self.divisor:
+            dtype, self.divisor = torch.promote_types(self.buffer.dtype, torch.float32), divisor
+            self.reciprocal = torch.tensor(1.0 / divisor, dtype=dtype, device="cpu")
+        views, gradients = part.views, [parameter.grad for parameter in part.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
         if sparse := [i for i, g in enumerate(gradients) if g is not None and g.is_sparse]:
-            return [run.indices[i] for i in sparse]
+            return [part.indices[i] for i in sparse]
         in_place = sum(map(is_, gradients, views))
         if in_place == len(views):
-            if divisor is not None:
-                run.flat.div_(divisor)
-            return []
-        if in_place or len(present) < len(views) or len(views) == 1:
+            for flat in part.flats if divisor > 1 else ():
+                flat.div_(divisor)
+        elif in_place or len(present) < len(views) or len(views) == 1:
             for view, gradient in zip(views, gradients, strict=True):
                 if gradient is None:
                     view.zero_()
-                elif divisor is None:
-                    view.copy_(gradient)
                 elif gradient is view:
                     view.div_(divisor)
                 else:
-                    torch.mul(gradient, 1.0 / divisor, out=view)
+                    torch.mul(gradient, self.reciprocal, out=view)
         else:
             torch._foreach_copy_(views, present)  # has no public name
-            if divisor is not None:
-                run.flat.mul_(1.0 / divisor)
-        if alias:
-            for parameter, view, gradient in zip(run.parameters, views, gradients, strict=True):
+            for flat in part.flats if divisor > 1 else ():
+                flat.mul_(self.reciprocal)
+        if alias and in_place < len(views):
+            for parameter, view, gradient in zip(part.parameters, views, gradients, strict=True):
                 if gradient is not None:
                     parameter.grad = view
         return []
@@ -151,6 +150,6 @@ class Bucket:
             elif not alias:
                 targets.append(gradient)
                 sources.append(view)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        if targets:  # from the end of the buffer, which is still in the cache
+            torch._foreach_copy_(targets[::-1], sources[::-1])
         return replaced

@@ -130,8 +130,7 @@ class MiniDDP(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output; its backward is reduced, unless in `no_sync()`.
 
-        Raises RuntimeError if the previous backward did not produce all gradients.
-        Extended by torch_drop_in.
+        Raises RuntimeError if the previous backward lacks gradients. Extended by torch_drop_in.
         """
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         with self._inside_ddp_forward():

@@ -42,7 +42,7 @@ from torch.futures import Future
 
 from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward, hook_accumulators
-from miniddp.bucket import Bucket, Run
+from miniddp.bucket import Bucket, Part
 from miniddp.buckets import NO_CAP, ParameterSize, Plan, arrival_plan, initial_plan, sizes_of
 from miniddp.replicas import plan_of_rank_0, wait_for, wait_for_future
 from miniddp.unused import UsedParameters
@@ -112,12 +112,12 @@ class Reducer:
         """Allocate the buckets of `plan`; existing gradients become views of them, if asked for."""
         # Empty both first: old buffers that nothing uses are then freed before new ones are made.
         self.buckets: list[Bucket] = []
-        self.variable_locators: dict[int, tuple[Bucket, Run]] = {}
+        self.variable_locators: dict[int, tuple[Bucket, Part]] = {}
         for indices in plan:
             bucket = self.make_bucket(indices)
             self.buckets.append(bucket)
-            for run in bucket.runs:
-                self.variable_locators |= dict.fromkeys(run.indices, (bucket, run))
+            for part in bucket.parts:
+                self.variable_locators |= dict.fromkeys(part.indices, (bucket, part))
             if self.gradient_as_bucket_view:
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=False):
                     if parameter.grad is not None:
@@ -174,14 +174,17 @@ class Reducer:
         The common case takes no lock: on the CPU, one thread runs all hooks of a backward, and no
         two threads may run parts of it. On a GPU, undefined gradients arrive in another thread.
         """
-        if self.state is REDUCING and self.lock_free:
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self.autograd_hook(index)
+        elif self.state is REDUCING and self.lock_free:
             self.order.append(index)
             self.mark_variable_ready(index)
-            return
-        with self.lock:
-            if self.expect_autograd_hook(index):
-                self.order.append(index)
-                self.mark_variable_ready(index)
+        else:
+            with self.lock:
+                if self.expect_autograd_hook(index):
+                    self.order.append(index)
+                    self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
         """Whether it counts; the first enters REDUCING. Extended by extras and torch_drop_in."""
@@ -196,23 +199,23 @@ class Reducer:
             self.unsynchronized = True
         return self.state is REDUCING
 
-    def divisor(self) -> int | None:
-        """W, by which gradients are divided; None: not at all. Overridden by torch_drop_in."""
+    def divisor(self) -> int:
+        """W, by which gradients are divided. Overridden by torch_drop_in: 1 for a comm hook."""
         return self.process_group.size()
 
     def mark_variable_ready(self, index: int) -> None:
-        """Count a gradient; copy its run into the bucket once the run is complete."""
+        """Count a gradient; copy its part of the bucket in once the part is complete."""
         if self.arrived[index]:
             searched = bool(self.usage.unreachable)
             raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
         self.arrived[index] = True
-        bucket, run = self.variable_locators[index]
+        bucket, part = self.variable_locators[index]
         if bucket.on_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
-        run.pending -= 1
-        if run.pending == 0:
+        part.pending -= 1
+        if part.pending == 0:
             bucket.wait_for_streams()
-            if wrong := bucket.copy_in(run, self.current_divisor, self.gradient_as_bucket_view):
+            if wrong := bucket.copy_in(part, self.current_divisor, self.gradient_as_bucket_view):
                 raise self.error(
                     f"Expected variable to have {bucket.holds} gradient, but that of "
                     f"{', '.join(self.names[i] for i in wrong)} is not, on rank {self.rank}. "
@@ -224,7 +227,6 @@ class Reducer:
 
     # 4. Launch ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def mark_bucket_ready(self) -> None:
         """Launch every full bucket whose turn has come; the last one queues `finalize_backward`."""
         while self.next_bucket < len(self.buckets):

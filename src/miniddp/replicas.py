@@ -62,8 +62,7 @@ def verify_same_model(
     """Compare the ranks' models before data moves; every rank raises RuntimeError if they differ.
 
     `named` are tensors whose names, order, shapes, strides, dtypes, and requires_grad must agree;
-    `settings` must agree, too. If `problem` is given, this rank tells the others, then raises it;
-    they raise RuntimeError.
+    `settings` must agree, too. This rank raises its `problem`; the others then raise RuntimeError.
     """
     model, values = {}, {name: repr(value) for name, value in (settings or {}).items()}
     try:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from miniddp.bucket import Bucket, Run
+from miniddp.bucket import Bucket, Part
 from miniddp.buckets import ParameterSize
 
 
@@ -34,15 +34,14 @@ class SparseBucket(Bucket):
         # `record_stream` takes no sparse tensor, and the public names no uncoalesced one.
         return gradient._indices(), gradient._values()
 
-    @torch.no_grad()
-    def copy_in(self, run: Run, divisor: int | None, alias: bool) -> list[int]:
+    def copy_in(self, part: Part, divisor: int, alias: bool) -> list[int]:
         """Take the gradient as the buffer. Returns its parameter's index if it is dense."""
         gradient = self.parameters[0].grad
         if gradient is None:
             gradient = torch.zeros_like(self.parameters[0], layout=torch.sparse_coo)
         if not gradient.is_sparse:
-            return run.indices
-        self.buffer = gradient if divisor is None else gradient.div_(divisor)
+            return part.indices
+        self.buffer = gradient.div_(divisor)
         return []
 
     def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:

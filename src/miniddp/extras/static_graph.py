@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward
 from miniddp.bucket import Bucket
@@ -67,6 +69,7 @@ class StaticGraphReducer(Reducer):
             raise self.error(_graph_changed(self.names[index], index, self.rank))
         return self.pending_firings[index] == 0
 
+    @torch.no_grad()
     def learn_graph(self) -> bool:
         """At the end of the first backward: note what arrived, reduce everything. True if so."""
         # It is called more than once per backward, and for a pass of autograd.grad.

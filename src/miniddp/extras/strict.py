@@ -47,6 +47,7 @@ def at_end_of_each_backward(
     return len(entries) > 0
 
 
+@torch.no_grad()
 def complete_or_raise(reducer: "TorchReducer") -> None:
     """At the end of a backward: complete its reduction, then raise on every rank what one found.
 

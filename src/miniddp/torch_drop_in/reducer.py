@@ -110,8 +110,8 @@ class TorchReducer(StaticGraphReducer):
             self._borrow_gradient(index)
         return super().expect_autograd_hook(index)
 
-    def divisor(self) -> int | None:
-        return None if self.comm_hook else self.contributors()
+    def divisor(self) -> int:
+        return 1 if self.comm_hook else self.contributors()
 
     def contributors(self) -> int:
         """W; with Join's `divide_by_initial_world_size=False`, the ranks that still have inputs."""

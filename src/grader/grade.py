@@ -62,6 +62,11 @@ class Result:
         open_checks = [c for c in self.checks if c.needs_human and c.set_to is None]
         return bool(open_checks) and not self.decided
 
+    @property
+    def has_score(self) -> bool:
+        """Whether it has a score; nothing handed in has none, unless a person has set one."""
+        return not self.needs_human and (self.decided or not self.missing)
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"needs_human": self.needs_human}
 

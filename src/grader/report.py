@@ -2,7 +2,8 @@
 
 results.json is written for every student, with the whole result under "extra_data"; the other
 files, and the feedback pages, are made from these. A check that needs a person has no score, and
-neither has its submission: 0 would be a verdict.
+neither has its submission, nor a student who handed in nothing: 0 would be a verdict. A person can
+set these scores.
 """
 
 import csv
@@ -36,7 +37,7 @@ def write_results(result: Result, folder: Path, fingerprint: str) -> None:
         "tests": [_gradescope_test(check) for check in result.checks],
         "extra_data": {"fingerprint": fingerprint, "result": result.as_dict()},
     }
-    if not result.needs_human:
+    if result.has_score:
         report["score"] = result.score
     folder.mkdir(parents=True, exist_ok=True)
     # Renamed into place: an interrupted run leaves a whole file, or none.
@@ -139,7 +140,7 @@ def write_csv(results: Iterable[Result], path: Path) -> None:
             check.name: "" if check.needs_human and check.set_to is None else score_of(check)
             for check in result.checks
         }
-        score = "" if result.needs_human or result.missing else result.score
+        score = result.score if result.has_score else ""
         row = [result.student, result.id, result.assignment, score, result.points]
         row += [of.get(name, "") for name in names]
         row += [result.needs_human, reasons(result), "; ".join([*result.repairs, *result.notes])]

@@ -1,11 +1,13 @@
 """Which notebooks are graded, and after whom each is called."""
 
 import csv
+import json
 
 import pytest
 from grader_notebooks import FIRST
 
 from grader.batch import missing, write_tables
+from grader.feedback import write_feedback
 from grader.grade import CheckResult, Result
 from grader.people import People
 from grader.report import folder_name, harmless, write_csv, write_results, write_statistics
@@ -225,3 +227,30 @@ def test_a_roster_shows_who_is_missing(tmp_path):
     assert [one.student for one in absent] == ["eve"]
     write_csv(absent, tmp_path / "g.csv")
     assert rows(tmp_path / "g.csv")["eve"]["reasons"] == "nothing was handed in"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "score", "shown"),
+    [
+        (None, "", "No score"),
+        ("student,comment\neve,ill\n", "", "No score"),
+        ("student,score\neve,0\n", "0.0", "0 of"),
+        ("student,score\neve,4\n", "4.0", "4 of"),
+    ],
+)
+def test_who_handed_in_nothing_has_no_score_until_a_person_sets_one(
+    overrides, score, shown, tmp_path
+):
+    [eve] = missing([{"student": "eve"}], {}, FIRST)
+    table = tmp_path / "o.csv"
+    table.write_text(overrides or "")
+    People.read(table if overrides else None, 0).apply(eve)
+    folder = tmp_path / "eve"
+    write_results(eve, folder, "missing")
+    write_feedback(eve, folder)
+    write_csv([eve], tmp_path / "g.csv")
+    assert rows(tmp_path / "g.csv")["eve"]["score"] == score
+    assert json.loads((folder / "results.json").read_text()).get("score", "") == (
+        float(score) if score else ""
+    )
+    assert shown in (folder / "feedback.html").read_text()

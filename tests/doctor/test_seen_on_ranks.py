@@ -453,3 +453,32 @@ def test_a_constant_tensor_in_a_batch_does_not_make_the_data_of_the_ranks_equal(
     seen = look(server, script, BATCHES_OF_STRINGS.replace("SEED", "rank"))
     assert code not in seen["found"]
     assert code in look(server, script, BATCHES_OF_STRINGS.replace("SEED", "0"))["found"]
+
+
+STEPPING_HOOK = """
+for each in net.parameters():
+    each.stepper = torch.optim.SGD([each], lr=0.01)
+def reduce(parameter):
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= world
+def update(parameter):
+    FIRST
+    parameter.stepper.step()
+    LAST
+    parameter.grad = None
+for each in net.parameters():
+    each.register_post_accumulate_grad_hook(update)
+for step in range(8):
+    loss_of(net, batch()).backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "wrong"),
+    [("reduce(parameter)", "pass", False), ("pass", "reduce(parameter)", True)],
+)
+def test_an_optimizer_may_step_in_a_hook_that_has_reduced_the_gradient(
+    first, last, wrong, server: Server, script: Write
+) -> None:
+    text = STEPPING_HOOK.replace("FIRST", first).replace("LAST", last)
+    assert ("optimizer_in_backward" in look(server, script, text)["found"]) == wrong

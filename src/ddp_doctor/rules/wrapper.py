@@ -267,8 +267,8 @@ def _again(run: Run, window: Window) -> bool:
 def optimizer_in_backward(run: Run, equation: Equation) -> Iterator[Finding]:
     """The optimizer steps from a hook, while backward is still running.
 
-    Right with one rank, and with sharded parameters, whose gradients are reduced before such hooks
-    run.
+    Right with one rank, if the hook has reduced the gradient, and with sharded parameters, whose
+    gradients are reduced before such hooks run.
     """
     if run.world < 2:
         return

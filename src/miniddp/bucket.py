@@ -30,7 +30,8 @@ class Part:
         self.indices = [index for slots in stretches for index in bucket.indices[slots]]
         self.parameters = [p for slots in stretches for p in bucket.parameters[slots]]
         self.views = [view for slots in stretches for view in bucket.views[slots]]
-        at = bucket.offsets  # `flats`: these stretches of the buffer
+        # The stretches of the buffer that hold them.
+        at = bucket.offsets
         self.flats = [bucket.buffer[at[slots.start] : at[slots.stop]] for slots in stretches]
         self.pending = 0  # how many of its gradients have not arrived
 
@@ -52,7 +53,7 @@ class Bucket:
         small = [slice(left + 1, right) for left, right in between if left + 1 < right]
         parts = [[slice(slot, slot + 1)] for slot in large] + ([small] if small else [])
         self.parts = [Part(self, stretches) for stretches in parts]
-        self.divisor = 0  # of the last copy_in; its reciprocal is a tensor, as each call needs one
+        self.divisor = 0  # of the last copy_in
         self.reset()
 
     def allocate(self) -> None:
@@ -100,7 +101,7 @@ class Bucket:
         A missing one counts as zeros. With `alias`, the others become views. Returns the
         indices of sparse ones; if there is one, nothing is copied. Overridden by extras.
         """
-        if divisor != self.divisor:
+        if divisor != self.divisor:  # A number would become a new tensor in every call.
             dtype, self.divisor = torch.promote_types(self.buffer.dtype, torch.float32), divisor
             self.reciprocal = torch.tensor(1.0 / divisor, dtype=dtype, device="cpu")
         views, gradients = part.views, [parameter.grad for parameter in part.parameters]

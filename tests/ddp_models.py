@@ -135,13 +135,20 @@ class OddShapes(nn.Module):
 
 
 class Complex(nn.Module):
+    """A complex matrix, and numbers whose gradients are negated or conjugated lazily."""
+
     def __init__(self):
         super().__init__()
         self.mix = nn.Parameter(torch.randn(12, 6, dtype=torch.complex64) / 4)
+        self.real = nn.Parameter(torch.tensor(0.8))
+        self.imaginary = nn.Parameter(torch.tensor(0.6))
+        self.shift = nn.Parameter(torch.tensor(0.1 + 0.2j))
         self.head = nn.Linear(6, 4)
 
     def forward(self, x):
-        return self.head((x.to(torch.complex64) @ self.mix).abs())
+        mixed = x.to(torch.complex64) @ self.mix
+        turned = torch.complex(self.real, self.imaginary).conj() * mixed
+        return self.head((turned + self.shift.conj()).abs())
 
 
 class Checkpointed(nn.Module):

@@ -93,7 +93,7 @@ def of_one_batch(wrap: Callable, case: Case, rank: int, world_size: int) -> list
     return gradients(wrapped)
 
 
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(several=st.lists(cases(), min_size=4, max_size=4), world_size=st.integers(2, 4))
 def test_the_combined_gradient_is_the_full_batchs_times_the_factor(
     several: list[Case], world_size: int

@@ -5,15 +5,15 @@ Each parameter has a *view* of the buffer, in the memory layout that autograd gi
 into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
 Cost: one copy in and one copy out; neither for a gradient that already is its view. A large one is
-copied as soon as it arrives, while it is in the cache. The small ones share a call, once all have
-arrived: one of many in a row is ten times as fast as a call between two operations of backward.
+copied as soon as it arrives, while it is in the cache. The small ones are copied by one call, once
+all have arrived: a call for each would cost more than the copy.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from operator import is_
 
 import torch
@@ -24,15 +24,14 @@ LARGE = 1 << 14  # elements: a gradient with at least this many is copied alone
 
 
 class Part:
-    """Gradients copied in together, once all have arrived: one that is large, or all small ones."""
+    """Gradients that are copied in together: one large one, or all small ones of the bucket."""
 
-    def __init__(self, bucket: "Bucket", stretches: list[slice]):
-        self.indices = [index for slots in stretches for index in bucket.indices[slots]]
-        self.parameters = [p for slots in stretches for p in bucket.parameters[slots]]
-        self.views = [view for slots in stretches for view in bucket.views[slots]]
-        # The stretches of the buffer that hold them.
-        at = bucket.offsets
-        self.flats = [bucket.buffer[at[slots.start] : at[slots.stop]] for slots in stretches]
+    def __init__(self, bucket: "Bucket", slices: list[slice]):
+        self.indices = [index for slots in slices for index in bucket.indices[slots]]
+        self.parameters = [p for slots in slices for p in bucket.parameters[slots]]
+        self.views = [view for slots in slices for view in bucket.views[slots]]
+        at = bucket.offsets  # neighbors lie in one flat piece of the buffer
+        self.flats = [bucket.buffer[at[slots.start] : at[slots.stop]] for slots in slices]
         self.pending = 0  # how many of its gradients have not arrived
 
 
@@ -52,7 +51,7 @@ class Bucket:
         between = pairwise([-1, *large, len(indices)])
         small = [slice(left + 1, right) for left, right in between if left + 1 < right]
         parts = [[slice(slot, slot + 1)] for slot in large] + ([small] if small else [])
-        self.parts = [Part(self, stretches) for stretches in parts]
+        self.parts = [Part(self, slices) for slices in parts]
         self.divisor = 0  # of the last copy_in
         self.reset()
 
@@ -77,7 +76,7 @@ class Bucket:
         self.future: Future | None = None
 
     def wait_for_streams(self) -> None:
-        """Let the current CUDA stream wait for those on which gradients were computed or copied.
+        """Make the current CUDA stream wait for those that computed or copied gradients.
 
         Tested on simulated streams (tests/miniddp/test_streams.py); no GPU has run it yet.
         """
@@ -88,31 +87,34 @@ class Bucket:
             current.wait_stream(stream)
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    for dense in self.dense_parts(parameter.grad):
+                    for dense in self.dense_tensors(parameter.grad):
                         dense.record_stream(current)
 
-    def dense_parts(self, gradient: Tensor) -> tuple[Tensor, ...]:
+    def dense_tensors(self, gradient: Tensor) -> tuple[Tensor, ...]:
         """The dense tensors that hold a gradient. Overridden by extras.sparse."""
         return (gradient,)
 
     def copy_in(self, part: Part, divisor: int, alias: bool) -> list[int]:
         """Copy the gradients of `part` into the buffer, divided by `divisor`.
 
-        A missing one counts as zeros. With `alias`, the others become views. Returns the
-        indices of sparse ones; if there is one, nothing is copied. Overridden by extras.
+        A missing one counts as zeros. With `alias`, the others become views. Returns the indices
+        of sparse ones and of other dtypes; if any, nothing is copied. Overridden by extras.
         """
-        if divisor != self.divisor:  # A number would become a new tensor in every call.
+        if divisor != self.divisor:  # Kept: a number would become a new tensor in every call.
             dtype, self.divisor = torch.promote_types(self.buffer.dtype, torch.float32), divisor
             self.reciprocal = torch.tensor(1.0 / divisor, dtype=dtype, device="cpu")
         views, gradients = part.views, [parameter.grad for parameter in part.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
-        if sparse := [i for i, g in enumerate(gradients) if g is not None and g.is_sparse]:
-            return [part.indices[i] for i in sparse]
+        pairs = zip(part.parameters, gradients, strict=True)
+        wrong = [g is not None and (g.is_sparse or g.dtype is not p.dtype) for p, g in pairs]
+        if any(wrong):
+            return list(compress(part.indices, wrong))
+        flats = part.flats if divisor > 1 else []
         in_place = sum(map(is_, gradients, views))
         if in_place == len(views):
-            for flat in part.flats if divisor > 1 else ():
+            for flat in flats:
                 flat.div_(divisor)
-        elif in_place or len(present) < len(views) or len(views) == 1:
+        elif in_place or len(present) < len(views) or (len(views) == 1 and divisor > 1):
             for view, gradient in zip(views, gradients, strict=True):
                 if gradient is None:
                     view.zero_()
@@ -121,8 +123,8 @@ class Bucket:
                 else:
                     torch.mul(gradient, self.reciprocal, out=view)
         else:
-            torch._foreach_copy_(views, present)  # has no public name
-            for flat in part.flats if divisor > 1 else ():
+            torch._foreach_copy_(views, present)  # private: there is no public equivalent
+            for flat in flats:
                 flat.mul_(self.reciprocal)
         if alias and in_place < len(views):
             for parameter, view, gradient in zip(part.parameters, views, gradients, strict=True):
@@ -131,10 +133,10 @@ class Bucket:
         return []
 
     def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:
-        """Copy the averages to the gradients at `slots` (None: all); create those that are None.
+        """Copy the averages to the gradients at `slots` (None: all). A missing one is created.
 
-        With `alias`, gradients are views of the buffer and need no copy; None becomes a view.
-        Returns the slots whose gradient is no longer a view. Overridden by extras.
+        With `alias`, gradients are views and need no copy: only a missing one is set, to its view.
+        Returns the slots whose gradient is not its view. Overridden by extras.
         """
         gradients, views = [parameter.grad for parameter in self.parameters], self.views
         if all(map(is_, gradients, views)):
@@ -146,11 +148,11 @@ class Bucket:
                 self.parameters[slot].grad = view if alias else torch.empty_like(view).copy_(view)
             elif alias and gradient is not view:
                 replaced.append(slot)
-            elif not alias and view.is_complex():
-                gradient.copy_(view)  # may be lazily conjugated, which _foreach_copy_ refuses
+            elif not alias and (view.is_complex() or gradient.is_neg()):
+                gradient.copy_(view)  # conjugated or negated lazily: _foreach_copy_ refuses it
             elif not alias:
                 targets.append(gradient)
                 sources.append(view)
-        if targets:  # from the end of the buffer, which is still in the cache
+        if targets:  # from the end, which the all-reduce may have left in the cache
             torch._foreach_copy_(targets[::-1], sources[::-1])
         return replaced

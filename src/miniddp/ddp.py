@@ -7,8 +7,8 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
 2. *Forward.* Take rank 0's buffers, then call the module. A *synchronized* forward announces its
    backward to `miniddp.reducer`; one in `no_sync()` or without grad does not.
 
-Rank 0 broadcasts the model at construction, and its buffers before the first forward and each one
-after a synchronized one. It broadcasts the rebuilt plan once, before the first forward with grad
+Rank 0 broadcasts the model at construction, its buffers before the first forward and before each
+one that follows a synchronized one, and the rebuilt plan once, before the first forward with grad
 after a reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
 """
 
@@ -43,8 +43,8 @@ class MiniDDP(nn.Module):
         gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
 
     Raises:
-        RuntimeError: the ranks' models or settings differ, or nothing is trainable. Unless
-            `init_sync` is False, every rank raises, even if the cause is on one alone.
+        RuntimeError: the ranks' models or settings differ, or nothing is trainable. With
+            `init_sync`, every rank raises, even if only one has the cause.
         ValueError: no process group, this rank is outside it, or the cap is invalid.
     """
 
@@ -89,7 +89,7 @@ class MiniDDP(nn.Module):
         self.reducer = self.make_reducer()
 
     def check_module(self) -> None:
-        """Set `caps`; raise if the module or a keyword cannot work. Extended by torch_drop_in."""
+        """Set `caps`. Raises if the module or a keyword is unusable. Extended by torch_drop_in."""
         self.caps = bucket_caps(self.bucket_cap_mb)
         if not any(parameter.requires_grad for parameter in self.named_tensors().values()):
             raise RuntimeError(errors.nothing_to_average(type(self.module).__name__))
@@ -128,7 +128,7 @@ class MiniDDP(nn.Module):
 
     @partial(not_compiled, recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output; its backward is reduced, unless in `no_sync()`.
+        """The module's output. Its backward is reduced, except in `no_sync()`.
 
         Raises RuntimeError if the previous backward lacks gradients. Extended by torch_drop_in.
         """
@@ -172,10 +172,10 @@ class MiniDDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The gradients of forwards in here stay local, and accumulate.
+        """Gradients of forwards in this block stay local and accumulate.
 
-        The first synchronized backward afterwards reduces the sum. If a forward before this block
-        still awaits its backward, the next backward is reduced, even inside the block.
+        The first synchronized backward afterwards reduces the sum. If an earlier forward still
+        awaits its backward, the next backward is reduced, even inside the block.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False

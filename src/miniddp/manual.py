@@ -105,4 +105,5 @@ def own_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    return gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
+    dense = gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
+    return dense.resolve_conj().resolve_neg()  # collectives send what lies in memory

@@ -8,11 +8,10 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
 4. *Launch.* All-reduce each full bucket while backward goes on, strictly in bucket order: gradients
    may arrive in another order on another rank, and collectives are matched by their order alone.
 5. *Finalize.* Once per backward, at its end: wait for each all-reduce and copy the averages out.
-6. *Rebuild.* Once, before the first forward with grad after a reduced backward: assign the buckets
-   by the order of arrival on rank 0; its plan is broadcast. Not with `find_unused_parameters`.
+6. *Rebuild.* Once, before the first forward with grad after a reduced backward: rank 0 broadcasts
+   a plan in its order of arrival. Not with `find_unused_parameters`.
 
-What the reducer is doing is one value, `ReducerState`. Any transition that is not listed raises
-RuntimeError; `reset_state` returns to IDLE from any state.
+`ReducerState` says in which phase it is. A transition that is not listed raises RuntimeError.
 
 ============  ===============================================================  ===================
 state         meaning                                                          next
@@ -62,7 +61,7 @@ class Reducer:
     """Averages the gradients of `parameters` over `process_group` while backward runs.
 
     Args:
-        parameters, names: the trainable ones, in the same order on every rank.
+        parameters, names: the trainable parameters and their names, ordered alike on every rank.
         process_group, find_unused_parameters, gradient_as_bucket_view: as in `miniddp.ddp`.
         caps: the buckets' caps in bytes (`miniddp.buckets.bucket_caps`).
         plan_at_once: apply the caps from the first backward on. Otherwise it uses one bucket per
@@ -84,10 +83,9 @@ class Reducer:
     ):
         self.parameters, self.names = list(parameters), list(names)
         self.process_group, self.rank = process_group, process_group.rank()
-        self.caps = tuple(caps)
+        self.caps, self.device = tuple(caps), self.parameters[0].device
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.device = self.parameters[0].device
         self.lock = threading.RLock()  # held in finalize_backward, and in hooks unless `lock_free`
 
         self.state = self.state_between_backwards = IDLE
@@ -131,7 +129,7 @@ class Reducer:
     # 2. Prepare -----------------------------------------------------------------------------------
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Announce a reduced backward, which starts at `outputs`. Extended by torch_drop_in."""
+        """Announce a reduced backward that starts at `outputs`. Extended by torch_drop_in."""
         self.enter(READY)
         self.state_between_backwards = IDLE
         self.reset_bucket_counting()
@@ -153,7 +151,7 @@ class Reducer:
             bucket.reset()
 
     def reset_state(self) -> None:
-        """Forget a backward that was interrupted, or that another reducer will handle."""
+        """From any state to IDLE: forget a backward that failed or that another reducer handles."""
         self.state = self.state_between_backwards = IDLE
         self.reset_bucket_counting()
 
@@ -187,7 +185,7 @@ class Reducer:
                     self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Whether it counts; the first enters REDUCING. Extended by extras and torch_drop_in."""
+        """Whether to count it; the first enters REDUCING. Extended by extras and torch_drop_in."""
         if self.find_unused_parameters:
             self.usage.mark(index)  # under no_sync too: any use counts
         if self.state is READY:
@@ -204,7 +202,7 @@ class Reducer:
         return self.process_group.size()
 
     def mark_variable_ready(self, index: int) -> None:
-        """Count a gradient; copy its part of the bucket in once the part is complete."""
+        """Count a gradient, and copy its part into the buffer once the part is complete."""
         if self.arrived[index]:
             searched = bool(self.usage.unreachable)
             raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
@@ -217,9 +215,9 @@ class Reducer:
             bucket.wait_for_streams()
             if wrong := bucket.copy_in(part, self.current_divisor, self.gradient_as_bucket_view):
                 raise self.error(
-                    f"Expected variable to have {bucket.holds} gradient, but that of "
-                    f"{', '.join(self.names[i] for i in wrong)} is not, on rank {self.rank}. "
-                    "Set sparse=False on the nn.Embedding."
+                    f"Expected variable to have {bucket.holds} gradient of its own dtype. On rank "
+                    f"{self.rank} these do not: {', '.join(self.names[i] for i in wrong)}. "
+                    "Set sparse=False on the nn.Embedding, and leave grad_dtype unset."
                 )
             bucket.pending -= 1
             if bucket.pending == 0:
@@ -258,7 +256,7 @@ class Reducer:
                         self.finalize_bucket(bucket, bucket.future)
                 if self.find_unused_parameters:
                     wait_for(self.usage.work)
-            finally:  # a communication error must not spoil the next step
+            finally:  # after a communication error, too
                 self.usage.reset()
                 self.enter(self.state_between_backwards)
 
@@ -281,7 +279,7 @@ class Reducer:
     # 6. Rebuild -----------------------------------------------------------------------------------
 
     def rebuild_buckets(self) -> bool:
-        """Before a forward, once: assign buckets by the order of arrival. True if this call did.
+        """Before a forward, once: assign buckets by the order of arrival. Whether this call did.
 
         Raises RuntimeError if the previous backward did not produce all gradients.
         """
@@ -293,16 +291,15 @@ class Reducer:
         return True
 
     def adopt(self, plan: Plan) -> None:
-        """Between two steps, on every rank: broadcast rank 0's plan, and use it from now on."""
+        """Between two steps, on every rank: broadcast rank 0's plan and use it from now on."""
         self.initialize_buckets(plan_of_rank_0(plan, self.process_group, self.device))
         self.has_rebuilt_bucket = True
 
     def ensure_prior_reduction_finished(self) -> None:
         """Raise RuntimeError if a reduced backward lacks gradients. Extended by extras."""
         if self.state is REDUCING:
-            raise self.error(
-                errors.unfinished(self.rank, self.absent(), self.find_unused_parameters)
-            )
+            absent = self.absent()
+            raise self.error(errors.unfinished(self.rank, absent, self.find_unused_parameters))
 
     def absent(self) -> dict[int, str]:
         """The parameters whose gradients have not arrived: index to name."""

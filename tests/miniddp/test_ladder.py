@@ -192,6 +192,29 @@ def test_gradients_may_be_of_several_dtypes_and_parameters_empty():
         assert of_rank == [0.0] * 5 * len(RUNGS)
 
 
+def test_gradients_that_are_negated_or_conjugated_lazily_are_averaged_by_their_values():
+    def work(rank):
+        found = []
+        for wrap in RUNGS:
+            module = nn.ParameterDict(
+                {name: torch.tensor(1.0) for name in ("real", "imaginary")}
+                | {"whole": torch.tensor(1 + 2j)}
+            )
+            rung = wrap(module)
+            turned = torch.complex(module["real"], module["imaginary"]).conj()
+            ((turned + module["whole"].conj()) * (2 + rank + 4j)).real.backward()
+            if not rung.overlaps:  # those that do have already divided it
+                assert module["imaginary"].grad.is_neg()
+                assert module["whole"].grad.is_conj()
+            rung.finish()
+            found.append({name: p.grad.item() for name, p in module.items()})
+        return found
+
+    # PyTorch's gradient of Re(conj(z)·c) with respect to z is c.
+    right = {"real": 2.5, "imaginary": 4.0, "whole": 2.5 + 4j}
+    assert run_ranks(work, 2, device="cpu") == [[right] * len(RUNGS)] * 2
+
+
 def test_a_rung_on_a_group_leaves_the_other_ranks_alone():
     def work(rank):
         group = dist.new_group([1, 2])

@@ -112,7 +112,7 @@ def test_a_gradient_missing_on_some_ranks_counts_as_zeros_and_one_missing_everyw
             assert found[name] is None
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=6),
     dtypes=st.lists(

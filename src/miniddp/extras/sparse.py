@@ -30,7 +30,7 @@ class SparseBucket(Bucket):
     def allocate(self) -> None:
         self.buffer, self.views = self.parameters[0].new_empty(0), []
 
-    def dense_parts(self, gradient: Tensor) -> tuple[Tensor, ...]:
+    def dense_tensors(self, gradient: Tensor) -> tuple[Tensor, ...]:
         # `record_stream` takes no sparse tensor, and the public names no uncoalesced one.
         return gradient._indices(), gradient._values()
 

@@ -86,7 +86,7 @@ def find(rank: int, folder: Path, steps: list[int | None]) -> tuple[int, list[fl
     return None if state is None else (state["step"], state["model"].tolist())
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(steps=st.lists(st.none() | st.integers(0, 3), min_size=3, max_size=3))
 def test_all_ranks_go_on_from_the_newest_that_any_of_them_finds(steps, tmp_path_factory):
     found = run_ranks(find, 3, tmp_path_factory.mktemp("nodes"), steps)

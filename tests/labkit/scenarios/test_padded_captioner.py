@@ -25,7 +25,7 @@ from labkit.scenarios.padded_captioner import (
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=9),
     seed=st.integers(0, 10_000),
@@ -45,7 +45,7 @@ def test_captions_have_the_lengths_asked_for_and_are_read_shifted(lengths, seed,
     assert all(torch.equal(a, b) for a, b in zip(captions, again, strict=True))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(number=st.integers(1, 20), size=st.integers(1, 9))
 def test_micro_batches_hold_every_caption_once_in_order(number, size):
     captions = draw_captions(number, seed=3)

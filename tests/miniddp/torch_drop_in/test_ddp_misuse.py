@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
+from miniddp import MiniDDP
 from miniddp.ladder import RUNGS, Flat
 from miniddp.manual import average_gradients
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
@@ -431,7 +432,8 @@ def test_a_sparse_gradient_that_no_layer_announced_is_named_on_every_rank(views)
         return str(raised.value)
 
     for rank, said in enumerate(run_ranks(work, 2, views)):
-        assert f"to have dense gradient, but that of table is not, on rank {rank}. " in said
+        assert "to have dense gradient of its own dtype" in said
+        assert f"On rank {rank} these do not: table. " in said
         assert "nn.Embedding" in said
 
 
@@ -462,3 +464,22 @@ def test_a_lazily_conjugated_gradient_is_averaged_as_torch_averages_it():
     for ours, torchs in results:
         assert torch.equal(ours, torchs)
         assert torch.equal(ours, results[0][0])
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_gradient_of_another_dtype_than_its_parameter_is_refused_on_every_rank(views):
+    def work(rank):
+        found = []
+        for wrap in (MiniDDP, DropIn, DistributedDataParallel):
+            module = linear().bfloat16()
+            module.bias.grad_dtype = torch.float32
+            wrapped = wrap(module, gradient_as_bucket_view=views)
+            with pytest.raises(RuntimeError) as raised:
+                wrapped(inputs(rank).bfloat16()).sum().backward()
+            found.append(str(raised.value))
+        return found
+
+    for rank, (core, drop_in, torchs) in enumerate(run_ranks(work, 2)):
+        assert f"On rank {rank} these do not: bias." in core
+        assert drop_in.startswith(core)
+        assert "Expected BFloat16, got Float" in torchs

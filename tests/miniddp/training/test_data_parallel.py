@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -130,7 +130,6 @@ def test_gradients_accumulate_over_backwards_and_training_goes_as_on_one_device(
     assert largest_difference(list(module.parameters()), list(plain.parameters())) < 1e-5
 
 
-@settings(deadline=None)
 @given(size=st.integers(0, 20), devices=st.integers(1, 6), dim=st.integers(0, 1))
 def test_chunks_are_those_of_torch_chunk_and_gather_undoes_scatter(
     size: int, devices: int, dim: int

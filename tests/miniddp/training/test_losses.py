@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -295,7 +295,6 @@ def test_what_makes_no_sense_on_one_rank_is_refused_on_every_rank() -> None:
         assert said[6].startswith("count has shape (2,): pass one number")
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=12),
     size=st.integers(1, 5),

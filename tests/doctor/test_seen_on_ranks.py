@@ -456,8 +456,9 @@ def test_a_constant_tensor_in_a_batch_does_not_make_the_data_of_the_ranks_equal(
 
 
 STEPPING_HOOK = """
+whole = torch.optim.SGD(net.parameters(), lr=0.01) if SHARED else None
 for each in net.parameters():
-    each.stepper = torch.optim.SGD([each], lr=0.01)
+    each.stepper = whole or torch.optim.SGD([each], lr=0.01)
 def reduce(parameter):
     dist.all_reduce(parameter.grad)
     parameter.grad /= world
@@ -466,7 +467,7 @@ def update(parameter):
     parameter.stepper.step()
     LAST
     parameter.grad = None
-for each in net.parameters():
+for each in list(net.parameters())[:1] if SHARED else net.parameters():
     each.register_post_accumulate_grad_hook(update)
 for step in range(8):
     loss_of(net, batch()).backward()
@@ -480,5 +481,14 @@ for step in range(8):
 def test_an_optimizer_may_step_in_a_hook_that_has_reduced_the_gradient(
     first, last, wrong, server: Server, script: Write
 ) -> None:
-    text = STEPPING_HOOK.replace("FIRST", first).replace("LAST", last)
+    text = STEPPING_HOOK.replace("FIRST", first).replace("LAST", last).replace("SHARED", "False")
+    assert ("optimizer_in_backward" in look(server, script, text)["found"]) == wrong
+
+
+@pytest.mark.parametrize(("reduced", "wrong"), [("[parameter]", True), ("net.parameters()", False)])
+def test_a_hook_that_steps_for_all_parameters_has_to_reduce_all_gradients(
+    reduced, wrong, server: Server, script: Write
+) -> None:
+    text = STEPPING_HOOK.replace("LAST", "whole.zero_grad()").replace("SHARED", "True")
+    text = text.replace("FIRST", f"[reduce(each) for each in {reduced} if each.grad is not None]")
     assert ("optimizer_in_backward" in look(server, script, text)["found"]) == wrong

@@ -44,7 +44,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             reduces = name in REDUCTIONS and recorder.expects_own_reduction()
             what = _what(tensor) if tensor is not None and (room or reduces) else {}
             if reduces and what.get("what") in ("gradient", "flat"):
-                recorder.before_own_reduction(what.get("optimizer"))
+                recorder.before_own_reduction(what.get("optimizer"), what.get("name", ""))
             if not room:
                 return None
             fact: dict[str, Any] = {"op": name, "place": at}

@@ -35,7 +35,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         recorder.open()
         state = recorder.add_optimizer(optimizer)
         session.doing(f"optimizer step {state.steps}")
-        if recorder.in_backward and not state.reduced:
+        if recorder.in_backward and recorder.holds_local_gradients(state):
             recorder.window["stepped_in_backward"] = place()
         if recorder.on:
             recorder.window["step_place"] = place()

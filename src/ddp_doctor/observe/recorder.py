@@ -156,18 +156,27 @@ class Recorder:
 
     def expects_own_reduction(self) -> bool:
         """Whether `before_own_reduction` would change anything."""
-        return any(
+        return self.in_backward > 0 or any(
             each.snapshot is not None or not each.reduced for each in self.optimizers.values()
         )
 
-    def before_own_reduction(self, optimizer: int | None) -> None:
-        """The script is about to combine gradients: those of one optimizer, or None for all.
+    def before_own_reduction(self, optimizer: int | None, name: str = "") -> None:
+        """The script is about to combine gradients: one by name, or all of one optimizer, or None
+        for all.
 
         A snapshot that was taken before, by `unscale_` or a clip, is of local gradients.
         """
         for state in self.optimizers.values():
             if optimizer in (None, state.index):
-                state.snapshot, state.reduced = None, True
+                state.snapshot = None
+                state.reduced |= {name} if name else {each for each, _ in self.parameters_of(state)}
+
+    def holds_local_gradients(self, state: OptimizerState) -> bool:
+        """Whether there is a gradient that the script has not combined itself."""
+        return any(
+            parameter.grad is not None and name not in state.reduced
+            for name, parameter in self.parameters_of(state)
+        )
 
     def so_far(self) -> dict[str, int]:
         """Per optimizer: the backwards since its last step that reached its parameters."""

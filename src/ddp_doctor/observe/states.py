@@ -35,7 +35,7 @@ class OptimizerState:
         self.snapshot: dict[str, Any] | None = None  # of the gradients, before they are clipped
         self.left: dict[str, Any] | None = None  # the gradients that the last backward left
         self.scale: float | None = None  # what GradScaler.unscale_ divided the gradients by
-        self.reduced = False  # whether the script has combined the gradients itself
+        self.reduced: set[str] = set()  # the gradients that the script has combined itself
         self.done: set[str] = set()
 
     def forget(self) -> None:
@@ -43,7 +43,7 @@ class OptimizerState:
         self.pending = []
         self.backwards = 0
         self.snapshot = self.left = self.scale = None
-        self.reduced = False
+        self.reduced = set()
 
 
 class WrapperState:

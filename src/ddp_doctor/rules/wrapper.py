@@ -267,8 +267,8 @@ def _again(run: Run, window: Window) -> bool:
 def optimizer_in_backward(run: Run, equation: Equation) -> Iterator[Finding]:
     """The optimizer steps from a hook, while backward is still running.
 
-    Right with one rank, if the hook has reduced the gradient, and with sharded parameters, whose
-    gradients are reduced before such hooks run.
+    Correct with one rank, if the script has reduced every gradient before the step, and with
+    sharded parameters: their gradients are reduced before such hooks run.
     """
     if run.world < 2:
         return
@@ -279,7 +279,7 @@ def optimizer_in_backward(run: Run, equation: Equation) -> Iterator[Finding]:
                 yield finding(
                     "optimizer_in_backward",
                     f"Step {window.n}, rank {rank}: optimizer.step() was called inside backward, "
-                    f"from a hook that sees the local gradient before the ranks are averaged.",
+                    f"from a hook that sees the local gradient before it is averaged.",
                     at,
                     "Step after backward() has returned, or reduce the gradient in the hook first.",
                 )

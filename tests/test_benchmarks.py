@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import runpy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 from in_process import run_in_process
 
+from labkit.launch.ranks import run_ranks
 from labkit.launch.scripts import project_root, run_script
+from labkit.profiling.benchmark import benchmark_models, describe_machine
 from labkit.profiling.benchmark_arguments import MODELS
 
 BENCHMARKS = "labs/benchmarks"
@@ -107,11 +110,52 @@ def test_only_refuses_unknown_contenders_and_a_file_of_whole_cells(tmp_path):
     path = tmp_path / "step_time.json"
     ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "MiniDDP", "--json", path)
     assert ended.code == 2
-    assert "leave one out" in ended.stderr
-    ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "MiniDDP", "--copies", 0)
-    assert ended.code == 2
-    assert "at least one of each contender" in ended.stderr
+    assert "leave out --only, or --json" in ended.stderr
     assert not path.exists()
+
+
+def test_there_is_at_least_one_copy_of_each_contender():
+    ended = run_in_process(f"{BENCHMARKS}/step_time.py", "--quick", "--copies", 0)
+    assert ended.code == 2
+    assert "--copies must be at least 1, but is 0" in ended.stderr
+
+
+def test_each_copy_is_another_wrapper_and_a_time_is_the_mean_of_the_copies():
+    def work(rank, world_size, device, script):
+        race = runpy.run_path(script)["race"]
+        really = race.__globals__["take_turns"]
+        taken, turns = {}, {}
+
+        def take_turns(steps, *rest):
+            taken.update(steps)
+            turns.update(really(steps, *rest))
+            return dict(turns)
+
+        race.__globals__["take_turns"] = take_turns
+        model = benchmark_models(True)["wide MLP"]
+        names = ["MiniDDP", "MiniDDP, planned"]
+        cell = race(rank, world_size, device, model, None, 2, 0.0, None, names, 2)
+        means = [
+            (cell["seconds"][name][0], (turns[f"{name} 0"][0] + turns[f"{name} 1"][0]) / 2)
+            for name in names
+        ]
+        copies = [step for name, step in taken.items() if name[-2:] in (" 0", " 1")]
+        return len(copies), len({id(step) for step in copies}), means
+
+    script = str(project_root() / BENCHMARKS / "step_time.py")
+    for copies, different, means in run_ranks(work, 2, script):
+        assert copies == different == 2 * len(["MiniDDP", "MiniDDP, planned", "torch DDP", "again"])
+        for shown, mean in means:
+            assert shown == pytest.approx(mean, abs=1e-6)
+
+
+def test_cells_with_another_number_of_copies_do_not_go_into_the_same_file(tmp_path):
+    path = tmp_path / "step_time.json"
+    stored = {"machine": describe_machine(), "quick": True, "cells": {}}
+    path.write_text(json.dumps(stored))
+    ended = run_in_process(f"{BENCHMARKS}/step_time.py", "--quick", "--json", path, "--copies", 2)
+    assert "with other --quick or --copies" in ended.stderr
+    assert json.loads(path.read_text()) == stored
 
 
 def test_the_stored_race_is_whole_and_the_page_shows_its_report():

@@ -2,11 +2,11 @@
 
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
     python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
-    python labs/benchmarks/step_time.py --only MiniDDP --rounds 200  these and torch's DDP, often
+    python labs/benchmarks/step_time.py --only MiniDDP --rounds 200  only MiniDDP and torch's DDP
 
-With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise. It can
-be off by 2 % or more. `--copies 4` builds four of each contender, in changing order; a round's
-time is then the mean of their turns.
+With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise, which
+can exceed 2 %. `--copies 4` builds four of each contender, in changing order, because where an
+instance lies in memory matters, too; a round's time is then the mean of their turns.
 
 A step is forward and backward until every gradient is averaged. All contenders run in the same
 processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
@@ -20,7 +20,7 @@ gives the lower limit for any plan, max(compute, t₁ + C):
 torch's DDP runs with its defaults, with gradient views, with each of several bucket caps, and with
 the plan that MiniDDP found, through `bucket_cap_mb_list`. With `--device cuda` each rank has a GPU
 of its own, if there are enough, and uses NCCL. A turn then ends when the GPU is done. There are no
-measured plans and no slow link. This has not been run yet. `--json FILE` adds the raw seconds of
+measured plans and no slow link. This mode has not been run yet. `--json FILE` adds the seconds of
 each cell to FILE and keeps the cells that are already there; `report.py` prints them.
 """
 
@@ -45,7 +45,7 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     arguments.add_argument("--link", nargs="+", choices=list(LINKS), default=list(LINKS))
     arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
+    arguments.add_argument("--rounds", type=int, default=15, help="rounds of turns (default 15)")
     arguments.add_argument(
         "--patience",
         type=float,
@@ -63,7 +63,7 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="NAME",
-        help="of the contenders only these, by their names in the table, and torch's DDP twice",
+        help="run only these contenders (named as in the table), and torch's DDP twice",
     )
     arguments.add_argument(
         "--copies",
@@ -73,11 +73,11 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
     )
     given = arguments.parse_args()
     if given.only and given.json:
-        arguments.error("--json stores whole cells, which --only does not make: leave one out")
+        arguments.error("--json stores every contender of a cell: leave out --only, or --json")
     if given.copies < 1:
-        arguments.error(f"--copies {given.copies}: at least one of each contender takes turns")
+        arguments.error(f"--copies must be at least 1, but is {given.copies}")
     if given.device == "cuda" and given.link != ["loopback"]:
-        arguments.error("--device cuda goes with --link loopback: the slow link is for the CPU")
+        arguments.error("--device cuda needs --link loopback: the slow link is for the CPU only")
     return given
 
 
@@ -167,7 +167,7 @@ def race(
     contenders["MiniDDP"] = lambda: ours()[1]
     contenders["MiniDDP, views"] = lambda: ours(gradient_as_bucket_view=True)[1]
     if device.type == "cpu":
-        contenders["MiniDDP, planned"] = lambda: planned_step
+        contenders["MiniDDP, planned"] = lambda: again(measured, SETTLED_AFTER)
     if before is not None:
         earlier = import_from(before, "miniddp", "miniddp_before").MiniDDP
         for name, views in (("MiniDDP before", False), ("MiniDDP before, views", True)):
@@ -194,13 +194,19 @@ def race(
         planned, planned_step = contender(measured, SETTLED_AFTER)
     else:
         planned, planned_step = ours()
-        contenders["MiniDDP"] = lambda: planned_step
+        contenders["MiniDDP"] = lambda: again(partial(MiniDDP, process_group=link))
+    built = [planned_step]  # the first copy
+
+    def again(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> StepProgram:
+        return built.pop() if built else contender(wrap, warm_up)[1]
+
     plan = [
         sum(parameter.nbytes for parameter in bucket.parameters)
         for bucket in planned.reducer.buckets
     ]
     if device.type == "cpu" and "MiniDDP, planned" not in wanted:
         modules.clear()
+        built.clear()
         del planned, planned_step
     racing = [name for name in contenders if name in wanted]
     steps = {}
@@ -283,10 +289,11 @@ def main(given: argparse.Namespace) -> None:
     cells = {}
     if given.json is not None and given.json.exists():
         stored = json.loads(given.json.read_text())
-        if (stored.get("quick"), stored["machine"]) != (given.quick, describe_machine()):
+        kind = (stored.get("quick"), stored.get("copies", 1), stored["machine"])
+        if kind != (given.quick, given.copies, describe_machine()):
             raise SystemExit(
-                f"{given.json} holds cells taken with --quick, without it, or on another machine; "
-                "these do not go into one file: choose another"
+                f"{given.json} holds cells with other --quick or --copies, or from another "
+                "machine; these do not go into one file: choose another"
             )
         cells = stored["cells"]
     for name in given.model:
@@ -308,7 +315,9 @@ def main(given: argparse.Namespace) -> None:
                     device=given.device,
                 )[0]
                 print(show(cell, cells[cell]), end="\n\n", flush=True)
-                write_json(given.json, {"quick": given.quick, "cells": cells})
+                write_json(
+                    given.json, {"quick": given.quick, "copies": given.copies, "cells": cells}
+                )
 
 
 if __name__ == "__main__":

@@ -209,16 +209,22 @@ def _grade(options: argparse.Namespace) -> int:
     absent = missing(roster, found, options.assignment, earlier)
     for result in absent:
         people.apply(result)
-        write_results(result, options.out / folder_name(result.student), "missing")
+        folder = options.out / folder_name(result.student)
+        write_results(result, folder, "missing")
+        write_feedback(result, folder)
     everyone = write_tables(options.out, name)
-    for result in results:
-        score = "needs a person" if result.needs_human else f"{result.score:g}"
-        warning = f" ({result.warning})" if result.warning else ""
-        print(f"{result.student}: {score} of {result.points:g}{warning}")
-    for result in absent:
-        print(f"{result.student}: nothing handed in")
+    for result in [*results, *absent]:
+        print(_in_one_line(result))
     all_matched = _all_matched(people, everyone)
     return 3 if any(result.needs_human for result in results) or not all_matched else 0
+
+
+def _in_one_line(result: Result) -> str:
+    remark = "nothing handed in" if result.missing else result.warning
+    if result.missing and not result.has_score:
+        return f"{result.student}: {remark}"
+    score = "needs a person" if result.needs_human else f"{result.score:g}"
+    return f"{result.student}: {score} of {result.points:g}" + (f" ({remark})" if remark else "")
 
 
 def _all_matched(people: People, results: list[Result]) -> bool:

@@ -64,7 +64,7 @@ class Result:
 
     @property
     def has_score(self) -> bool:
-        """Whether it has a score; nothing handed in has none, unless a person has set one."""
+        """Whether it has a score. A missing submission has none until a person sets one."""
         return not self.needs_human and (self.decided or not self.missing)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Results as files: Gradescope's results.json, tables for the course, JUnit XML.
 
 results.json is written for every student, with the whole result under "extra_data"; the other
-files, and the feedback pages, are made from these. A check that needs a person has no score, and
-neither has its submission, nor a student who handed in nothing: 0 would be a verdict. A person can
-set these scores.
+files, and the feedback pages, are made from these. A check that needs a person has no score, so its
+submission has none. A student who handed in nothing has none either: 0 would be a verdict. A person
+can set these scores.
 """
 
 import csv
@@ -73,7 +73,10 @@ def summary(result: Result) -> str:
         lines.append(f"A person's comment: {result.comment}")
     if result.warning:
         lines.append(as_sentence(f"note: {result.warning}"))
-    lines.append(as_sentence(f"isolation: {result.isolation or 'none was in force'}"))
+    if result.missing:
+        lines.append("Nothing was handed in.")
+    else:
+        lines.append(as_sentence(f"isolation: {result.isolation or 'none was in force'}"))
     return "\n".join(lines)
 
 

@@ -250,7 +250,9 @@ def test_who_handed_in_nothing_has_no_score_until_a_person_sets_one(
     write_feedback(eve, folder)
     write_csv([eve], tmp_path / "g.csv")
     assert rows(tmp_path / "g.csv")["eve"]["score"] == score
-    assert json.loads((folder / "results.json").read_text()).get("score", "") == (
-        float(score) if score else ""
-    )
-    assert shown in (folder / "feedback.html").read_text()
+    report = json.loads((folder / "results.json").read_text())
+    assert report.get("score", "") == (float(score) if score else "")
+    assert "Nothing was handed in." in report["output"]
+    page = (folder / "feedback.html").read_text()
+    assert shown in page
+    assert "Nothing was handed in." in page

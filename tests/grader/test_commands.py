@@ -417,7 +417,7 @@ def test_who_was_graded_in_an_earlier_run_is_not_missing_in_a_later_one(tmp_path
     rest = ["--assignment", str(FIRST), "--out", str(out), "--trust", "--jobs", "1"]
     rest += ["--roster", str(roster)]
     overrides = tmp_path / "overrides.csv"
-    overrides.write_text("student,comment\nbob,fine\neve,are you well?\nevve,typo\n")
+    overrides.write_text("student,comment,score\nbob,fine,\neve,are you well?,2\nevve,typo,\n")
     assert main(["grade", str(tmp_path / "in"), *rest]) == 0
     assert scores(table(out / "grades.csv")) == {
         "bob": 10,
@@ -429,11 +429,12 @@ def test_who_was_graded_in_an_earlier_run_is_not_missing_in_a_later_one(tmp_path
     # Rows of students who are not in this run are no typing errors.
     assert main(["grade", str(late), *rest, "--overrides", str(overrides)]) == 3
     said = capfd.readouterr()
-    assert said.out.splitlines() == ["lovelaceada: 0 of 10", "eve: nothing handed in"]
+    assert said.out.splitlines() == ["lovelaceada: 0 of 10", "eve: 2 of 10 (nothing handed in)"]
     [error] = [line for line in said.err.splitlines() if line.startswith("grader: ")]
     assert error.startswith(f"grader: {overrides}, line 4: there is no result for student 'evve'")
     rows = table(out / "grades.csv")
-    assert scores(rows) == {"bob": 10, "Carol": 10, "eve": None, "lovelaceada": 0}
+    assert scores(rows) == {"bob": 10, "Carol": 10, "eve": 2, "lovelaceada": 0}
+    assert "2 of 10 points" in (out / "eve" / "feedback.html").read_text()
     assert rows["eve"]["comment"] == "are you well?"
     assert not (out / "Lovelace, Ada").exists()
 

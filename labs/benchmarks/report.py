@@ -137,7 +137,7 @@ def reached(cells: Cells, memory: Cells) -> str:
     if parity:
         median = statistics.median(parity.values())
         rows.insert(0, _goal("MiniDDP ÷ torch DDP, median of all cells", median, "≤", 1.00))
-    return table(["figure", "to reach", "measured", "reached", "in"], rows)
+    return table(["ratio", "to reach", "measured", "reached", "in"], rows)
 
 
 def _worst(name: str, found: dict[str, float], sign: str, goal: float) -> list[Any]:

@@ -491,6 +491,33 @@ def test_a_pickled_or_deep_copied_wrapper_reduces_as_the_original_does():
             assert torch.equal(gradient, per_rank[0][0][0])
 
 
+def with_a_graph_of_the_gradients(rank, views):
+    found = []
+    for wrap in (MiniDDP, DropIn, DistributedDataParallel):
+        torch.manual_seed(5)
+        wrapped = wrap(
+            nn.Sequential(linear(), nn.Tanh(), nn.Linear(3, 2)), gradient_as_bucket_view=views
+        )
+        # torch's DDP raises with create_graph=True.
+        create_graph = wrap is not DistributedDataParallel
+        of_steps = []
+        for step in range(3):
+            wrapped.zero_grad(set_to_none=step % 2 == 0)
+            loss = wrapped(batch(rank, step)).square().mean()
+            loss.backward(create_graph=create_graph)
+            of_steps.append([p.grad.detach().clone() for p in wrapped.parameters()])
+        found.append(of_steps)
+    return found
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_backward_that_creates_a_graph_averages_like_one_that_does_not(views):
+    for core, drop_in, torchs in run_ranks(with_a_graph_of_the_gradients, 2, views):
+        for ours in (core, drop_in):
+            for of_step, expected in zip(ours, torchs, strict=True):
+                assert all(map(torch.equal, of_step, expected))
+
+
 def wrapped_again(rank, world_size):
     module = linear()
     first = DropIn(module)

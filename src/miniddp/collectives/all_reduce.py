@@ -2,9 +2,9 @@
 
 Every rank passes a tensor of the same shape and dtype, and every rank receives the sum (or the
 average) of all of them. The first three functions take the arguments of
-`torch.distributed.all_reduce` and work in place, so they can replace it. They differ in cost. A
+`torch.distributed.all_reduce` but `async_op`, and work in place, too. They differ in cost. A
 message of n bytes takes α + n·β seconds: α is the latency of the link, 1/β its bandwidth. With W
-ranks, counting as one step each message that the next one has to wait for:
+ranks (a step is a message that the next message has to wait for):
 
 ==================  =============  ===========================  =================================
 algorithm           steps          bytes sent by the busiest    time
@@ -83,7 +83,7 @@ def ring_all_reduce(tensor: Tensor, op: Op = SUM, group: Group = None) -> None:
     Args:
         tensor: same shape and dtype on every rank (as in `dist.all_reduce`, not verified). Any
             shape, dtype, and strides work, even views that torch's gloo all-reduce silently
-            reduces wrongly.
+            reduces wrongly; but an expanded tensor cannot take the result.
         op: `ReduceOp.SUM` or `ReduceOp.AVG` (each rank divides by W *before* adding, so that
             float16 does not overflow on the way to an average that it could hold).
         group: the process group; by default the whole world.

@@ -30,43 +30,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from miniddp.replicas import this_group
+
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Every rank's `tensor` (n, …) as one tensor (W · n, …), in rank order, with gradients.
 
     The shapes must be equal on all ranks. Costs an all-gather of W times the tensor's bytes, and in
-    backward an all-reduce of as many bytes.
+    backward an all-reduce of as many bytes. Raises ValueError on a rank outside the group.
     """
-    return _AllGather.apply(tensor, group)
+    return _AllGather.apply(tensor, this_group(group))
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum of every rank's `tensor`, of the same shape, with gradients.
 
-    Costs an all-reduce of the tensor's bytes, and in backward another.
+    Costs an all-reduce of the tensor's bytes, and in backward another. Raises ValueError on a rank
+    outside the group.
     """
-    return _AllReduce.apply(tensor, group)
+    return _AllReduce.apply(tensor, this_group(group))
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(pieces, tensor.contiguous(), group=group)
+        own = tensor.contiguous().resolve_conj().resolve_neg()  # what lies in memory is sent
+        pieces = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(pieces, own, group=group)
         return torch.cat(pieces)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        everybody = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(everybody, group=ctx.group)
-        mine = everybody.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
-        return mine, None
+        # Differentiable, too, for a gradient of the gradient.
+        everybody = _AllReduce.apply(gradient, ctx.group)
+        return everybody.chunk(ctx.group.size())[ctx.group.rank()], None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
@@ -74,6 +77,4 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _AllReduce.apply(gradient, ctx.group), None

@@ -78,7 +78,7 @@ def hierarchical_average(state: HierarchicalState, bucket: dist.GradBucket) -> F
     if buffer.device.type != "cpu":
         raise NotImplementedError(
             f"the bucket is on {buffer.device}, and this hook is for the CPU: take "
-            "comm_hooks.average, where NCCL chooses the way"
+            "comm_hooks.average, and NCCL picks the route itself"
         )
     done: Future[Exception | None] = Future()
 
@@ -185,7 +185,7 @@ def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
     matrices, exact = _worth_compressing(bucket, state.rank)
     for parameter, matrix in matrices.items():
         if parameter in state.errors:
-            matrix.add_(state.errors[parameter])
+            matrix.add_(state.errors.pop(parameter))
     wanted = {p: m.clone() for p, m in matrices.items()} if state.error_feedback else {}
 
     # 2. The exact part travels while P is computed, averaged, and made orthonormal.

@@ -28,7 +28,7 @@ def active_wrapper() -> Any:
 @contextmanager
 @_as_written
 def active(wrapper: Any) -> Iterator[None]:
-    """Tell Dynamo in whose forward a module runs."""
+    """Tell Dynamo which wrapper's forward is running."""
     outer = DistributedDataParallel._active_ddp_module
     DistributedDataParallel._active_ddp_module = wrapper
     try:

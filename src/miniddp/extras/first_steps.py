@@ -145,8 +145,8 @@ def _hook_for(this: weakref.ref[FirstSteps], index: int) -> Callable[[Tensor], N
 
 def measure_link(group: dist.ProcessGroup) -> LinkCost:
     """What an all-reduce on `group` costs, as this rank sees it; every rank has to call it."""
-    short, short_cpu = _seconds(torch.zeros(_SHORT // 4), group, times=9)
-    long, long_cpu = _seconds(torch.zeros(_LONG // 4), group, times=3)
+    short, short_cpu = _seconds(_zeros(_SHORT), group, times=9)
+    long, long_cpu = _seconds(_zeros(_LONG), group, times=3)
     per_byte = max(long - short, 0.0) / (_LONG - _SHORT)
     cpu_per_byte = max(long_cpu - short_cpu, 0.0) / (_LONG - _SHORT)
     return LinkCost(
@@ -158,11 +158,15 @@ def measure_link(group: dist.ProcessGroup) -> LinkCost:
     )
 
 
+def _zeros(nbytes: int) -> Tensor:
+    return torch.zeros(nbytes // 4, dtype=torch.float32)
+
+
 def _seconds_of_a_copy() -> float:
-    """Of `_LONG` bytes, from a bucket to gradients: all are long out of the cache by then."""
-    source, target = torch.zeros(8, _LONG // 4), torch.zeros(8, _LONG // 4)
+    """Of `_LONG` bytes that are no longer in the cache, as from a bucket to its gradients."""
+    source, target = _zeros(8 * _LONG), _zeros(8 * _LONG)
     taken = []
-    for to, of in zip(target, source, strict=True):
+    for to, of in zip(target.chunk(8), source.chunk(8), strict=True):
         begin = perf_counter()
         to.copy_(of)
         taken.append(perf_counter() - begin)

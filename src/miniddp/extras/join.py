@@ -2,8 +2,8 @@
 
 A collective needs every rank of its group. So a rank that has joined (has no more inputs) takes
 part in every collective of the others' forward and backward, and contributes gradients of zeros.
-The sum is divided by the world size W, and then every input of the epoch has the same weight. Or it
-is divided by the number of ranks that still have inputs, as if the other ranks did not exist.
+The sum is divided either by the world size W, so that every input of the epoch has the same weight,
+or by the number of ranks that still have inputs, as if the others did not exist.
 
 Cost for a joined rank: the same collectives as the others, without the computation. All ranks make
 two more all-reduces of one number in each forward: the number of ranks that still have inputs, and
@@ -41,13 +41,16 @@ class JoinableWrapper(Protocol):
 
 
 def learn_and_share(reducer: "TorchReducer") -> None:
-    """Learn the static graph, then send it to the ranks that have joined."""
+    """Learn this rank's static graph, then send it to the ranks that have joined."""
     if reducer.learn_graph():
+        own = reducer.firings
         exchange_firings(reducer)
+        reducer.firings = own  # it may differ from the others'
+        reducer.forget_unused()
 
 
 def exchange_firings(reducer: "TorchReducer") -> None:
-    """Give every rank the static graph that the ranks with inputs have learned."""
+    """Take what the static graphs of the ranks with inputs use, all together."""
     firings = torch.tensor(reducer.firings, device=reducer.device)
     largest = dist.ReduceOp.MAX
     wait_for(dist.all_reduce(firings, op=largest, group=reducer.process_group, async_op=True))
@@ -71,16 +74,16 @@ class DDPJoinHook(JoinHook):
         if not synced:
             return
         learns, reducer.learns_graph = reducer.learns_graph, False
-        if learns:  # a static graph's first backward tells first what was used
+        if learns:  # in a static graph's first backward, ranks first share what they used
             reducer.usage.all_reduce()
         ddp._match_all_reduce_for_bwd_pass()
-        if learns:  # which teaches no order of arrival, and is not yet strict
+        if learns:  # that backward records no order of arrival and has no strict check
             exchange_firings(reducer)
             return
         if reducer.find_unused_parameters:
             ddp._match_unused_params_allreduce()
-        if ddp.strict:
-            gather_faults(reducer, [])
+        if ddp.strict and (message := gather_faults(reducer, [])):
+            raise reducer.error(message)
         reducer._push_all_rebuilt_params()
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -1,11 +1,13 @@
 """Mixed precision by the wrapper: compute in a narrow type, step in a wide one.
 
-Before a forward every parameter's data are replaced by a copy in `param_dtype`, and the inputs are
-cast too; so activations and gradients are narrow. A bucket travels in `reduce_dtype`. As soon as
-it is full its parameters take their wide data back, and their gradients become wide, so that an
-optimizer sees nothing of all this. After a forward without gradients they are wide again at once;
-after one under `no_sync`, or without a backward, at the next forward. Unlike torch.autocast this
-narrows everything, reductions and norms as well.
+Before a forward, the data of every floating-point parameter are replaced by a copy in
+`param_dtype`, and the inputs are cast too; so activations and gradients are narrow. A bucket
+travels in `reduce_dtype`. As soon as it is full, its parameters take their wide data back, and
+their gradients become wide, so that an optimizer sees nothing of all this. A forward without
+gradients makes them wide again before it returns. After a forward under `no_sync`, or one without a
+backward, they stay narrow at least until the next forward, and `state_dict()` is narrow, too. While
+a reduced backward is awaited, forwards change nothing: its graph needs the narrow parameters.
+Unlike torch.autocast, this narrows everything, reductions and norms as well.
 
 Cost: for each forward one narrow copy of the parameters, freed during backward. Each rank sends
 half the bytes with a type of two bytes.
@@ -37,6 +39,7 @@ class MixedPrecision:
         self.parameters = list(ddp.named_tensors().values())
         self.ddp = weakref.ref(ddp)
         self.widens_at_end = False
+        self.narrow_now: set[nn.Parameter] = set()
         for parameter in self.parameters:
             parameter._fp_param = parameter.data
             parameter._mp_param = torch.empty(0, dtype=settings.param_dtype or parameter.dtype)
@@ -46,20 +49,22 @@ class MixedPrecision:
             buffer._fp_param = buffer._mp_param = buffer.data
 
     def narrow(self) -> None:
-        """Before a forward: let the parameters' data, and gradients of earlier ones, be narrow."""
+        """Before a forward: make the parameters narrow, and gradients of earlier backwards."""
         for parameter in self.parameters:
             dtype = self.settings.param_dtype or parameter.dtype
             if not parameter.is_floating_point() or parameter.dtype == dtype:
                 continue
             parameter._fp_param = parameter.data
             parameter._mp_param = parameter.data = parameter.data.to(dtype)
-            if parameter.grad is not None:
+            self.narrow_now.add(parameter)
+            if parameter.grad is not None and torch.is_grad_enabled():
                 parameter.grad.data = parameter.grad.to(dtype)
         self.widens_at_end = False
-        # Data of another type have another gradient accumulator.
-        reducer = self.ddp().reducer
-        reducer.remove_hooks()
-        reducer.hook_accumulators()
+        if torch.is_grad_enabled():
+            # Data of another type have another gradient accumulator.
+            reducer = self.ddp().reducer
+            reducer.remove_hooks()
+            reducer.hook_accumulators()
 
     def cast(self, inputs: Any) -> Any:
         """`inputs`, however nested, with every floating-point tensor narrow."""
@@ -73,8 +78,10 @@ class MixedPrecision:
     def widen(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Give `parameters` (all of them when None) their wide data back, and a wide gradient."""
         for parameter in self.parameters if parameters is None else parameters:
-            parameter.data = parameter._fp_param
-            parameter._mp_param = parameter._mp_param.new_empty(0)
+            if parameter in self.narrow_now:  # the data of others may be the user's by now
+                self.narrow_now.remove(parameter)
+                parameter.data = parameter._fp_param
+                parameter._mp_param = parameter._mp_param.new_empty(0)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(parameter.dtype)
 
@@ -88,5 +95,6 @@ class MixedPrecision:
             self.widen(bucket.parameters())
         buffer.div_(ddp.reducer.contributors())
         dtype = self.settings.reduce_dtype or self.settings.param_dtype or buffer.dtype
-        work = dist.all_reduce(buffer.to(dtype), group=ddp.process_group, async_op=True)
-        return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+        sent = buffer.to(dtype) if buffer.is_floating_point() else buffer
+        work = dist.all_reduce(sent, group=ddp.process_group, async_op=True)
+        return work.get_future().then(lambda _: buffer.copy_(sent))

@@ -46,5 +46,6 @@ class SparseBucket(Bucket):
 
     def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:
         if slots is None or slots:
-            self.parameters[0].grad = self.buffer
+            # Mixed precision has made the parameter wide again by now.
+            self.parameters[0].grad = self.buffer.to(self.parameters[0].dtype)
         return []

@@ -30,9 +30,9 @@ class StaticGraphReducer(Reducer):
     def __init__(self, *args: Any, **kwargs: Any):
         self.static_graph = False
         self.learns_graph = False
-        # How to learn if no tensor is found in the output. The first gradient then tells that a
-        # backward has begun (or, with a reentrant checkpoint, only a part of one).
-        self.learn_at_first_gradient: Callable[[Any], Any] | None = None
+        # What to do at the end of the next backward if no tensor is found in the output. Its first
+        # gradient tells that it has begun (or, with a reentrant checkpoint, only a part of it).
+        self.act_at_first_gradient: Callable[[Any], Any] | None = None
         self.firings: list[int] = []  # arrivals of each gradient per backward
         self.pending_firings: list[int] = []
         super().__init__(*args, **kwargs)
@@ -51,13 +51,14 @@ class StaticGraphReducer(Reducer):
         self.pending_firings = list(self.firings)
 
     def expect_autograd_hook(self, index: int) -> bool:
+        if self.act_at_first_gradient is not None and self.state is READY:
+            at_end_of_backward(partial(self.act_at_first_gradient, self))
+            self.act_at_first_gradient = None
         if not self.static_graph:
             return super().expect_autograd_hook(index)
         if self.learns_graph:
             self.usage.mark(index)
             if self.state is READY:
-                if self.learn_at_first_gradient is not None and not any(self.firings):
-                    at_end_of_backward(partial(self.learn_at_first_gradient, self))
                 self.firings[index] += 1
                 return False
         if not super().expect_autograd_hook(index):

@@ -62,13 +62,9 @@ def complete_or_raise(reducer: "TorchReducer") -> None:
         absent = list(reducer.absent())
         for index in absent:
             reducer.mark_variable_ready(index)
-        absent_on_ranks, unsynchronized_on = gather_faults(reducer, absent)
+        message = gather_faults(reducer, absent)
         reducer.unsynchronized = False
-        if any(absent_on_ranks):
-            message = _absent_on_ranks(reducer, absent_on_ranks)
-        elif unsynchronized_on:
-            message = errors.unsynchronized(unsynchronized_on)
-        else:
+        if message is None:
             return
 
     def report() -> None:
@@ -78,10 +74,10 @@ def complete_or_raise(reducer: "TorchReducer") -> None:
     at_end_of_backward(report)  # after the finalization, which is queued already
 
 
-def gather_faults(reducer: "TorchReducer", absent: list[int]) -> tuple[list[list[int]], list[int]]:
-    """For each rank the indices of the parameters without a gradient (`absent` are our own).
+def gather_faults(reducer: "TorchReducer", absent: list[int]) -> str | None:
+    """What the ranks found wrong in this backward, in words; None if nothing. The same everywhere.
 
-    Also the ranks on which a backward bypassed the wrapper before.
+    `absent` are the indices of the parameters without a gradient on this rank.
     """
     flags = torch.zeros(len(reducer.parameters) + 1, dtype=torch.uint8, device=reducer.device)
     flags[absent] = 1
@@ -89,10 +85,11 @@ def gather_faults(reducer: "TorchReducer", absent: list[int]) -> tuple[list[list
     group = reducer.process_group
     gathered = [torch.empty_like(flags) for _ in range(group.size())]
     wait_for(dist.all_gather(gathered, flags, group=group, async_op=True))
-    return (
-        [of_rank[:-1].nonzero().flatten().tolist() for of_rank in gathered],
-        [rank for rank, of_rank in enumerate(gathered) if of_rank[-1]],
-    )
+    absent_on_ranks = [of_rank[:-1].nonzero().flatten().tolist() for of_rank in gathered]
+    if any(absent_on_ranks):
+        return _absent_on_ranks(reducer, absent_on_ranks)
+    unsynchronized_on = [rank for rank, of_rank in enumerate(gathered) if of_rank[-1]]
+    return errors.unsynchronized(unsynchronized_on) if unsynchronized_on else None
 
 
 def _absent_on_ranks(reducer: "TorchReducer", absent: list[list[int]]) -> str:
@@ -117,8 +114,8 @@ def _absent_on_ranks(reducer: "TorchReducer", absent: list[list[int]]) -> str:
     else:
         remedy = (
             "If that is meant, pass the keyword argument `find_unused_parameters=True` to the "
-            "wrapper. If several backwards share a forward, sum their losses and call one. If "
-            "neither, look"
+            "wrapper. If several backwards share a forward, sum their losses and call backward() "
+            "once. If neither, look"
         )
     return (
         "This backward did not produce the gradients of all parameters, and no rank took a step.\n"

@@ -73,7 +73,7 @@ class Log:
         }
 
     def snapshot(self, ddp: Any) -> dict[str, Any]:
-        """Everything by name."""
+        """All figures, by torch's names."""
         reducer = self.reducer
         dtypes = {p.dtype: None for p in reducer.parameters}
         environment = {

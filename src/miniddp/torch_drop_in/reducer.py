@@ -138,10 +138,10 @@ class TorchReducer(StaticGraphReducer):
             return self.run_allreduce_hook(bucket)
         hook, state = self.comm_hook
         future = hook(state, bucket)
-        if not hasattr(future, "wait"):
+        if isinstance(future, dist.Work) or not hasattr(future, "wait"):
             raise self.error(
                 f"callback must return a torch.futures.Future object, but got {type(future)}; wrap "
-                "a finished result with Future.set_result"
+                "a finished result with Future.set_result, and of a Work return its get_future()"
             )
         return future
 
@@ -154,11 +154,21 @@ class TorchReducer(StaticGraphReducer):
         return self.skip_unused and set(bucket.indices) <= set(self.usage.unreachable)
 
     def finalize_bucket(self, bucket: Bucket, future: Future) -> None:
-        # Of a collective the value is a list; of a comm hook a list or a tensor.
+        # The value of a collective's future is a list; that of a hook's is a list or a tensor.
         result = wait_for_future(future, bucket.buffer)
         result = result[0] if isinstance(result, list | tuple) else result
+        if not isinstance(result, Tensor):
+            raise self.error(
+                "the future that a comm hook returns must hold a tensor of the bucket's size, but "
+                f"it holds {type(result)}"
+            )
         if bucket.buffer.is_complex() and not result.is_complex():
             result = torch.view_as_complex(result)  # collectives may work on pairs of reals
+        if result.numel() != bucket.buffer.numel() and bucket.holds == "dense":
+            raise self.error(
+                f"the comm hook's result has {result.numel()} elements, but the bucket has "
+                f"{bucket.buffer.numel()}"
+            )
         if bucket.holds == "sparse" or result.data_ptr() != bucket.buffer.data_ptr():
             bucket.buffer.copy_(result)
         super().finalize_bucket(bucket, future)

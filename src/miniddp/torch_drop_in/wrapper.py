@@ -261,6 +261,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
             "parameters with sparse gradients": list(compress(names, sparse)),
             "mixed_precision.reduce_dtype": getattr(self.mixed_precision, "reduce_dtype", None),
             "mixed_precision.param_dtype": getattr(self.mixed_precision, "param_dtype", None),
+            "mixed_precision.buffer_dtype": getattr(self.mixed_precision, "buffer_dtype", None),
         }
 
     def named_tensors(self, buffers: bool = False) -> dict[str, Tensor]:
@@ -335,8 +336,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
     def _delay_all_reduce(self) -> None:
         """Reduce some parameters by one all-reduce, when another one gets its gradient.
 
-        Their gradients are views of one flat buffer from the end of each forward on. The all-reduce
-        is awaited at the end of the backward.
+        At the end of each forward, a missing gradient of theirs becomes a view of one flat buffer.
+        The all-reduce is awaited at the end of the backward.
         """
         named, trigger = self._delayed_pairs
         self._delayed: list[tuple[nn.Parameter, Tensor]] = []
@@ -397,7 +398,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
     def _before_forward(self) -> None:
         if not self._lazy_init_ran:
             self._lazy_init()
-        if self.mixed_precision is not None:
+        if self.mixed_precision is not None and not self.reducer.expects_gradients():
             self._precision.widen()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.logger.forward_begins()
@@ -414,14 +415,19 @@ class DistributedDataParallel(MiniDDP, Joinable):
         if self.require_forward_param_sync:
             if self.reducer.learns_graph:
                 learn = learn_and_share if self._join_config.enable else TorchReducer.learn_graph
-                found = at_end_of_each_backward(output, self.reducer, learn)
-                self.reducer.learn_at_first_gradient = None if found else learn
+                self._at_end_of_backward(output, learn)
             elif self.strict:
-                at_end_of_each_backward(output, self.reducer, complete_or_raise)
+                self._at_end_of_backward(output, complete_or_raise)
         self._clear_grad_buffer()
-        if self.mixed_precision is not None and not torch.is_grad_enabled():
+        if self.mixed_precision is not None and not (
+            torch.is_grad_enabled() or self.reducer.expects_gradients()
+        ):
             self._precision.widen()
         return output
+
+    def _at_end_of_backward(self, output: Any, act: Callable[[TorchReducer], Any]) -> None:
+        found = at_end_of_each_backward(output, self.reducer, act)
+        self.reducer.act_at_first_gradient = None if found else act
 
     def report_unsynchronized(self) -> None:
         # With strict=True the next backward tells the other ranks, and all of them raise.
@@ -551,8 +557,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
                 of one tensor of the bucket's size: the gradients to use. Its second argument is
                 named `bucket`.
 
-        Raises TypeError or ValueError if `hook` is not callable, or its annotations say something
-        else; RuntimeError if a hook is registered already.
+        Raises TypeError or ValueError if `hook` is not callable or its signature does not fit;
+        RuntimeError if a hook is registered already.
         """
         self._check_comm_hook(hook)
         self._set_comm_hook(hook, state, getattr(hook, "__qualname__", repr(hook)))
@@ -639,6 +645,9 @@ class DistributedDataParallel(MiniDDP, Joinable):
             ValueError: with `bucket_plan="measured"`, as joined ranks take no times; with
                 `skip_all_reduce_unused_params` or `delay_all_reduce_named_params`, as joined ranks
                 cannot know what the others send.
+
+        A rank that has joined does not run the model. If the model's forward calls collectives, as
+        SyncBatchNorm does, the others wait for it forever: set `throw_on_early_termination`.
         """
         return Join(
             [self],
@@ -709,7 +718,9 @@ class DistributedDataParallel(MiniDDP, Joinable):
         wait_for(dist.all_reduce(used, group=self.process_group, async_op=True))
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
-        """Take the model of the rank that joined last, who alone has taken every step."""
+        """Take the model of a rank that joined last: it has taken every step."""
+        if self.mixed_precision is not None:
+            self._precision.widen()
         self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
         state = self.named_tensors()
         if self.forward_sync_buffers:

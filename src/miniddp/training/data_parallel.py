@@ -139,7 +139,7 @@ def replicate(module: nn.Module, devices: Sequence[Device]) -> list[nn.Module]:
 
     A replica has plain tensors in place of parameters. They are not leaves of the autograd graph:
     their gradients flow on to the module's own parameters and add up there. The first replica's
-    tensors are views of these parameters. Under `torch.no_grad` all of them are only copies.
+    tensors are views of these parameters. Under `torch.no_grad`, no gradient flows back.
     """
     return [_replica(module, _exact(device), number) for number, device in enumerate(devices)]
 

@@ -25,6 +25,7 @@ sentences: an item then weighs more on a rank that has few of them. No learning 
 a count.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
@@ -169,6 +170,8 @@ def token_cross_entropy(
     counted = targets.flatten() != ignore_index
     if weights is None:
         return losses.sum(), counted.sum()
+    if weights.is_floating_point():  # a sum in half precision would be rounded, or infinite
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     weights = weights.flatten() * counted
     return (losses * weights).sum(), weights.sum()
 
@@ -183,7 +186,7 @@ def _over_all_ranks(
         raise ValueError(f"count has shape {tuple(own.shape)}: pass one number, such as mask.sum()")
     # A rank that raised at once on its own bad input would leave the others waiting for it, so the
     # ranks exchange whether theirs is bad.
-    bad, attached = not own >= 0, loss_sum.requires_grad
+    bad, attached = not 0 <= own < math.inf, loss_sum.requires_grad
     numbers = [loss_sum.detach().reshape(()), own.reshape(()), *own.new_tensor([bad, attached])]
     totals = torch.stack([number.double() for number in numbers])
     dist.all_reduce(totals, group=group)
@@ -191,8 +194,8 @@ def _over_all_ranks(
     world_size = dist.get_world_size(group)
     if bad_ranks:
         raise ValueError(
-            f"a negative count (or NaN) on {int(bad_ranks)} of {world_size} ranks; this one's is "
-            f"{float(own):g}. Pass the number of items, or the sum of their weights"
+            f"a negative or infinite count (or NaN) on {int(bad_ranks)} of {world_size} ranks; "
+            f"this one's is {float(own):g}. Pass the number of items, or the sum of their weights"
         )
     if not total_count:
         raise ValueError(

@@ -1,6 +1,7 @@
 """A fault of one rank is raised on every rank, at once: none is left waiting for the others."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -93,6 +94,12 @@ def test_what_keeps_all_ranks_from_taking_part_is_said_by_each_in_its_own_words(
             assert errors[name].startswith(said), name
 
 
+class Precisions(NamedTuple):
+    buffer_dtype: torch.dtype | None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
 # The value of rank 0 and of the others, and what the error says of both.
 SETTINGS = {
     "find_unused_parameters": (True, False, "find_unused_parameters: True on rank 0; False on"),
@@ -102,6 +109,11 @@ SETTINGS = {
     "bucket_cap_mb_list": ([1, 2], [2, 1], "caps in bytes: (1048576, 2097152) on rank 0; (2097152"),
     "skip_all_reduce_unused_params": (True, False, "skip_all_reduce_unused_params: True on rank 0"),
     "forward_sync_buffers": (True, False, "broadcast_buffers (or forward_sync_buffers): True on"),
+    "mixed_precision": (
+        Precisions(None),
+        Precisions(torch.float64),
+        "mixed_precision.buffer_dtype: None on rank 0; torch.float64 on",
+    ),
 }
 
 

@@ -483,3 +483,70 @@ def test_a_gradient_of_another_dtype_than_its_parameter_is_refused_on_every_rank
         assert f"On rank {rank} these do not: bias." in core
         assert drop_in.startswith(core)
         assert "Expected BFloat16, got Float" in torchs
+
+
+def test_under_join_each_rank_keeps_its_own_static_graph():
+    def work(rank):
+        ddp = DropIn(TwoHeads(), static_graph=True)
+        with ddp.join():
+            for _ in range(3):
+                ddp.zero_grad()
+                ddp(inputs(rank), "ab"[rank]).sum().backward()
+        return gradients(ddp.module)
+
+    full = TwoHeads()
+    for rank in range(2):
+        (full(inputs(rank), "ab"[rank]).sum() / 2).backward()
+    for found in run_ranks(work, 2):
+        assert largest_difference(found, gradients(full)) < 1e-6
+
+
+@pytest.mark.parametrize("module", [TwoHeads, HiddenHeads])
+def test_strict_tells_a_joined_rank_too_that_a_gradient_is_missing(module):
+    def work(rank):
+        ddp = DropIn(module(), strict=True)
+        said = "nothing"
+        try:
+            with ddp.join():
+                for step in range(2 - rank):
+                    ddp.zero_grad()
+                    used = ("a", "b") if step == 0 else ("a",)
+                    outputs = [ddp.module(inputs(rank), head) for head in used[1:]]
+                    output = ddp(inputs(rank), "a")
+                    loss = sum(getattr(o, "output", o).sum() for o in [output, *outputs])
+                    loss.backward()
+        except RuntimeError as error:
+            said = str(error)
+        return said
+
+    for said in run_ranks(work, 2):
+        assert "Parameters which did not receive grad for rank 0: b.weight, b.bias" in said
+
+
+def returns_work(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True)
+
+
+def returns_a_number(state, bucket):
+    done = torch.futures.Future()
+    done.set_result(torch.ones(1))
+    return done
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (returns_work, "of a Work return its get_future()"),
+        (returns_a_number, "the comm hook's result has 1 elements, but the bucket has 8"),
+    ],
+)
+def test_a_comm_hook_that_returns_something_else_than_a_buffers_future_is_told_so(hook, said):
+    def work(rank):
+        ddp = DropIn(linear())
+        ddp.register_comm_hook(None, hook)
+        with pytest.raises(RuntimeError) as raised:
+            ddp(inputs(rank)).sum().backward()
+        return str(raised.value)
+
+    for message in run_ranks(work, 2):
+        assert said in message

@@ -273,6 +273,7 @@ def bad_input(rank: int, world_size: int) -> list[str]:
         lambda: global_mean(zero if rank == 0 else zero.detach(), rank + 1),
         lambda: global_mean(torch.zeros(3) + rank, 3),
         lambda: global_mean(zero, torch.ones(2)),
+        lambda: global_mean(zero, float("inf") if rank == 2 else 4),
     ):
         with pytest.raises(ValueError, match=r".") as caught:
             call()
@@ -287,8 +288,10 @@ def test_what_makes_no_sense_on_one_rank_is_refused_on_every_rank() -> None:
         own = -1 if rank == 1 else 4
         assert said[0].startswith("the count is 0 on every rank")
         assert said[1] == said[0]
-        assert said[2].startswith(f"a negative count (or NaN) on 1 of 3 ranks; this one's is {own}")
-        assert said[3].startswith("a negative count (or NaN) on 1 of 3 ranks")
+        bad = "a negative or infinite count (or NaN) on 1 of 3 ranks"
+        assert said[2].startswith(f"{bad}; this one's is {own}")
+        assert said[3].startswith(bad)
+        assert said[7].startswith(bad)
         assert said[4].startswith("loss_sum requires a gradient on 1 of 3 ranks only (this one: ")
         assert f"(this one: {rank == 0})" in said[4]
         assert said[5].startswith("loss_sum has shape (3,): add the losses up")
@@ -357,3 +360,14 @@ def test_a_loss_without_bounds_on_one_rank_is_the_same_on_all(value):
     (first, gradient), (second, other) = run_ranks(work, 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
     assert gradient == other == 1.0  # W/N = 2/2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens"), [(torch.float16, 70_000), (torch.bfloat16, 1003), (torch.int64, 5)]
+)
+def test_weights_in_half_precision_are_counted_exactly(dtype, tokens) -> None:
+    logits = torch.zeros(tokens, 2)
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    total, count = token_cross_entropy(logits, targets, torch.ones(tokens, dtype=dtype))
+    assert count == tokens
+    torch.testing.assert_close(total, tokens * torch.tensor(2.0).log())

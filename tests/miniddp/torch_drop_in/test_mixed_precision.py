@@ -1,0 +1,115 @@
+"""The drop-in's mixed precision where the order of calls, or a kind of parameter, is unusual."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from labkit.launch.ranks import run_ranks
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+
+
+def precision(**dtypes: torch.dtype | None) -> SimpleNamespace:
+    usual = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "buffer_dtype": None}
+    return SimpleNamespace(**usual | dtypes)
+
+
+def scalar() -> nn.Linear:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return layer
+
+
+def ones(value: float = 1.0) -> torch.Tensor:
+    return torch.full((1, 1), float(value))
+
+
+def two_forwards(rank):
+    ddp = DropIn(scalar(), mixed_precision=precision())
+    (ddp(ones(1 + rank)) + ddp(ones(3 + rank))).sum().backward()
+    together = ddp.module.weight.grad.item()
+    ddp.zero_grad()
+    output = ddp(ones(1 + rank))
+    with torch.no_grad():
+        ddp(ones())
+    output.sum().backward()
+    return together, ddp.module.weight.grad.item(), ddp.module.weight.dtype
+
+
+def test_a_second_forward_before_the_backward_loses_no_gradient():
+    assert run_ranks(two_forwards, 2) == [(5.0, 1.5, torch.float32)] * 2
+
+
+def with_new_data(rank, reduce_only):
+    dtypes = precision(param_dtype=None) if reduce_only else precision()
+    ddp = DropIn(scalar(), mixed_precision=dtypes)
+    ddp(ones(rank)).sum().backward()
+    nn.utils.vector_to_parameters(torch.tensor([4.0]), ddp.parameters())
+    return ddp(ones()).item()
+
+
+@pytest.mark.parametrize("reduce_only", [False, True])
+def test_data_that_are_assigned_between_two_steps_are_kept(reduce_only):
+    assert run_ranks(with_new_data, 2, reduce_only) == [4.0, 4.0]
+
+
+class Turn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.turn * torch.complex(x.float(), 2 * x.float())).real.sum()
+
+
+def turned(rank, reduce_dtype):
+    ddp = DropIn(Turn(), mixed_precision=precision(param_dtype=None, reduce_dtype=reduce_dtype))
+    ddp(torch.tensor([1.0 + rank])).backward()
+    return ddp.module.turn.grad.item()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_a_complex_gradient_keeps_its_imaginary_part(reduce_dtype):
+    # PyTorch's gradient of Re(z·c) is the conjugate of c: here of 1 + 2i and of 2 + 4i.
+    assert run_ranks(turned, 2, reduce_dtype) == [1.5 - 3j] * 2
+
+
+def in_inference_mode(rank):
+    ddp = DropIn(scalar(), mixed_precision=precision())
+    ddp(ones(rank)).sum().backward()
+    with torch.inference_mode():
+        seen = ddp(ones(2)).item()
+    ddp(ones(rank)).sum().backward()
+    return seen, ddp.module.weight.grad.item(), ddp.module.weight.dtype
+
+
+def test_a_forward_in_inference_mode_works_and_the_next_step_is_reduced():
+    assert run_ranks(in_inference_mode, 2) == [(2.0, 1.0, torch.float32)] * 2
+
+
+def words(rank):
+    torch.manual_seed(0)
+    ddp = DropIn(nn.Embedding(4, 2, sparse=True), mixed_precision=precision())
+    ddp(torch.tensor([rank, 3])).sum().backward()
+    return ddp.module.weight.grad.to_dense()
+
+
+def test_a_sparse_gradient_is_averaged_and_wide():
+    right = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0]])
+    for gradient in run_ranks(words, 2):
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, right)
+
+
+def joined_after_no_sync(rank):
+    ddp = DropIn(scalar(), mixed_precision=precision())
+    with ddp.join():
+        for step in range(1 + rank):
+            with ddp.no_sync() if step == 1 else torch.enable_grad():
+                ddp(ones()).sum().backward()
+    return ddp.module.weight.dtype, ddp.module.weight.item()
+
+
+def test_the_final_model_of_join_is_wide_after_a_forward_under_no_sync():
+    assert run_ranks(joined_after_no_sync, 2) == [(torch.float32, 1.0)] * 2

@@ -329,6 +329,8 @@ def equation(run: Run) -> Equation:
     steps = [step for step in found if step is not None]
     if not steps:
         seen = "no complete optimizer step" if not run.complete else "no loss function"
+        if not run.complete and any(window.cut for window in run.windows):
+            seen = "the steps have too many backward passes to record"
         return Equation(None, [], run.world, False, [f"Not seen: {seen}."])
     signature = Counter(_signature(each) for each in steps)
     usual = signature.most_common(1)[0][0]

@@ -85,6 +85,11 @@ class Window:
     def skipped(self) -> bool:
         return any(fact["skipped"] for fact in self.ranks.values())
 
+    @property
+    def cut(self) -> bool:
+        """Whether some rank ran more backwards before this step than a record may hold."""
+        return any(fact.get("cut") for fact in self.ranks.values())
+
     def leftover(self, fact: Fact) -> int:
         """How many gradients that the step before had used were there when this one began."""
         first = fact["backwards"][0] if fact["backwards"] else {}
@@ -103,6 +108,10 @@ class Window:
     @cached_property
     def differing_buffers(self) -> list[str]:
         return _differing([fact["after"]["buffers"] for _, fact in self])
+
+
+def _age(rank: Rank) -> tuple[int, float]:
+    return rank.world, float(rank.process["started"])
 
 
 @dataclass
@@ -133,8 +142,10 @@ class Run:
                 number, world = int(environment.get("RANK", 0) or 0), 1
             living = alive is not None and page.name in alive
             rank = Rank(number, world, facts, page.now, processes[0], living)
+            # A rank that was started again is the later one; a process that a rank started, with
+            # the rank's environment, has a smaller world.
             known = ranks.get(number)
-            if known is None or processes[0]["started"] > known.process["started"]:
+            if known is None or _age(rank) > _age(known):
                 ranks[number] = rank
         ordered = [ranks[key] for key in sorted(ranks)]
         world = max((each.world for each in ordered), default=1)
@@ -158,7 +169,9 @@ class Run:
 
     @cached_property
     def complete(self) -> list[Window]:
-        return [each for each in self.windows if each.complete and not each.skipped]
+        return [
+            each for each in self.windows if each.complete and not each.skipped and not each.cut
+        ]
 
     @cached_property
     def wrappers(self) -> list[Fact]:

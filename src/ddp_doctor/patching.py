@@ -5,9 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.jit import _builtins
 
 Before = Callable[..., Any]
 After = Callable[..., None]
+# TorchScript's table holds the ids of these, so they must never be those of other objects.
+_REGISTERED: list[Any] = []
 
 
 class Patches:
@@ -59,6 +62,7 @@ class Patches:
                 finish(token, result, args, kwargs)
             return result
 
+        _let_torchscript_see(original, observed)
         self.replace(owner, name, observed)
 
     def hold(self, handle: Any) -> None:
@@ -84,3 +88,16 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+def _let_torchscript_see(original: Callable[..., Any], observed: Any) -> None:
+    """Let torch.jit.script compile the original where a script names the observed function.
+
+    It knows built-in functions by their identity, in a table without a public name.
+    """
+    operator = _builtins._find_builtin(original)
+    if operator is None:
+        observed.__prepare_scriptable__ = lambda: original
+    else:
+        _builtins._register_builtin(observed, operator)
+        _REGISTERED.append(observed)

@@ -52,7 +52,7 @@ class Options:
 
 
 class Record(Protocol):
-    """What a session asks of the record that its observers keep, `observe.recorder.Recorder`."""
+    """The methods that a session calls on its recorder, `observe.recorder.Recorder`."""
 
     def begin(self) -> None:
         """Forget everything: this process has seen nothing yet."""
@@ -181,13 +181,18 @@ class Session:
             multiprocessing.util.Finalize(None, self.close, exitpriority=10)
         threading.Thread(target=self._watch_main_thread, name="ddp-doctor", daemon=True).start()
 
-    def next_step(self, optimizers: int) -> None:
-        """A step has ended: decide whether the next one is observed."""
+    def next_step(self, optimizers: int, full: bool = False) -> None:
+        """A step has ended: decide whether the next one is observed.
+
+        `optimizers` is how many of them step in turn. `full`: no more steps are written down.
+        """
         self.step_count += 1
-        first, every = self.options.first * max(1, optimizers), self.options.every
+        turn = max(1, optimizers)
+        first, every = self.options.first * turn, self.options.every * turn
         if self.step_count >= 40 * every:
             every *= 10
-        self.observing = self.step_count < first or self.step_count % every < max(1, optimizers)
+        sampled = self.step_count < first or self.step_count % every < turn
+        self.observing = sampled and not full
 
     def close(self, error: BaseException | None = None, code: int | None = None) -> None:
         """Write the last facts. Idempotent; called by `__main__`, or at exit."""

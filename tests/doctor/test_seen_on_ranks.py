@@ -492,3 +492,225 @@ def test_a_hook_that_steps_for_all_parameters_has_to_reduce_all_gradients(
     text = STEPPING_HOOK.replace("LAST", "whole.zero_grad()").replace("SHARED", "True")
     text = text.replace("FIRST", f"[reduce(each) for each in {reduced} if each.grad is not None]")
     assert ("optimizer_in_backward" in look(server, script, text)["found"]) == wrong
+
+
+POINT_TO_POINT = (
+    WRAPPED
+    + """
+for step in range(3):
+    received = torch.empty(4)
+    ops = [dist.P2POp(dist.isend, torch.ones(4), (rank + 1) % world)]
+    ops += [dist.P2POp(dist.irecv, received, (rank - 1) % world)]
+    for one in dist.batch_isend_irecv(ops):
+        one.wait()
+    loss_of(model, batch()).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+)
+
+
+def test_batched_sends_and_receives_run_as_without_the_doctor(
+    server: Server, script: Write
+) -> None:
+    seen = look(server, script, POINT_TO_POINT)
+    assert seen["equation"]["right"], seen["equation"]["lines"]
+    assert seen["found"] == {}
+
+
+SCRIPTED = (
+    WRAPPED
+    + """
+@torch.jit.script
+def overlap(x: torch.Tensor, y: torch.Tensor):
+    return 1 - 2 * torch.sum(x * y) / torch.sum(x + y)
+def loss(x: torch.Tensor, y: torch.Tensor):
+    return nn.functional.binary_cross_entropy_with_logits(x, y)
+scripted, dropout = torch.jit.script(loss), torch.jit.script(nn.Dropout(0.1))
+for step in range(3):
+    x = batch()
+    out = dropout(model(x))
+    value = scripted(out, torch.sigmoid(x[:, :2])) + overlap(torch.sigmoid(out), out.detach() ** 2)
+    value.backward()
+    opt.step()
+    opt.zero_grad()
+"""
+)
+
+
+def test_torchscript_compiles_what_the_doctor_observes(server: Server, script: Write) -> None:
+    assert "wrapper_lost" not in look(server, script, SCRIPTED)["found"]
+
+
+OWN_SHARDS = """
+class Sharded(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            own = torch.empty(p.numel() // world)
+            dist.reduce_scatter_single(own, p.grad.flatten())
+            mine = p.view(-1).chunk(world)[rank] - 0.1 * own / world
+            dist.all_gather_single(p.view(-1), mine)
+opt = Sharded(net.parameters())
+for step in range(3):
+    loss_of(net, batch()).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_an_optimizer_that_shards_by_the_newest_collectives_is_no_lost_wrapper(
+    server: Server, script: Write
+) -> None:
+    assert look(server, script, OWN_SHARDS)["found"] == {}
+
+
+TWO_ON_SHARDS = """
+from torch.distributed.fsdp import fully_shard
+fully_shard(net)
+first = torch.optim.SGD([p for p in net.parameters() if p.ndim == 2], lr=0.1)
+second = torch.optim.AdamW([p for p in net.parameters() if p.ndim != 2], lr=0.01)
+for step in range(4):
+    loss_of(net, batch()).backward()
+    first.step()
+    second.step()
+    first.zero_grad()
+    second.zero_grad()
+"""
+
+
+def test_two_optimizers_on_sharded_parameters_clip_nothing(server: Server, script: Write) -> None:
+    assert look(server, script, TWO_ON_SHARDS)["found"] == {}
+
+
+SOMETIMES_NO_LABELS = (
+    WRAPPED
+    + """
+for step in range(6):
+    opt.zero_grad()
+    if step NONE:
+        loss_of(model, batch()).backward()
+    opt.step()
+"""
+)
+
+
+@pytest.mark.parametrize(("none", "wrong"), [("!= 3", False), ("> 9", True)])
+def test_one_step_without_a_backward_is_no_wrong_optimizer(
+    none, wrong, server: Server, script: Write
+) -> None:
+    seen = look(server, script, SOMETIMES_NO_LABELS.replace("NONE", none))
+    assert ("optimizer_on_other_parameters" in seen["found"]) == wrong
+
+
+SKIPPED_FIRST = """
+torch.manual_seed(rank)
+net = nn.Linear(4, 2)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+for step in range(4):
+    opt.zero_grad()
+    loss = loss_of(net, batch())
+    scaler.scale(loss * (float("inf") if step == 0 else 1.0)).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    scaler.step(opt)
+    scaler.update()
+"""
+
+
+def test_replicas_are_compared_if_the_first_step_was_skipped(server: Server, script: Write) -> None:
+    assert "replicas_differ_at_start" in look(server, script, SKIPPED_FIRST)["found"]
+
+
+SUMMED_FOR_THE_LOG = (
+    WRAPPED
+    + """
+total = 0.0
+for step in range(4):
+    x = batch()
+    mask = (torch.arange(3) < 2).float()
+    each = nn.functional.mse_loss(model(x), x[:, :2], reduction="none").mean(1) * mask
+    (each.sum() / mask.sum()).backward()
+    total += each.sum().item()
+    opt.step()
+    opt.zero_grad()
+"""
+)
+
+
+def test_a_sum_for_the_log_after_backward_ends_no_observation(
+    server: Server, script: Write
+) -> None:
+    assert look(server, script, SUMMED_FOR_THE_LOG)["equation"]["right"]
+
+
+STARTS_A_PROBE = (
+    """
+import os, subprocess, sys, tempfile
+probe = "import torch; w = torch.nn.Parameter(torch.ones(2)); o = torch.optim.SGD([w], lr=1.0)"
+probe += "; w.sum().backward(); o.step(); print('probed')"
+"""
+    + WRAPPED
+    + """
+for step in range(4):
+    if step == 2 and rank == 0:
+        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+        assert done.stdout == "probed\\n", done.stderr
+    loss_of(model, batch()).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+)
+
+
+def test_a_process_that_a_rank_starts_is_not_taken_for_the_rank(
+    server: Server, script: Write
+) -> None:
+    seen = look(server, script, STARTS_A_PROBE)
+    assert seen["equation"]["right"], seen["equation"]["lines"]
+
+
+MANY_MICRO_BATCHES = (
+    WRAPPED
+    + """
+for step in range(2):
+    for micro in range(96):
+        with nullcontext() if micro == 95 else model.no_sync():
+            (loss_of(model, batch()) / 96).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+)
+
+
+def test_a_step_of_many_micro_batches_is_counted_whole(server: Server, script: Write) -> None:
+    seen = look(server, script, MANY_MICRO_BATCHES)
+    assert seen["equation"]["micro_batches"] == 96
+    assert seen["equation"]["right"], seen["equation"]["lines"]
+
+
+MODELS_ONE_AFTER_ANOTHER = """
+import gc, weakref
+alive = []
+for fold in range(4):
+    model = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(2):
+        loss_of(model, batch()).backward()
+        opt.step()
+        opt.zero_grad()
+    alive += [weakref.ref(each) for each in model.parameters()]
+    del model, opt
+    gc.collect()
+assert not any(each() is not None for each in alive), "parameters are kept alive"
+"""
+
+
+def test_models_that_are_gone_leave_no_memory_behind(server: Server, script: Write) -> None:
+    seen = look(server, script, MODELS_ONE_AFTER_ANOTHER)
+    assert seen["equation"]["right"], seen["equation"]["lines"]
+    assert seen["found"] == {}

@@ -18,7 +18,7 @@ from ddp_doctor.patching import Patches
 from ddp_doctor.places import call, place
 
 MAX_NODES = 20_000
-MAX_BACKWARDS = 64
+MAX_BACKWARDS = 512
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -124,7 +124,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if optimizer is None:
                 continue
             state.backwards += 1
-            if observed and len(state.pending) < MAX_BACKWARDS:
+            if observed and len(state.pending) >= MAX_BACKWARDS:
+                state.cut = True
+            elif observed:
                 mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
                 if mine & record["_reached"] or not record["_reached"]:
                     state.pending.append(record)

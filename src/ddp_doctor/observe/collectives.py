@@ -100,8 +100,12 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     for name in CALLS:
         before = enter(name)
-        for owner in (distributed_c10d, dist):
-            patches.observe(owner, name, before, leave, failed=abandoned)
+        shared = getattr(dist, name, None) is getattr(distributed_c10d, name, None)
+        patches.observe(distributed_c10d, name, before, leave, failed=abandoned)
+        if not shared:
+            patches.observe(dist, name, before, leave, failed=abandoned)
+        elif hasattr(dist, name):  # the same function: torch compares some by identity
+            patches.replace(dist, name, getattr(distributed_c10d, name))
 
 
 def _address(tensor: Tensor) -> int:

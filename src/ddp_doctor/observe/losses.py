@@ -118,11 +118,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 or source.dim() == 0
             ):
                 return
-            count, masked = _unmasked(source)
+            count, masked = _unmasked(source) if kind == "sum" else (source.numel(), False)
             term = {
                 "function": kind,
                 "reduction": kind,
-                "count": source.numel() if kind == "mean" else count,
+                "count": count,
                 "rows": source.shape[0] if source.dim() else 1,
                 "masked": masked,
                 "numel": source.numel(),
@@ -298,7 +298,10 @@ def _unmasked(source: Tensor) -> tuple[int, bool]:
     node = source.grad_fn
     if node is not None and node.name() == "MulBackward0":
         for side in ("_saved_other", "_saved_self"):
-            mask = getattr(node, side, None)
+            try:
+                mask = getattr(node, side, None)
+            except RuntimeError:  # its backward has run: a sum for the log
+                return source.numel(), False
             if isinstance(mask, Tensor) and not mask.requires_grad and mask.dim():
                 binary = bool(((mask == 0) | (mask == 1)).all())
                 if binary:

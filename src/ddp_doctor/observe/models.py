@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddp_doctor.observe.states import WrapperState
+from ddp_doctor.observe.states import ByIdentity, WrapperState
 
 
 class Names:
@@ -16,31 +16,34 @@ class Names:
 
     def __init__(self) -> None:
         self._root: weakref.ref[nn.Module] | None = None
-        self._names: dict[int, str] = {}
-        self._searched: set[int] = set()
+        self._names = ByIdentity()  # empty: searched for, and in no module
         self._flat: bool | None = None
         self._split: bool | None = None
 
     def of(self, parameters: Sequence[Tensor], wrappers: Sequence[WrapperState]) -> list[str]:
         """A name per parameter. The first call for new parameters searches the live modules."""
-        missing = [each for each in parameters if id(each) not in self._names]
+        missing = [each for each in parameters if not self._names.get(each)]
         if missing:
             for wrapper in wrappers:
                 module = wrapper.module()
                 if module is not None:
-                    prefix = f"{wrapper.index}:" if wrapper.index else ""
-                    for name, each in module.named_parameters():
-                        self._names.setdefault(id(each), prefix + name)
-                    self._root = self._root or weakref.ref(module)
-            missing = [each for each in missing if id(each) not in self._names]
-        if missing and not {id(each) for each in missing} <= self._searched:
-            self._searched |= {id(each) for each in missing}
+                    self._take(module, f"{wrapper.index}:" if wrapper.index else "")
+            missing = [each for each in missing if self._names.get(each) is None]
+        if missing:
             root = _smallest_module_with(missing)
             if root is not None:
-                for name, each in root.named_parameters():
-                    self._names.setdefault(id(each), name)
-                self._root = self._root or weakref.ref(root)
-        return [self._names.get(id(each), f"parameter {at}") for at, each in enumerate(parameters)]
+                self._take(root, "")
+            for each in missing:
+                if self._names.get(each) is None:
+                    self._names.set(each, "")
+        return [self._names.get(each) or f"parameter {at}" for at, each in enumerate(parameters)]
+
+    def _take(self, module: nn.Module, prefix: str) -> None:
+        for name, each in module.named_parameters():
+            if not self._names.get(each):
+                self._names.set(each, prefix + name)
+        if self._root is None or self._root() is None:
+            self._root = weakref.ref(module)
 
     def roots(self, wrappers: Sequence[WrapperState]) -> list[nn.Module]:
         wrapped = [wrapper.module() for wrapper in wrappers]

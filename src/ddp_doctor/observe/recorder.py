@@ -66,7 +66,6 @@ class Recorder:
             "inputs": [],
         }
         self.terms: list[dict[str, Any]] = []
-        self.steps_in_window = 0
 
     def open(self) -> None:
         """Open the journal, and write down the process group, however it came about.
@@ -185,7 +184,7 @@ class Recorder:
     def note_gradients(self, state: OptimizerState) -> None:
         """What backward left in `.grad`: whatever differs at the update, the script changed."""
         if self.window.get("sharded"):
-            self.window["norm"] = self._local_norm(state)
+            state.norm = self._local_norm(state)
             return
         state.left = _rounded(
             {
@@ -244,9 +243,9 @@ class Recorder:
         if not self.on:
             return
         self.take_snapshot(state)
-        if "norm" in self.window:
-            self.window["norm"] = [self.window["norm"], self._local_norm(state)]
-        if "start" not in state.done and self.written == 0:
+        if state.norm is not None:
+            self.window["norm"] = [state.norm, self._local_norm(state)]
+        if "start" not in state.done and not any(each.steps for each in self.optimizers.values()):
             state.done.add("start")
             self.session.write("start", **self.replica(state))
 
@@ -281,6 +280,7 @@ class Recorder:
                 changed=[each for wrapper in self.wrappers for each in wrapper.changes()],
                 gone=[each.index for each in self.wrappers if each.wrapper() is None],
                 losses=len(self.terms),
+                cut=state.cut,
                 # what the model did in training, by class of module
                 modules=self.names.modules(self.wrappers),
                 scale=self.scales,
@@ -293,8 +293,14 @@ class Recorder:
         for record in state.pending:
             record["used"] = True
         state.forget()
-        self.session.next_step(len([s for s in self.optimizers.values() if s.steps]))
+        live = [each for each in self.optimizers.values() if each.optimizer() is not None]
+        self.session.next_step(
+            len([each for each in live if each.steps]), full=self.written >= MAX_WINDOWS
+        )
+        sharded = self.window.get("sharded", False)
         self._clear()
+        if sharded and any(each.pending for each in self.optimizers.values()):
+            self.window["sharded"] = True  # another optimizer steps after the same backward
         session.doing("between steps")
 
     def _stale(self, state: OptimizerState) -> dict[str, int]:

@@ -23,6 +23,20 @@ class Numbers:
         return number
 
 
+class ByIdentity:
+    """A value per object. Forgotten with the object: a later one may have the same id."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+    def get(self, each: Any) -> str | None:
+        reference, value = self._values.get(id(each), (None, None))
+        return value if reference is not None and reference() is each else None
+
+    def set(self, each: Any, value: str) -> None:
+        self._values[id(each)] = (weakref.ref(each), value)
+
+
 class OptimizerState:
     """One optimizer: how often it stepped, and the backward passes since its last step."""
 
@@ -34,6 +48,8 @@ class OptimizerState:
         self.pending: list[dict[str, Any]] = []
         self.snapshot: dict[str, Any] | None = None  # of the gradients, before they are clipped
         self.left: dict[str, Any] | None = None  # the gradients that the last backward left
+        self.norm: float | None = None  # of this rank's shards, as the last backward left them
+        self.cut = False  # whether there were more backwards than `pending` may hold
         self.scale: float | None = None  # what GradScaler.unscale_ divided the gradients by
         self.reduced: set[str] = set()  # the gradients that the script has combined itself
         self.done: set[str] = set()
@@ -42,7 +58,8 @@ class OptimizerState:
         """The gradients were used or cleared: nothing of them is left to write down."""
         self.pending = []
         self.backwards = 0
-        self.snapshot = self.left = self.scale = None
+        self.snapshot = self.left = self.scale = self.norm = None
+        self.cut = False
         self.reduced = set()
 
 
@@ -51,7 +68,8 @@ class WrapperState:
 
     def __init__(self, wrapper: Any, module: Any, index: int) -> None:
         self.wrapper = weakref.ref(wrapper)
-        self.module = weakref.ref(module)
+        # The nodes in `at_start` keep their parameters alive, so they must not outlive the module.
+        self.module = weakref.ref(module, lambda _: self.at_start.clear())
         self.index = index
         self.prepared: bool | None = None
         self.forwards = 0

@@ -216,7 +216,8 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
     """The optimizer steps parameters that backward never reaches, or misses some that it reaches.
 
     Right if another optimizer of the process holds the rest (GANs), and for parameters that are
-    frozen by leaving them out of the optimizer in some steps only.
+    frozen by leaving them out of the optimizer in some steps only. Right if some steps have no
+    backward, because their batches have no labels.
     """
     for window in run.windows:
         for rank, fact in window:
@@ -224,6 +225,8 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
             snapshot = fact.get("snapshot") or {}
             empty = not snapshot.get("hashes") and not window.sharded
             if fact["skipped"] or not (empty and (snapshot.get("missing") or stale["outside"])):
+                continue
+            if not stale["anywhere"] and not _never_reached(run, window.optimizer):
                 continue
             if window.n < 1 and len(run.windows) > 1 and not _again(run, window):
                 continue
@@ -254,6 +257,17 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
             "parameter.requires_grad_(False).",
             "note",
         )
+
+
+def _never_reached(run: Run, optimizer: int) -> bool:
+    """Whether no backward reaches anything in more than half of the optimizer's steps."""
+    seen = [
+        fact["stale"]["anywhere"] > 0
+        for window in run.windows
+        if window.optimizer == optimizer
+        for _, fact in window
+    ]
+    return 2 * sum(seen) < len(seen)
 
 
 def _again(run: Run, window: Window) -> bool:

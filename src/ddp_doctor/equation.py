@@ -206,17 +206,24 @@ def rescaled(window: Window) -> float:
 
     1 if there is none: then `.grad` is what backward left, or it was combined in between.
     """
-    factors = []
+    pairs = []
     for _, fact in window:
         now = (fact.get("snapshot") or {}).get("grads", {})
         for name, left in (fact.get("left") or {}).items():
             if now.get(name) is None:
                 return 1.0
             if left:
-                factors.append(now[name] / left)
-    if not factors or min(factors) <= 0 or not alike(factors, 1e-4):
+                pairs.append((left, now[name]))
+    factors = [now / left for left, now in pairs]
+    if not factors:
         return 1.0
-    return factors[0]
+    if alike(factors, 1e-4):
+        return factors[0] if factors[0] > 0 else 1.0
+    # In half precision every element was rounded: the factor that fits all of them best.
+    factor = sum(now * left for left, now in pairs) / sum(left * left for left, _ in pairs)
+    rest = sum((now - factor * left) ** 2 for left, now in pairs)
+    fits = rest <= 1e-4 * sum(now * now for _, now in pairs)
+    return factor if fits and factor > 0 and not near(factor, 1.0) else 1.0
 
 
 def step_of(window: Window, clipped: bool = False, groups: bool = False) -> Step | None:
@@ -271,8 +278,9 @@ def step_of(window: Window, clipped: bool = False, groups: bool = False) -> Step
 
 
 def _several(fact: Fact, micros: list[int]) -> bool:
-    """Whether several calls of one helper compute a loss each: of real and fake samples, of tasks.
+    """Whether one helper is called several times per step, each time for its own loss.
 
+    For example for real and fake samples, or for different tasks.
     The micro-batches of an accumulation come from one call in a loop. A last one, outside of the
     loop and of no_sync, comes less often.
     """
@@ -324,7 +332,7 @@ def equation(run: Run) -> Equation:
     """Analyze every complete window; show the most common kind of them."""
     # A factor that is equal in all steps belongs to the gradient; a clip's differs between steps.
     factors = [rescaled(window) for window in run.complete]
-    clipped = not alike(factors, 1e-3)
+    clipped = not alike(factors, 1e-3) and not _divides_by_counts(run.complete, factors)
     found = [step_of(window, clipped, run.in_groups) for window in run.complete]
     steps = [step for step in found if step is not None]
     if not steps:
@@ -340,6 +348,15 @@ def equation(run: Run) -> Equation:
     right = near(step.total, 1.0) and step.spread <= 1 + TOLERANCE and not step.leftover
     right = right and step.combination.kind in ("averaged", "summed", "scaled", "alone")
     return Equation(step, steps, run.world, right, _lines(step, right))
+
+
+def _divides_by_counts(windows: list[Window], factors: list[float]) -> bool:
+    """Whether the script divides the gradients of each step by that step's number of items."""
+    steps = [step_of(window) for window in windows]
+    products = [
+        step.items * factor for step, factor in zip(steps, factors, strict=True) if step is not None
+    ]
+    return len(products) > 1 and alike(products, 1e-3)
 
 
 def _signature(step: Step) -> tuple[Any, ...]:

@@ -714,3 +714,179 @@ def test_models_that_are_gone_leave_no_memory_behind(server: Server, script: Wri
     seen = look(server, script, MODELS_ONE_AFTER_ANOTHER)
     assert seen["equation"]["right"], seen["equation"]["lines"]
     assert seen["found"] == {}
+
+
+LOGGED_LOSS = (
+    WRAPPED
+    + """
+total = 0.0
+for step in range(4):
+    for micro in range(2):
+        with nullcontext() if micro else model.no_sync():
+            loss = loss_of(model, batch()) / 2
+            BEFORE
+            loss.backward()
+            AFTER
+    opt.step()
+    opt.zero_grad()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "wrong"),
+    [
+        ("pass", "dist.all_reduce(loss); total += loss.item() / world", False),
+        ("log = loss.clone(); dist.all_reduce(log); log /= world", "pass", False),
+        ("dist.all_reduce(loss); loss = loss / world", "pass", True),
+    ],
+)
+def test_only_a_loss_that_backward_needs_must_not_be_reduced_before(
+    before, after, wrong, server: Server, script: Write
+) -> None:
+    text = LOGGED_LOSS.replace("BEFORE", before).replace("AFTER", after)
+    assert ("loss_reduced_before_backward" in look(server, script, text)["found"]) == wrong
+
+
+CONTRASTIVE = """
+class Statistics(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_gather([torch.empty(4) for _ in range(world)], x.mean(0))
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+class Normed(nn.Module):
+    def forward(self, x):
+        return Statistics.apply(x) if SYNCED else x
+net = nn.Sequential(nn.Linear(4, 4), Normed())
+net.scale = nn.Parameter(torch.tensor(1.0))
+model = DDP(net)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+def gathered(x):
+    pieces = [torch.zeros_like(x) for _ in range(world)]
+    dist.all_gather(pieces, x.detach())
+    pieces[rank] = x
+    return torch.cat(pieces)
+for step in range(3):
+    x = batch(6)
+    features = model(torch.cat([x, x + 0.1 * torch.randn(6, 4, generator=gen)]))
+    left, right = features.chunk(2)
+    everyone = gathered(right)
+    if WHOLE:
+        scores, targets = net.scale * gathered(left) @ everyone.T, torch.arange(6 * world)
+    else:
+        scores, targets = net.scale * left @ everyone.T, torch.arange(6) + 6 * rank
+    nn.functional.cross_entropy(scores, targets).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("synced", "whole", "says"),
+    [
+        (False, False, "no factor repairs it"),
+        (True, False, "no factor repairs it"),
+        (False, True, "1/2 of one process's gradient for what comes before the gather"),
+    ],
+)
+def test_a_gather_without_gradient_is_told_by_what_each_rank_compares(
+    synced, whole, says, server: Server, script: Write
+) -> None:
+    text = CONTRASTIVE.replace("SYNCED", str(synced)).replace("WHOLE", str(whole))
+    assert says in look(server, script, text)["found"]["gather_without_gradient"]
+
+
+DIVIDED_AFTERWARD = (
+    WRAPPED
+    + """
+for step in range(4):
+    x = batch(3 + step + rank)
+    out = model(x)
+    nn.functional.mse_loss(out, x[:, :2], reduction="sum").backward()
+    n = torch.tensor(out.numel())
+    dist.all_reduce(n)
+    for p in model.parameters():
+        p.grad.mul_(FACTOR / n)
+    opt.step()
+    opt.zero_grad()
+"""
+)
+
+
+@pytest.mark.parametrize(("factor", "right"), [("world", True), ("1", False)])
+def test_gradients_that_are_divided_by_a_count_after_backward_are_not_clipped(
+    factor, right, server: Server, script: Write
+) -> None:
+    seen = look(server, script, DIVIDED_AFTERWARD.replace("FACTOR", factor))
+    assert seen["equation"]["right"] == right, seen["equation"]["lines"]
+    assert seen["found"].keys() <= set() if right else {"scaled_by_world_size"}
+
+
+HALF_PRECISION = """
+model = DDP(net.to(torch.bfloat16))
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(5):
+    loss_of(model, 30 * batch().to(torch.bfloat16)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_a_clip_in_half_precision_is_no_part_of_the_combination(
+    server: Server, script: Write
+) -> None:
+    seen = look(server, script, HALF_PRECISION)
+    assert seen["equation"]["right"], seen["equation"]["lines"]
+
+
+OWN_FLAT_SHARDS = """
+model = DDP(net)
+flat = torch.cat([p.detach().flatten() for p in net.parameters()])
+flat = torch.cat([flat, torch.zeros(-len(flat) % world)])
+shard = nn.Parameter(flat.chunk(world)[rank].clone())
+opt = torch.optim.SGD([shard], lr=0.01)
+for step in range(3):
+    model.zero_grad()
+    loss_of(model, batch()).backward()
+    gradients = torch.cat([p.grad.flatten() for p in net.parameters()])
+    gradients = torch.cat([gradients, torch.zeros(-len(gradients) % world)])
+    shard.grad = gradients.chunk(world)[rank].clone()
+    opt.step()
+    pieces = [torch.empty_like(shard) for _ in range(world)]
+    dist.all_gather(pieces, shard.detach())
+    whole = torch.cat(pieces)[: sum(p.numel() for p in net.parameters())]
+    nn.utils.vector_to_parameters(whole, net.parameters())
+"""
+
+
+def test_an_optimizer_of_flat_shards_has_replicas_that_differ_on_purpose(
+    server: Server, script: Write
+) -> None:
+    assert look(server, script, OWN_FLAT_SHARDS)["found"] == {}
+
+
+SUMMED_SHARDS = """
+from torch.distributed.fsdp import fully_shard
+fully_shard(net)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(4):
+    x = batch(3 + rank)
+    nn.functional.mse_loss(net(x), x[:, :2], reduction="sum").backward()
+    n = torch.tensor(2 * len(x))
+    dist.all_reduce(n)
+    for p in net.parameters():
+        p.grad.mul_(world / n.item())
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_what_could_not_be_measured_is_said_to_be_assumed(server: Server, script: Write) -> None:
+    seen = look(server, script, SUMMED_SHARDS)
+    [found] = seen["findings"]
+    assert (found["code"], found["severity"]) == ("missing_world_size_factor", "note")
+    assert "could not be measured" in found["evidence"]

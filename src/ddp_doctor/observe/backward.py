@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_doctor.fingerprints import projection
 from ddp_doctor.observe import losses
 from ddp_doctor.observe.random_numbers import note_state
-from ddp_doctor.observe.recorder import Recorder
+from ddp_doctor.observe.recorder import REDUCED, Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import call, place
 
@@ -99,6 +99,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
         session.doing("after backward")
         # A hook may step an optimizer: observing can begin or end while backward runs.
         observed = recorder.on and "call" in record
+        if observed and recorder.reduced_losses:
+            for number in _marked(nodes):
+                recorder.reduced_losses[number]["needed"] = True
         if observed:
             hit = [each for each in recorder.terms if each.get("hit")]
             if not any(each["loss"] for each in hit):
@@ -157,6 +160,21 @@ def _retains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this backward keeps its graph, so that another one can run through it."""
     given = {**dict(zip(("retain_graph", "create_graph"), args[2:4], strict=False)), **kwargs}
     return bool(given.get("retain_graph") or given.get("create_graph"))
+
+
+def _marked(roots: list[Any]) -> set[int]:
+    """The reduced losses that this backward went through."""
+    seen = {node for node in roots if node is not None}
+    todo, found = list(seen), set()
+    while todo and len(seen) < MAX_NODES:
+        node = todo.pop()
+        if REDUCED in node.metadata:
+            found.add(node.metadata[REDUCED])
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return found
 
 
 def _outermost(roots: list[Any], terms: set[int]) -> set[int]:

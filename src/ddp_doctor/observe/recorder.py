@@ -23,6 +23,7 @@ from ddp_doctor.session import Session
 
 MAX_WINDOWS = 80
 MAX_PARAMETERS = 400
+REDUCED = "ddp_doctor.reduced"  # where a node of the graph keeps its place in `reduced_losses`
 
 
 class Recorder:
@@ -66,6 +67,7 @@ class Recorder:
             "inputs": [],
         }
         self.terms: list[dict[str, Any]] = []
+        self.reduced_losses: list[dict[str, Any]] = []  # their collectives
 
     def open(self) -> None:
         """Open the journal, and write down the process group, however it came about.
@@ -135,8 +137,10 @@ class Recorder:
         return list(zip(named, listed, strict=True))[:MAX_PARAMETERS]
 
     def take_snapshot(self, state: OptimizerState) -> None:
-        """What is in `.grad` now. The first call per optimizer and step counts: before unscaling or
-        clipping, or the first one after `before_own_reduction`.
+        """Write down what is in `.grad` now.
+
+        Only the first call in each optimizer step is kept: the one before unscaling or clipping.
+        `before_own_reduction` discards it, and the next call replaces it.
         """
         if state.snapshot is not None or not self.on:
             return
@@ -169,6 +173,16 @@ class Recorder:
             if optimizer in (None, state.index):
                 state.snapshot = None
                 state.reduced |= {name} if name else {each for each, _ in self.parameters_of(state)}
+
+    def mark_reduced_loss(self, node: Any, fact: dict[str, Any]) -> None:
+        """A loss goes through a collective: whether a later backward needs it will be seen there.
+
+        The mark is on the graph, which nothing here keeps alive.
+        """
+        fact["needed"] = False
+        number = len(self.reduced_losses)
+        self.reduced_losses.append(fact)
+        node.metadata[REDUCED] = number
 
     def holds_local_gradients(self, state: OptimizerState) -> bool:
         """Whether there is a gradient that the script has not combined itself."""
@@ -242,12 +256,24 @@ class Recorder:
         """The optimizer is about to change its parameters."""
         if not self.on:
             return
+        if self.wrappers and self._steps_own_shards(state):
+            self.window["sharded"] = True
         self.take_snapshot(state)
         if state.norm is not None:
             self.window["norm"] = [state.norm, self._local_norm(state)]
         if "start" not in state.done and not any(each.steps for each in self.optimizers.values()):
             state.done.add("start")
             self.session.write("start", **self.replica(state))
+
+    def _steps_own_shards(self, state: OptimizerState) -> bool:
+        """Whether its parameters are in no module, but have gradients.
+
+        DeepSpeed's and Megatron's optimizers step flat pieces of the model, on each rank another.
+        """
+        named = self.parameters_of(state)
+        return any(each.grad is not None for _, each in named) and all(
+            name.startswith("parameter ") for name, _ in named
+        )
 
     def after_update(self, state: OptimizerState) -> None:
         """The optimizer has stepped: close the window."""

@@ -19,6 +19,14 @@ WINDOW = re.compile(
 FEW = 0.3
 
 
+GATHER = (
+    "features = torch.cat(torch.distributed.nn.functional.all_gather(features)); where that is "
+    "deprecated, the functions of torch.distributed._functional_collectives with autograd in "
+    "their names."
+)
+_ABOUT_W = {"missing_world_size_factor", "scaled_by_world_size", "own_reduction_sums"}
+
+
 def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
     """Each rank divides by its own count, and the counts differ.
 
@@ -160,6 +168,12 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
             continue
         checked += 1
         for code, evidence, where, fix, severity in _scale(run, step):
+            if step.combination.kind == "unknown" and code in _ABOUT_W:
+                severity = "note"
+                evidence += (
+                    " This assumes that the ranks' gradients are averaged, which could not be "
+                    "measured, as with sharded parameters."
+                )
             findings.setdefault(code, []).append((step, evidence, where, fix, severity))
     for code, found in findings.items():
         if len(found) < FEW * checked:
@@ -251,8 +265,8 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
             yield (
                 "missing_world_size_factor",
                 f"the loss is divided by the {number(step.items)} items of all ranks, and the "
-                f"gradients are averaged over {world} ranks on top: all weights together are "
-                f"{number(total)}, so the gradient is {world} times too small.",
+                f"gradients are then averaged over {world} ranks as well. The weights add up to "
+                f"{number(total)} instead of 1, so the gradient is {world} times too small.",
                 step.place,
                 "Multiply the loss by dist.get_world_size(): the average divides by it again.",
                 None,
@@ -272,7 +286,8 @@ def _scaled(
         f"over its own items and the gradients are averaged: all weights together are "
         f"{number(total)}, not 1.",
         op["place"],
-        "Remove the factor: the average over ranks of equal means is the mean over all items.",
+        "Remove the factor. With equal batch sizes, averaging the ranks' means already gives the "
+        "mean over all items.",
         None,
     )
 
@@ -373,7 +388,7 @@ def _reduced_loss(step: Step) -> Fact | None:
         for one in fact["collectives"]:
             carries = one.get("what") == "loss" and one.get("grad") and not one["through_autograd"]
             early = so_far(one, step.window) < step.window.backwards
-            if one["op"] == "all_reduce" and carries and early:
+            if one["op"] == "all_reduce" and carries and early and one.get("needed", True):
                 return one
     return None
 
@@ -382,7 +397,7 @@ def loss_reduced_before_backward(run: Run, equation: Equation) -> Iterator[Findi
     """A loss that carries a graph goes through a plain all-reduce, and then through backward.
 
     Autograd does not see the all-reduce: only the division that follows changes the gradient. Right
-    if the all-reduce comes after backward, or on a detached copy, or through
+    if the all-reduce comes after this loss's backward, or on a copy, or through
     torch.distributed.nn.
     """
     for step in equation.steps:
@@ -431,7 +446,8 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                 and "numel" in one
                 and one["op"] != "all_gather_object"
             ]
-            through = [one for one in gathers if one["through_autograd"]]
+            # SyncBatchNorm gathers through autograd, too, but vectors of statistics.
+            through = [one for one in gathers if one["through_autograd"] and len(one["shape"]) > 1]
             plain = [
                 one
                 for one in gathers
@@ -447,13 +463,26 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                     near(one["value"], run.world) and one["op"] == "*" for one in fact["scaling"]
                 ):
                     continue
+                if rows == columns:
+                    yield finding(
+                        "gather_without_gradient",
+                        f"Step {window.n}: each rank compares the {rows} samples of all ranks with "
+                        f"each other, gathered by {plain[0]['op']}, which carries gradient to this "
+                        f"rank's own samples at most. The average over the ranks is then 1/"
+                        f"{run.world} of one process's gradient for what comes before the gather, "
+                        f"and all of it for what comes after, such as a temperature.",
+                        plain[0]["place"],
+                        GATHER,
+                        "warning",
+                    )
+                    return
                 yield finding(
                     "gather_without_gradient",
                     f"Step {window.n}: the loss compares {rows} with {columns} samples, gathered "
                     f"by {plain[0]['op']}, which carries no gradient. The gradient lacks every "
                     f"path through the other ranks' features; no factor repairs it.",
                     plain[0]["place"],
-                    "features = torch.cat(torch.distributed.nn.functional.all_gather(features))",
+                    GATHER,
                 )
                 return
             if rows == columns and _rows_are_local(fact, rows):
@@ -462,7 +491,7 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                     f"Step {window.n}: each rank's loss compares its own {rows} samples only. One "
                     f"process would compare {rows * run.world}.",
                     term["place"],
-                    "features = torch.cat(torch.distributed.nn.functional.all_gather(features))",
+                    GATHER,
                 )
                 return
 

@@ -163,7 +163,7 @@ def _without_verdict(session: Session) -> None:
     own = session.journal.name if session.journal else ""
     others = [page for page in glance(session.run) if not page.ended and page.name != own]
     if any(alive(page.pid) or not page.here for page in others):
-        say("--fail-on: other ranks still run; the exit code of the last one tells what was found.")
+        say("--fail-on: other ranks are still running. The last one to end returns the exit code.")
         return
     say(f"--fail-on: nothing was checked: there is no report after {VERDICT_AFTER:g} s.")
     # On another host without a common folder there is never one: rank 0's exit code is the run's.

@@ -38,7 +38,7 @@ class Report:
         return min((f.severity for f in self.findings), key=lambda s: ORDER[s], default=None)
 
     def verdict(self) -> dict[str, Any]:
-        """What --fail-on needs: `steps` are those that every rank's record is there of."""
+        """What --fail-on needs. `steps` counts the steps that every rank recorded."""
         return {
             "worst": self.worst,
             "ranks": len(self.run.ranks),

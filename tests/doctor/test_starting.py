@@ -98,7 +98,7 @@ def test_fail_on_leaves_it_to_the_last_rank_if_others_still_run(
         name = other.name.rsplit("-", 1)[0] + f"-{os.getppid()}{suffix}"
         (session.run / f"{other.name}{suffix}").rename(session.run / name)
     program._close(session, session.options, None, 0)
-    assert "other ranks still run" in capsys.readouterr().err
+    assert "other ranks are still running" in capsys.readouterr().err
 
 
 def test_fail_on_fails_if_the_doctor_could_not_start(
@@ -113,3 +113,17 @@ def test_fail_on_fails_if_the_doctor_could_not_start(
 
 def test_fail_on_keeps_the_scripts_own_exit_code(session: Session) -> None:
     program._close(session, session.options, None, 7)
+
+
+@pytest.mark.parametrize("optimizers", [1, 2, 60])
+def test_later_steps_are_sampled_alike_however_many_optimizers_step_in_turn(
+    optimizers: int, tmp_path: Path
+) -> None:
+    session = Session(Options(first=6, every=50), tmp_path)
+    observed = []
+    for _ in range(400 * optimizers):
+        observed.append(session.observing)
+        session.next_step(optimizers)
+    assert sum(observed) == optimizers * (6 + 7)  # at the start, and at 50, 100, …, 350
+    session.next_step(optimizers, full=True)
+    assert not session.observing

@@ -104,8 +104,8 @@ def saved_tensor_overwritten(run: Run, equation: Equation) -> Iterator[Finding]:
                 "saved_tensor_overwritten",
                 f"Rank {rank.rank}: a tensor that backward needs was changed in place."
                 + (
-                    " Each forward of the wrapper overwrites the buffers with rank 0's: a second "
-                    "forward before backward does that."
+                    " Each forward of the wrapper overwrites all buffers with rank 0's, so a "
+                    "second forward before backward changes tensors that backward still needs."
                     if broadcast
                     else ""
                 ),

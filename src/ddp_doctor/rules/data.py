@@ -70,7 +70,7 @@ def _overlap(run: Run) -> Iterator[Finding]:
 
     Right if each rank trains on its own slice of what it reads, or draws with replacement. Ranks
     that read other parts of the data have no rows in common, however few of them were seen. A
-    sampler of one's own may draw without end on purpose: then a whole epoch has to show it.
+    custom sampler may be endless by design: then a whole epoch has to show the overlap.
     """
     loaders = [each for each in run.ranks[0].all("loader") if each["grad"] and each["length"]]
     if not loaders or loaders[0]["sharded"] or loaders[0]["replacement"]:
@@ -103,13 +103,13 @@ def _overlap(run: Run) -> Iterator[Finding]:
         if not usual or expected < 8 or common < 0.5 * expected:
             return
         seen = (
-            f"No sampler splits the {whole} samples over the ranks: {common} of the first "
+            f"The ranks do not split the {whole} samples between them: {common} of the first "
             f"{len(other)} rows that two ranks read are the same. (Two random orders of one data "
             f"set would share about {number(round(expected))}.)"
         )
     yield finding(
         "same_data_on_ranks",
-        f"{seen} An epoch is {run.world} passes over the data.",
+        f"{seen} So an epoch trains on the whole data set {run.world} times.",
         str(loaders[0]["place"]),
         "DataLoader(dataset, sampler=DistributedSampler(dataset)).",
         "warning",

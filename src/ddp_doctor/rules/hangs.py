@@ -37,8 +37,8 @@ def _last_call(rank: Rank) -> str:
 def stuck(run: Run, equation: Equation) -> Iterator[Finding]:
     """Some ranks wait in a collective that others are not in.
 
-    Right if all ranks ended, or if the ranks are in the same call: then the link is slow, not the
-    program wrong. While the run goes on, a rank that is busy may still come: a warning.
+    Right if all ranks ended, or if the ranks are in the same call: then the link is slow, and the
+    program is not at fault. While the run goes on, a rank that is busy may still come: a warning.
     """
     if run.world < 2 or not run.ranks:
         return

@@ -31,9 +31,10 @@ def last_micro_batch_unsynced(run: Run, equation: Equation) -> Iterator[Finding]
                 shown = "".join("S" if each else "-" for each in flags)
                 yield finding(
                     "last_micro_batch_unsynced",
-                    f"Step {window.n}, rank {rank}: {len(flags)} micro-batches, synchronized: "
-                    f"{shown}. The last one is not: {len(window.differing_gradients)} gradients "
-                    f"differ between the ranks when the optimizer steps.",
+                    f"Step {window.n}, rank {rank}: {len(flags)} micro-batches, {shown} "
+                    f"(S: synchronized, -: under no_sync). The last one is not synchronized: "
+                    f"{len(window.differing_gradients)} gradients differ between the ranks when "
+                    f"the optimizer steps.",
                     str(fact["forwards"][-1]["place"] if fact["forwards"] else ""),
                     "Leave no_sync() for the last micro-batch: "
                     "with model.no_sync() if k < K - 1 else nullcontext().",

@@ -67,9 +67,9 @@ def two_backwards(run: Run, equation: Equation) -> Iterator[Finding]:
             yield finding(
                 "two_backwards",
                 f"Step {window.n}, rank {rank}: a second backward ran through the same forward. "
-                f"The wrapper averages gradients once per forward, so those of the second stay "
-                f"local. {len(names)} of {_total(fact)} gradients differ between the ranks, first "
-                f"{names[0]}.",
+                f"The wrapper averages gradients once per forward, so those of the second backward "
+                f"are never averaged. {len(names)} of {_total(fact)} gradients differ between the "
+                f"ranks, first {names[0]}.",
                 _place(backward),
                 "Add the losses, and call backward once: (loss_1 + loss_2).backward().",
             )

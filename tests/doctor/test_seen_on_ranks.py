@@ -292,7 +292,7 @@ def test_a_missing_sampler_is_found_before_the_first_epoch_is_over(
 ) -> None:
     text = loading(40_000, 64, "rank", ":").replace("in loader", "in list(zip(range(64), loader))")
     whole = look(server, script, text.replace("for x,", "for _, (x,)"))
-    assert "splits the 40000 samples" in whole["found"]["same_data_on_ranks"]
+    assert "split the 40000 samples" in whole["found"]["same_data_on_ranks"]
 
 
 def test_a_new_sampler_in_every_epoch_is_not_taken_for_the_last_one(

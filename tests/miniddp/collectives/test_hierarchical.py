@@ -206,5 +206,5 @@ def test_what_fails_in_the_hooks_thread_is_raised_by_backward():
 
 def test_a_bucket_that_is_not_on_the_cpu_is_refused():
     bucket = SimpleNamespace(buffer=lambda: torch.empty(3, device="meta"))
-    with pytest.raises(NotImplementedError, match="NCCL chooses the way"):
+    with pytest.raises(NotImplementedError, match="NCCL picks the route itself"):
         comm_hooks.hierarchical_average(SimpleNamespace(), bucket)

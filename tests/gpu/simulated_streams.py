@@ -100,6 +100,8 @@ class SimulatedStreams(TorchDispatchMode):
             self._account(self.default, name, given, given)
             return result
         old = {_memory(tensor) for tensor in given}
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(…) has made what it is given
+            old = set()
         made = [tensor for tensor in _tensors(result) if _memory(tensor) not in old]
         for tensor in made:  # the allocator may hand out what a tensor before has left
             self.written.pop(_memory(tensor), None)

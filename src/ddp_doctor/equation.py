@@ -221,8 +221,10 @@ def rescaled(window: Window) -> float:
         return factors[0] if factors[0] > 0 else 1.0
     # In half precision every element was rounded: the factor that fits all of them best.
     factor = sum(now * left for left, now in pairs) / sum(left * left for left, _ in pairs)
-    rest = sum((now - factor * left) ** 2 for left, now in pairs)
-    fits = rest <= 1e-4 * sum(now * now for _, now in pairs)
+    largest = max(abs(now) for _, now in pairs)
+    fits = all(
+        abs(now - factor * left) <= 0.02 * max(abs(now), 0.02 * largest) for left, now in pairs
+    )
     return factor if fits and factor > 0 and not near(factor, 1.0) else 1.0
 
 

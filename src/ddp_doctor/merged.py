@@ -142,8 +142,8 @@ class Run:
                 number, world = int(environment.get("RANK", 0) or 0), 1
             living = alive is not None and page.name in alive
             rank = Rank(number, world, facts, page.now, processes[0], living)
-            # A rank that was started again is the later one; a process that a rank started, with
-            # the rank's environment, has a smaller world.
+            # If a rank was restarted, the later process counts. A process that a rank started
+            # inherits its RANK but joins no group, so its world is smaller.
             known = ranks.get(number)
             if known is None or _age(rank) > _age(known):
                 ranks[number] = rank

@@ -9,7 +9,7 @@ from torch.jit import _builtins
 
 Before = Callable[..., Any]
 After = Callable[..., None]
-# TorchScript's table holds the ids of these, so they must never be those of other objects.
+# TorchScript's table holds their ids. They are kept, so that no other object gets one of these.
 _REGISTERED: list[Any] = []
 
 

@@ -215,9 +215,9 @@ class Reducer:
             bucket.wait_for_streams()
             if wrong := bucket.copy_in(part, self.current_divisor, self.gradient_as_bucket_view):
                 raise self.error(
-                    f"Expected variable to have {bucket.holds} gradient of its own dtype. On rank "
-                    f"{self.rank} these do not: {', '.join(self.names[i] for i in wrong)}. "
-                    "Set sparse=False on the nn.Embedding, and leave grad_dtype unset."
+                    f"Expected variable to have {bucket.holds} gradient of the parameter's dtype. "
+                    f"Not so on rank {self.rank}: {', '.join(self.names[i] for i in wrong)}. Set "
+                    "sparse=False if it is an nn.Embedding; if its grad_dtype was set, unset it."
                 )
             bucket.pending -= 1
             if bucket.pending == 0:
@@ -279,7 +279,7 @@ class Reducer:
     # 6. Rebuild -----------------------------------------------------------------------------------
 
     def rebuild_buckets(self) -> bool:
-        """Before a forward, once: assign buckets by the order of arrival. Whether this call did.
+        """Before a forward, once: assign buckets by the order of arrival. Returns whether it did.
 
         Raises RuntimeError if the previous backward did not produce all gradients.
         """

@@ -822,7 +822,7 @@ def test_gradients_that_are_divided_by_a_count_after_backward_are_not_clipped(
 ) -> None:
     seen = look(server, script, DIVIDED_AFTERWARD.replace("FACTOR", factor))
     assert seen["equation"]["right"] == right, seen["equation"]["lines"]
-    assert seen["found"].keys() <= set() if right else {"scaled_by_world_size"}
+    assert seen["found"].keys() == (set() if right else {"missing_world_size_factor"})
 
 
 HALF_PRECISION = """
@@ -890,3 +890,28 @@ def test_what_could_not_be_measured_is_said_to_be_assumed(server: Server, script
     [found] = seen["findings"]
     assert (found["code"], found["severity"]) == ("missing_world_size_factor", "note")
     assert "could not be measured" in found["evidence"]
+
+
+RAW_TENSOR = (
+    WRAPPED
+    + """
+alpha = torch.zeros(1, requires_grad=True)
+alone = torch.optim.SGD([alpha], lr=0.5)
+for step in range(4):
+    x = batch()
+    loss = loss_of(model, x) + (alpha * x.mean()).sum()
+    opt.zero_grad()
+    alone.zero_grad()
+    loss.backward()
+    alone.step()
+    opt.step()
+    with torch.no_grad():
+        net[0].weight.add_(0.1 * rank)
+"""
+)
+
+
+def test_an_optimizer_of_a_raw_tensor_does_not_hide_that_replicas_drift(
+    server: Server, script: Write
+) -> None:
+    assert "replicas_drift" in look(server, script, RAW_TENSOR)["found"]

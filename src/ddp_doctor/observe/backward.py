@@ -100,7 +100,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         # A hook may step an optimizer: observing can begin or end while backward runs.
         observed = recorder.on and "call" in record
         if observed and recorder.reduced_losses:
-            for number in _marked(nodes):
+            for number in _marked(nodes) & recorder.reduced_losses.keys():
                 recorder.reduced_losses[number]["needed"] = True
         if observed:
             hit = [each for each in recorder.terms if each.get("hit")]

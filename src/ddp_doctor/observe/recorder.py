@@ -23,7 +23,7 @@ from ddp_doctor.session import Session
 
 MAX_WINDOWS = 80
 MAX_PARAMETERS = 400
-REDUCED = "ddp_doctor.reduced"  # where a node of the graph keeps its place in `reduced_losses`
+REDUCED = "ddp_doctor.reduced"  # where a node of the graph keeps its number in `reduced_losses`
 
 
 class Recorder:
@@ -55,6 +55,7 @@ class Recorder:
         self.scales = 1.0
         self.grouped = False
         self.terms_made = 0
+        self.losses_made = 0
         self.hooks: list[Any] = []
         self._clear()
 
@@ -67,7 +68,7 @@ class Recorder:
             "inputs": [],
         }
         self.terms: list[dict[str, Any]] = []
-        self.reduced_losses: list[dict[str, Any]] = []  # their collectives
+        self.reduced_losses: dict[int, dict[str, Any]] = {}  # their collectives, by number
 
     def open(self) -> None:
         """Open the journal, and write down the process group, however it came about.
@@ -180,9 +181,9 @@ class Recorder:
         The mark is on the graph, which nothing here keeps alive.
         """
         fact["needed"] = False
-        number = len(self.reduced_losses)
-        self.reduced_losses.append(fact)
-        node.metadata[REDUCED] = number
+        self.losses_made += 1
+        self.reduced_losses[self.losses_made] = fact
+        node.metadata[REDUCED] = self.losses_made
 
     def holds_local_gradients(self, state: OptimizerState) -> bool:
         """Whether there is a gradient that the script has not combined itself."""
@@ -266,13 +267,23 @@ class Recorder:
             self.session.write("start", **self.replica(state))
 
     def _steps_own_shards(self, state: OptimizerState) -> bool:
-        """Whether its parameters are in no module, but have gradients.
+        """Whether its parameters are in no module, and no optimizer holds those of a wrapper.
 
-        DeepSpeed's and Megatron's optimizers step flat pieces of the model, on each rank another.
+        DeepSpeed's and Megatron's optimizers step flat pieces of the model, a different one on each
+        rank. A single raw tensor with an optimizer of its own is another case.
         """
         named = self.parameters_of(state)
-        return any(each.grad is not None for _, each in named) and all(
-            name.startswith("parameter ") for name, _ in named
+        if not all(name.startswith("parameter ") and each.grad is not None for name, each in named):
+            return False
+        modules = [module for wrapper in self.wrappers if (module := wrapper.module()) is not None]
+        wrapped = {id(each) for module in modules for each in module.parameters()}
+        optimizers = [each.optimizer() for each in self.optimizers.values()]
+        return not any(
+            id(each) in wrapped
+            for optimizer in optimizers
+            if optimizer is not None
+            for group in optimizer.param_groups
+            for each in group["params"]
         )
 
     def after_update(self, state: OptimizerState) -> None:
@@ -319,10 +330,12 @@ class Recorder:
         for record in state.pending:
             record["used"] = True
         state.forget()
-        live = [each for each in self.optimizers.values() if each.optimizer() is not None]
-        self.session.next_step(
-            len([each for each in live if each.steps]), full=self.written >= MAX_WINDOWS
-        )
+        # Optimizers that step no longer do not count. Not asked of the garbage collector, which
+        # would answer differently on each rank.
+        state.last = session.step_count
+        ever = [each for each in self.optimizers.values() if each.steps]
+        turn = [each for each in ever if each.last > session.step_count - 2 * len(ever)]
+        session.next_step(len(turn), full=self.written >= MAX_WINDOWS)
         sharded = self.window.get("sharded", False)
         self._clear()
         if sharded and any(each.pending for each in self.optimizers.values()):

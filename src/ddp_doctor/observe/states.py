@@ -44,6 +44,7 @@ class OptimizerState:
         self.optimizer = weakref.ref(optimizer)
         self.index = index
         self.steps = 0
+        self.last = 0  # the number of its last step, counted over all optimizers
         self.backwards = 0
         self.pending: list[dict[str, Any]] = []
         self.snapshot: dict[str, Any] | None = None  # of the gradients, before they are clipped

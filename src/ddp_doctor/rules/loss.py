@@ -20,9 +20,8 @@ FEW = 0.3
 
 
 GATHER = (
-    "features = torch.cat(torch.distributed.nn.functional.all_gather(features)); where that is "
-    "deprecated, the functions of torch.distributed._functional_collectives with autograd in "
-    "their names."
+    "features = torch.cat(torch.distributed.nn.functional.all_gather(features)). Where torch "
+    "deprecates that: all_gather_tensor_autograd of torch.distributed._functional_collectives."
 )
 _ABOUT_W = {"missing_world_size_factor", "scaled_by_world_size", "own_reduction_sums"}
 
@@ -197,7 +196,18 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
     if step.reduction == "sum" and alike([each.share / each.count for each in step.entries]):
         each_share = step.entries[0].share / step.entries[0].count
         if near(each_share, 1.0):  # nobody divides: the reference is the sum over all items
-            if world > 1 and near(wrapper, 1.0):
+            if world > 1 and near(total, 1 / world):
+                yield (
+                    "missing_world_size_factor",
+                    f"the gradients are averaged over {world} ranks, and after backward they are "
+                    f"divided by the {number(step.items)} items of all ranks as well. The weights "
+                    f"add up to {number(total)} instead of 1, so the gradient is {world} times too "
+                    f"small.",
+                    step.place,
+                    "Multiply the gradients by dist.get_world_size(), too.",
+                    None,
+                )
+            elif world > 1 and near(wrapper, 1.0):
                 yield (
                     "missing_world_size_factor",
                     f"the loss sums over the items and the gradients are averaged over {world} "

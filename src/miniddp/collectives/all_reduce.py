@@ -1,8 +1,8 @@
 """All-reduce, built from `send` and `recv`: four ways, one result.
 
 Every rank passes a tensor of the same shape and dtype, and every rank receives the sum (or the
-average) of all of them. The first three functions take the arguments of
-`torch.distributed.all_reduce` but `async_op`, and work in place, too. They differ in cost. A
+average) of all of them. The first three functions take all arguments of
+`torch.distributed.all_reduce` except `async_op`, and work in place. They differ in cost. A
 message of n bytes takes α + n·β seconds: α is the latency of the link, 1/β its bandwidth. With W
 ranks (a step is a message that the next message has to wait for):
 

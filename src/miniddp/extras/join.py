@@ -50,7 +50,7 @@ def learn_and_share(reducer: "TorchReducer") -> None:
 
 
 def exchange_firings(reducer: "TorchReducer") -> None:
-    """Take what the static graphs of the ranks with inputs use, all together."""
+    """Take the union of the static graphs of the ranks with inputs."""
     firings = torch.tensor(reducer.firings, device=reducer.device)
     largest = dist.ReduceOp.MAX
     wait_for(dist.all_reduce(firings, op=largest, group=reducer.process_group, async_op=True))

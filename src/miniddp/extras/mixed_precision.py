@@ -4,10 +4,10 @@ Before a forward, the data of every floating-point parameter are replaced by a c
 `param_dtype`, and the inputs are cast too; so activations and gradients are narrow. A bucket
 travels in `reduce_dtype`. As soon as it is full, its parameters take their wide data back, and
 their gradients become wide, so that an optimizer sees nothing of all this. A forward without
-gradients makes them wide again before it returns. After a forward under `no_sync`, or one without a
-backward, they stay narrow at least until the next forward, and `state_dict()` is narrow, too. While
-a reduced backward is awaited, forwards change nothing: its graph needs the narrow parameters.
-Unlike torch.autocast, this narrows everything, reductions and norms as well.
+gradients makes them wide again before it returns, if they were wide before. After a forward under
+`no_sync`, or one whose backward does not follow, they stay narrow until the next reduced backward,
+because a graph may still need them, and `state_dict()` is narrow, too. Unlike torch.autocast, this
+narrows everything, reductions and norms as well.
 
 Cost: for each forward one narrow copy of the parameters, freed during backward. Each rank sends
 half the bytes with a type of two bytes.
@@ -40,6 +40,7 @@ class MixedPrecision:
         self.ddp = weakref.ref(ddp)
         self.widens_at_end = False
         self.narrow_now: set[nn.Parameter] = set()
+        self.was_wide = True  # before the last forward
         for parameter in self.parameters:
             parameter._fp_param = parameter.data
             parameter._mp_param = torch.empty(0, dtype=settings.param_dtype or parameter.dtype)
@@ -50,6 +51,7 @@ class MixedPrecision:
 
     def narrow(self) -> None:
         """Before a forward: make the parameters narrow, and gradients of earlier backwards."""
+        self.was_wide = not self.narrow_now
         for parameter in self.parameters:
             dtype = self.settings.param_dtype or parameter.dtype
             if not parameter.is_floating_point() or parameter.dtype == dtype:

@@ -39,6 +39,7 @@ from miniddp.extras.first_steps import FirstSteps
 from miniddp.extras.join import DDPJoinHook, learn_and_share
 from miniddp.extras.mixed_precision import MixedPrecision
 from miniddp.extras.strict import at_end_of_each_backward, complete_or_raise
+from miniddp.reducer import IDLE
 from miniddp.replicas import broadcast_tensors, wait_for
 from miniddp.torch_drop_in.keywords import (
     check_comm_hook,
@@ -398,7 +399,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
     def _before_forward(self) -> None:
         if not self._lazy_init_ran:
             self._lazy_init()
-        if self.mixed_precision is not None and not self.reducer.expects_gradients():
+        if self.mixed_precision is not None and self.reducer.state is IDLE:
             self._precision.widen()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.logger.forward_begins()
@@ -419,8 +420,10 @@ class DistributedDataParallel(MiniDDP, Joinable):
             elif self.strict:
                 self._at_end_of_backward(output, complete_or_raise)
         self._clear_grad_buffer()
-        if self.mixed_precision is not None and not (
-            torch.is_grad_enabled() or self.reducer.expects_gradients()
+        if (
+            self.mixed_precision is not None
+            and not torch.is_grad_enabled()
+            and self._precision.was_wide
         ):
             self._precision.widen()
         return output

@@ -903,8 +903,8 @@ for step in range(4):
     opt.zero_grad()
     alone.zero_grad()
     loss.backward()
-    alone.step()
     opt.step()
+    alone.step()
     with torch.no_grad():
         net[0].weight.add_(0.1 * rank)
 """

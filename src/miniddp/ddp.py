@@ -7,8 +7,8 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
 2. *Forward.* Take rank 0's buffers, then call the module. A *synchronized* forward announces its
    backward to `miniddp.reducer`; one in `no_sync()` or without grad does not.
 
-Rank 0 broadcasts the model at construction, its buffers before the first forward and before each
-one that follows a synchronized one, and the rebuilt plan once, before the first forward with grad
+Rank 0 broadcasts the model at construction. It broadcasts its buffers before the first forward and
+each one after a synchronized one, and the rebuilt plan once: before the first forward with grad
 after a reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
 """
 

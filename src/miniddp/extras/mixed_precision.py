@@ -5,8 +5,8 @@ Before a forward, the data of every floating-point parameter are replaced by a c
 travels in `reduce_dtype`. As soon as it is full, its parameters take their wide data back, and
 their gradients become wide, so that an optimizer sees nothing of all this. A forward without
 gradients makes them wide again before it returns, if they were wide before. After a forward under
-`no_sync`, or one whose backward does not follow, they stay narrow until the next reduced backward,
-because a graph may still need them, and `state_dict()` is narrow, too. Unlike torch.autocast, this
+`no_sync`, or one whose backward does not follow, they stay narrow until the next reduced backward:
+a graph may still need them. Meanwhile `state_dict()` is narrow, too. Unlike torch.autocast, this
 narrows everything, reductions and norms as well.
 
 Cost: for each forward one narrow copy of the parameters, freed during backward. Each rank sends

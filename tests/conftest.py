@@ -4,11 +4,6 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
-
-# By default, an example that takes over 200 ms fails; on a busy machine, any example can.
-settings.register_profile("unhurried", settings(), deadline=None)
-settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True, scope="session")

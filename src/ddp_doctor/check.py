@@ -24,6 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 BuildModel = Callable[[], nn.Module]
 ComputeLoss = Callable[[nn.Module, Any], Tensor]
 Wrap = Callable[[nn.Module], nn.Module]
+# Seconds that the ranks may take to start, even if `timeout` is shorter: on a busy machine, to
+# import torch takes longer than a step.
+START_WITHIN = 60.0
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,9 @@ def check_step(
 
     Raises AssertionError with the factor's name if ratio or cosine are off by more than
     `tolerance` for any parameter (unless `raises` is false). Raises ValueError if the number of
-    batches does not fit, and RuntimeError if a rank fails. Cost: two optimizer steps and the start
-    of W processes, about 4 s.
+    batches does not fit, and RuntimeError if a rank fails, or writes no gradient within `timeout`
+    seconds of the moment when all ranks had started. Cost: two optimizer steps and the start of W
+    processes, about 4 s.
     """
     if len(batches) != world_size * accumulate:
         raise ValueError(
@@ -163,10 +167,13 @@ def _on_ranks(
     ]
     for each in ranks:
         each.start()
-    until = time.monotonic() + timeout
+    until = time.monotonic() + max(timeout, START_WITHIN)
+    all_started = False
     late: list[int] = []
     try:
         while True:
+            if not all_started and len(list(Path(folder).glob("*.started"))) == world:
+                all_started, until = True, time.monotonic() + timeout
             left = [
                 rank
                 for rank, each in enumerate(ranks)
@@ -187,6 +194,12 @@ def _on_ranks(
     errors = sorted(Path(folder).glob("*.error"), key=lambda each: each.stat().st_mtime_ns)
     if errors:
         raise RuntimeError(f"check_step: rank {errors[0].stem} failed:\n{errors[0].read_text()}")
+    if late and not all_started:
+        raise RuntimeError(
+            f"check_step: rank {late} wrote no gradient, and not all ranks had joined the process "
+            f"group after {max(timeout, START_WITHIN):g} s. If the machine is that busy, pass a "
+            "longer timeout=."
+        )
     if late:
         raise RuntimeError(
             f"check_step: rank {late} wrote no gradient within {timeout:g} s. If compute_loss "
@@ -219,8 +232,13 @@ def _rank(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(Path(folder) / "store"), world)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=max(timeout, START_WITHIN)),
         )
+        (Path(folder) / f"{rank}.started").touch()
         torch.manual_seed(seed)
         module = build_model()
         model = wrap(module)
@@ -239,10 +257,11 @@ def _rank(
         os.replace(part, Path(folder) / f"{rank}.error")
         raise SystemExit(1) from None
     # A rank that exits now would close connections that another rank may still use. The parent
-    # kills all ranks once each has written its gradient, or one has failed, or time is up.
+    # kills all ranks once each has written its gradient, or one has failed, or time is up. If the
+    # parent is killed, the wait ends, too.
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join(timeout)
+    parent.join()
 
 
 def _compared(

@@ -20,8 +20,9 @@ LAB ?= accumulate_vs_ddp
 LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
-# Test files at a time, of make test and make check.
-WORKERS ?= 2
+# Test files at a time, of make test and make check: one more than the project's two cores, because a
+# test that waits leaves its core idle.
+WORKERS ?= 3
 # The core's tests: what a change of src/miniddp breaks first.
 CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/miniddp/test_ladder.py \
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py tests/miniddp/test_reducer_states.py \
@@ -40,7 +41,7 @@ help:
 	@echo "  make lab LAB=NAME       run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
 	@echo "I changed code"
 	@echo "  make check              lint, format, types, and the core's tests: a minute and a half"
-	@echo "  make test               every test, every chapter, every lab [WORKERS=2]"
+	@echo "  make test               every test, every chapter, every lab [WORKERS=3]"
 	@echo "I changed a chapter"
 	@echo "  make update             run chapters in place and store their outputs [CHAPTER=…]"
 	@echo "  make html               render what the last make book or make test executed"

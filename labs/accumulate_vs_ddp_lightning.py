@@ -27,6 +27,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from labkit.book.tables import Cell, table
+from labkit.launch.arguments import positive
 
 if TYPE_CHECKING:
     from labkit.scenarios.two_trainers import Program, Seen
@@ -46,9 +47,11 @@ def arguments_of_this_lab() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", choices=VERSIONS, help="run only this one, with more detail")
-    parser.add_argument("--devices", type=int, default=4, help="of the second Trainer (default 4)")
     parser.add_argument(
-        "--accumulate", type=int, default=1, help="its batches per step (default 1)"
+        "--devices", type=positive, default=4, help="of the second Trainer (default 4)"
+    )
+    parser.add_argument(
+        "--accumulate", type=positive, default=1, help="its batches per step (default 1)"
     )
     parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
     parser.add_argument(

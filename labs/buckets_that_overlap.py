@@ -45,7 +45,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import parse_arguments, positive
 
 PER_RANK = {"stack": 256, "transformer": 8}  # samples
 
@@ -71,12 +71,6 @@ def arguments_of_this_lab() -> argparse.Namespace:
         "--save", type=Path, metavar="FOLDER", help="for a timeline and traces of rank 0"
     )
     return parse_arguments(parser)
-
-
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
 
 
 if __name__ == "__main__":

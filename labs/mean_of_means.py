@@ -24,7 +24,7 @@ import copy
 from contextlib import nullcontext
 from typing import NamedTuple
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import parse_arguments, positive
 
 VARIANTS = ("each-part", "own-window", "whole-step")
 SEED = 0
@@ -38,10 +38,10 @@ def arguments_of_this_lab() -> argparse.Namespace:
         "--seed", type=int, default=SEED, help=f"seed of the captions (default {SEED})"
     )
     parser.add_argument(
-        "--accumulate", type=int, default=4, help="micro-batches per rank and step (default 4)"
+        "--accumulate", type=positive, default=4, help="micro-batches per rank and step (default 4)"
     )
     parser.add_argument(
-        "--captions", type=int, default=2, help="captions per micro-batch (default 2)"
+        "--captions", type=positive, default=2, help="captions per micro-batch (default 2)"
     )
     parser.add_argument(
         "--variant",
@@ -49,10 +49,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
         default="whole-step",
         help="the variant that the exit code is about (default whole-step)",
     )
-    arguments = parse_arguments(parser)
-    if arguments.accumulate < 1 or arguments.captions < 1:
-        parser.error("--accumulate and --captions must be at least 1")
-    return arguments
+    return parse_arguments(parser)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import parse_arguments, positive
 
 MIB = 2**20
 
@@ -38,7 +38,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
     )
     parser.add_argument("--mib", type=float, default=4, help="MiB of gradients (default 4)")
     parser.add_argument(
-        "--repeat", type=int, default=5, help="timed all-reduces of each kind (default 5)"
+        "--repeat", type=positive, default=5, help="timed all-reduces of each kind (default 5)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the gradients (default 0)")
     return parse_arguments(parser)

@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from labkit.launch.arguments import parse_arguments
+from labkit.launch.arguments import parse_arguments, positive
 
 
 class Moment(NamedTuple):
@@ -51,7 +51,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
         "--checkpoint", type=Path, help="the checkpoint file (default: none is written)"
     )
     parser.add_argument(
-        "--every", type=int, default=4, help="steps between checkpoints (default 4)"
+        "--every", type=positive, default=4, help="steps between checkpoints (default 4)"
     )
     faults = parser.add_mutually_exclusive_group()
     moment = {"type": Moment.parse, "metavar": "RANK@STEP"}

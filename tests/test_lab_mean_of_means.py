@@ -91,11 +91,6 @@ def test_other_captions_with_another_seed():
     assert losses[0] != losses[1]
 
 
-def test_a_window_of_no_micro_batches_is_refused():
-    with pytest.raises(ScriptError, match="must be at least 1"):
-        run_script(LAB, "--accumulate", "0", ranks=1)
-
-
 def library_rows(output: str) -> dict[str, list[str]]:
     """The figures of both tables by what stands before them in their row."""
     found = {}

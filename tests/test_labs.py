@@ -78,6 +78,23 @@ def test_help_and_errors_are_printed_by_the_first_rank_only(script, monkeypatch)
     assert naps == [5], "the second rank lets the first one fail before it"
 
 
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        ("mean_of_means.py", "--accumulate"),
+        ("mean_of_means.py", "--captions"),
+        ("two_nodes.py", "--repeat"),
+        ("when_a_node_fails.py", "--every"),
+    ],
+)
+def test_a_count_of_zero_is_refused_by_the_first_rank_only(script, option, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    first, second = (run_in_process(f"labs/{script}", option, 0, RANK=r) for r in "01")
+    assert (first.code, second.code) == (2, 2)
+    assert f"error: argument {option}: 0 is less than 1" in first.stderr
+    assert second.stdout + second.stderr == ""
+
+
 def test_help_and_errors_under_torchrun_are_printed_once():
     assert run_script(LAB, "--help", ranks=2).count("usage:") == 1
     with pytest.raises(ScriptError) as caught:
@@ -182,8 +199,9 @@ def test_without_torchrun_the_lab_says_how_to_start_it():
 
 
 def test_a_lab_that_fails_on_one_rank_fails_as_a_whole_in_bounded_time():
-    with pytest.raises(ScriptError, match="exit code 1"):
+    with pytest.raises(ScriptError, match="exit code 1") as caught:
         run_script(LAB, "--seed", "not a number", ranks=2, timeout=60)
+    assert caught.value.exit_code == 1
 
 
 AS_ONE_PROCESS = ["0.374", "0.161", "0.371", "0.250"]  # the gradient of sample 2

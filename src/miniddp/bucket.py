@@ -4,9 +4,9 @@ Each parameter has a *view* of the buffer, in the memory layout that autograd gi
 **This file is where `MiniDDP` divides a gradient**: by the world size W, while `copy_in` copies it
 into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
-Cost: one copy in and one copy out; neither for a gradient that already is its view. A large one is
-copied as soon as it arrives, while it is in the cache. The small ones are copied by one call, once
-all have arrived: a call for each would cost more than the copy.
+Cost: one copy in and one copy out; none for a gradient that already is its view. Large gradients
+are copied as they arrive, while they are in the cache. The small ones are copied together, once all
+have arrived: a call for each would cost more than the copy.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
@@ -97,8 +97,8 @@ class Bucket:
     def copy_in(self, part: Part, divisor: int, alias: bool) -> list[int]:
         """Copy the gradients of `part` into the buffer, divided by `divisor`.
 
-        A missing one counts as zeros. With `alias`, the others become views. Returns the indices
-        of sparse ones and of other dtypes; if any, nothing is copied. Overridden by extras.
+        A missing one counts as zeros. With `alias`, the others become views. If any are sparse or
+        of another dtype, copies nothing and returns their indices. Overridden by extras.
         """
         if divisor != self.divisor:  # Kept: a number would become a new tensor in every call.
             dtype, self.divisor = torch.promote_types(self.buffer.dtype, torch.float32), divisor

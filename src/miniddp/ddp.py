@@ -7,9 +7,9 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
 2. *Forward.* Take rank 0's buffers, then call the module. A *synchronized* forward announces its
    backward to `miniddp.reducer`; one in `no_sync()` or without grad does not.
 
-Rank 0 broadcasts the model at construction. It broadcasts its buffers before the first forward and
-each one after a synchronized one, and the rebuilt plan once: before the first forward with grad
-after a reduced backward (not with `find_unused_parameters`). Source: torch.nn.parallel.distributed.
+Rank 0 broadcasts the model at construction. Its buffers follow before the first forward, and before
+any forward that comes after a synchronized one; the rebuilt plan follows once (step 6 in the docs
+of `miniddp.reducer`). Source: torch.nn.parallel.distributed.
 """
 
 import warnings
@@ -38,7 +38,7 @@ class MiniDDP(nn.Module):
         process_group: the ranks that take part; the default group when None.
         broadcast_buffers: take rank 0's buffers, at construction and before forwards (see above).
         init_sync: verify and broadcast the model at construction.
-        bucket_cap_mb: the buckets' size in MiB; when None, 1 for the first and 25 for the others.
+        bucket_cap_mb: the buckets' size in MiB; when None, 25, but 1 for the one packed first.
         find_unused_parameters: for models in which a forward may leave parameters unused.
         gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
 
@@ -70,12 +70,13 @@ class MiniDDP(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True  # False in no_sync()
-        self.require_forward_param_sync = True  # whether the last forward was synchronized
+        self.require_forward_param_sync = True  # whether the next forward takes rank 0's buffers
 
         state: dict[str, Tensor] = {}
         settings: dict[str, Any] = {}
         problem = None
         try:
+            state = self.state_to_broadcast()  # its device is where the ranks meet, even to fail
             self.check_module()
             state, settings = self.state_to_broadcast(), self.common_settings()
         except Exception as error:  # raised on every rank, by verify_same_model

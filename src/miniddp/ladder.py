@@ -8,8 +8,8 @@
 | `Bucketed` | messages of a middle size | B | after backward |
 | `BucketedOverlapped` | a few large messages, sent during backward: what DDP does | B | during it |
 
-for P parameters in B buckets, all of one dtype and device. The additional all-reduce tells which
-gradients exist; elsewhere these flags travel with the gradients. All rungs have one interface:
+for P parameters in B buckets, all of one dtype and device. The + 1 tells which gradients exist;
+the other rungs send these flags with the gradients. All rungs have one interface:
 
     rung = Flat(module)                # every rank gets rank 0's parameters and buffers
     with rung.no_sync():               # to accumulate: for all micro-batches but the last
@@ -181,8 +181,7 @@ class Bucketed(Rung):
             self._launch(bucket)
         for bucket, (flat, work) in zip(self.buckets, self.launched, strict=True):
             work.wait()
-            sizes = [parameter.numel() for parameter in bucket]
-            *averages, exists = flat.split([*sizes, len(bucket)])
+            *averages, exists = flat.split([*(p.numel() for p in bucket), len(bucket)])
             for parameter, average, anywhere in zip(bucket, averages, exists.tolist(), strict=True):
                 parameter.grad = average.view_as(parameter) if anywhere else None
         self.launched.clear()

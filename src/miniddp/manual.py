@@ -44,8 +44,8 @@ def average_gradients(
 
     Raises ValueError for another `combine`, and on a rank that is not in `group`.
 
-    Cost, for P used parameters on W ranks: P all-reduces, after one that tells which gradients
-    exist, with a byte per parameter. With `flat`: one per dtype and device, flags included.
+    Cost, for P used parameters on W ranks: P all-reduces, after one of a byte per parameter that
+    tells which gradients exist. With `flat`: one per dtype and device, flags included.
     """
     if combine not in ("average", "sum"):
         raise ValueError(f'combine must be "average" or "sum", got {combine!r}')

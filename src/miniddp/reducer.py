@@ -8,8 +8,8 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
 4. *Launch.* All-reduce each full bucket while backward goes on, strictly in bucket order: gradients
    may arrive in another order on another rank, and collectives are matched by their order alone.
 5. *Finalize.* Once per backward, at its end: wait for each all-reduce and copy the averages out.
-6. *Rebuild.* Once, before the first forward with grad after a reduced backward: rank 0 broadcasts
-   a plan in its order of arrival. Not with `find_unused_parameters`.
+6. *Rebuild.* Once, before the first forward with grad after a reduced backward: use the plan that
+   rank 0 packs in its order of arrival and broadcasts. Not with `find_unused_parameters`.
 
 `ReducerState` says in which phase it is. A transition that is not listed raises RuntimeError.
 
@@ -92,7 +92,7 @@ class Reducer:
         self.has_rebuilt_bucket = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
-        # Whether hooks skip lock and `expect_autograd_hook`. Changed by extras and torch_drop_in.
+        # Once REDUCING, do hooks skip lock and `expect_autograd_hook`? Rooms change it.
         self.lock_free = self.on_cpu and not find_unused_parameters
         self.usage = UsedParameters(self.parameters, process_group)
         self.initialize_buckets(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
@@ -169,8 +169,8 @@ class Reducer:
     def autograd_hook(self, index: int) -> None:
         """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined.
 
-        The common case takes no lock: on the CPU, one thread runs all hooks of a backward, and no
-        two threads may run parts of it. On a GPU, undefined gradients arrive in another thread.
+        The common case takes no lock: on the CPU, one thread runs all hooks of a backward (do not
+        split one over threads). On a GPU, undefined gradients arrive in another thread.
         """
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
@@ -185,7 +185,7 @@ class Reducer:
                     self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Whether to count it; the first enters REDUCING. Extended by extras and torch_drop_in."""
+        """Count this one? The first enters REDUCING. Extended by extras and torch_drop_in."""
         if self.find_unused_parameters:
             self.usage.mark(index)  # under no_sync too: any use counts
         if self.state is READY:

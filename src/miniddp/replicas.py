@@ -61,24 +61,24 @@ def verify_same_model(
 ) -> None:
     """Compare the ranks' models before data moves; every rank raises RuntimeError if they differ.
 
-    `named` are tensors whose names, order, shapes, strides, dtypes, and requires_grad must agree;
-    `settings` must agree, too. This rank raises its `problem`; the others then raise RuntimeError.
+    `named`: tensors whose names, order, shapes, strides, dtypes, requires_grad, and sharing of
+    devices must agree, as must `settings`. A rank raises its own `problem`; the others name it.
     """
     model, values = {}, {name: repr(value) for name, value in (settings or {}).items()}
+    seen: dict[torch.device, str] = {}  # numbered, as cuda:0 here may be cuda:1 on another rank
     try:
         for name, tensor in named.items():
+            where = seen.setdefault(tensor.device, f", on its device {len(seen)}" * bool(seen))
             trainable = "trainable" if tensor.requires_grad else "not trainable"
             sizes = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            model[name] = f"{sizes}, {tensor.dtype}, {trainable}"
+            model[name] = f"{sizes}, {tensor.dtype}, {trainable}{where}"
     except Exception as error:  # a lazy parameter has no shape before its first forward
         problem = problem or error
     fault = "" if problem is None else f"{type(problem).__name__}: {problem}"
     ours = (list(model.items()), values, fault)
-    devices = [tensor.device for tensor in named.values()] or [
-        torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
-    ]
+    device = next(iter(seen), "cuda" if "nccl" in dist.get_backend(group) else "cpu")
     digest = list(hashlib.sha256(repr(ours).encode()).digest())
-    message = torch.tensor(digest, dtype=torch.uint8, device=devices[0])
+    message = torch.tensor(digest, dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(message) for _ in range(group.size())]
     wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
     every = [ours] * group.size()

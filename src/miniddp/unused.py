@@ -2,10 +2,10 @@
 
 With `find_unused_parameters=True`:
 
-1. *Search.* After a synchronized forward, `MiniDDP._post_forward` starts a search of the graph from
-   the outputs. An unreached parameter gets no gradient here; the reducer counts it as arrived.
-2. *Gate.* Then the outputs pass through one node of the graph, `OutputGate`, so that a loss on some
-   of them still runs the hook of every parameter that the search has reached.
+1. *Search.* After a synchronized forward, search the graph from its outputs. Unreached parameters
+   count as arrived with the first gradient. If all are unreached, the other ranks wait, as in DDP.
+2. *Gate.* The outputs of each forward with grad pass through one node of the graph, `OutputGate`,
+   so that a loss on some of them still runs the hook of every parameter that was reached.
 3. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
 4. *All-reduce.* After the last bucket, one all-reduce counts the ranks that used each parameter.
 5. *Write.* If some rank used a parameter, its `.grad` gets the average; a `.grad` of None counts

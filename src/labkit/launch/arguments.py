@@ -22,3 +22,10 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
             # torchrun stops all ranks when one fails: let rank 0 fail first, with its message.
             time.sleep(5)
         raise
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1; pass it as `type=` to `add_argument`."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number

@@ -12,7 +12,8 @@ writes notes about its progress to the process group's key-value store, and a th
 writes a heartbeat.
 
 A rank that gets an error compares the notes. A rank with a heartbeat and fewer notes is *stuck* at
-the place that its last note names. A rank without a heartbeat is *gone*, possibly with its node.
+the place that its last note names. A rank without a heartbeat is *gone*, possibly with its node. A
+rank that left the block with fewer notes has *finished early*.
 The reporting rank prints this and exits with code 1.
 
 A stuck rank must end, too. The agent of another node sees it as healthy, so torchrun does not end
@@ -26,6 +27,7 @@ note and two per second. A report takes up to 3 s after the collective has faile
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -37,9 +39,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from labkit.launch.rank_process import VICTIM
+
 PULSE = 0.5  # seconds
 _PATIENCE = timedelta(seconds=5)
 _LEFT = "left"
+_OF_A_COLLECTIVE = re.compile(rf"gloo|NCCL|[Tt]imed out|{VICTIM.pattern}")
 
 
 class Sign(NamedTuple):
@@ -51,6 +56,7 @@ class Sign(NamedTuple):
     notes: int
     host: str
     last: str
+    finished: bool = False  # it has left the block, without an error
 
 
 @contextlib.contextmanager
@@ -58,9 +64,9 @@ def report_missing_ranks() -> Iterator[Callable[[str], None]]:
     """Give a function that writes a note, and turn an error of a collective into a report.
 
     It works only under torchrun, within `join_ranks`, and every rank must enter it. While it runs,
-    it handles SIGTERM; the handler that was installed before is restored at the end. It exits with
-    code 1 for any RuntimeError that a missing rank explains, and raises every other error
-    unchanged.
+    it handles SIGTERM; the handler that was installed before is restored at the end. If a
+    collective fails and another rank is missing, it prints the report and exits with code 1. Every
+    other error is raised unchanged.
     """
     life: list[str] = [os.urandom(8).hex()]
     dist.broadcast_object_list(life)  # the store outlives a restart; notes must not
@@ -69,8 +75,9 @@ def report_missing_ranks() -> Iterator[Callable[[str], None]]:
     pulse.start()
     try:
         yield register.note
+        register.finish()
     except RuntimeError as error:
-        if missing := register.missing():
+        if _is_of_a_collective(error) and (missing := register.missing()):
             print(f"{missing}\n({_first_line(error)})", file=sys.stderr, flush=True)
             register.leave()
             raise SystemExit(1) from error
@@ -90,7 +97,10 @@ def report(rank: int, signs: dict[int, Sign], later: dict[int, Sign]) -> str:
         what = f'rank {other} on {sign.host}, last seen at "{sign.last}"'
         if other == rank:
             continue
-        if sign.beats == signs[other].beats:
+        if sign.finished:
+            if sign.notes < later[rank].notes:
+                lines.append(f"finished early: {what}")
+        elif sign.beats == signs[other].beats:
             lines.append(f"gone: {what}")
         elif sign.notes < later[rank].notes:
             lines.append(f"stuck: {what}")
@@ -127,6 +137,12 @@ class _Register:
             raise SystemExit(128 + signal.SIGTERM)
         with self.lock:
             self.sign = self.sign._replace(notes=self.sign.notes + 1, last=text)
+            self._write()
+
+    def finish(self) -> None:
+        """The others need not look for this rank's heartbeat any more."""
+        with self.lock, contextlib.suppress(RuntimeError):  # the store's rank may have left
+            self.sign = self.sign._replace(finished=True)
             self._write()
 
     def beat(self) -> None:
@@ -173,16 +189,23 @@ class _Register:
         self.asked_to_end = True
 
     def _write(self) -> None:
-        self.store.set(str(self.rank), "\n".join(map(str, self.sign)))
+        beats, notes, host, last, finished = self.sign
+        text = f"{beats}\n{notes}\n{int(finished)}\n{host}\n{last}"
+        self.store.set(str(self.rank), text)
 
     def _look(self) -> dict[int, Sign]:
         with self.lock:
             texts = self.store.multi_get([str(rank) for rank in range(self.world_size)])
         signs = {}
         for rank, text in enumerate(texts):
-            beats, notes, host, last = text.decode().split("\n", 3)
-            signs[rank] = Sign(int(beats), int(notes), host, last)
+            beats, notes, finished, host, last = text.decode().split("\n", 4)
+            signs[rank] = Sign(int(beats), int(notes), host, last, finished == "1")
         return signs
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether waiting for another rank can have caused it. gloo raises plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or bool(_OF_A_COLLECTIVE.search(str(error)))
 
 
 def _first_line(error: Exception) -> str:

@@ -89,7 +89,7 @@ def _context() -> Any:
 
 
 def _of_pytest() -> list[str]:
-    """Under pytest, what every function of a test module names; each rank would import it.
+    """Under pytest, the module that the functions of a test module refer to, once rewritten.
 
     pytest rewrites the assertions of such a module, and ranks get its functions by value.
     """

@@ -6,8 +6,9 @@ caller and the work:
 1. It runs in its own session, so a signal to the caller's process group does not reach it.
 2. It adopts orphans (Linux: child subreaper), so it can find a daemon that left its parent and its
    session.
-3. It holds one end of a pipe whose other end only the caller holds. When the pipe closes, the
-   caller has ended, for whatever reason; the guard then kills all its descendants and exits.
+3. A pipe connects it to the caller, and no other process holds the caller's end. When the pipe
+   closes, the caller has ended, for whatever reason. The guard then kills all its descendants and
+   exits.
 
 `labkit.launch.fork_server` and `labkit.launch.ranks` build on these functions. `run_guarded` puts
 a guard around a command; `python -m labkit.launch.guard COMMAND…` is the guard itself.

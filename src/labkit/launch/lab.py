@@ -35,7 +35,8 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     `cuda:LOCAL_RANK` if this machine has one GPU per rank, and gloo on the CPU otherwise. The
     environment variable LABKIT_DEVICE overrides this: "cpu"; or "cuda", and then ranks share the
     GPUs over gloo if there are too few. Exits with an explanation if torchrun did not start the
-    script, or if that device is missing. What concerns GPUs was not run on one; `make gpu` does.
+    script, or if that device is missing. This has not been run on a GPU
+    yet; `make gpu` does.
     """
     if "LOCAL_RANK" not in os.environ:
         script = os.path.relpath(sys.argv[0])
@@ -75,8 +76,8 @@ def leave_group() -> None:
 def place_of_rank(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
     """The device of a rank of this machine, and the backend that all of them can talk over.
 
-    Exits with an explanation if LABKIT_DEVICE asks for a missing device. Tested with a pretended
-    number of GPUs; not yet run with real ones, as `make gpu` does.
+    Exits with an explanation if LABKIT_DEVICE asks for a missing device. Tested with a
+    simulated number of GPUs; `make gpu` runs it with real ones, which has not been done yet.
     """
     asked = os.environ.get("LABKIT_DEVICE", "auto")
     if asked not in ("auto", "cpu", "cuda"):

@@ -63,7 +63,7 @@ class Job(NamedTuple):
 class Report(NamedTuple):
     """How one rank ended, as it is sent to the caller."""
 
-    status: str  # "returned", "raised", "exited", "died", "unfinished"
+    status: str  # "returned", "raised", "exited", "died", "unsendable", "unfinished"
     text: str = ""  # for people: the traceback, or where it stands
     line: str = ""  # the same in one line
     payload: bytes = b""  # cloudpickle of the result or of the exception
@@ -209,7 +209,8 @@ def _report_exception(error: BaseException, job: Job) -> Report:
         # This rank only lost its connection, so report where it waited: the library's own text
         # names ports and sources, and differs from run to run.
         frames = [Frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(stack)]
-        line = describe(frames[::-1], job.cells, job.home).text
+        state = describe(frames[::-1], job.cells, job.home)
+        line = state.text if state.waits else line  # else, a connection of the function's own
     return Report("raised", text, line, _pickle_exception(error), time.monotonic())
 
 

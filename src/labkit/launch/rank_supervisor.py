@@ -35,10 +35,12 @@ from labkit.launch.rank_states import RankState, describe, read_stack, show_cell
 # report says the same at every run; it ends early once none of them moves any more.
 _SETTLE = 2.0
 _LOOK_EVERY = 0.1
+# On a busy machine, a rank waits for a core before it can write its stack.
+_ANSWER_WITHIN = 1.0
 _LEAVE_WITHIN = 5.0
 # Seconds that ranks may take to join, even if the time for the function is shorter: on a busy
 # machine, joining takes longer than the function.
-_JOIN_WITHIN = 30.0
+JOIN_WITHIN = 30.0
 _SHOWN = 200_000  # bytes of output per rank; the rest is counted, not shown
 
 
@@ -47,18 +49,23 @@ class Outcome(NamedTuple):
 
     reports: list[Report]
     outputs: list[tuple[str, str]]
+    all_joined: bool  # whether the function was called on every rank
 
 
 def supervise(caller: Connection, job: Job) -> None:
     """Run `job` and send its Outcome to `caller`. When it returns, no process is left below it."""
     own_session()
     adopt_orphans()
+    if hasattr(signal, "SIGUSR1"):
+        # It asks a rank for its stack. A rank that cannot answer yet must not be ended by it.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if job.start_method == "fork":
         _import(job.modules)
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     try:
         ranks = _Ranks(job, folder)
         try:
+            ranks.start()
             if ranks.watch(caller):
                 ranks.release()
             else:
@@ -72,8 +79,10 @@ def supervise(caller: Connection, job: Job) -> None:
             )
             for r in range(job.world_size)
         ]
-        caller.send(Outcome([ranks.reports[r] for r in range(job.world_size)], outputs))
-    except (BrokenPipeError, _CallerGoneError):
+        reports = [ranks.reports[r] for r in range(job.world_size)]
+        with contextlib.suppress(BrokenPipeError):
+            caller.send(Outcome(reports, outputs, ranks.all_joined))
+    except _CallerGoneError:
         pass
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -100,14 +109,21 @@ class _Ranks:
         self.joined: set[int] = set()
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, BaseProcess] = {}
-        context = multiprocessing.get_context(job.start_method)
-        for rank in range(job.world_size):
+
+    def start(self) -> None:
+        """Start every rank. Raises OSError if the system has no more processes or files."""
+        context = multiprocessing.get_context(self.job.start_method)
+        for rank in range(self.job.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=run_rank, args=(rank, job, folder, theirs))
+            process = context.Process(target=run_rank, args=(rank, self.job, self.folder, theirs))
             process.start()
             theirs.close()
             self.pipes[rank] = ours
             self.processes[rank] = process
+
+    @property
+    def all_joined(self) -> bool:
+        return len(self.joined) == self.job.world_size
 
     @property
     def unfinished(self) -> list[int]:
@@ -115,11 +131,11 @@ class _Ranks:
 
     def watch(self, caller: Connection) -> bool:
         """Collect reports. True if every rank returned; False after a failure or a timeout."""
-        deadline = time.monotonic() + max(self.job.timeout, _JOIN_WITHIN)
-        all_joined = False
+        deadline = time.monotonic() + max(self.job.timeout, JOIN_WITHIN)
+        counts = False  # whether the function's own time has begun
         while self.unfinished:
-            if not all_joined and len(self.joined) == self.job.world_size:
-                all_joined, deadline = True, time.monotonic() + self.job.timeout
+            if not counts and self.all_joined:
+                counts, deadline = True, time.monotonic() + self.job.timeout
             self._collect(caller, deadline)
             failed = any(report.status != "returned" for report in self.reports.values())
             if failed:
@@ -178,11 +194,23 @@ class _Ranks:
 
     def _look(self) -> list[RankState]:
         """Ask every unfinished rank for its stack, and read it."""
+        before = sizes = self._sizes_of_stacks()
         for rank in self.unfinished:
             if hasattr(signal, "SIGUSR1") and self.processes[rank].is_alive():
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(_LOOK_EVERY / 2)
+        # Every rank has answered, and none is still writing; or some cannot answer.
+        deadline = time.monotonic() + _ANSWER_WITHIN
+        answered = False
+        while not answered and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY / 4)
+            earlier, sizes = sizes, self._sizes_of_stacks()
+            grown = (new > old for new, old in zip(sizes, before, strict=True))
+            answered = sizes == earlier and all(grown)
         return [self._state(rank) for rank in self.unfinished]
+
+    def _sizes_of_stacks(self) -> list[int]:
+        files = [self.folder / f"stack-{rank}" for rank in self.unfinished]
+        return [file.stat().st_size if file.exists() else 0 for file in files]
 
     def _state(self, rank: int) -> RankState:
         try:
@@ -202,7 +230,8 @@ class _Ranks:
     def release(self) -> None:
         """All ranks have reported: let them end on their own, for a bounded time."""
         for pipe in self.pipes.values():
-            pipe.send("go")
+            with contextlib.suppress(OSError):  # a rank that ended after its report
+                pipe.send("go")
         deadline = time.monotonic() + _LEAVE_WITHIN
         for process in self.processes.values():
             process.join(max(0.0, deadline - time.monotonic()))

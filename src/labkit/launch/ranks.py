@@ -50,7 +50,7 @@ import torch
 from labkit.launch.fork_server import NotStartedError, forked, has_fork_server
 from labkit.launch.rank_process import HANDED, VICTIM, Job, Report, bind, rebuild_exception
 from labkit.launch.rank_states import STARTING, is_under_work
-from labkit.launch.rank_supervisor import Outcome, supervise
+from labkit.launch.rank_supervisor import JOIN_WITHIN, Outcome, supervise
 
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _OWN = ("labkit", "miniddp")  # both start no thread when they are imported
@@ -137,7 +137,7 @@ def run_ranks(
         _show(rank, stdout, sys.stdout)
         _show(rank, stderr, sys.stderr)
     if any(report.status != "returned" for report in outcome.reports):
-        _raise_first_failure(outcome.reports, job)
+        _raise_first_failure(outcome, job)
     return [_receive(rank, report) for rank, report in enumerate(outcome.reports)]
 
 
@@ -168,7 +168,8 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
 def _place(world_size: int, device: str) -> tuple[tuple[str, ...], str]:
     """One device per rank, and the backend for them.
 
-    Tested with a pretended number of GPUs; not yet run with real ones, as `make gpu` does.
+    Tested with a simulated number of GPUs; `make gpu` runs it with real ones, which has not been
+    done yet.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f'device must be "auto", "cpu" or "cuda", got {device!r}')
@@ -310,11 +311,12 @@ def _receive(rank: int, report: Report) -> Any:
         ) from error
 
 
-def _raise_first_failure(reports: list[Report], job: Job) -> NoReturn:
+def _raise_first_failure(outcome: Outcome, job: Job) -> NoReturn:
+    reports = outcome.reports
     states = tuple(f"rank {rank}: {_state(report)}" for rank, report in enumerate(reports))
     culprit = _first_failure(reports)
     if culprit is None:
-        _raise_timeout(reports, states, job)
+        _raise_timeout(outcome, states, job)
     report = reports[culprit]
     others = "\n".join(f"  {line}" for rank, line in enumerate(states) if rank != culprit)
     others = f"\nWhen it failed, the others stood here:\n{others}" if others else ""
@@ -358,10 +360,16 @@ def _first_failure(reports: list[Report]) -> int | None:
     return next(r for r in causes if reports[r].time <= first + _TOGETHER)
 
 
-def _raise_timeout(reports: list[Report], states: tuple[str, ...], job: Job) -> NoReturn:
-    late = [report for report in reports if report.status == "unfinished"]
+def _raise_timeout(outcome: Outcome, states: tuple[str, ...], job: Job) -> NoReturn:
+    late = [report for report in outcome.reports if report.status == "unfinished"]
     lines = "\n".join(f"  {line}" for line in states)
-    if any(report.waits and not report.text.startswith(STARTING) for report in late):
+    what, seconds = "finish", job.timeout
+    if not outcome.all_joined:
+        what, seconds = "start", max(job.timeout, JOIN_WITHIN)
+        action = (
+            "try again when the machine is less busy, with fewer ranks, or with a larger timeout=."
+        )
+    elif any(report.waits and not report.text.startswith(STARTING) for report in late):
         action = (
             "every rank has to call the same collectives in the same order, on tensors of the same "
             "shape and dtype; find the one that differs."
@@ -369,7 +377,7 @@ def _raise_timeout(reports: list[Report], states: tuple[str, ...], job: Job) -> 
     else:
         action = "pass a larger timeout= if the work takes that long, or fix the endless loop."
     raise RanksTimeoutError(
-        f"{len(late)} of {len(reports)} ranks did not finish within {job.timeout:g} s, and every "
+        f"{len(late)} of {job.world_size} ranks did not {what} within {seconds:g} s, and every "
         f"rank was stopped.\n{lines}\nNext: {action}",
         states,
     )

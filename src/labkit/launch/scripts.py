@@ -20,12 +20,14 @@ _TORCHRUN_REPORT = re.compile(r"^E\d{4} .*torch/distributed/elastic/.*\] failed"
 class ScriptError(RuntimeError):
     """A script failed or did not end in time. The text holds the end of its output.
 
-    `said` holds all of its output, stdout and then stderr.
+    `said` holds all of its output, stdout and then stderr. `exit_code` is None if it did not end in
+    time.
     """
 
-    def __init__(self, message: str, said: str = "") -> None:
+    def __init__(self, message: str, said: str = "", exit_code: int | None = None) -> None:
         super().__init__(message)
         self.said = said
+        self.exit_code = exit_code
 
 
 def project_root(start: Path | None = None) -> Path:
@@ -65,8 +67,9 @@ def run_script(
         max_restarts: how often torchrun may restart all ranks after one has failed.
 
     Raises FileNotFoundError if the script does not exist. Raises ScriptError, with the end of the
-    output, if the script fails or does not end in time. Two ranks of a lab take about a second, or
-    about 15 s with `fresh`, mostly for importing torch.
+    output, if the script fails or does not end in time. Raises
+    `labkit.launch.fork_server.NotStartedError` if no process can be started. Two ranks of a lab
+    take about a second, or about 15 s with `fresh`, mostly for importing torch.
     """
     root = project_root()
     if not (root / script).is_file():
@@ -100,7 +103,9 @@ def run_script(
     if done.returncode:
         ends = "\n".join(_tail(text) for text in (done.stdout, done.stderr))
         raise ScriptError(
-            f"{script} ended with exit code {done.returncode}:\n{ends}", done.stdout + done.stderr
+            f"{script} ended with exit code {done.returncode}:\n{ends}",
+            done.stdout + done.stderr,
+            done.returncode,
         )
     return _NOISE.sub("", done.stdout).strip("\n")
 

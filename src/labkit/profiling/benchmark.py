@@ -84,8 +84,8 @@ def take_turns(
     counts, so all ranks return the same seconds, in the order of rounds. `after` runs after each
     turn and is not timed. A program that returns a float reports its own time, in seconds.
 
-    A turn is disturbed if other programs took more than a twentieth of the processors' time (and
-    20 ms, because the system counts in hundredths of a second). Disturbed turns are repeated until
+    A turn is disturbed if other programs took more than a twentieth of the processors' time plus
+    20 ms, because the system's clock has a resolution of 10 ms. Disturbed turns are repeated until
     they have cost `patience` seconds. Only Linux can detect them; elsewhere every turn counts.
     """
     names = list(programs)

@@ -44,7 +44,7 @@ _SEGMENT = MIB  # the longest message that gloo sends
 class Cost(NamedTuple):
     """The cost of one all-reduce, independent of the link.
 
-    `steps` counts the messages that wait for one another, and `bytes` is their total length.
+    `steps` is the number of messages sent one after another. `bytes` is their total length.
     `sent` is the number of bytes that the busiest rank sends.
     """
 
@@ -159,8 +159,8 @@ def hierarchical_seconds(
 class Measurement(NamedTuple):
     """One all-reduce of `bytes` by an algorithm of `ALGORITHMS`.
 
-    `seconds` is the time from launch to completion; `cpu` is this process's processor time
-    meanwhile.
+    `seconds` is the time from launch to completion on the slowest rank. `cpu` is the processor
+    time of one process meanwhile: the largest of any rank.
     """
 
     algorithm: str
@@ -278,7 +278,7 @@ def backward_of(recording: Recording | RankRecording) -> Backward:
     """The computing half of a recorded step; with several ranks, the slowest rank's time per
     gradient.
 
-    Record a step without collectives during backward (the strategy `Flat`); otherwise their work
+    Record a step without collectives during backward (the rung `Flat`); otherwise their work
     is already part of these times.
 
     Raises ValueError for a recording without gradients, or if the ranks' orders differ.
@@ -307,7 +307,11 @@ class SimulatedStep(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """The seconds that communication adds to the step."""
+        """The seconds from the last gradient to the end of the step.
+
+        With a `cpu_share` above 0, communication also delays the gradients. This delay is not
+        included.
+        """
         return self.end - self.compute_end
 
     @property
@@ -315,7 +319,8 @@ class SimulatedStep(NamedTuple):
         """The bucket from which on the link works without a pause until the end.
 
         The critical path of the step: compute until this bucket is launched, then the all-reduces
-        of this and all later buckets. Only what is on it makes the step shorter.
+        of this and all later buckets. The step gets shorter only if something on this path gets
+        shorter.
         """
         first = len(self.sent) - 1
         while first > 0 and self.sent[first][0] <= self.sent[first - 1][2]:
@@ -377,6 +382,8 @@ def lower_limit(backward: Backward, all_reduce: Callable[[int], float]) -> float
 
 def _delayed(moment: float, busy: Iterable[tuple[float, float]], cpu_share: float) -> float:
     """The time at which backward reaches `moment` of its own schedule if `busy` slows it down."""
+    if not cpu_share:
+        return moment  # exactly: the sums below round
     for begin, end in busy:
         if moment <= begin:
             break

@@ -7,7 +7,7 @@
     recording = recorder.gather()                            # or `merge` what the ranks returned
 
 The `averager` may be anything that takes a process group: torch's DistributedDataParallel, one of
-MiniDDP's strategies, or a reader's own class. The recorder uses two public interfaces:
+MiniDDP's rungs, or a reader's own class. The recorder uses two public interfaces:
 
 - A post-accumulate-grad hook on every parameter records when its gradient is ready. Hooks run in
   the order of their registration, so create the recorder before the averager.
@@ -52,7 +52,8 @@ class Collective(NamedTuple):
     """One collective, as one rank saw it.
 
     `bytes` is the size of this rank's input. `after` is the number of gradients that were ready at
-    the launch. `bucket` counts the collectives since the first gradient; it is None before.
+    the launch. `bucket` numbers the collectives launched after the first gradient, from 0. It
+    is None for earlier ones.
     """
 
     op: str

@@ -80,7 +80,9 @@ def _head_without_a_gradient(
     wrap: Callable[[nn.Module], nn.Module],
     average: Callable[[nn.Module], object],
 ) -> tuple[Tensor, Tensor]:
-    """The second head's averaged gradient, and half of rank 0's own, which it has to be."""
+    """The second head's averaged gradient, and the value that it should have: half of rank 0's own
+    gradient.
+    """
     torch.manual_seed(0)
     model = TwoHeads()
     model(_inputs(0)).mean().backward()

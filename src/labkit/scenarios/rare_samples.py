@@ -1,8 +1,8 @@
 """Sixteen samples, the last four of them rare: the problem of the chapters on surprises.
 
-With W ranks, rank r holds the r-th of W equal slices, so the rare samples are all on the last rank.
-Its gradient is larger than the others', as happens with real data, and without that half of the
-bugs in these chapters would be invisible.
+With W ranks, rank r holds the r-th of W equal slices. On up to four ranks, the rare samples are all
+on the last rank. Its gradient is larger than the others', as happens with real data. Without that,
+half of the bugs in these chapters would be invisible.
 """
 
 import copy

@@ -14,7 +14,7 @@ STEPS, MASKS = 200, 4000
 
 
 class Noise(NamedTuple):
-    """Of the averaged gradient over many steps at fixed weights.
+    """How noisy the averaged gradient is, over many steps at fixed weights.
 
     Attributes:
         off: root mean square distance from the expected gradient, relative to its norm.

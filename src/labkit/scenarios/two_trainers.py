@@ -89,7 +89,7 @@ def run(program: Program) -> list[Seen]:
     """Run both Trainers in this process, and return what each process of the second one saw.
 
     Lightning starts the second Trainer's other processes by running this script again, so every
-    process calls this function. Only rank 0's return value is complete; the others return theirs.
+    process calls this function. Each of them returns the whole list, in the order of ranks.
     """
     _silence()
     data = _draw(program)

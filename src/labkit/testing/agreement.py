@@ -98,26 +98,18 @@ def assert_gradients_equal(
     """On every rank the gradients of `module` are the `true` ones (by name; None counts as zeros).
 
     Equal means: the error of each parameter's gradient has a norm of at most `tolerance` times the
-    norm of the whole true gradient. 1e-9 suits float64; use 1e-5 for float32.
+    norm of the whole true gradient. 1e-9 suits float64; use 1e-5 for float32. Each trainable
+    parameter needs an entry in `true`, and each gradient in `true` needs a trainable parameter.
     """
+    if error := _names_error(module, true, dist.get_rank(group)):
+        raise_on_every_rank(error, group)
     found, wanted = {}, {}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and name in true:
+        if parameter.requires_grad:
             zeros = torch.zeros_like(parameter)
             grad, right = parameter.grad, true[name]
             found[name] = zeros if grad is None else _dense(grad)
             wanted[name] = zeros if right is None else _dense(right).to(zeros.device)
-    unknown = [n for n, p in module.named_parameters() if p.requires_grad and n not in true]
-    if unknown or not found:
-        error = InvariantError(
-            "assert_gradients_equal",
-            dist.get_rank(group),
-            f"{unknown[0]}.grad" if unknown else "the module",
-            "a trainable parameter" if unknown else "no trainable parameter",
-            "a true gradient for each trainable parameter, by its name",
-            "`true` belongs to another module, or all parameters of this module are frozen.",
-        )
-        raise_on_every_rank(error, group)
     missed = {name: float((found[name] - wanted[name]).norm()) for name in found}
     worst = max(missed, key=lambda name: math.inf if math.isnan(missed[name]) else missed[name])
     allowed = tolerance * float(flatten(wanted.values()).norm())
@@ -186,6 +178,34 @@ def _assert_same_bits(
         if error is None and not torch.equal(packed, rank_0s):
             error = _first_difference(invariant, rank, mine, rank_0s, cause)
     raise_on_every_rank(error, group)
+
+
+def _names_error(module: nn.Module, true: Gradients, rank: int) -> InvariantError | None:
+    """The error unless `true` names the trainable parameters, and no others except with None."""
+    every = dict(module.named_parameters(remove_duplicate=False))  # `true` may name tied ones twice
+    trainable = [name for name, p in module.named_parameters() if p.requires_grad]
+    unknown = [name for name in trainable if name not in true]
+    untrained = [
+        name
+        for name, right in true.items()
+        if right is not None and not (name in every and every[name].requires_grad)
+    ]
+    if untrained:
+        where = f"{untrained[0]}.grad"
+        found = "a frozen parameter" if untrained[0] in every else "no parameter of this name"
+        expected = "a trainable parameter, because `true` has a gradient for it"
+        cause = (
+            "the implementation froze or replaced the parameter, or `true` belongs to another "
+            "module. Leave parameters that are frozen on purpose out of `true`."
+        )
+    elif unknown or not trainable:
+        where = f"{unknown[0]}.grad" if unknown else "the module"
+        found = "a trainable parameter" if unknown else "no trainable parameter"
+        expected = "a true gradient for each trainable parameter, by its name"
+        cause = "`true` belongs to another module, or all parameters of this module are frozen."
+    else:
+        return None
+    return InvariantError("assert_gradients_equal", rank, where, found, expected, cause)
 
 
 def _chunks(tensors: Mapping[str, Tensor | None]) -> Iterator[list[str]]:
@@ -264,12 +284,12 @@ def _cause(comparison: Comparison | None, world_size: int) -> str:
             "a direction bug, which no positive factor repairs: some gradients were not combined, "
             "or were combined with another parameter's, or some samples count more than others."
         )
-    if abs(ratio / world_size - 1) < 1e-3:
+    if world_size > 1 and abs(ratio / world_size - 1) < 1e-3:
         return (
             f"a scale bug: {world_size} times too large on {world_size} ranks, a sum where an "
             "average is needed, or a loss with a local denominator multiplied by the world size."
         )
-    if abs(ratio * world_size - 1) < 1e-3:
+    if world_size > 1 and abs(ratio * world_size - 1) < 1e-3:
         return (
             f"a scale bug: {world_size} times too small on {world_size} ranks, divided by the "
             "world size twice, or a loss with a global denominator not multiplied by it."

@@ -69,6 +69,11 @@ def largest_difference(found: Iterable[Tensor], true: Iterable[Tensor]) -> float
     return float(difference.max()) if difference.numel() else 0.0
 
 
+def same_bits(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
+    """Whether all elements are bitwise equal: NaN equals NaN, and 0.0 differs from -0.0."""
+    return torch.equal(flatten(one).view(torch.int64), flatten(other).view(torch.int64))
+
+
 def _of_same_shapes(
     found: Iterable[Tensor], true: Iterable[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:

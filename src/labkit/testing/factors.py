@@ -12,12 +12,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
-from labkit.testing.compare import Comparison, gradients, ratio_and_cosine
+from labkit.testing.compare import Comparison, gradients, ratio_and_cosine, same_bits
 from labkit.testing.verdict import gradient_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -45,8 +44,8 @@ def try_factors(
     """The combined gradient of `factor · loss`, compared with `meant`'s, for "×1", "×W", "×1/W".
 
     Rank r has the next `counts[r]` samples; `loss` gets its outputs and targets there. Raises
-    RuntimeError if the ranks end with different gradients, or if they cannot be compared
-    because one is zero.
+    RuntimeError if the ranks end with different bits, and ValueError if the true or a combined
+    gradient is zero everywhere.
 
     Costs three starts of W ranks, about 0.1 s each.
     """
@@ -63,7 +62,7 @@ def try_factors(
     found = {}
     for name, factor in (("×1", 1.0), ("×W", world_size), ("×1/W", 1 / world_size)):
         first, *others = run_ranks(on_a_rank, world_size, factor)
-        if not all(_equal(first, other) for other in others):
+        if not all(same_bits(first, other) for other in others):
             raise RuntimeError(f"{name}: the ranks hold different gradients after `combine`")
         found[name] = ratio_and_cosine(first, true)
     return found
@@ -84,7 +83,3 @@ def factor_table(found: Mapping[str, Comparison]) -> str:
     headers = [*(f"ratio, {name}" for name in found), "cosine", "right"]
     ratios = [comparison.ratio for comparison in found.values()]
     return table(headers, [[*ratios, cosine, ", ".join(right) or "none"]])
-
-
-def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -9,8 +9,8 @@
 
 A variant is one way to compute a gradient, identified by its name. Each rank returns its result for
 every variant. The truth is the gradient of a single process with the whole batch. If all ranks hold
-the same bits, a variant has one verdict; otherwise it has one per rank, because the replicas
-diverge at the next step, which no single number shows.
+the same bits, a variant has one verdict; otherwise it has one per rank, because ranks with
+different gradients diverge at the next step, and one number cannot show that.
 
 The same functions judge any list of tensors, for example the change of the weights in an epoch
 (`moved`).
@@ -21,16 +21,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from labkit.book.tables import table
 from labkit.testing.compare import (
     Comparison,
-    flatten,
     gradients,
     largest_difference,
     ratio_and_cosine,
+    same_bits,
 )
 
 Kind = Literal["right", "scale bug", "direction bug", "not finite", "zero"]
@@ -102,7 +101,7 @@ def verdicts(
     for variant in variants:
         true = truth[variant] if isinstance(truth, Mapping) else truth
         found = [list(of_rank[variant]) for of_rank in of_ranks]
-        agree = all(_same_bits(one, found[0]) for one in found)
+        agree = all(same_bits(one, found[0]) for one in found)
         for rank, one in enumerate(found[:1] if agree else found):
             ranks = "all" if agree else f"rank {rank}"
             comparison = _compared(one, true)
@@ -122,13 +121,8 @@ def angle_in_degrees(cosine: float) -> float:
 
 
 def _compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:
-    """Like `ratio_and_cosine`, but a gradient of zeros gives a verdict, not an error."""
-    if all(not tensor.any() for tensor in found):
+    """Like `ratio_and_cosine`, but if only `found` is zero, it gives a verdict, not an error."""
+    if any(tensor.any() for tensor in true) and not any(tensor.any() for tensor in found):
         largest_difference(found, true)  # raises if the shapes differ
         return Comparison(0.0, math.nan)
     return ratio_and_cosine(found, true)
-
-
-def _same_bits(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    # Infinities and NaNs in the same places are equal, too: their difference would be NaN.
-    return torch.equal(flatten(one).view(torch.int64), flatten(other).view(torch.int64))

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch.distributed as dist
@@ -50,16 +51,59 @@ def test_when_all_have_come_nobody_is_blamed():
     assert report(0, signs(), a_moment_later(signs())) == ""
 
 
+def test_a_rank_that_has_finished_is_blamed_only_if_it_wrote_fewer_notes():
+    found = signs(rank1=Sign(9, 7, "host0", "the last step", finished=True))
+    assert report(0, found, a_moment_later(found, silent=(1,))) == ""
+    found = signs(rank1=Sign(9, 6, "host0", "the last step", finished=True))
+    assert report(0, found, a_moment_later(found, silent=(1,))) == (
+        'rank 0 on host0 waited in vain at "step 3: backward"\n'
+        '  finished early: rank 1 on host0, last seen at "the last step"'
+    )
+
+
 class NotOfACollectiveError(RuntimeError):
     pass
 
 
-def enter_and_leave(rank: int, how: str) -> tuple[bool, bool]:
-    """Whether SIGTERM has another handler inside, and the caller's own handler again outside."""
+def as_under_torchrun(rank: int) -> dist.TCPStore | None:
+    """Rank 0's store, where the environment says; it must outlive the other ranks' last notes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=rank == 0) if rank == 0 else None
     address = [store.port if store else 0]
     dist.broadcast_object_list(address)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(address[0]))
+    return store
+
+
+def fail_while_another_is_slow(rank: int, message: str) -> str:
+    store = as_under_torchrun(rank)
+    found = "no error"
+    try:
+        with report_missing_ranks() as note:
+            if rank == 0:
+                note("the step")
+                raise NotOfACollectiveError(message)
+            time.sleep(4)
+    except (NotOfACollectiveError, SystemExit) as error:
+        found = type(error).__name__
+    dist.barrier()
+    del store
+    return found
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ("CUDA out of memory", "NotOfACollectiveError"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms", "SystemExit"),
+    ],
+)
+def test_only_an_error_of_a_collective_is_explained_by_a_slow_rank(message, found):
+    assert run_ranks(fail_while_another_is_slow, 2, message) == [found, "no error"]
+
+
+def enter_and_leave(rank: int, how: str) -> tuple[bool, bool]:
+    """Whether SIGTERM has another handler inside, and the caller's own handler again outside."""
+    store = as_under_torchrun(rank)
 
     def own_handler(*_: object) -> None: ...
 
@@ -73,7 +117,8 @@ def enter_and_leave(rank: int, how: str) -> tuple[bool, bool]:
     except NotOfACollectiveError:
         pass
     outside = signal.getsignal(signal.SIGTERM)
-    dist.barrier()  # rank 0's store must outlive the other ranks' last notes
+    dist.barrier()
+    del store
     return inside is not own_handler, outside is own_handler
 
 

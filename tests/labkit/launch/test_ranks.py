@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,9 @@ import torch.distributed as dist
 from large_pages import ON_REQUEST, mib_in_large_pages
 from processes import all_gone, processes_with
 
+from labkit.launch.rank_process import Report
+from labkit.launch.rank_states import STARTING
+from labkit.launch.rank_supervisor import Outcome
 from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 
 
@@ -355,6 +359,96 @@ def test_the_time_that_ranks_take_to_join_does_not_count():
     assert done.stdout == "['returned', 'returned']\n", done.stderr
 
 
+NO_MORE_PROCESSES = """
+import multiprocessing, os
+import cloudpickle
+from multiprocessing.context import ForkProcess
+from labkit.launch import rank_supervisor
+from labkit.launch.rank_process import Job
+
+start, started = ForkProcess.start, []
+
+def start_two(process):
+    if len(started) == 2:
+        raise BlockingIOError("no more processes")
+    started.append(start(process))
+
+ForkProcess.start = start_two
+payload = cloudpickle.dumps((lambda rank: rank, ()))
+job = Job(payload, "", ("cpu",) * 3, "gloo", 30.0, dict(os.environ), {}, "fork")
+ours, theirs = multiprocessing.Pipe()
+try:
+    rank_supervisor.supervise(theirs, job)
+except BlockingIOError as error:
+    print(error, len(started), len(multiprocessing.active_children()))
+"""
+
+
+def test_if_the_system_refuses_to_start_a_rank_those_that_wait_for_it_are_ended():
+    command = [sys.executable, "-c", NO_MORE_PROCESSES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "no more processes 2 0\n", done.stderr
+
+
+ONE_FAILS_AND_ONE_HAS_NOT_STARTED = """
+import multiprocessing, os, time
+import cloudpickle
+from labkit.launch import rank_supervisor
+from labkit.launch.rank_process import Job, run_rank
+
+def hold_back(rank, *rest):
+    time.sleep(30 * rank)
+    run_rank(rank, *rest)
+
+rank_supervisor.run_rank = hold_back
+payload = cloudpickle.dumps((lambda rank: rank, ()))
+environment = dict(os.environ, GLOO_SOCKET_IFNAME="no such interface")
+job = Job(payload, "", ("cpu", "cpu"), "gloo", 5.0, environment, {}, "fork")
+ours, theirs = multiprocessing.Pipe()
+rank_supervisor.supervise(theirs, job)
+print([(report.status, report.text[-15:]) for report in ours.recv().reports][1])
+"""
+
+
+def test_to_ask_a_rank_that_is_starting_for_its_stack_does_not_kill_it():
+    command = [sys.executable, "-c", ONE_FAILS_AND_ONE_HAS_NOT_STARTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "('unfinished', 'had not started')\n", done.stderr
+
+
+def test_ranks_that_could_not_start_are_told_from_a_function_that_takes_too_long(monkeypatch):
+    reports = [Report("unfinished", STARTING, waits=True)] * 2
+    outcome = Outcome(reports, [("", "")] * 2, all_joined=False)
+    monkeypatch.setattr("labkit.launch.ranks._supervised", lambda job: outcome)
+    with pytest.raises(
+        RanksTimeoutError, match=r"2 of 2 ranks did not start within 30 s(.|\n)*busy"
+    ):
+        run_ranks(lambda: None, 2, timeout=1)
+
+
+def test_a_rank_that_dies_after_its_report_costs_no_result():
+    def work(rank):
+        if rank == 0:
+            threading.Timer(0.2, os._exit, [3]).start()
+        else:
+            time.sleep(1)
+        return rank
+
+    assert run_ranks(work, 2) == [0, 1]
+
+
+def test_a_rank_whose_own_connection_was_refused_is_not_said_to_run():
+    def work(rank):
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))  # nobody listens there
+            socket.create_connection(unused.getsockname())
+
+    with pytest.raises(ConnectionRefusedError) as caught:
+        run_ranks(work, 2)
+    last = caught.value.__notes__[0].splitlines()[-1]
+    assert last.startswith("  rank 1: raised ConnectionRefusedError: ")
+
+
 def test_a_hang_inside_backward_is_told_as_such():
     def work(rank):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -680,6 +774,17 @@ def test_a_stopped_rank_is_told_from_one_that_never_started():
             os.kill(os.getpid(), signal.SIGSTOP)
 
     with pytest.raises(RanksTimeoutError, match="rank 0: does not answer: it is stopped"):
+        run_ranks(work, 2, timeout=1.5)
+
+
+def test_a_rank_that_gets_no_core_for_a_moment_is_waited_for():
+    def work(rank):
+        if rank == 0:
+            subprocess.Popen(["sh", "-c", f"sleep 1.7; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)  # past the moment at which it is asked
+            time.sleep(100)
+
+    with pytest.raises(RanksTimeoutError, match="rank 0: still runs, at"):
         run_ranks(work, 2, timeout=1.5)
 
 

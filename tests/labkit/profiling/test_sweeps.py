@@ -46,3 +46,11 @@ def test_a_simulated_step_can_be_drawn_as_a_recorded_one():
     )
     assert not late.overlaps()
     plt.close(draw_together({"one": recording, "other": late}))
+
+
+def test_the_last_gradient_of_a_bucket_is_ready_at_its_launch_in_spite_of_rounding():
+    # The second gradient is ready while the link is busy. Here, 0.1 s + its delay rounds down.
+    backward, plan = backward_like([1, 2], forward=0.1, backward=1.7), [[0], [1]]
+    step = simulate_ring(backward, plan, Link.of(1, latency_us=2e6), 2)
+    [rank] = as_recording(step, backward, plan, forward=0.1).ranks
+    assert [one.after for one in rank.buckets()] == [1, 2]

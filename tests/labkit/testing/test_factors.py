@@ -1,5 +1,7 @@
 """Which factor repairs a loss: found on real ranks, and refused where ranks disagree."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,4 +39,21 @@ def test_own_means_of_unequal_counts_are_never_right():
 def test_ranks_that_end_with_different_gradients_are_an_error():
     experiment = Experiment(MODEL, INPUTS, TARGETS, combine=lambda module: dist.barrier())
     with pytest.raises(RuntimeError, match="the ranks hold different gradients"):
+        try_factors(experiment, F.mse_loss, F.mse_loss)
+
+
+def test_nans_in_the_same_places_on_all_ranks_are_compared_and_no_factor_is_right():
+    def overflow(module):
+        average_gradients(module)
+        module.weight.grad[0, 0] = torch.nan
+
+    experiment = Experiment(MODEL, INPUTS, TARGETS, overflow)
+    found = try_factors(experiment, own_sum_over_all, F.mse_loss)
+    assert all(math.isnan(one.ratio) for one in found.values())
+    assert not any(map(is_right, found.values()))
+
+
+def test_a_combined_gradient_of_zeros_is_a_value_error():
+    experiment = Experiment(MODEL, INPUTS, TARGETS, combine=lambda module: module.zero_grad())
+    with pytest.raises(ValueError, match="compared gradient is zero"):
         try_factors(experiment, F.mse_loss, F.mse_loss)

@@ -202,6 +202,48 @@ def test_gradients_equal_tells_a_scale_bug_from_a_direction_bug(mistake, ratio, 
             assert not error.comparison.cosine > 0.99
 
 
+def test_a_true_gradient_without_a_trainable_parameter_is_an_error_that_names_it():
+    def work(rank):
+        module = nn.Linear(3, 2)
+        module.weight.grad, module.bias.grad = torch.ones(2, 3), torch.ones(2)
+        true = {name: p.grad.clone() for name, p in module.named_parameters()}
+        module.bias.requires_grad_(rank != 1)
+        more = {**true, "scale": torch.ones(1)}
+        return [
+            errors_of(rank, lambda _: assert_gradients_equal(module, true)),
+            errors_of(rank, lambda _: assert_gradients_equal(module, more)),
+            errors_of(rank, lambda _: assert_gradients_equal(module, {**true, "bias": None})),
+        ]
+
+    for frozen, absent, none in run_ranks(work, 2, device="cpu"):
+        assert (frozen.rank, frozen.where, frozen.found) == (1, "bias.grad", "a frozen parameter")
+        assert (absent.where, absent.found) == ("scale.grad", "no parameter of this name")
+        assert "Leave parameters that are frozen on purpose out of `true`" in absent.cause
+        assert none.rank == 0, "on rank 1 a frozen parameter may have None"
+
+
+def test_a_tied_parameter_may_be_among_the_true_gradients_under_both_names():
+    def work():
+        module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        module[1].weight = module[0].weight
+        module[0].weight.grad = torch.ones(2, 2)
+        both = module.named_parameters(remove_duplicate=False)
+        assert_gradients_equal(module, {name: p.grad.clone() for name, p in both})
+
+    run_ranks(work, 2, device="cpu")
+
+
+def test_on_one_rank_no_cause_is_a_multiple_of_the_world_size():
+    def work(rank):
+        module = nn.Linear(3, 2, bias=False)
+        right = torch.ones(2, 3)
+        module.weight.grad = 1.0005 * right
+        return errors_of(rank, lambda _: assert_gradients_equal(module, {"weight": right}))
+
+    (error,) = run_ranks(work, 1, device="cpu")
+    assert error.cause.startswith("a scale bug: one factor")
+
+
 def test_an_error_says_what_where_both_figures_and_why():
     error = InvariantError("it_holds", 2, "head.bias.grad", "1", "2", "a mistake")
     assert str(error).splitlines() == [

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
@@ -92,6 +93,37 @@ def test_what_keeps_all_ranks_from_taking_part_is_said_by_each_in_its_own_words(
     for errors in run_ranks(faults_of_all_ranks, 2, timeout=NO_HANG):
         for name, (_, said) in LOCAL_FAULTS.items():
             assert errors[name].startswith(said), name
+
+
+def frozen_with_two_backends(rank: int) -> tuple[str, str]:
+    # As of a group whose tensors may be on the CPU or on a GPU; here, no tensor is on a GPU.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
+        return tuple(
+            error_of(lambda wrap=wrap: wrap(linear().requires_grad_(rank == 0)))
+            for wrap in (MiniDDP, DropIn)
+        )
+
+
+def test_a_rank_that_cannot_take_part_says_so_where_the_other_ranks_tensors_are():
+    for rank, errors in enumerate(run_ranks(frozen_with_two_backends, 2, timeout=NO_HANG)):
+        for error in errors:
+            assert "rank 1: RuntimeError: Distri" in error if rank == 0 else "not needed" in error
+
+
+def placed_on_one_or_two_devices(rank: int) -> str:
+    devices = ["cpu", "cpu" if rank == 0 else "meta"]
+    parts = [nn.Linear(2, 2, device=device) for device in devices]
+    return error_of(lambda: MiniDDP(nn.Sequential(*parts)))
+
+
+def test_models_whose_parts_share_a_device_on_one_rank_only_are_refused_on_every_rank():
+    for error in run_ranks(placed_on_one_or_two_devices, 2, timeout=NO_HANG):
+        assert (
+            "1.weight: shape (2, 2), strides (2, 1), torch.float32, trainable on rank 0; " in error
+        )
+        assert "trainable, on its device 1 on rank 1" in error
+        assert "0.weight" not in error
 
 
 class Precisions(NamedTuple):

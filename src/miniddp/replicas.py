@@ -76,7 +76,7 @@ def verify_same_model(
         problem = problem or error
     fault = "" if problem is None else f"{type(problem).__name__}: {problem}"
     ours = (list(model.items()), values, fault)
-    device = next(iter(seen), "cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    device = next(iter(seen), None) or ("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     digest = list(hashlib.sha256(repr(ours).encode()).digest())
     message = torch.tensor(digest, dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(message) for _ in range(group.size())]

@@ -44,7 +44,7 @@ from labkit.launch.rank_process import VICTIM
 PULSE = 0.5  # seconds
 _PATIENCE = timedelta(seconds=5)
 _LEFT = "left"
-_OF_A_COLLECTIVE = re.compile(rf"gloo|NCCL|[Tt]imed out|{VICTIM.pattern}")
+_OF_A_COLLECTIVE = re.compile(rf"gloo|NCCL|[Tt]imed out|[Tt]imeout|{VICTIM.pattern}")
 
 
 class Sign(NamedTuple):

@@ -95,6 +95,7 @@ def fail_while_another_is_slow(rank: int, message: str) -> str:
     [
         ("CUDA out of memory", "NotOfACollectiveError"),
         ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms", "SystemExit"),
+        ("Application timeout caused pair closure", "SystemExit"),
     ],
 )
 def test_only_an_error_of_a_collective_is_explained_by_a_slow_rank(message, found):

@@ -92,8 +92,8 @@ def check_step(
 
     Raises AssertionError with the factor's name if ratio or cosine are off by more than
     `tolerance` for any parameter (unless `raises` is false). Raises ValueError if the number of
-    batches does not fit, and RuntimeError if a rank fails, or writes no gradient within `timeout`
-    seconds of the moment when all ranks had started. Cost: two optimizer steps and the start of W
+    batches does not fit. Raises RuntimeError if a rank fails, or has no gradient `timeout` seconds
+    after all ranks have started. Cost: two optimizer steps and the start of W
     processes, about 4 s.
     """
     if len(batches) != world_size * accumulate:

@@ -9,8 +9,8 @@
 
 A variant is one way to compute a gradient, identified by its name. Each rank returns its result for
 every variant. The truth is the gradient of a single process with the whole batch. If all ranks hold
-the same bits, a variant has one verdict; otherwise it has one per rank, because ranks with
-different gradients diverge at the next step, and one number cannot show that.
+the same bits, a variant has one verdict. Otherwise it has one per rank: ranks with different
+gradients diverge at the next step, and one number cannot show that.
 
 The same functions judge any list of tensors, for example the change of the weights in an epoch
 (`moved`).

@@ -1,4 +1,5 @@
-# Every target sets up what it needs: Python 3.11 or newer and make are all that you have to have.
+# Targets set up the Python packages that they need: you need Python 3.11 or newer, and make. Those
+# for the browser and the cluster say what else they need.
 
 PYTHON ?= python3
 # make … PIP_OPTIONS="…" hands options to pip: an index with CPU builds, a mirror, a cache.
@@ -20,8 +21,8 @@ LAB ?= accumulate_vs_ddp
 LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
-# Test files at a time, of make test and make check: one more than the project's two cores, because a
-# test that waits leaves its core idle.
+# Workers of make test and make check: one more than the project's two cores, because a test that
+# waits leaves its core idle.
 WORKERS ?= 3
 # The core's tests: what a change of src/miniddp breaks first.
 CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/miniddp/test_ladder.py \
@@ -52,10 +53,10 @@ help:
 	@echo "  make test-cluster       two hosts and a Slurm on this machine (Linux, as root)"
 	@echo "  make versions TORCH=V   the tests of miniddp on torch V, in a scratch environment"
 	@echo "I want to publish it"
-	@echo "  make repository         set the project's public address [ADDRESS=https://github.com/…]"
+	@echo "  make repository ADDRESS=https://github.com/…   set the public address; ADDRESS= removes it"
 	@echo "I want to start over"
 	@echo "  make clean              remove what was built, and .venv"
-	@echo "Every target sets up .venv. PIP_OPTIONS=… goes to pip; VENV=/path reuses the torch of another"
+	@echo "All but versions and clean set up .venv. PIP_OPTIONS=… goes to pip; VENV=/path reuses the torch of another"
 	@echo "environment; PYTHON=python3.12 chooses the interpreter."
 
 # --editable puts all of src/ on the path, so labkit and grader can be imported, too.
@@ -74,8 +75,8 @@ book: $(READY)
 	@$(MAKE) --no-print-directory html
 
 # Renders what the last `make book` or `make test` executed, and checks every link and picture of
-# every page. Warnings are errors. All pages are rendered: of those that it leaves as they are, Sphinx
-# loses the words that lead a search to them. BOOK_REPOSITORY=https://github.com/… overrides `repository` in
+# every page. Warnings are errors. All pages are rendered each time, because Sphinx
+# drops the search words of pages that it skips. BOOK_REPOSITORY=https://github.com/… overrides `repository` in
 # _config.yml, which names the project's address on the pages.
 html: $(READY)
 	@test -d $(EXECUTED) || { echo "Nothing has been executed yet: make book does that first." >&2; exit 2; }
@@ -111,8 +112,9 @@ test-all:
 # Debian's Chromium: apt-get install chromium.
 test-site: test-pages test-figures
 
-# Opens what `make html` rendered. Of `make --jobs=2 html test-pages test-figures test-cluster`, the
-# second follows the first and the fourth the third: so the two jobs take about the same time.
+# Opens what `make html` rendered. In `make --jobs=2 html test-pages test-figures test-cluster`,
+# test-pages waits for html, and test-cluster for test-figures, so that both jobs end at about the
+# same time.
 test-pages: $(READY) $(filter html,$(MAKECMDGOALS))
 	@$(BIN)/python -m pytest tests/site
 
@@ -142,6 +144,7 @@ notebook: $(READY)
 	@$(BIN)/python -m labkit.book.notebook $(CHAPTER) $(ARGS)
 
 repository: $(READY)
+	@$(if $(filter undefined,$(origin ADDRESS)),echo "Which address? make repository ADDRESS=https://github.com/OWNER/NAME, or ADDRESS= to remove it" >&2; exit 2)
 	@$(BIN)/python -m labkit.book.repository '$(ADDRESS)'
 
 update: $(READY)
@@ -149,6 +152,7 @@ update: $(READY)
 
 lab: $(READY)
 	@test -f labs/$(LAB_NAME).py || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.launch.lab' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
+	@grep -q 'labkit.launch.lab' labs/$(LAB_NAME).py || { echo "labs/$(LAB_NAME).py starts its own ranks: $(BIN)/python labs/$(LAB_NAME).py $(ARGS)" >&2; exit 2; }
 	@$(BIN)/python -m labkit.launch.make_lab '$(RANKS)' labs/$(LAB_NAME).py $(ARGS)
 
 # OPEN=1 opens it in the default browser; PORT=… changes the port.

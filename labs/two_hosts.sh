@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two hosts on one machine: run any torchrun command across a network of your own.
 #
-#     labs/two_hosts.sh                                                 lab 02 on 2 × 4 ranks
+#     labs/two_hosts.sh                                                 labs/accumulate_vs_ddp.py on 2 × 4 ranks
 #     labs/two_hosts.sh torchrun --nproc-per-node 4 labs/accumulate_vs_ddp.py --seed 7
 #     labs/two_hosts.sh --rate 1gbit COMMAND…                           over a slow cable
 #     labs/two_hosts.sh --unplug 20 COMMAND…                            pull the cable after 20 s

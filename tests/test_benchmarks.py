@@ -86,6 +86,14 @@ def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(tm
     assert drawn.stat().st_size > 10_000
 
 
+def test_the_doctor_is_timed_with_every_model_with_and_without(tmp_path):
+    figures, printed = figures_of("doctor_overhead", tmp_path)
+    assert len(figures["seconds"]) == 3
+    for name, taken in figures["seconds"].items():
+        assert name in printed
+        assert min(*taken["with"], *taken["without"]) > 0
+
+
 def test_the_miniddp_of_another_checkout_takes_part(tmp_path):
     one = ("--model", "wide MLP", "--ranks", 2, "--link", "loopback")
     figures, _ = figures_of("step_time", tmp_path, *one, "--before", project_root() / "src")

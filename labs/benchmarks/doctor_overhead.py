@@ -35,6 +35,7 @@ from ddp_doctor.observe import install
 from ddp_doctor.session import Options, Session
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
+from labkit.profiling.benchmark import write_json
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "12 × Linear(1024)": (
@@ -55,7 +56,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 BLOCK = 10
 
 
-def blocks(name: str, rounds: int) -> tuple[list[float], list[float]]:
+def blocks(name: str, rounds: int, block: int) -> tuple[list[float], list[float]]:
     """Seconds of every step: with the doctor, and without."""
     build, shape = MODELS[name]
     torch.manual_seed(0)
@@ -78,9 +79,9 @@ def blocks(name: str, rounds: int) -> tuple[list[float], list[float]]:
             step()
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(rounds):
-            times[0].extend(step() for _ in range(BLOCK))
+            times[0].extend(step() for _ in range(block))
             patches.undo()
-            times[1].extend(step() for _ in range(BLOCK))
+            times[1].extend(step() for _ in range(block))
             patches = install(session)
         patches.undo()
         session.over = True
@@ -88,13 +89,15 @@ def blocks(name: str, rounds: int) -> tuple[list[float], list[float]]:
 
 
 def main(given: argparse.Namespace) -> None:
-    rounds = 1 if given.quick else given.rounds
-    rows = []
+    rounds, block = (1, 1) if given.quick else (given.rounds, BLOCK)
+    rows, seconds = [], {}
     for name in MODELS:
-        observed, plain = run_ranks(blocks, 2, name, rounds, timeout=900, device="cpu")[0]
+        observed, plain = run_ranks(blocks, 2, name, rounds, block, timeout=900, device="cpu")[0]
+        seconds[name] = {"with": observed, "without": plain}
         one, other = statistics.median(observed), statistics.median(plain)
         rows.append([name, 1e3 * other, 1e3 * one, one / other, _mean(observed) / _mean(plain)])
     print(table(["model", "ms without", "ms with", "median ratio", "mean ratio"], rows, digits=3))
+    write_json(given.json, {"quick": given.quick, "seconds": seconds})
 
 
 def _mean(values: list[float]) -> float:

@@ -17,7 +17,8 @@ In reading order:
 `merged`          the journals of all ranks, side by side
 `equation`        what one optimizer step computes: factors, counts, the weight of each item
 `rules`           one file per family: a pure function from merged journals to findings
-`report`          terminal, HTML, JSON
+`findings`        every finding's name, severity, title, and page
+`report`          the terminal and JSON; `page` is the HTML
 `check`           `check_step`: a test for one's own repository
 ================  =================================================================================
 

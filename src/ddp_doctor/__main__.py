@@ -25,11 +25,13 @@ VERDICT_AFTER = 15.0  # seconds that a rank waits for the report with --fail-on
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ddp_doctor",
+        prog="python -m ddp_doctor",
         description="Runs a training script unchanged and tells what one optimizer step computes, "
         "what is wrong, where, and how to fix it.",
     )
-    parser.add_argument("--folder", default="ddp-doctor", help="where report.html goes")
+    parser.add_argument(
+        "--folder", default="ddp-doctor", help="where report.html goes (ddp-doctor)"
+    )
     parser.add_argument("--json", metavar="PATH", help="also write the report as JSON")
     parser.add_argument(
         "--fail-on",

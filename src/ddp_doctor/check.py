@@ -90,11 +90,11 @@ def check_step(
     The ranks are own processes (spawn, gloo, CPU): both functions have to be importable, as for a
     DataLoader with workers. All micro-batches but the last run under `no_sync` where there is one.
 
-    Raises AssertionError with the factor's name if ratio or cosine are off by more than
-    `tolerance` for any parameter (unless `raises` is false). Raises ValueError if the number of
-    batches does not fit. Raises RuntimeError if a rank fails, or has no gradient `timeout` seconds
-    after all ranks have started. Cost: two optimizer steps and the start of W
-    processes, about 4 s.
+    Unless `raises` is false, raises AssertionError with the factor's name if ratio or cosine are
+    off by more than `tolerance` for any parameter, or if the ranks' gradients differ. Raises
+    ValueError if the number of batches does not fit. Raises RuntimeError if a rank fails, if not
+    all ranks have joined after 60 s (or `timeout`, if longer), or if one has no gradient `timeout`
+    seconds after that. Cost: two optimizer steps and the start of W processes, about 4 s.
     """
     if len(batches) != world_size * accumulate:
         raise ValueError(
@@ -170,16 +170,17 @@ def _on_ranks(
     until = time.monotonic() + max(timeout, START_WITHIN)
     all_started = False
     late: list[int] = []
+    gone: list[int] = []
     try:
         while True:
             if not all_started and len(list(Path(folder).glob("*.started"))) == world:
                 all_started, until = True, time.monotonic() + timeout
-            left = [
-                rank
-                for rank, each in enumerate(ranks)
-                if each.is_alive() and not (Path(folder) / f"{rank}.pt").exists()
-            ]
-            if not left or any(Path(folder).glob("*.error")):
+            # Asked before the files are looked for: a rank that has ended writes no more of them.
+            alive = [each.is_alive() for each in ranks]
+            left = [rank for rank in range(world) if not (Path(folder) / f"{rank}.pt").exists()]
+            failed = {int(each.stem) for each in Path(folder).glob("*.error")}
+            gone = [rank for rank in left if not alive[rank] and rank not in failed]
+            if gone or failed or not left:
                 break
             if time.monotonic() > until:
                 late = left
@@ -192,27 +193,31 @@ def _on_ranks(
             each.join()
     # If a rank fails, its connections close, and others fail, too: the first error is the cause.
     errors = sorted(Path(folder).glob("*.error"), key=lambda each: each.stat().st_mtime_ns)
+    failure = f"rank {errors[0].stem} failed:\n{errors[0].read_text()}" if errors else ""
+    if gone:  # and then the others may have failed for that reason
+        raise RuntimeError(
+            f"check_step: {_ranks(gone)} ended without a gradient: killed, or by os._exit. Check "
+            f"memory, and build_model and compute_loss for os._exit. {failure}".rstrip()
+        )
     if errors:
-        raise RuntimeError(f"check_step: rank {errors[0].stem} failed:\n{errors[0].read_text()}")
+        raise RuntimeError(f"check_step: {failure}")
     if late and not all_started:
         raise RuntimeError(
-            f"check_step: rank {late} wrote no gradient, and not all ranks had joined the process "
-            f"group after {max(timeout, START_WITHIN):g} s. If the machine is that busy, pass a "
-            "longer timeout=."
+            f"check_step: {_ranks(late)} wrote no gradient, and not all ranks had joined the "
+            f"process group after {max(timeout, START_WITHIN):g} s. If the machine is that busy, "
+            f"pass timeout= with more than that."
         )
     if late:
         raise RuntimeError(
-            f"check_step: rank {late} wrote no gradient within {timeout:g} s. If compute_loss "
+            f"check_step: {_ranks(late)} wrote no gradient within {timeout:g} s. If compute_loss "
             "calls torch.distributed, let every rank make the same calls; if it is slow, pass a "
             "longer timeout=."
         )
-    missing = [rank for rank in range(world) if not (Path(folder) / f"{rank}.pt").exists()]
-    if missing:
-        raise RuntimeError(
-            f"check_step: rank {missing} ended without a gradient: killed, or by os._exit. "
-            "Check memory, and build_model and compute_loss for os._exit."
-        )
     return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _rank(
@@ -236,7 +241,8 @@ def _rank(
             store=store,
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=max(timeout, START_WITHIN)),
+            # Longer than the parent waits: its message says more.
+            timeout=timedelta(seconds=timeout + START_WITHIN),
         )
         (Path(folder) / f"{rank}.started").touch()
         torch.manual_seed(seed)

@@ -24,7 +24,13 @@ class People:
 
     @classmethod
     def read(cls, path: Path | None, per_day: float) -> Self:
-        """Raises ValueError for a file without the column, or with a number that is none."""
+        """Raises ValueError for a file without the column, or with a number that is none, and for
+        a `per_day` without a file: its column late_days says who is late.
+        """
+        if per_day and path is None:
+            raise ValueError(
+                "--late-penalty needs --overrides: its column late_days says who is late"
+            )
         table = read_table(path, "student") if path else {}
         rows = {f"{path}, line {line}": row for line, row in table.items() if any(row.values())}
         for place, row in rows.items():

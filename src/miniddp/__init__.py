@@ -21,7 +21,7 @@ The rooms. They import the core, never the reverse:
 `collectives`      all-reduce from send and receive; collectives with a gradient
 `training`         which loss to back-propagate, SyncBatchNorm, MiniDataParallel
 `extras`           join, strict mode, static graph, comm hooks, mixed precision, the planner
-`torch_drop_in`    `DistributedDataParallel`: torch's class name, every keyword, every name in use
+`torch_drop_in`    `DistributedDataParallel`: torch's class name, keywords, and private names in use
 =================  =============================================================================
 """
 

@@ -50,7 +50,7 @@ def bucket_caps(caps_mb: float | Sequence[float] | None = None) -> tuple[int, ..
 
 
 def initial_plan(sizes: Sequence[ParameterSize], caps: Sequence[int] = NO_CAP) -> Plan:
-    """Pack in definition order, then launch the last first, as gradients arrive in that order.
+    """Pack in definition order, then reverse: the last parameters' gradients arrive first.
 
     With `NO_CAP`, one bucket per kind: the safe choice while the order of arrival is unknown.
     """

@@ -92,7 +92,7 @@ class Reducer:
         self.has_rebuilt_bucket = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
         self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
-        # Once REDUCING, do hooks skip lock and `expect_autograd_hook`? Rooms change it.
+        # Whether hooks skip lock and `expect_autograd_hook` once REDUCING. Subpackages change it.
         self.lock_free = self.on_cpu and not find_unused_parameters
         self.usage = UsedParameters(self.parameters, process_group)
         self.initialize_buckets(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
@@ -185,7 +185,7 @@ class Reducer:
                     self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Count this one? The first enters REDUCING. Extended by extras and torch_drop_in."""
+        """Whether to count it. The first enters REDUCING. Extended by extras and torch_drop_in."""
         if self.find_unused_parameters:
             self.usage.mark(index)  # under no_sync too: any use counts
         if self.state is READY:

@@ -7,9 +7,9 @@ Cost: one all-gather of 32 bytes per rank, and one broadcast per 250 MiB of each
 Source: _verify_param_shape_across_processes and _sync_module_states in torch/distributed/utils.py.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from hashlib import sha256
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, cast
@@ -76,9 +76,10 @@ def verify_same_model(
         problem = problem or error
     fault = "" if problem is None else f"{type(problem).__name__}: {problem}"
     ours = (list(model.items()), values, fault)
-    device = next(iter(seen), None) or ("cuda" if "nccl" in dist.get_backend(group) else "cpu")
-    digest = list(hashlib.sha256(repr(ours).encode()).digest())
-    message = torch.tensor(digest, dtype=torch.uint8, device=device)
+    kinds = {device.type for device in group._device_types}  # private; get_backend_config can fail
+    usable = (d for d in seen if problem is None or not kinds or d.type in kinds)
+    device = next(usable, None) or ("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    message = torch.tensor([*sha256(repr(ours).encode()).digest()], device=device).byte()
     gathered = [torch.empty_like(message) for _ in range(group.size())]
     wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
     every = [ours] * group.size()
@@ -103,15 +104,14 @@ def verify_same_model(
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
     """Overwrite `tensors` with those of rank `src`; shapes must agree on every rank.
 
-    Autograd's version counters stay as they are, so earlier graphs stay usable.
-    Raises ValueError if a tensor is expanded.
+    Version counters stay, so earlier graphs are usable. Raises ValueError if a tensor is expanded.
     """
     for tensor in tensors:
         # Checked on the source, too: it would wait forever if only the others raised.
         if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(
-                f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: several of its "
-                "elements are one in memory, so it cannot be overwritten. Register its clone()"
+                f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: its elements "
+                "share memory, so it cannot be overwritten. Register its clone()"
             )
     for indices in reversed(initial_plan(sizes_of(tensors), (250 * MIB,))):
         chunk = [tensors[index].data for index in indices]

@@ -2,11 +2,14 @@
 
 import multiprocessing.process
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 from doctor import steps_to_check as steps
 
 from ddp_doctor import check_step
+from ddp_doctor.check import START_WITHIN, _rank
 
 
 @pytest.fixture
@@ -95,13 +98,42 @@ def test_a_number_of_batches_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (steps.never_ends, r"rank \[1\] wrote no gradient within 2 s.*pass a longer timeout="),
-        (steps.leaves, r"rank \[1\] ended without a gradient.*Check memory, .* for os\._exit"),
+        (steps.never_ends, r"rank 1 wrote no gradient within 2 s.*pass a longer timeout="),
+        (steps.leaves, r"rank 1 ended without a gradient.*Check memory, .* for os\._exit"),
     ],
 )
 def test_a_rank_without_a_gradient_is_named_with_what_to_do(loss: steps.Loss, said: str) -> None:
     with pytest.raises(RuntimeError, match=said):
         check_step(steps.build, loss, steps.ragged([2, 2]), wrap=steps.unwrapped, timeout=2.0)
+
+
+def test_a_rank_that_ended_is_named_and_not_one_that_lost_its_connection() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 ended without a gradient: killed, or by os"):
+        check_step(steps.build, steps.leaves, steps.ragged([2, 2]))
+
+
+def test_a_rank_that_ends_while_it_starts_is_named_at_once(tmp_path: Path) -> None:
+    started = time.monotonic()
+    loss = steps.LeavesWhileItStarts(tmp_path / "sign")
+    with pytest.raises(RuntimeError, match=r"rank [01] ended without a gradient"):
+        check_step(steps.build, loss, steps.ragged([2, 2]))
+    assert time.monotonic() - started < START_WITHIN
+
+
+@pytest.mark.parametrize("timeout", [2.0, 300.0])
+def test_no_collective_of_a_rank_times_out_before_the_check_does(
+    timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def no_group(*_: object, **keywords: object) -> None:
+        given.update(keywords)
+        raise RuntimeError("no group")
+
+    monkeypatch.setattr("ddp_doctor.check.dist.init_process_group", no_group)
+    with pytest.raises(SystemExit):
+        _rank(0, 2, 1, 0, timeout, str(tmp_path), steps.build, steps.mean, [], steps.unwrapped)
+    assert given["timeout"].total_seconds() >= timeout + 10
 
 
 def test_ranks_that_do_not_start_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

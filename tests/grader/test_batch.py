@@ -214,6 +214,8 @@ def test_people_set_scores_comment_and_count_days_and_twice_is_as_once(tmp_path)
     table.write_text("student,score\nada,many\n")
     with pytest.raises(ValueError, match="'many' is not a number"):
         People.read(table, 0)
+    with pytest.raises(ValueError, match="--late-penalty needs --overrides"):
+        People.read(None, 1.5)
 
 
 def test_a_roster_shows_who_is_missing(tmp_path):

@@ -117,6 +117,21 @@ def copy_pages(book: Path, out: Path) -> None:
     shutil.copytree(book, out, ignore=ignore, dirs_exist_ok=True)
 
 
+def chapter_named(name: str, book: Path) -> Path:
+    """`name` as a path, if it has a suffix; otherwise the chapter of `book` with that name.
+
+    Raises ValueError with all names if there is no such chapter.
+    """
+    if Path(name).suffix:
+        return Path(name)
+    known = chapters_of(book)
+    for path in known:
+        if name == path.stem:
+            return path
+    names = "\n".join(f"  {path.stem}" for path in known)
+    raise ValueError(f"There is no chapter {name}. There are:\n{names}")
+
+
 def execute_book(book: Path, out: Path) -> None:
     """Copy `book` to `out` with every chapter executed. Exits with the name of a chapter that
     fails.
@@ -179,15 +194,17 @@ def main() -> None:
     to_execute.add_argument("book", type=Path)
     to_execute.add_argument("out", type=Path)
     to_update = commands.add_parser("update", help="run chapters in place and store their outputs")
-    to_update.add_argument("chapters", type=Path, nargs="*", help="default: all of them")
+    to_update.add_argument("chapters", nargs="*", help="names or paths; default: all of them")
     arguments = parser.parse_args()
-    if arguments.command == "execute":
-        try:
+    try:
+        if arguments.command == "execute":
             execute_book(arguments.book, arguments.out)
-        except ValueError as error:
-            sys.exit(str(error))
-    else:
-        update(arguments.chapters or chapters_of(project_root() / "book"))
+        else:
+            book = project_root() / "book"
+            named = [chapter_named(name, book) for name in arguments.chapters]
+            update(named or chapters_of(book))
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

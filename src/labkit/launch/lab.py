@@ -35,8 +35,8 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     `cuda:LOCAL_RANK` if this machine has one GPU per rank, and gloo on the CPU otherwise. The
     environment variable LABKIT_DEVICE overrides this: "cpu"; or "cuda", and then ranks share the
     GPUs over gloo if there are too few. Exits with an explanation if torchrun did not start the
-    script, or if that device is missing. This has not been run on a GPU
-    yet; `make gpu` does.
+    script, or if that device is missing. `make gpu` runs it on
+    real GPUs, which has not been done yet.
     """
     if "LOCAL_RANK" not in os.environ:
         script = os.path.relpath(sys.argv[0])

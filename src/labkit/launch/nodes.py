@@ -23,6 +23,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from labkit.launch.arguments import positive
+
 GRACE = 60.0  # seconds
 
 
@@ -61,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nodes", type=at_least_one, default=2, help="agents (default 2)")
+    parser.add_argument("--nodes", type=positive, default=2, help="agents (default 2)")
     parser.add_argument(
         "--forked",
         action="store_true",
@@ -84,12 +86,6 @@ def main() -> None:
             agents = "--agents", str(given.nodes)
             commands = [agent_command(*of_torchrun, FORKED_TORCHRUN, *agents)]
         sys.exit(first_failure([start(command, environment) for command in commands]))
-
-
-def at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a number of nodes: give 1 or more")
-    return number
 
 
 def start(

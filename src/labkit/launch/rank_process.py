@@ -205,12 +205,12 @@ def _report_exception(error: BaseException, job: Job) -> Report:
     lines = traceback.format_exception(type(error), error, stack or error.__traceback__)
     text = show_cells_as("".join(lines), job.cells).rstrip()
     line = "raised " + f"{type(error).__name__}: {error}".rstrip(": ").split("\n", 1)[0]
-    if VICTIM.search(str(error)):
+    # An OSError is about a connection of the function's own: torch's errors are RuntimeErrors.
+    if VICTIM.search(str(error)) and not isinstance(error, OSError):
         # This rank only lost its connection, so report where it waited: the library's own text
         # names ports and sources, and differs from run to run.
         frames = [Frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(stack)]
-        state = describe(frames[::-1], job.cells, job.home)
-        line = state.text if state.waits else line  # else, a connection of the function's own
+        line = describe(frames[::-1], job.cells, job.home).text
     return Report("raised", text, line, _pickle_exception(error), time.monotonic())
 
 

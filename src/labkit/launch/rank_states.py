@@ -18,6 +18,11 @@ STARTING = "waits for the other ranks to start"
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+# The innermost frame of a rank that waits in the wrapper's C++ code is in one of these files.
+_WRAPPER = (
+    os.path.join("torch", "distributed", "utils.py"),
+    os.path.join("torch", "nn", "parallel", "distributed.py"),
+)
 _RENDEZVOUS = "init_process_group"
 _BACKWARD = "_engine_run_backward"
 _LIBRARIES = tuple(
@@ -102,6 +107,8 @@ def _action(frames: list[Frame], cells: Mapping[str, str]) -> tuple[str, bool]:
         return "waits for a collective that it launched earlier", True
     if frames[0].function == _BACKWARD:
         return "is inside backward(), computing or waiting for an all-reduce of gradients", True
+    if frames[0].file.endswith(_WRAPPER):
+        return "waits in a collective of DistributedDataParallel", True
     return "still runs", False
 
 

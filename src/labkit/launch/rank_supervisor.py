@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
     reports: list[Report]
     outputs: list[tuple[str, str]]
-    all_joined: bool  # whether the function was called on every rank
+    all_joined: bool  # whether all ranks joined the process group
 
 
 def supervise(caller: Connection, job: Job) -> None:
@@ -198,9 +198,10 @@ class _Ranks:
         for rank in self.unfinished:
             if hasattr(signal, "SIGUSR1") and self.processes[rank].is_alive():
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        # Every rank has answered, and none is still writing; or some cannot answer.
+        # Wait until every rank has answered and none is still writing, but not longer: some may
+        # be unable to.
         deadline = time.monotonic() + _ANSWER_WITHIN
-        answered = False
+        answered = not hasattr(signal, "SIGUSR1")
         while not answered and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY / 4)
             earlier, sizes = sizes, self._sizes_of_stacks()
@@ -220,7 +221,9 @@ class _Ranks:
         if not hasattr(signal, "SIGUSR1"):
             return RankState("had not finished (where it stands cannot be read here)", waits=False)
         if not dump:
-            return RankState("does not answer: it is stopped, or has taken SIGUSR1", waits=False)
+            return RankState(
+                "does not answer: it is starting, is stopped, or has taken SIGUSR1", waits=False
+            )
         return describe(read_stack(dump, int(head)), self.job.cells, self.job.home)
 
     def look_at_the_unfinished(self) -> None:

@@ -99,7 +99,7 @@ def run_ranks(
         world_size: the number of ranks, at least 1.
         args: values for the other parameters of `fn`, in order, the same on every rank.
         timeout: seconds for the function, counted from the moment when all ranks have joined the
-            process group.
+            process group. Joining may take as long, but at least 30 s.
         device: "auto" takes NCCL and `cuda:rank` if there are `world_size` GPUs, and otherwise gloo
             on the CPU. "cpu" always takes the CPU. "cuda" requires GPUs; ranks share them, over
             gloo, if there are fewer than `world_size`.
@@ -109,8 +109,9 @@ def run_ranks(
         ValueError, TypeError: `world_size`, `timeout`, `device`, or the arguments are not valid.
         the rank's own exception: the first one that a rank raised. Its notes hold that rank's
             traceback and the state of the other ranks.
-        RanksTimeoutError: the time is up. The text says for each rank whether it finished, or in
-            which collective it waits and at which line of the caller's code.
+        RanksTimeoutError: the time is up, for joining or for the function. The text says for each
+            rank whether it finished, or in which collective it waits and at which line of the
+            caller's code.
         RanksError: a rank called sys.exit or os._exit or was killed, its result cannot be sent
             back, or `fn` cannot be pickled.
 
@@ -367,7 +368,8 @@ def _raise_timeout(outcome: Outcome, states: tuple[str, ...], job: Job) -> NoRet
     if not outcome.all_joined:
         what, seconds = "start", max(job.timeout, JOIN_WITHIN)
         action = (
-            "try again when the machine is less busy, with fewer ranks, or with a larger timeout=."
+            "try again when the machine is less busy, with fewer ranks, or with a timeout= above "
+            f"{seconds:g}."
         )
     elif any(report.waits and not report.text.startswith(STARTING) for report in late):
         action = (

@@ -14,7 +14,8 @@ LAB = "labs/when_a_node_fails.py"
 
 
 class InterruptedRuns(NamedTuple):
-    """The outputs of two finished runs, and the errors of two that ended with an exit code.
+    """The outputs of two finished runs, and the errors of two that failed by themselves, not
+    at the time limit.
 
     The code is not always 1: if a node is lost, it is the one of its killed agent.
     """
@@ -53,7 +54,7 @@ def shown(output: str) -> str:
 
 def missing(error: ScriptError) -> list[str]:
     """The ranks that the others named, without the name of the machine."""
-    named = r"((?:stuck|gone): rank \d+) on \S+(, last seen at .*)"
+    named = r"((?:stuck|gone|finished early): rank \d+) on \S+(, last seen at .*)"
     return sorted({"".join(found) for found in re.findall(named, error.said)})
 
 

@@ -70,7 +70,10 @@ def largest_difference(found: Iterable[Tensor], true: Iterable[Tensor]) -> float
 
 
 def same_bits(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    """Whether all elements are bitwise equal: NaN equals NaN, and 0.0 differs from -0.0."""
+    """Whether all elements are equal as float64: NaN equals NaN, and 0.0 differs from -0.0.
+
+    Shapes and dtypes do not count.
+    """
     return torch.equal(flatten(one).view(torch.int64), flatten(other).view(torch.int64))
 
 

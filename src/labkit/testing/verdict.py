@@ -121,7 +121,7 @@ def angle_in_degrees(cosine: float) -> float:
 
 
 def _compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:
-    """Like `ratio_and_cosine`, but if only `found` is zero, it gives a verdict, not an error."""
+    """Like `ratio_and_cosine`, but a zero `found` alone has the ratio 0 and is no error."""
     if any(tensor.any() for tensor in true) and not any(tensor.any() for tensor in found):
         largest_difference(found, true)  # raises if the shapes differ
         return Comparison(0.0, math.nan)

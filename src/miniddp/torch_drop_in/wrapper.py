@@ -1,4 +1,5 @@
-"""`DistributedDataParallel(MiniDDP)`: torch's class name, every keyword, every name in use.
+"""`DistributedDataParallel(MiniDDP)`: torch's class name and keywords, and the private names that
+libraries call.
 
 This file adds to the wrapper of `miniddp.ddp`, in the order of the code:
 
@@ -99,7 +100,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
             all-gather per backward, of one byte per parameter.
         bucket_plan: "caps", or "measured": time the first steps and the link, then choose buckets
             so that communication ends early; see `miniddp.extras.first_steps`. Only on the CPU,
-            without comm hooks, `join`, or parameters that may be unused.
+            without comm hooks, mixed precision, `join`, or parameters that may be unused.
 
     Raises (on every rank, even if only one has the cause, unless `init_sync` is False):
         ValueError: an unknown `bucket_plan`, or "measured" with something it does not support.

@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from labkit.book.chapters import copy_pages, execute, progress
+from labkit.book.chapters import chapter_named, copy_pages, execute, progress
 
 
 def notebook(path: Path, *sources: str) -> Path:
@@ -68,6 +68,15 @@ def test_a_file_that_is_no_notebook_is_named(tmp_path):
     assert "c.ipynb: NotJSONError" in done.stderr
     assert "none.ipynb: FileNotFoundError" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_chapter_is_found_by_its_name_and_an_unknown_name_gets_the_list(tmp_path):
+    chapter = notebook(tmp_path / "one.ipynb", "1")
+    assert chapter_named("one", tmp_path) == chapter
+    done = chapters("update", "opera")
+    assert done.returncode == 1
+    assert "There is no chapter opera. There are:\n" in done.stderr
+    assert "  museum\n" in done.stderr
 
 
 def test_a_wanted_error_is_stored(tmp_path):

@@ -82,7 +82,7 @@ def fail_while_another_is_slow(rank: int, message: str) -> str:
             if rank == 0:
                 note("the step")
                 raise NotOfACollectiveError(message)
-            time.sleep(4)
+            time.sleep(2)
     except (NotOfACollectiveError, SystemExit) as error:
         found = type(error).__name__
     dist.barrier()

@@ -410,9 +410,9 @@ def test_ranks_that_could_not_start_are_told_from_a_function_that_takes_too_long
 def test_a_rank_that_dies_after_its_report_costs_no_result():
     def work(rank):
         if rank == 0:
-            threading.Timer(0.2, os._exit, [3]).start()
+            threading.Timer(0.5, os._exit, [3]).start()
         else:
-            time.sleep(1)
+            time.sleep(1.5)
         return rank
 
     assert run_ranks(work, 2) == [0, 1]
@@ -428,6 +428,20 @@ def test_a_rank_whose_own_connection_was_refused_is_not_said_to_run():
         run_ranks(work, 2)
     last = caught.value.__notes__[0].splitlines()[-1]
     assert last.startswith("  rank 1: raised ConnectionRefusedError: ")
+
+
+def test_a_rank_that_lost_its_peer_while_it_was_wrapped_is_told_by_its_line():
+    def work(rank):
+        if rank == 0:
+            time.sleep(1)
+            os._exit(3)
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+    with pytest.raises(RanksError) as caught:
+        run_ranks(work, 2)
+    assert caught.value.states[1].startswith(
+        "rank 1: waits in a collective of DistributedDataParallel, at "
+    )
 
 
 def test_a_hang_inside_backward_is_told_as_such():
@@ -754,14 +768,16 @@ def test_a_stopped_rank_is_told_from_one_that_never_started():
         if rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with pytest.raises(RanksTimeoutError, match="rank 0: does not answer: it is stopped"):
+    with pytest.raises(
+        RanksTimeoutError, match="rank 0: does not answer: it is starting, is stopped"
+    ):
         run_ranks(work, 2, timeout=1.5)
 
 
 def test_a_rank_that_gets_no_core_for_a_moment_is_waited_for():
     def work(rank):
         if rank == 0:
-            subprocess.Popen(["sh", "-c", f"sleep 1.7; kill -CONT {os.getpid()}"])
+            subprocess.Popen(["sh", "-c", f"sleep 1.6; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)  # past the moment at which it is asked
             time.sleep(100)
 

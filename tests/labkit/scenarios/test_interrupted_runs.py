@@ -17,10 +17,12 @@ def test_each_missing_rank_is_listed_once_without_its_machine():
         'rank 0 on a waited in vain at "step 5: backward"\n'
         '  stuck: rank 1 on b, last seen at "step 5: its batch"\n'
         '  gone: rank 2 on c, last seen at "step 4: backward"\n'
+        '  finished early: rank 4 on e, last seen at "step 3: backward"\n'
         'rank 3 on d waited in vain at "step 5: backward"\n'
         '  stuck: rank 1 on b, last seen at "step 5: its batch"\n'
     )
     assert missing(ScriptError("failed", said)) == [
+        'finished early: rank 4, last seen at "step 3: backward"',
         'gone: rank 2, last seen at "step 4: backward"',
         'stuck: rank 1, last seen at "step 5: its batch"',
     ]

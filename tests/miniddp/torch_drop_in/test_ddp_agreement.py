@@ -56,6 +56,10 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], DropIn], str]] = {
         lambda: DropIn(linear(), bucket_cap_mb=-1),
         "ValueError: bucket caps are sizes in MiB: at least one, none of them negative",
     ),
+    "a cap that is negative, on a device without a backend": (
+        lambda: DropIn(nn.Linear(2, 2, device="meta"), bucket_cap_mb=-1),
+        "ValueError: bucket caps are sizes in MiB: at least one, none of them negative",
+    ),
     "torch's SyncBatchNorm on a CPU": (
         lambda: DropIn(nn.Sequential(linear(), nn.SyncBatchNorm(2))),
         "ValueError: SyncBatchNorm layers only work with GPU modules, but 1 is on the CPU",

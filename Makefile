@@ -144,7 +144,7 @@ notebook: $(READY)
 	@$(BIN)/python -m labkit.book.notebook $(CHAPTER) $(ARGS)
 
 repository: $(READY)
-	@$(if $(filter undefined,$(origin ADDRESS)),echo "Which address? make repository ADDRESS=https://github.com/OWNER/NAME, or ADDRESS= to remove it" >&2; exit 2)
+	@$(if $(filter undefined,$(origin ADDRESS)),echo "make repository needs ADDRESS=https://github.com/OWNER/NAME (ADDRESS= removes it)." >&2; exit 2)
 	@$(BIN)/python -m labkit.book.repository '$(ADDRESS)'
 
 update: $(READY)

@@ -284,7 +284,7 @@ def test_the_lightning_lab_fails_if_a_fix_is_missing(right, broken, monkeypatch,
     ("arguments", "said"),
     [
         (["lab", "LAB=no_such_lab"], "There is no labs/no_such_lab.py. There are:"),
-        (["lab", "LAB=accumulate_vs_ddp_lightning"], "lightning.py starts its own ranks: .venv/bin"),
+        (["lab", "LAB=accumulate_vs_ddp_lightning"], "starts its own ranks: .venv/bin"),
         (["repository"], "make repository needs ADDRESS=https://github.com/"),
         (["book", "PYTHON=python3", "-n"], "labkit.book.chapters execute"),
     ],

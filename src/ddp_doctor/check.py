@@ -205,7 +205,7 @@ def _on_ranks(
         raise RuntimeError(
             f"check_step: {_ranks(late)} wrote no gradient, and not all ranks had joined the "
             f"process group after {max(timeout, START_WITHIN):g} s. If the machine is that busy, "
-            f"pass timeout= with more than that."
+            "pass timeout= with more than that."
         )
     if late:
         raise RuntimeError(

@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Turn the garbage collector off while tests are collected, and let it skip them afterward.
+    """Turn the garbage collector off while tests are collected, and keep it from what that loaded.
 
     The modules that are imported here stay until the end. To walk through them again and again
     would take a third of each worker's processor time during collection, and free nothing.

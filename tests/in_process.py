@@ -44,7 +44,7 @@ def run_in_process(script: str, *arguments: object, **environment: str) -> Ended
             runpy.run_path(str(root / script), run_name="__main__")
         except SystemExit as leave:
             code = leave.code
-            if isinstance(code, str):
-                stderr.write(code)
+            if code is not None and not isinstance(code, int):
+                print(code, file=stderr)
     number = code if isinstance(code, int) else int(code is not None)
     return Ended(number, stdout.getvalue(), stderr.getvalue())

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,24 @@ def test_an_environment_that_cannot_be_reused_is_refused_with_the_reason(torch, 
     with pytest.raises(ValueError, match=said):
         set_up.make(tmp_path / ".venv", other, [])
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo ImportError: no such library >&2; exit 1", "ImportError: no such library"),
+        ("echo hello", "does not run: Expecting value"),
+        ("echo '[[3, 7], \"\", []]'", "is Python 3.7; 3.11 or newer is needed"),
+    ],
+)
+def test_a_python_that_cannot_be_used_is_refused_with_what_it_said(script, said, tmp_path):
+    python = tmp_path / "other" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    for mode, text in ((0o644, "Permission denied"), (0o755, said)):
+        python.chmod(mode)
+        with pytest.raises(ValueError, match=re.escape(text)):
+            set_up.make(tmp_path / ".venv", tmp_path / "other", [])
 
 
 def test_a_folder_that_is_no_environment_and_the_own_one_are_refused(tmp_path):

@@ -3,8 +3,9 @@
     python src/labkit/set_up.py .venv [--reuse ENVIRONMENT] [--pip-options OPTIONS]
 
 With `--reuse`, torch is not installed but taken from another virtual environment, for example one
-with a CUDA build. That environment is only read: the new one sees its packages behind its own, by
-a .pth file, and everything else is installed into the new one, at the versions of constraints.txt.
+with a CUDA build. That environment is only read: a .pth file puts its packages on the new one's
+path, after the new one's own. Everything else is installed into the new one, at the versions of
+constraints.txt.
 """
 
 import argparse
@@ -21,11 +22,13 @@ OLDEST_PYTHON = (3, 11)
 EDITABLE = f"{ROOT}[book,doctor,grader,notebook,test]"
 # Printed as JSON by the Python of the environment that is reused.
 ASKED = """
-import importlib.metadata, json, sys, sysconfig
+import json, sys, sysconfig
+torch = ""
 try:
+    import importlib.metadata
     torch = importlib.metadata.version("torch")
-except importlib.metadata.PackageNotFoundError:
-    torch = ""
+except ImportError:  # no torch, or a Python before 3.8
+    pass
 paths = sysconfig.get_paths()
 json.dump([sys.version_info[:2], torch, [paths["purelib"], paths["platlib"]]], sys.stdout)
 """
@@ -45,8 +48,12 @@ def look_at(environment: Path) -> Reused:
     python = environment / "bin" / "python"
     if not python.exists():
         raise ValueError(f"VENV is {environment}, and there is no {python}")
-    told = subprocess.run([python, "-c", ASKED], capture_output=True, text=True, check=True)
-    version, torch, folders = json.loads(told.stdout)
+    try:
+        told = subprocess.run([python, "-c", ASKED], capture_output=True, text=True, check=True)
+        version, torch, folders = json.loads(told.stdout)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "").strip() or str(error)
+        raise ValueError(f"{python} does not run: {said.splitlines()[-1]}") from error
     if tuple(version) < OLDEST_PYTHON:
         raise ValueError(f"{python} is Python {version[0]}.{version[1]}; 3.11 or newer is needed")
     if not torch:
@@ -66,10 +73,14 @@ def make(environment: Path, reuse: Path | None, options: list[str]) -> None:
     pip fails.
     """
     if reuse and reuse.resolve() == environment.resolve():
-        raise ValueError(f"VENV is {reuse}, the environment to be made: name another one")
+        raise ValueError(
+            f"VENV names {reuse}, which is the environment that this command makes; name another "
+            "one to reuse"
+        )
     reused = look_at(reuse.resolve()) if reuse else None
     python = reused.python if reused else Path(sys.executable)
-    subprocess.run([python, "-m", "venv", environment], check=True)
+    # Cleared: a torch that an interrupted run has left must not come before the one to reuse.
+    subprocess.run([python, "-m", "venv", *["--clear"] * bool(reused), environment], check=True)
     own = environment / "bin" / "python"
     pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
     if not reused:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit.book import figures
 
@@ -22,13 +22,13 @@ def gradient_arrows(of_ranks: Sequence[Tensor], full_batch: Tensor) -> Figure:
     for rank, gradient in enumerate(of_ranks):
         color = figures.RANKS[rank]
         _arrow(axes, gradient, color, width=2)
-        beyond_its_head = gradient * (1 + 0.28 / gradient.norm())
+        beyond_its_head = gradient + 0.28 * nn.functional.normalize(gradient, dim=0)
         axes.text(*beyond_its_head.tolist(), f"rank {rank}", color=color, ha="center", va="center")
     _arrow(axes, torch.stack(list(of_ranks)).mean(dim=0), figures.TRUTH, width=3)
     axes.plot([], [], color=figures.TRUTH, lw=3, label="average of the ranks")
     circle = {"mfc": "none", "mec": figures.TRUTH, "mew": 1.5, "ls": "none"}
     axes.plot(*full_batch.tolist(), "o", ms=16, label="one process, full batch", **circle)
-    ends = torch.stack([*of_ranks, torch.zeros(2)])
+    ends = torch.stack([*of_ranks, full_batch, torch.zeros(2)])
     (left, bottom), (right, top) = ends.amin(dim=0).tolist(), ends.amax(dim=0).tolist()
     axes.set(xlim=(left - 0.5, right + 0.6), ylim=(bottom - 0.5, top + 0.4))
     axes.set(xlabel="gradient of weight 0", ylabel="gradient of weight 1")

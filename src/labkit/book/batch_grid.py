@@ -26,10 +26,10 @@ def draw_batch_grid(counts: Sequence[Sequence[int]], ways: Mapping[str, Grid]) -
 
     Cells in which a token weighs what it should are gray; the others carry the weight in color.
     """
-    figure, axes = plt.subplots(
+    figure, _ = plt.subplots(
         len(ways), 1, figsize=(6.4, 0.35 + 1.55 * len(ways)), facecolor="white"
     )
-    for ax, (name, denominators) in zip(axes, ways.items(), strict=True):
+    for ax, (name, denominators) in zip(figure.axes, ways.items(), strict=True):
         weights = token_weights(counts, denominators)
         for rank, of_rank in enumerate(counts):
             for part, tokens in enumerate(of_rank):

@@ -37,6 +37,25 @@ def chapters_of(book: Path) -> list[Path]:
     return sorted(p for p in book.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 
 
+def notebooks_of(root: Path) -> list[Path]:
+    """Every chapter and every assignment, relative to `root`."""
+    found = [*chapters_of(root / "book"), *sorted((root / "labs/assignments").glob("*.ipynb"))]
+    return [path.relative_to(root) for path in found]
+
+
+def find(name: str, root: Path) -> Path:
+    """The notebook that `name` stands for: its path, or its name with or without the suffix.
+
+    Raises ValueError with all of them if there is no such notebook.
+    """
+    known = notebooks_of(root)
+    for path in known:
+        if name in (str(path), path.name, path.stem):
+            return path
+    names = "\n".join(f"  {path}" for path in known)
+    raise ValueError(f"There is no notebook {name}. There are:\n{names}")
+
+
 def execute(chapter: Path) -> NotebookNode:
     """Run a chapter from its first to its last cell, in its own folder; return it with outputs.
 
@@ -96,9 +115,11 @@ def write_chapter(notebook: NotebookNode, path: Path) -> None:
 def copy_pages(book: Path, out: Path) -> None:
     """Copy everything of the book except its chapters; remove pages that the book no longer has.
 
-    Raises ValueError if `out` holds something else, or if one of `out` and `book` contains the
-    other.
+    Raises ValueError if there is no `book`, if `out` holds something else, or if one of them
+    contains the other.
     """
+    if not book.is_dir():
+        raise ValueError(f"there is no book in {book}")
     inside, outside = book.resolve(), out.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
         raise ValueError(
@@ -113,23 +134,10 @@ def copy_pages(book: Path, out: Path) -> None:
     for path in sorted(out.rglob("*"), reverse=True):
         if path.relative_to(out) not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    ignore = shutil.ignore_patterns("*.ipynb", "*.py", "ruff.toml", "__pycache__", ".*")
+    ignore = shutil.ignore_patterns(
+        "*.ipynb", "*.unfinished", "*.py", "ruff.toml", "__pycache__", ".*"
+    )
     shutil.copytree(book, out, ignore=ignore, dirs_exist_ok=True)
-
-
-def chapter_named(name: str, book: Path) -> Path:
-    """`name` as a path, if it has a suffix; otherwise the chapter of `book` with that name.
-
-    Raises ValueError with all names if there is no such chapter.
-    """
-    if Path(name).suffix:
-        return Path(name)
-    known = chapters_of(book)
-    for path in known:
-        if name == path.stem:
-            return path
-    names = "\n".join(f"  {path.stem}" for path in known)
-    raise ValueError(f"There is no chapter {name}. There are:\n{names}")
 
 
 def execute_book(book: Path, out: Path) -> None:
@@ -137,7 +145,10 @@ def execute_book(book: Path, out: Path) -> None:
     fails.
     """
     copy_pages(book, out)
-    _run_all([(chapter, out / chapter.relative_to(book)) for chapter in chapters_of(book)])
+    jobs = [(chapter, out / chapter.relative_to(book)) for chapter in chapters_of(book)]
+    for _, target in jobs:
+        target.unlink(missing_ok=True)  # what is stale must not be rendered after an interruption
+    _run_all(jobs)
 
 
 def update(chapters: Sequence[Path]) -> None:
@@ -148,7 +159,8 @@ def update(chapters: Sequence[Path]) -> None:
 def progress(done: int, jobs: int, name: str, seconds: float, elapsed: float) -> str:
     """One line for a chapter that has run: `[ 3/12] name … 16 s, about 40 s left`.
 
-    `elapsed` is the time since the first chapter began; the others are taken to be like these.
+    `elapsed` is the time since the first chapter began. The remaining ones are assumed to take as
+    long as the finished ones.
     """
     left = elapsed / done * (jobs - done)
     rounded = f"{left / 60:.0f} min" if left >= 90 else f"{max(5, round(left / 5) * 5)} s"
@@ -164,19 +176,18 @@ def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
     def run(job: tuple[Path, Path]) -> str | None:
         chapter, target = job
         start = time.monotonic()
-        if target != chapter:
-            target.unlink(missing_ok=True)  # what is stale must not be rendered after a failure
+        failure = None
         try:
             write_chapter(execute(chapter), target)
         except CellExecutionError as error:
-            return f"{chapter}: a cell failed\n{error}"
-        except (OSError, ValueError, RuntimeError, TimeoutError) as error:
-            return f"{chapter}: {type(error).__name__}: {error}"
+            failure = f"{chapter}: a cell failed\n{error}"
+        except Exception as error:  # a file that is no notebook has many ways to fail
+            failure = f"{chapter}: {type(error).__name__}: {error}"
         now = time.monotonic()
         with one_line:
-            name = chapter.stem
+            name = chapter.stem + " failed" * (failure is not None)
             print(progress(next(finished), len(jobs), name, now - start, now - began), flush=True)
-        return None
+        return failure
 
     # Two at once: chapters start several processes of their own.
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -200,11 +211,15 @@ def main() -> None:
         if arguments.command == "execute":
             execute_book(arguments.book, arguments.out)
         else:
-            book = project_root() / "book"
-            named = [chapter_named(name, book) for name in arguments.chapters]
-            update(named or chapters_of(book))
-    except ValueError as error:
+            root = project_root()
+            update([_path(name, root) for name in arguments.chapters] or chapters_of(root / "book"))
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
+
+
+def _path(name: str, root: Path) -> Path:
+    path = Path(name)
+    return path if path.exists() or len(path.parts) > 1 else root / find(name, root)
 
 
 if __name__ == "__main__":

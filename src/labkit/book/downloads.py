@@ -8,12 +8,14 @@ missing.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import nbformat
 import yaml
 
 from labkit.book.chapters import write_chapter
+from labkit.book.repository import clone_command
 
 CELL_ID = "needs-the-project"
 
@@ -35,7 +37,7 @@ def guard(chapter: str, address: str) -> str:
     """The source of the first cell: raises ModuleNotFoundError outside of the project's kernel."""
     where = "In the folder that this book came in,"
     if address:
-        where = f"Run: git clone {address} && cd {address.rpartition('/')[2]}. There,"
+        where = f"Run: {clone_command(address)}. There,"
     return GUARD.format(needed=NEEDED, where=where, chapter=chapter)
 
 
@@ -65,8 +67,11 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="the configuration, for the project's address")
     parser.add_argument("site", type=Path)
     arguments = parser.parse_args()
-    config = yaml.safe_load(arguments.config.read_text())
-    add_guards(arguments.site, config["repository"]["url"])
+    try:
+        config = yaml.safe_load(arguments.config.read_text())
+        add_guards(arguments.site, config["repository"]["url"])
+    except OSError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -158,13 +158,16 @@ def _open_figures(page: BeautifulSoup) -> None:
     """
     for image in page.select("div.cell_output img[src]"):
         image["loading"] = "lazy"
-        for name, pixels in re.findall(r"\b(width|height): (\d+)px", image.get("style", "")):
+        for name, pixels in re.findall(
+            r"(?<![-\w])(width|height): (\d+)px", image.get("style", "")
+        ):
             image[name] = pixels
         link = image.find_parent("a") or image.wrap(page.new_tag("a", href=image["src"]))
         names = ["full-figure"]
-        if int(image.get("width", 0)) > WIDE:
+        width = str(image.get("width", ""))
+        if width.isdigit() and int(width) > WIDE:
             names.append("wide-figure")
-            link["style"] = f"--figure-width: {image['width']}px"
+            link["style"] = f"--figure-width: {width}px"
         link["class"] = list(dict.fromkeys([*link.get("class", []), *names]))
 
 
@@ -179,7 +182,9 @@ def _write_icons(site: Path, texts: Collection[str]) -> None:
             return
         raise FileNotFoundError(f"the theme no longer has {FONT_AWESOME}/*/css/all.min.css")
     code_of = _codes(css.read_text())
-    used = {name for text in texts for name in re.findall(r"\bfa-[a-z-]*[a-z]\b", text)} - STYLES
+    used = {
+        name for text in texts for name in re.findall(r"\bfa-[a-z0-9-]*[a-z0-9]\b", text)
+    } - STYLES
     icons = {name: code_of[name] for name in sorted(used) if name in code_of}
     codes = set(icons.values())
     for sheet in (site / "_static").rglob("*.css"):

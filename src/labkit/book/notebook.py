@@ -14,32 +14,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from labkit.book.chapters import chapters_of
+from labkit.book.chapters import find, notebooks_of
 from labkit.launch.scripts import project_root
 
 FIRST = "book/start/what_is_averaged.ipynb"
 COPIES = "notebooks"
 # What a chapter links to, besides other chapters.
 PAGES = (".md", ".svg", ".png")
-
-
-def notebooks_of(root: Path) -> list[Path]:
-    """Every chapter and every assignment, relative to `root`."""
-    found = [*chapters_of(root / "book"), *sorted((root / "labs/assignments").glob("*.ipynb"))]
-    return [path.relative_to(root) for path in found]
-
-
-def find(name: str, root: Path) -> Path:
-    """The notebook that `name` stands for: its path, or its name with or without the suffix.
-
-    Raises ValueError with all of them if there is no such notebook.
-    """
-    known = notebooks_of(root)
-    for path in known:
-        if name in (str(path), path.name, path.stem):
-            return path
-    names = "\n".join(f"  {path}" for path in known)
-    raise ValueError(f"There is no notebook {name}. There are:\n{names}")
 
 
 def place_of_copy(path: Path) -> Path:
@@ -57,7 +38,9 @@ def copy_missing(root: Path) -> None:
         target = root / place_of_copy(path)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(root / path, target)
+            unfinished = target.with_name(f"{target.name}.unfinished")
+            shutil.copyfile(root / path, unfinished)
+            unfinished.replace(target)  # a part of a copy would be kept as the reader's own
 
 
 def main() -> NoReturn:
@@ -65,11 +48,15 @@ def main() -> NoReturn:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", default=FIRST, help=f"default: {FIRST}")
-    arguments, options = parser.parse_known_args()
-    root = project_root()
+    options = sys.argv[1:]
+    if options[:1] in (["-h"], ["--help"]):
+        parser.parse_args(options)
+    # argparse would take the value of an option of JupyterLab's for the name.
+    name = options.pop(0) if options and not options[0].startswith("-") else FIRST
     try:
-        copy = place_of_copy(find(arguments.name, root))
-    except ValueError as error:
+        root = project_root()
+        copy = place_of_copy(find(name, root))
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
     copy_missing(root)
     print(f"Opening {copy}, a copy that you can change. Stop with Ctrl-C, twice.", flush=True)

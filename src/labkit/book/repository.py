@@ -12,19 +12,19 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import yaml
 
 from labkit.launch.scripts import project_root
 
+REPOSITORY = re.compile(r"https://github\.com/[\w-]+/[\w.-]+", re.ASCII)
 # In each file: the place of the address (or where it would be), what to write there, and what
 # to leave there without an address.
 LINES = {
     "_config.yml": (r'(?<=^repository:\n  url: )".*"$', '"{}"', '""'),
     "CITATION.cff": (r"^repository-code: .*\n|\Z", 'repository-code: "{}"\n', ""),
     "pyproject.toml": (
-        r'\n\[project\.urls\]\nRepository = ".*"\n|(?<=^dependencies = \["torch>=2\.11"\]\n)',
+        r'\n\[project\.urls\]\nRepository = ".*"\n|(?<=^dependencies = \["torch>=\d\.\d\d"\]\n)',
         '\n[project.urls]\nRepository = "{}"\n',
         "",
     ),
@@ -32,27 +32,37 @@ LINES = {
 
 
 def checked(address: str) -> str:
-    """`address`; raises ValueError if it is not empty and not a repository on GitHub."""
-    parts = urlsplit(address)
-    named = len([name for name in parts.path.split("/") if name])
-    if address and (parts.scheme != "https" or parts.netloc != "github.com" or named != 2):
+    """`address`, without the `.git` that GitHub adds to what one copies there.
+
+    Raises ValueError if it is not empty and not a repository on GitHub.
+    """
+    address = address.strip().rstrip("/").removesuffix(".git")
+    if address and not REPOSITORY.fullmatch(address):
         raise ValueError(
             f"the repository is {address!r}; launch buttons and links need"
             " https://github.com/OWNER/NAME. Leave it empty to build without them."
         )
-    return address.rstrip("/")
+    return address
 
 
 def set_address(root: Path, address: str) -> None:
     """Write `address` to the files of the project in `root`; an empty one removes it."""
     address = checked(address)
+    texts = {}
     for name, (place, line, without) in LINES.items():
         text = (root / name).read_text()
         found = re.search(place, text, re.MULTILINE)
         if not found:
             raise ValueError(f"{root / name} has no place for the repository's address")
         new = line.format(address) if address else without
-        (root / name).write_text(text[: found.start()] + new + text[found.end() :])
+        texts[name] = text[: found.start()] + new + text[found.end() :]
+    for name, text in texts.items():
+        (root / name).write_text(text)
+
+
+def clone_command(address: str) -> str:
+    """The command from nothing to the project's folder."""
+    return f"git clone {address} && cd {address.rpartition('/')[2]}"
 
 
 def start_lines(address: str) -> str:
@@ -64,7 +74,7 @@ def start_lines(address: str) -> str:
     before = "In the folder that this book came in:"
     if address:
         before = "You need Python 3.11 or newer and `make`:"
-        commands.insert(0, f"git clone {address} && cd {address.rpartition('/')[2]}")
+        commands.insert(0, clone_command(address))
     return "\n".join([before, "", "```bash", *commands, "```"])
 
 
@@ -88,10 +98,11 @@ def citation(address: str, title: str, authors: str, year: str) -> str:
 def substitutions(address: str, cff: str, year: str) -> dict[str, str]:
     """What `{{ name }}` stands for on the pages; `cff` is the text of CITATION.cff."""
     cited = yaml.safe_load(cff)
+    authors = " and ".join(author["name"] for author in cited["authors"])
     return {
         "get_the_code": start_lines(address),
         "install_it": install_lines(address),
-        "citation": citation(address, cited["title"], cited["authors"][0]["name"], year),
+        "citation": citation(address, cited["title"], authors, year),
     }
 
 
@@ -102,7 +113,7 @@ def main() -> None:
     parser.add_argument("address", help="https://github.com/…, or an empty string")
     try:
         set_address(project_root(), parser.parse_args().address)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
 
 

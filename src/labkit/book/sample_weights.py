@@ -37,6 +37,8 @@ def weight_bars(counts: Sequence[int], ways: Mapping[str, Sequence[float]]) -> F
         axes.bar(range(len(weights)), weights, color=[figures.RANKS[rank] for rank in owner])
         axes.axhline(1 / len(weights), color=figures.TRUTH, ls="--", lw=1)
         for rank, center in enumerate(centers):
+            if not counts[rank]:
+                continue
             weight = weights[owner.index(rank)]
             label = str(Fraction(weight).limit_denominator(1000))
             axes.text(center, weight, label, ha="center", va="bottom", fontsize=10)

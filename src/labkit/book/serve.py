@@ -10,6 +10,7 @@ import sys
 import webbrowser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 PORT = 8123
 
@@ -21,6 +22,13 @@ class _Quiet(SimpleHTTPRequestHandler):
         return
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing if the browser has given up a download; print any other error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 def server(site: Path, port: int = PORT) -> ThreadingHTTPServer:
     """A server of the folder `site` on the loopback interface, not yet running.
 
@@ -28,11 +36,11 @@ def server(site: Path, port: int = PORT) -> ThreadingHTTPServer:
     """
     handler = functools.partial(_Quiet, directory=str(site))
     try:
-        return ThreadingHTTPServer(("127.0.0.1", port), handler)
+        return _Server(("127.0.0.1", port), handler)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        return ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        return _Server(("127.0.0.1", 0), handler)
 
 
 def main() -> None:
@@ -43,7 +51,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.site / "index.html").is_file():
         sys.exit(f"There is no book in {arguments.site}: make book builds it.")
-    with server(arguments.site, arguments.port) as running:
+    try:
+        listening = server(arguments.site, arguments.port)
+    except (OSError, OverflowError) as error:
+        sys.exit(f"Port {arguments.port} cannot be used: {error}. Choose another with --port.")
+    with listening as running:
         address = f"http://127.0.0.1:{running.server_port}/"
         print(f"The book: {address} (Ctrl-C ends it)", flush=True)
         if arguments.open:

@@ -26,7 +26,7 @@ from labkit.book.repository import checked, substitutions
 BINDER = "https://mybinder.org"
 # What a page loads by itself, and the attribute that names it; a link is followed by a person.
 LOADED = (("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src"))
-# Relations of <link> that load nothing.
+# Values of rel with which a <link> loads nothing.
 NAMED_ONLY = {"canonical", "index", "search", "next", "prev", "author", "copyright"}
 
 

@@ -44,17 +44,17 @@ def no_sync_timeline(placements: Mapping[str, Sequence[tuple[bool, bool, bool]]]
         placements: for each, one triple per micro-batch: whether its forward is under `no_sync`,
             whether its backward is, and whether an all-reduce was launched in that backward.
     """
-    figure, all_axes = plt.subplots(
+    figure, _ = plt.subplots(
         len(placements), 1, figsize=(6.4, 0.95 * len(placements) + 0.3), sharex=True
     )
-    for axes, (name, micro_batches) in zip(all_axes, placements.items(), strict=True):
+    for axes, (name, micro_batches) in zip(figure.axes, placements.items(), strict=True):
         for number, (forward, backward, launched) in enumerate(micro_batches):
             _micro_batch(axes, 4.0 * number, number + 1, forward, backward, launched)
         axes.set(xlim=(-0.1, 4.0 * len(micro_batches)), ylim=(-0.75, 1.5), yticks=[], xticks=[])
         axes.set_title(name, fontsize=10, pad=2)
         for side in axes.spines.values():
             side.set_visible(False)
-    all_axes[-1].set_xlabel("time → (gray: inside no_sync; blue: an all-reduce)", fontsize=9)
+    figure.axes[-1].set_xlabel("time → (gray: inside no_sync; blue: an all-reduce)", fontsize=9)
     return figure
 
 

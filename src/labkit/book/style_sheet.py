@@ -17,7 +17,7 @@ import tinycss2
 
 SHEET = "_static/pages.css"
 LINK = re.compile(r'<link\b(?=[^>]*\brel="stylesheet")[^>]*\bhref="([^"]+)"[^>]*>\n*')
-# What the page linked to: the next build may render other pages only.
+# Keeps the page's original links: the next build may not render this page again.
 FORMER = "data-former"
 FORMER_LINKS = re.compile(rf'\b{FORMER}="([^"]*)"')
 RELATIVE_URL = re.compile(r"""url\((["']?)(?!data:|https?:|[/#%"'])([^)"']+)\1\)""")
@@ -32,7 +32,8 @@ BEGINNING = re.compile(r"[A-Za-z]{2}[\w-]*-")
 class NamesOfPages:
     """The classes and ids that elements of the pages can have.
 
-    Every word of the pages' HTML and of their scripts counts: more names than there are, not fewer.
+    Every word of the pages' HTML and of their scripts counts, so some names are kept that no
+    element has.
     """
 
     def __init__(self, pages: Iterable[str], scripts: Iterable[str]) -> None:
@@ -143,7 +144,9 @@ def _selectors(prelude: list[Any]) -> list[list[Any]]:
 
 
 def _named(selector: list[Any]) -> Iterator[str]:
-    """The classes and ids without which it matches nothing; what is inside of :not() is none."""
+    """The classes and ids that an element must have to match. Those inside parentheses, as in
+    :not(), do not count.
+    """
     for before, token in zip([None, *selector], selector, strict=False):
         if token.type == "hash" or (token.type == "ident" and before == "."):
             yield token.value

@@ -67,7 +67,7 @@ def written(script: str, data: dict[str, Any]) -> str:
     Raises ValueError if the script does not have each of these lines once.
     """
     text = json.dumps(data, separators=(",", ":"))
-    text = re.sub(r'(?=,"(?:models|stack|transformer|assumed|ways|ready|sent)":)', "\n", text)
+    text = re.sub(r'(?=,"(?:models|stack|transformer|assumed|ways|ready)":)', "\n", text)
     for line in (_BEGIN, _END):
         if script.count(line) != 1:
             raise ValueError(f"the script has {script.count(line)} lines {line!r}; it needs one")

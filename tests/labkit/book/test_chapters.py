@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from labkit.book.chapters import chapter_named, copy_pages, execute, progress
+from labkit.book.chapters import copy_pages, execute, progress
 
 
 def notebook(path: Path, *sources: str) -> Path:
@@ -70,13 +70,29 @@ def test_a_file_that_is_no_notebook_is_named(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_chapter_is_found_by_its_name_and_an_unknown_name_gets_the_list(tmp_path):
-    chapter = notebook(tmp_path / "one.ipynb", "1")
-    assert chapter_named("one", tmp_path) == chapter
+def test_an_unknown_name_gets_the_list_of_notebooks():
     done = chapters("update", "opera")
     assert done.returncode == 1
-    assert "There is no chapter opera. There are:\n" in done.stderr
-    assert "  museum\n" in done.stderr
+    assert "There is no notebook opera. There are:\n" in done.stderr
+    assert "  book/surprises/museum.ipynb\n" in done.stderr
+
+
+def test_a_book_that_is_not_there_costs_no_executed_page(tmp_path):
+    (tmp_path / "book").mkdir()
+    (tmp_path / "book" / "page.md").touch()
+    copy_pages(tmp_path / "book", tmp_path / "out")
+    done = chapters("execute", tmp_path / "bok", tmp_path / "out")
+    assert f"there is no book in {tmp_path / 'bok'}" in done.stderr
+    assert (tmp_path / "out" / "page.md").exists()
+
+
+def test_a_file_that_is_json_but_no_notebook_is_named_beside_the_others(tmp_path):
+    (tmp_path / "c.ipynb").write_text("[]")
+    done = chapters("update", tmp_path / "c.ipynb", tmp_path / "none.ipynb")
+    assert f"{tmp_path / 'c.ipynb'}: " in done.stderr
+    assert "none.ipynb: FileNotFoundError" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "[2/2] " in done.stdout
 
 
 def test_a_wanted_error_is_stored(tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from labkit.book.batch_grid import draw_batch_grid, token_weights
 from labkit.book.cluster_figure import draw_ring_on_nodes
 from labkit.book.launch_order_figure import draw_launch_order, launch_moments
+from labkit.book.step_diagrams import no_sync_timeline
 
 
 @given(filled=st.integers(1, 8).flatmap(lambda n: st.permutations(range(n))))
@@ -47,4 +48,13 @@ def test_a_ring_in_rank_order_crosses_twice_between_two_nodes():
         arrows = [patch for patch in figure.axes[0].patches if hasattr(patch, "get_arrowstyle")]
         assert len(arrows) == 8
         assert sum(arrow.get_linewidth() > 2 for arrow in arrows) == crossing
+        plt.close(figure)
+
+
+def test_one_way_or_one_placement_is_one_panel():
+    for figure in (
+        draw_batch_grid([[1, 3]], {"the only way": [[2, 2]]}),
+        no_sync_timeline({"the only placement": [(True, False, True)]}),
+    ):
+        assert len(figure.axes) == 1
         plt.close(figure)

@@ -109,6 +109,13 @@ def test_a_figure_that_a_phone_would_make_too_small_to_read_is_wide():
     assert finished(once) == once
 
 
+def test_a_figure_whose_width_is_relative_is_not_wide():
+    figure = '<img src="a.png" width="50%" style="max-width: 900px"/>'
+    page = BeautifulSoup(finished(f'<div class="cell_output">{figure}</div>'), "html.parser")
+    assert page.img["width"] == "50%"
+    assert page.a["class"] == ["full-figure"]
+
+
 @pytest.fixture
 def built(tmp_path: Path) -> Path:
     """A site with one page, and the files of the installed theme that matter here."""

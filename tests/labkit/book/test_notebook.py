@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +14,9 @@ import nbformat
 import psutil
 import pytest
 
-from labkit.book.notebook import FIRST, copy_missing, find, notebooks_of, place_of_copy
+from labkit.book import notebook
+from labkit.book.chapters import find, notebooks_of
+from labkit.book.notebook import FIRST, copy_missing, place_of_copy
 from labkit.launch.scripts import project_root
 
 ROOT = project_root()
@@ -44,6 +47,36 @@ def test_copies_are_made_once_and_keep_what_the_reader_wrote(tmp_path):
     copy_missing(tmp_path)
     assert (folder / "start/one.ipynb").read_text() == "the reader's"
     assert (tmp_path / "book/start/one.ipynb").read_text() == "ours"
+
+
+def test_an_interrupted_copy_is_made_again(tmp_path, monkeypatch):
+    def interrupted(source: Path, target: Path) -> None:
+        target.write_text("ou")
+        raise KeyboardInterrupt
+
+    (tmp_path / "book").mkdir()
+    (tmp_path / "book" / "one.ipynb").write_text("ours")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copy_missing(tmp_path)
+    copy_missing(tmp_path)
+    assert (tmp_path / "notebooks" / "one.ipynb").read_text() == "ours"
+
+
+@pytest.mark.parametrize(
+    ("given", "opened"),
+    [(["--port", "9999"], FIRST), (["museum", "--port", "9999"], "book/surprises/museum.ipynb")],
+)
+def test_the_value_of_jupyterlabs_option_is_not_taken_for_a_chapter(given, opened, monkeypatch):
+    started = []
+    monkeypatch.setattr(sys, "argv", ["notebook", *given])
+    monkeypatch.setattr(notebook, "copy_missing", lambda root: None)
+    monkeypatch.setattr(notebook.os, "execve", lambda _, command, __: started.append(command))
+    notebook.main()
+    (command,) = started
+    assert f"/lab/tree/{opened.removeprefix('book/')}" in " ".join(command)
+    assert command[-2:] == ["--port", "9999"]
 
 
 @pytest.mark.parametrize("path", notebooks_of(ROOT), ids=str)

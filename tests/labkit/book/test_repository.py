@@ -47,14 +47,27 @@ def test_an_address_is_set_changed_and_removed_in_all_of_them(copy):
     assert {name: (copy / name).read_text() for name in LINES} == empty
 
 
-def test_an_address_that_no_button_can_use_changes_no_file(copy):
+@pytest.mark.parametrize("copied", [f"{ADDRESS}.git", f" {ADDRESS}/ "])
+def test_an_address_is_taken_as_it_is_copied(copy, copied):
+    set_address(copy, copied)
+    assert set(addresses(copy).values()) == {ADDRESS}
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://example.org/owner/name", f"{ADDRESS}?tab=readme", f"{ADDRESS}#readme", f'{ADDRESS}"'],
+)
+def test_an_address_that_no_button_can_use_changes_no_file(copy, address):
     before = {name: (copy / name).read_text() for name in LINES}
     with pytest.raises(ValueError, match="OWNER/NAME"):
-        set_address(copy, "https://example.org/owner/name")
+        set_address(copy, address)
     assert {name: (copy / name).read_text() for name in LINES} == before
 
 
-def test_a_file_that_has_lost_its_place_is_named(copy):
-    (copy / "_config.yml").write_text("title: a book\n")
-    with pytest.raises(ValueError, match=r"_config\.yml has no place"):
-        set_address(copy, ADDRESS)
+@pytest.mark.parametrize("name", ["_config.yml", "pyproject.toml"])
+def test_a_file_that_has_lost_its_place_is_named_and_the_others_stay(copy, name):
+    (copy / name).write_text("nothing")
+    before = {other: (copy / other).read_text() for other in LINES}
+    with pytest.raises(ValueError, match=f"{name} has no place"):
+        set_address(copy, "https://github.com/owner/other")
+    assert {other: (copy / other).read_text() for other in LINES} == before

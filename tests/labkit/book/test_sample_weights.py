@@ -34,3 +34,11 @@ def test_the_figure_has_a_bar_per_sample_and_a_fraction_per_rank():
         assert len(axes.patches) == 8
         assert [text.get_text() for text in axes.texts] == expected
     plt.close(figure)
+
+
+def test_a_rank_without_samples_has_no_bar_and_no_fraction():
+    figure = weight_bars([2, 0], {"own count": [2, 1]})
+    (axes,) = figure.axes
+    assert len(axes.patches) == 2
+    assert [text.get_text() for text in axes.texts] == ["1/4"]
+    plt.close(figure)

@@ -40,6 +40,26 @@ def test_it_prints_one_line_with_the_address_and_nothing_for_requests(site):
     assert (rest.strip(), errors, running.returncode) == ("", "", 0)
 
 
+def test_a_port_that_does_not_exist_is_refused_in_words(site):
+    command = [sys.executable, "-m", "labkit.book.serve", str(site), "--port", "99999"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Port 99999 cannot be used: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_download_that_the_browser_gives_up_prints_nothing(site, capfd):
+    with server(site, 0) as running:
+        for error in (ConnectionResetError, ValueError):
+            try:
+                raise error
+            except error:
+                running.handle_error(None, ("127.0.0.1", 1))
+    printed = capfd.readouterr().err
+    assert "ConnectionResetError" not in printed
+    assert "ValueError" in printed
+
+
 def test_without_a_book_it_says_how_to_build_one(tmp_path):
     command = [sys.executable, "-m", "labkit.book.serve", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -72,7 +72,7 @@ def page(book: Path, out: Path, figures: Sequence[str], theme: str = "") -> str:
 
     It starts in the theme "light" or "dark", or in the one that the reader's browser prefers.
     """
-    folder = Path(os.path.relpath(book / FOLDER, out)).as_posix()
+    folder = quote(Path(os.path.relpath(book / FOLDER, out)).as_posix())
     loaded = dict.fromkeys(script for name in figures for script in scripts(name))
     shown = "\n".join(f"{opening(name)}\n</figure>" for name in figures)
     return "\n".join(
@@ -124,8 +124,11 @@ def browser() -> str:
 def draw_stills(book: Path, figures: Sequence[str], width: int = 640) -> list[Path]:
     """Draw the still pictures of `figures` with Chromium; return their paths.
 
-    Raises RuntimeError if there is no browser, or if a figure did not draw itself.
+    Raises RuntimeError if there is no such figure or no browser, or if a figure did not draw itself.
     """
+    known = names(book)
+    if unknown := [name for name in figures if name not in known]:
+        raise RuntimeError(f"there is no figure {', '.join(unknown)}; there are {', '.join(known)}")
     written = []
     with tempfile.TemporaryDirectory(prefix="stills-") as scratch:
         for name in figures:
@@ -134,13 +137,15 @@ def draw_stills(book: Path, figures: Sequence[str], width: int = 640) -> list[Pa
             path = Path(scratch) / "still.html"
             path.write_text(text.replace("</body>", _STILL.replace("NAME", name) + "</body>"))
             profile = f"--user-data-dir={scratch}/profile"
-            said = subprocess.run(
+            ended = subprocess.run(
                 [browser(), *FLAGS, "--window-size=1280,900", profile, "--dump-dom", path.as_uri()],
                 capture_output=True,
                 text=True,
                 timeout=120,
-            ).stdout
-            found = re.search(r'<pre id="still">(.*?)</pre>', said, re.DOTALL)
+            )
+            if ended.returncode:
+                raise RuntimeError(f"the browser ended with {ended.returncode}:\n{ended.stderr}")
+            found = re.search(r'<pre id="still">(.*?)</pre>', ended.stdout, re.DOTALL)
             if found is None:
                 raise RuntimeError(f"the figure {name!r} did not draw itself; see make figures")
             target = book / FOLDER / still(name)

@@ -125,7 +125,7 @@ def test_only_refuses_unknown_contenders_and_a_file_of_whole_cells(tmp_path):
 def test_there_is_at_least_one_copy_of_each_contender():
     ended = run_in_process(f"{BENCHMARKS}/step_time.py", "--quick", "--copies", 0)
     assert ended.code == 2
-    assert "--copies must be at least 1, but is 0" in ended.stderr
+    assert "argument --copies: 0 is less than 1" in ended.stderr
 
 
 def test_each_copy_is_another_wrapper_and_a_time_is_the_mean_of_the_copies():

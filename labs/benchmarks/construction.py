@@ -11,13 +11,14 @@ import argparse
 import statistics
 from collections.abc import Callable
 
+from labkit.launch.arguments import positive
 from labkit.profiling.benchmark_arguments import benchmark_parser
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--ranks", type=int, default=2)
-    arguments.add_argument("--rounds", type=int, default=20, help="turns of each (default 20)")
+    arguments.add_argument("--ranks", type=positive, default=2)
+    arguments.add_argument("--rounds", type=positive, default=20, help="turns of each (default 20)")
     return arguments.parse_args()
 
 

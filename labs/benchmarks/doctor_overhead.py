@@ -1,9 +1,11 @@
-"""What the doctor costs: the median step with it and without it, paired, in one run.
+"""What the doctor costs: a step with it and without it, in one run.
 
     python labs/benchmarks/doctor_overhead.py [--rounds 20]
 
 Two ranks, torch's DDP, SGD. Blocks of ten steps with the doctor installed and blocks without it
 take turns; the doctor observes every 50th step fully, as it does by default after the first ones.
+The table has rank 0's times. The median leaves out the steps that are observed fully; the mean does
+not.
 """
 
 # ruff: noqa: E402
@@ -14,12 +16,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from labkit.launch.arguments import positive
 from labkit.profiling.benchmark_arguments import benchmark_parser
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=20, help="pairs of blocks (default 20)")
+    arguments.add_argument(
+        "--rounds", type=positive, default=20, help="pairs of blocks (default 20)"
+    )
     return arguments.parse_args()
 
 

@@ -22,13 +22,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from labkit.launch.arguments import positive
 from labkit.profiling.benchmark_arguments import benchmark_parser
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--submissions", type=int, default=200, help="(default 200)")
-    arguments.add_argument("--jobs", type=int, default=2, help="at a time (default 2)")
+    arguments.add_argument("--submissions", type=positive, default=200, help="(default 200)")
+    arguments.add_argument("--jobs", type=positive, default=2, help="at a time (default 2)")
     return arguments.parse_args()
 
 

@@ -12,12 +12,15 @@ import argparse
 import statistics
 from collections.abc import Callable
 
+from labkit.launch.arguments import positive
 from labkit.profiling.benchmark_arguments import benchmark_parser
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=200, help="turns of each (default 200)")
+    arguments.add_argument(
+        "--rounds", type=positive, default=200, help="turns of each (default 200)"
+    )
     return arguments.parse_args()
 
 

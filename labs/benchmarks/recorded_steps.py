@@ -18,12 +18,15 @@ import argparse
 from functools import partial
 from typing import Any
 
+from labkit.launch.arguments import positive
 from labkit.profiling.benchmark_arguments import benchmark_parser
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=5, help="rounds of all ways (default 5)")
+    arguments.add_argument(
+        "--rounds", type=positive, default=5, help="rounds of all ways (default 5)"
+    )
     return arguments.parse_args()
 
 

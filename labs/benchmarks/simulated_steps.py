@@ -17,13 +17,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from labkit.launch.arguments import positive
 from labkit.profiling.benchmark_arguments import benchmark_parser
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--ranks", type=int, default=2)
-    arguments.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
+    arguments.add_argument("--ranks", type=positive, default=2)
+    arguments.add_argument("--rounds", type=positive, default=15, help="turns of each (default 15)")
     return arguments.parse_args()
 
 

@@ -15,13 +15,16 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from labkit.launch.arguments import positive
 from labkit.profiling.benchmark_arguments import benchmark_parser
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments = benchmark_parser(__doc__)
-    arguments.add_argument("--ranks", type=int, default=4)
-    arguments.add_argument("--repeat", type=int, default=20, help="calls of run_ranks (default 20)")
+    arguments.add_argument("--ranks", type=positive, default=4)
+    arguments.add_argument(
+        "--repeat", type=positive, default=20, help="calls of run_ranks (default 20)"
+    )
     return arguments.parse_args()
 
 

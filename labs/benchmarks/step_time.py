@@ -5,8 +5,9 @@
     python labs/benchmarks/step_time.py --only MiniDDP --rounds 200  only MiniDDP and torch's DDP
 
 With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise, which
-can exceed 2 %. `--copies 4` builds four of each contender, in changing order, because where an
-instance lies in memory matters, too; a round's time is then the mean of their turns.
+can exceed 2 %. `--copies 4` builds four of each contender, because where an instance lies in memory
+matters, too; a round's time is then the mean of their turns. The contenders are built in a random
+order, and take their turns in random orders, which differ from run to run.
 
 A step is forward and backward until every gradient is averaged. All contenders run in the same
 processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
@@ -27,6 +28,7 @@ each cell to FILE and keeps the cells that are already there; `report.py` prints
 # ruff: noqa: E402
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -34,6 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from labkit.launch.arguments import positive
 from labkit.profiling.benchmark_arguments import add_models, benchmark_parser
 
 LINKS = {"loopback": None, "1gbit": 1.0}
@@ -42,10 +45,12 @@ LINKS = {"loopback": None, "1gbit": 1.0}
 def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments = benchmark_parser(__doc__)
     add_models(arguments)
-    arguments.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    arguments.add_argument("--ranks", nargs="+", type=positive, default=[2, 4])
     arguments.add_argument("--link", nargs="+", choices=list(LINKS), default=list(LINKS))
     arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    arguments.add_argument("--rounds", type=int, default=15, help="rounds of turns (default 15)")
+    arguments.add_argument(
+        "--rounds", type=positive, default=15, help="rounds of turns (default 15)"
+    )
     arguments.add_argument(
         "--patience",
         type=float,
@@ -67,15 +72,13 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
     )
     arguments.add_argument(
         "--copies",
-        type=int,
+        type=positive,
         default=1,
         help="how many of each contender take turns in each round (default 1)",
     )
     given = arguments.parse_args()
     if given.only and given.json:
         arguments.error("--json stores every contender of a cell: leave out --only, or --json")
-    if given.copies < 1:
-        arguments.error(f"--copies must be at least 1, but is {given.copies}")
     if given.device == "cuda" and given.link != ["loopback"]:
         arguments.error("--device cuda needs --link loopback: the slow link is for the CPU only")
     return given
@@ -96,6 +99,7 @@ from labkit.profiling.benchmark import (
     BenchmarkModel,
     benchmark_models,
     describe_machine,
+    keep_freed_memory,
     paired_ratio,
     take_turns,
     write_json,
@@ -109,6 +113,7 @@ from miniddp.ladder import RUNGS
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 CAPS = (1, 2, 4, 8, 16)
+WARM_UP = 2  # rounds that do not count
 REFERENCE = "torch DDP"
 CONTROL = "torch DDP, again"
 StepProgram = Callable[[], object]
@@ -125,8 +130,11 @@ def race(
     before: Path | None,
     only: list[str] | None,
     copies: int,
+    seed: int,
 ) -> dict[str, Any]:
     """The contenders on one model and one link, on each rank; returns the cell's raw numbers."""
+    keep_freed_memory()
+    orders = random.Random(seed)
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
     inputs = model.inputs(rank).to(device)
     modules: list[nn.Module] = []
@@ -211,7 +219,8 @@ def race(
     racing = [name for name in contenders if name in wanted]
     steps = {}
     for copy in range(copies):
-        for name in racing[copy % len(racing) :] + racing[: copy % len(racing)]:
+        # The first contenders get the memory that earlier ones have freed.
+        for name in orders.sample(racing, len(racing)):
             steps[f"{name} {copy}"] = contenders[name]()
 
     alone = model.module().to(device)
@@ -247,7 +256,8 @@ def race(
     steps["C"] = everything_at_once
     compute()
     clear()
-    turns = take_turns(steps, rounds, clear, patience)
+    take_turns(steps, WARM_UP, clear, seed=seed)
+    turns = take_turns(steps, rounds, clear, patience, seed + 1)
     seconds = {}
     for name in racing:
         copied = [turns.pop(f"{name} {copy}") for copy in range(copies)]
@@ -299,7 +309,8 @@ def main(given: argparse.Namespace) -> None:
     for name in given.model:
         for ranks in given.ranks:
             for link in given.link:
-                cell = f"{name}, {ranks} ranks, {link}"
+                on_gpu = ", cuda" if given.device == "cuda" else ""
+                cell = f"{name}, {ranks} ranks, {link}{on_gpu}"
                 model = benchmark_models(given.quick)[name]
                 cells[cell] = run_ranks(
                     race,
@@ -311,6 +322,7 @@ def main(given: argparse.Namespace) -> None:
                     given.before,
                     given.only,
                     given.copies,
+                    random.randrange(2**32),
                     timeout=3600,
                     device=given.device,
                 )[0]

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
+from urllib.parse import quote
 
 from labkit.book.playable import FOLDER, opening, scripts, still
 from labkit.launch.scripts import project_root
@@ -124,7 +125,8 @@ def browser() -> str:
 def draw_stills(book: Path, figures: Sequence[str], width: int = 640) -> list[Path]:
     """Draw the still pictures of `figures` with Chromium; return their paths.
 
-    Raises RuntimeError if there is no such figure or no browser, or if a figure did not draw itself.
+    Raises RuntimeError if there is no such figure, if there is no browser, or if a figure did not
+    draw itself.
     """
     known = names(book)
     if unknown := [name for name in figures if name not in known]:

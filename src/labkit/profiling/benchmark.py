@@ -6,6 +6,8 @@ changes. Times from separate runs can differ by more than the effect of interest
 another program disturbed can be repeated.
 """
 
+import contextlib
+import ctypes
 import json
 import os
 import random
@@ -21,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.profiling.benchmark_arguments import MODELS
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # from malloc.h
 
 
 class BenchmarkModel(NamedTuple):
@@ -77,19 +81,21 @@ def take_turns(
     rounds: int,
     after: Callable[[], object],
     patience: float = 0.0,
+    seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Time each of `programs` once per round, in an order that is shuffled in each round.
+    """Time each of `programs` once per round, in an order that `seed` shuffles in each round.
 
-    Every rank must call it with the same names. All ranks start together, and the slowest rank
-    counts, so all ranks return the same seconds, in the order of rounds. `after` runs after each
-    turn and is not timed. A program that returns a float reports its own time, in seconds.
+    Every rank must call it with the same names and the same seed. Each rank starts its clock when
+    it leaves a barrier, and the slowest rank counts, so all ranks return the same seconds, in the
+    order of rounds. `after` runs after each turn and is not timed. A program that returns a float
+    reports its own time, in seconds.
 
-    A turn is disturbed if other programs took more than a twentieth of the processors' time plus
-    20 ms, because the system's clock has a resolution of 10 ms. Disturbed turns are repeated until
-    they have cost `patience` seconds. Only Linux can detect them; elsewhere every turn counts.
+    A turn is disturbed if other programs used more CPU time than 5 % of (cores × the turn's length)
+    plus 20 ms. The 20 ms allow for the system clock's 10 ms ticks. Disturbed turns are repeated
+    until they have cost `patience` seconds. Elsewhere than on Linux, every turn counts.
     """
     names = list(programs)
-    shuffle = random.Random(0).shuffle
+    shuffle = random.Random(seed).shuffle
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         shuffle(names)
@@ -115,6 +121,20 @@ def take_turns(
                 patience -= slowest[0].item()
             seconds[name].append(round(slowest[0].item(), 6))
     return seconds
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees. Linux with glibc only; elsewhere a no-op.
+
+    By default, glibc returns memory to the system, and a later turn pays for it: each page that it
+    touches again costs a page fault, about 1 µs. A step can have none or thousands of them, which
+    depends on what ran before it.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_TOP_PAD, 64 << 20)
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc takes
 
 
 def _busy() -> float:

@@ -159,8 +159,8 @@ def hierarchical_seconds(
 class Measurement(NamedTuple):
     """One all-reduce of `bytes` by an algorithm of `ALGORITHMS`.
 
-    `seconds` is the time from launch to completion on the slowest rank. `cpu` is the processor
-    time of one process meanwhile: the largest of any rank.
+    `seconds` is the time from launch to completion on the slowest rank. `cpu` is the largest
+    processor time that any rank's process used in that time.
     """
 
     algorithm: str

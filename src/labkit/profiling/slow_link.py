@@ -189,7 +189,8 @@ def _deliver(deliveries: SimpleQueue[_Delivery | None], logs: list[FileIO]) -> N
             try:
                 delivery.work.wait()
                 launched = [_launch_time(log, delivery.number) for log in logs]
-                # A root need not wait for the others, and then has not heard of all of them.
+                # A broadcast's root can finish before other ranks have launched theirs; then their
+                # times are missing.
                 began = max(at for at in launched if at is not None)
                 busy_until = max(busy_until, began) + delivery.seconds
                 while (left := busy_until - time.perf_counter()) > 0:

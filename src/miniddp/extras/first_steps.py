@@ -1,8 +1,8 @@
 """The bucket planner's measurements: time the first steps, plan the buckets, try the plan.
 
-`DistributedDataParallel(module, bucket_plan="measured")` starts as usual: with one bucket, then
-with the caps. In the next steps each rank records when its gradients are ready. Then, between two
-steps:
+`DistributedDataParallel(module, bucket_plan="measured")` starts as usual: with one bucket in the
+first step, then with the buckets of the usual caps. In the next steps each rank records when its
+gradients are ready. Then, between two steps:
 
 1. *Measure* the link: all-reduces of 1 KiB and of 4 MiB, in elapsed and in processor time, and a
    copy. All ranks use the slowest rank's values, because an all-reduce starts only after the last
@@ -73,9 +73,9 @@ class FirstSteps:
             self.ready[index] = perf_counter() - self.began
 
     def before_forward(self) -> bool:
-        """Called before each forward with gradients; True once the buckets are settled.
+        """Called before each forward with gradients; True once the plan is final.
 
-        Every rank has to have taken part in the same reductions, as in any collective.
+        All ranks must have finished the same reductions, because this call may communicate.
         """
         reduced, self.reductions = (
             self.reductions < self.reducer.reductions,

@@ -1,12 +1,15 @@
 """What the benchmarks stand on: turns that all ranks count alike, pairs, and readable JSON."""
 
 import json
+import platform
 import random
+import resource
 import statistics
 import time
 from unittest import mock
 
 import pytest
+import torch
 
 from labkit.launch.ranks import run_ranks
 from labkit.profiling import benchmark
@@ -115,3 +118,40 @@ def test_a_program_that_tells_its_seconds_is_timed_by_them_and_the_slowest_rank_
     for seconds in run_ranks(turns_that_tell, 2):
         assert seconds["told"] == [6.0, 6.0]
         assert max(seconds["counted"]) < 5
+
+
+def orders_of_turns(rank: int, seed: int) -> str:
+    called: list[str] = []
+    programs = {name: lambda name=name: called.append(name) for name in "abcdef"}
+    take_turns(programs, 2, lambda: None, seed=seed)
+    return "".join(called)
+
+
+def test_each_round_has_an_order_of_its_own_and_another_seed_gives_others():
+    orders = [run_ranks(orders_of_turns, 2, seed) for seed in (0, 1, 0)]
+    for first, second in orders:
+        assert first == second
+        assert first[:6] != first[6:]
+    assert orders[0] == orders[2] != orders[1]
+
+
+def faults_of_allocations(rank: int) -> tuple[int, int]:
+    """Page faults of 100 allocations of 256 KiB, before and after `keep_freed_memory`."""
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        held = [torch.zeros(1 << 16) for _ in range(100)]
+        del held
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    returned = faults()
+    benchmark.keep_freed_memory()
+    faults()
+    return returned, faults()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's memory")
+def test_memory_that_a_benchmark_frees_is_touched_again_without_page_faults():
+    for returned, kept in run_ranks(faults_of_allocations, 2):
+        assert kept < 100 < returned

@@ -142,7 +142,7 @@ def test_each_copy_is_another_wrapper_and_a_time_is_the_mean_of_the_copies():
         race.__globals__["take_turns"] = take_turns
         model = benchmark_models(True)["wide MLP"]
         names = ["MiniDDP", "MiniDDP, planned"]
-        cell = race(rank, world_size, device, model, None, 2, 0.0, None, names, 2)
+        cell = race(rank, world_size, device, model, None, 2, 0.0, None, names, 2, seed=0)
         means = [
             (cell["seconds"][name][0], (turns[f"{name} 0"][0] + turns[f"{name} 1"][0]) / 2)
             for name in names

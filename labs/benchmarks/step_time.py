@@ -256,7 +256,7 @@ def race(
     steps["C"] = everything_at_once
     compute()
     clear()
-    take_turns(steps, WARM_UP, clear, seed=seed)
+    take_turns(steps, WARM_UP, clear, 0.0, seed)
     turns = take_turns(steps, rounds, clear, patience, seed + 1)
     seconds = {}
     for name in racing:

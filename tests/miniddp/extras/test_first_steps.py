@@ -206,7 +206,10 @@ class OneUnused(nn.Module):
 
 def static_graph_with_unused_parameters(rank: int):
     wrapped = DropIn(OneUnused(), bucket_plan="measured", static_graph=True)
-    with mock.patch.object(first_steps, "measure_link", return_value=ONE_GBIT):
+    so_slow_that_one_bucket_is_best = LinkCost(latency=1.0, per_byte=1e-9)
+    with mock.patch.object(
+        first_steps, "measure_link", return_value=so_slow_that_one_bucket_is_best
+    ):
         for step in range(SETTLED + 3):
             wrapped.zero_grad()
             wrapped(inputs(rank, step)).sum().backward()

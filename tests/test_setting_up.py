@@ -108,6 +108,22 @@ def test_a_torch_that_is_there_is_reused_and_its_environment_is_only_read(
     assert contents(other) == before
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_what_an_interrupted_run_has_left_goes_and_a_complete_environment_stays(
+    complete, tmp_path, monkeypatch
+):
+    ours = with_torch(tmp_path / ".venv", "2.13.0")
+    if complete:
+        (ours / set_up.READY).touch()
+    run = subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **of: None if "pip" in command else run(command, **of)
+    )
+    set_up.make(ours, with_torch(tmp_path / "other", "2.14.1"), [])
+    assert (ours / set_up.READY).exists() == complete
+    assert bool(list(ours.glob("lib/*/site-packages/torch"))) == complete
+
+
 def test_everything_that_the_requirements_need_in_turn_is_pinned():
     """With VENV, constraints.txt is all that pip is given to install, without dependencies."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()

@@ -7,6 +7,7 @@ def test_my_training_step_averages_over_all_items():
 import math
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -171,6 +172,7 @@ def _on_ranks(
     all_started = False
     late: list[int] = []
     gone: list[int] = []
+    left: list[int] = []
     try:
         while True:
             if not all_started and len(list(Path(folder).glob("*.started"))) == world:
@@ -191,6 +193,10 @@ def _on_ranks(
             each.kill()  # what a rank had to say is in its file
         for each in ranks:
             each.join()
+    # A rank may have ended by itself since they were asked: its exit code is not that of the kill.
+    failed = {int(each.stem) for each in Path(folder).glob("*.error")}
+    by_itself = [rank for rank, each in enumerate(ranks) if each.exitcode != -signal.SIGKILL]
+    gone = [rank for rank in left if rank not in failed and rank in {*gone, *by_itself}]
     # If a rank fails, its connections close, and others fail, too: the first error is the cause.
     errors = sorted(Path(folder).glob("*.error"), key=lambda each: each.stat().st_mtime_ns)
     failure = f"rank {errors[0].stem} failed:\n{errors[0].read_text()}" if errors else ""

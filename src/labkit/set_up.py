@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+READY = ".ready"  # the Makefile makes this file in an environment once that is complete
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 OLDEST_PYTHON = (3, 11)
 EDITABLE = f"{ROOT}[book,doctor,grader,notebook,test]"
@@ -79,8 +80,9 @@ def make(environment: Path, reuse: Path | None, options: list[str]) -> None:
         )
     reused = look_at(reuse.resolve()) if reuse else None
     python = reused.python if reused else Path(sys.executable)
-    # Cleared: a torch that an interrupted run has left must not come before the one to reuse.
-    subprocess.run([python, "-m", "venv", *["--clear"] * bool(reused), environment], check=True)
+    # A torch that an interrupted run has left must not come before the one to reuse.
+    clear = ["--clear"] if reused and not (environment / READY).exists() else []
+    subprocess.run([python, "-m", "venv", *clear, environment], check=True)
     own = environment / "bin" / "python"
     pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
     if not reused:

@@ -210,7 +210,8 @@ def _report_exception(error: BaseException, job: Job) -> Report:
         # This rank only lost its connection, so report where it waited: the library's own text
         # names ports and sources, and differs from run to run.
         frames = [Frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(stack)]
-        line = describe(frames[::-1], job.cells, job.home).text
+        state = describe(frames[::-1], job.cells, job.home)
+        line = state.text if state.waits else line  # else, it is said as the library says it
     return Report("raised", text, line, _pickle_exception(error), time.monotonic())
 
 

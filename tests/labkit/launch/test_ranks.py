@@ -418,16 +418,20 @@ def test_a_rank_that_dies_after_its_report_costs_no_result():
     assert run_ranks(work, 2) == [0, 1]
 
 
-def test_a_rank_whose_own_connection_was_refused_is_not_said_to_run():
+@pytest.mark.parametrize("kind", [ConnectionRefusedError, RuntimeError])
+def test_a_rank_whose_own_connection_was_refused_is_not_said_to_run(kind):
     def work(rank):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))  # nobody listens there
-            socket.create_connection(unused.getsockname())
+            try:
+                socket.create_connection(unused.getsockname())
+            except ConnectionRefusedError as error:
+                raise kind(str(error)) from error
 
-    with pytest.raises(ConnectionRefusedError) as caught:
+    with pytest.raises(kind) as caught:
         run_ranks(work, 2)
     last = caught.value.__notes__[0].splitlines()[-1]
-    assert last.startswith("  rank 1: raised ConnectionRefusedError: ")
+    assert last.startswith(f"  rank 1: raised {kind.__name__}: ")
 
 
 def test_a_rank_that_lost_its_peer_while_it_was_wrapped_is_told_by_its_line():

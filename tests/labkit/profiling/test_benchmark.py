@@ -1,7 +1,6 @@
 """What the benchmarks stand on: turns that all ranks count alike, pairs, and readable JSON."""
 
 import json
-import platform
 import random
 import resource
 import statistics
@@ -151,7 +150,6 @@ def faults_of_allocations(rank: int) -> tuple[int, int]:
     return returned, faults()
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's memory")
 def test_memory_that_a_benchmark_frees_is_touched_again_without_page_faults():
     for returned, kept in run_ranks(faults_of_allocations, 2):
         assert kept < 100 < returned

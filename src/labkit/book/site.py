@@ -38,7 +38,7 @@ def configuration(base: str, cff: str, repository: str = "", branch: str = "") -
         cff: the text of CITATION.cff, which names the title and the authors.
         repository, branch: override those of `base` if they are not empty.
 
-    Raises ValueError if the address is not that of a repository on GitHub.
+    Raises ValueError if the address is not a repository on GitHub.
     """
     config = yaml.safe_load(base)
     stored = config.get("repository", {})

@@ -92,7 +92,7 @@ def take_turns(
 
     A turn is disturbed if other programs used more CPU time than 5 % of (cores × the turn's length)
     plus 20 ms. The 20 ms allow for the system clock's 10 ms ticks. Disturbed turns are repeated
-    until they have cost `patience` seconds. Elsewhere than on Linux, every turn counts.
+    until they have cost `patience` seconds. Only Linux can tell; elsewhere, every turn counts.
     """
     names = list(programs)
     shuffle = random.Random(seed).shuffle

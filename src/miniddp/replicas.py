@@ -104,7 +104,7 @@ def verify_same_model(
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
     """Overwrite `tensors` with those of rank `src`; shapes must agree on every rank.
 
-    No version counter changes: earlier graphs stay usable. Raises ValueError for an expanded tensor.
+    No version counter changes, so older graphs stay usable. Raises ValueError if one is expanded.
     """
     for tensor in tensors:
         # Checked on the source, too: it would wait forever if only the others raised.

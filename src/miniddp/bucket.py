@@ -13,7 +13,7 @@ gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, pairwise
 from operator import is_
 
 import torch
@@ -105,10 +105,10 @@ class Bucket:
             self.reciprocal = torch.tensor(1.0 / divisor, dtype=dtype, device="cpu")
         views, gradients = part.views, [parameter.grad for parameter in part.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
-        pairs = zip(part.parameters, gradients, strict=True)
-        wrong = [g is not None and (g.is_sparse or g.dtype is not p.dtype) for p, g in pairs]
-        if any(wrong):
-            return list(compress(part.indices, wrong))
+        every = zip(part.indices, part.parameters, gradients, strict=True)
+        wrong = [i for i, p, g in every if g is not None and (g.is_sparse or g.dtype != p.dtype)]
+        if wrong:
+            return wrong
         flats = part.flats if divisor > 1 else []
         in_place = sum(map(is_, gradients, views))
         if in_place == len(views):
@@ -138,21 +138,19 @@ class Bucket:
         With `alias`, gradients are views and need no copy: only a missing one is set, to its view.
         Returns the slots whose gradient is not its view. Overridden by extras.
         """
-        gradients, views = [parameter.grad for parameter in self.parameters], self.views
-        if all(map(is_, gradients, views)):
-            return []
-        targets, sources, replaced = [], [], []
-        for slot in range(len(views)) if slots is None else slots:
-            gradient, view = gradients[slot], views[slot]
-            if gradient is None:
-                self.parameters[slot].grad = view if alias else torch.empty_like(view).copy_(view)
-            elif alias and gradient is not view:
-                replaced.append(slot)
-            elif not alias and (view.is_complex() or gradient.is_neg()):
+        slots = range(len(self.views)) if slots is None else slots
+        parameters = [self.parameters[slot] for slot in slots]
+        views = [self.views[slot] for slot in slots]
+        gradients = []
+        for parameter, view in zip(parameters, views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view if alias else torch.empty_like(view)
+            gradients.append(parameter.grad)
+        if alias:
+            return [s for s, g, view in zip(slots, gradients, views, strict=True) if g is not view]
+        if self.buffer.is_complex() or any(map(Tensor.is_neg, gradients)):
+            for gradient, view in zip(gradients, views, strict=True):
                 gradient.copy_(view)  # conjugated or negated lazily: _foreach_copy_ refuses it
-            elif not alias:
-                targets.append(gradient)
-                sources.append(view)
-        if targets:  # from the end, which the all-reduce may have left in the cache
-            torch._foreach_copy_(targets[::-1], sources[::-1])
-        return replaced
+        elif gradients:  # from the end, which the all-reduce may have left in the cache
+            torch._foreach_copy_(gradients[::-1], views[::-1])
+        return []

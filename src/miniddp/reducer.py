@@ -108,9 +108,10 @@ class Reducer:
 
     def initialize_buckets(self, plan: Plan) -> None:
         """Allocate the buckets of `plan`; existing gradients become views of them, if asked for."""
-        # Empty both first: old buffers that nothing uses are then freed before new ones are made.
+        # Empty all first: old buffers that nothing uses are then freed before new ones are made.
         self.buckets: list[Bucket] = []
         self.variable_locators: dict[int, tuple[Bucket, Part]] = {}
+        self.expected = self.variable_locators
         for indices in plan:
             bucket = self.make_bucket(indices)
             self.buckets.append(bucket)
@@ -144,7 +145,7 @@ class Reducer:
 
     def reset_bucket_counting(self) -> None:
         """Expect every gradient once more. Extended by extras."""
-        self.arrived = [False] * len(self.parameters)
+        self.expected = dict(self.variable_locators)  # those whose gradient has not arrived
         self.order: list[int] = []  # the indices of the gradients, as they arrived
         self.next_bucket = 0
         for bucket in self.buckets:
@@ -172,10 +173,7 @@ class Reducer:
         The common case takes no lock: on the CPU, one thread runs all hooks of a backward (do not
         split one over threads). On a GPU, undefined gradients arrive in another thread.
         """
-        if torch.is_grad_enabled():  # backward(create_graph=True)
-            with torch.no_grad():
-                self.autograd_hook(index)
-        elif self.state is REDUCING and self.lock_free:
+        if self.state is REDUCING and self.lock_free:
             self.order.append(index)
             self.mark_variable_ready(index)
         else:
@@ -202,26 +200,30 @@ class Reducer:
         return self.process_group.size()
 
     def mark_variable_ready(self, index: int) -> None:
-        """Count a gradient, and copy its part into the buffer once the part is complete."""
-        if self.arrived[index]:
+        """Count a gradient; the last one of a part completes it."""
+        if (located := self.expected.pop(index, None)) is None:
             searched = bool(self.usage.unreachable)
             raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
-        self.arrived[index] = True
-        bucket, part = self.variable_locators[index]
+        bucket, part = located
         if bucket.on_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
         part.pending -= 1
         if part.pending == 0:
-            bucket.wait_for_streams()
-            if wrong := bucket.copy_in(part, self.current_divisor, self.gradient_as_bucket_view):
-                raise self.error(
-                    f"Expected variable to have {bucket.holds} gradient of the parameter's dtype. "
-                    f"Not so on rank {self.rank}: {', '.join(self.names[i] for i in wrong)}. Set "
-                    "sparse=False if it is an nn.Embedding; if its grad_dtype was set, unset it."
-                )
-            bucket.pending -= 1
-            if bucket.pending == 0:
-                self.mark_bucket_ready()
+            self.mark_part_ready(bucket, part)
+
+    @torch.no_grad()  # backward(create_graph=True) enables it
+    def mark_part_ready(self, bucket: Bucket, part: Part) -> None:
+        """Copy a complete part into the buffer; the last one fills the bucket."""
+        bucket.wait_for_streams()
+        if wrong := bucket.copy_in(part, self.current_divisor, self.gradient_as_bucket_view):
+            raise self.error(
+                f"Expected variable to have {bucket.holds} gradient of the parameter's dtype. "
+                f"Not so on rank {self.rank}: {', '.join(self.names[i] for i in wrong)}. Set "
+                "sparse=False if it is an nn.Embedding; if its grad_dtype was set, unset it."
+            )
+        bucket.pending -= 1
+        if bucket.pending == 0:
+            self.mark_bucket_ready()
 
     # 4. Launch ------------------------------------------------------------------------------------
 
@@ -303,7 +305,7 @@ class Reducer:
 
     def absent(self) -> dict[int, str]:
         """The parameters whose gradients have not arrived: index to name."""
-        return {i: self.names[i] for i, arrived in enumerate(self.arrived) if not arrived}
+        return {index: self.names[index] for index in sorted(self.expected)}
 
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
         """The exception to raise. Overridden by torch_drop_in, which adds advice."""

@@ -105,8 +105,8 @@ class Bucket:
             self.reciprocal = torch.tensor(1.0 / divisor, dtype=dtype, device="cpu")
         views, gradients = part.views, [parameter.grad for parameter in part.parameters]
         present = [gradient for gradient in gradients if gradient is not None]
-        every = zip(part.indices, part.parameters, gradients, strict=True)
-        wrong = [i for i, p, g in every if g is not None and (g.is_sparse or g.dtype != p.dtype)]
+        triples = zip(part.indices, part.parameters, gradients, strict=True)
+        wrong = [i for i, p, g in triples if g is not None and (g.is_sparse or g.dtype != p.dtype)]
         if wrong:
             return wrong
         flats = part.flats if divisor > 1 else []
@@ -138,19 +138,19 @@ class Bucket:
         With `alias`, gradients are views and need no copy: only a missing one is set, to its view.
         Returns the slots whose gradient is not its view. Overridden by extras.
         """
+        if all(map(is_, [parameter.grad for parameter in self.parameters], self.views)):
+            return []
         slots = range(len(self.views)) if slots is None else slots
-        parameters = [self.parameters[slot] for slot in slots]
-        views = [self.views[slot] for slot in slots]
-        gradients = []
-        for parameter, view in zip(parameters, views, strict=True):
+        views, gradients = [self.views[slot] for slot in slots], []
+        for parameter, view in zip([self.parameters[slot] for slot in slots], views, strict=True):
             if parameter.grad is None:
-                parameter.grad = view if alias else torch.empty_like(view)
+                parameter.grad = view if alias else torch.empty_like(view).copy_(view)
             gradients.append(parameter.grad)
         if alias:
             return [s for s, g, view in zip(slots, gradients, views, strict=True) if g is not view]
         if self.buffer.is_complex() or any(map(Tensor.is_neg, gradients)):
             for gradient, view in zip(gradients, views, strict=True):
-                gradient.copy_(view)  # conjugated or negated lazily: _foreach_copy_ refuses it
+                gradient.copy_(view)  # _foreach_copy_ refuses lazily conjugated or negated ones
         elif gradients:  # from the end, which the all-reduce may have left in the cache
             torch._foreach_copy_(gradients[::-1], views[::-1])
         return []

@@ -111,7 +111,7 @@ class Reducer:
         # Empty all first: old buffers that nothing uses are then freed before new ones are made.
         self.buckets: list[Bucket] = []
         self.variable_locators: dict[int, tuple[Bucket, Part]] = {}
-        self.expected = self.variable_locators
+        self.expected: dict[int, tuple[Bucket, Part]] = {}
         for indices in plan:
             bucket = self.make_bucket(indices)
             self.buckets.append(bucket)
@@ -200,7 +200,7 @@ class Reducer:
         return self.process_group.size()
 
     def mark_variable_ready(self, index: int) -> None:
-        """Count a gradient; the last one of a part completes it."""
+        """Count a gradient. With its last one, a part is complete."""
         if (located := self.expected.pop(index, None)) is None:
             searched = bool(self.usage.unreachable)
             raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
@@ -211,9 +211,9 @@ class Reducer:
         if part.pending == 0:
             self.mark_part_ready(bucket, part)
 
-    @torch.no_grad()  # backward(create_graph=True) enables it
+    @torch.no_grad()  # a backward with create_graph=True runs hooks with grad enabled
     def mark_part_ready(self, bucket: Bucket, part: Part) -> None:
-        """Copy a complete part into the buffer; the last one fills the bucket."""
+        """Copy a complete part into the buffer. With its last part, a bucket is full."""
         bucket.wait_for_streams()
         if wrong := bucket.copy_in(part, self.current_divisor, self.gradient_as_bucket_view):
             raise self.error(

@@ -102,6 +102,18 @@ def test_a_gradient_that_is_negated_lazily_is_copied_in_and_out_by_its_value(oth
     assert first.grad.item() == -2.0
 
 
+def test_a_gradient_that_replaced_its_view_is_reported_and_a_missing_one_becomes_its_view():
+    bucket = filled([2, 3, 4], torch.float32)
+    for part in bucket.parts:
+        bucket.copy_in(part, 2, alias=True)
+    assert bucket.copy_out(None, alias=True) == []
+    bucket.parameters[0].grad = None
+    bucket.parameters[2].grad = torch.ones(4)
+    assert bucket.copy_out(None, alias=True) == [2]
+    assert bucket.parameters[0].grad is bucket.views[0]
+    assert bucket.copy_out([1], alias=True) == []
+
+
 def test_for_a_comm_hook_a_gradient_is_copied_as_it_is():
     bucket = filled([1], torch.complex64)
     bucket.parameters[0].grad = torch.tensor([complex("inf+1j")])

@@ -180,6 +180,50 @@ def test_the_rebuild_frees_the_old_buckets_at_once(views):
         assert freed == [True]
 
 
+def buffers_at_the_rebuild(rank, world_size, joined):
+    """Whether the old buffer still exists when the first new bucket is made."""
+    wrapped = DropIn(AnyOrder())
+    averager, make = wrapped.reducer, wrapped.reducer.make_bucket
+    if joined:  # this rank ran out of data before its first backward
+        averager._push_all_rebuilt_params()
+    else:
+        wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
+    old, alive = weakref.ref(averager.buckets[0].buffer), []
+
+    def make_bucket(indices):
+        alive.append(old() is not None)
+        return make(indices)
+
+    averager.make_bucket = make_bucket
+    gc.disable()
+    assert averager.rebuild_buckets()
+    return alive[0]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_old_buckets_are_freed_before_the_new_ones_are_made(joined):
+    assert run_ranks(buffers_at_the_rebuild, 2, joined) == [False, False]
+
+
+def missing_after_the_rebuild(rank, world_size):
+    wrapped = DropIn(AnyOrder())
+    for order in ([0, 1, 2, 3], [0, 1, 2, 3], [1]):
+        torch.manual_seed(rank)
+        wrapped(torch.randn(4, 8), order).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        wrapped(torch.randn(4, 8), [0, 1, 2, 3])
+    return wrapped.reducer.buckets[0].indices, str(caught.value)
+
+
+def test_missing_gradients_are_named_in_the_order_of_the_parameters_after_a_rebuild_too():
+    names = ", ".join(
+        f"layers.{layer}.{kind}" for layer in (0, 2, 3) for kind in ("weight", "bias")
+    )
+    for in_bucket, said in run_ranks(missing_after_the_rebuild, 2):
+        assert in_bucket[:2] == [7, 6]  # the buckets' order is another one
+        assert names in said
+
+
 def large_and_small(rank, world_size):
     """Gradients above and below the size from which they are copied as they arrive."""
     found = []

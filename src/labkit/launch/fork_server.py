@@ -14,7 +14,10 @@ Without os.fork (Windows), processes are spawned, which takes seconds.
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -83,9 +86,38 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     with _STARTING, _interrupt_held_back():
+        _start_tracker()
         context.set_forkserver_preload([*_of_pytest(), "labkit.launch.rank_preload"])
         multiprocessing.forkserver.ensure_running()
     return context
+
+
+# The fork's parent ends at once: the tracker is then no child of the process that starts it.
+_TRACKER = """import os; os.fork() and os._exit(0)
+from multiprocessing.resource_tracker import main; main({})"""
+
+
+def _start_tracker() -> None:
+    """Start Python's resource tracker, which every fork server has, but not as a child.
+
+    A notebook's kernel that is asked to end first ends its children, and waits for them. The
+    tracker ignores that signal. After 2.5 s, Jupyter would kill the kernel, which then could not
+    remove the folder of the fork server's socket.
+    """
+    tracker = multiprocessing.resource_tracker._resource_tracker  # private: no public equivalent
+    if tracker._fd is not None:
+        return
+    reading, writing = os.pipe()
+    command = [sys.executable, "-I", "-S", "-c", _TRACKER.format(reading)]
+    options = {"stdin": subprocess.DEVNULL, "pass_fds": [reading], "start_new_session": True}
+    try:
+        subprocess.run(command, check=True, **options)
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    tracker._fd = writing
 
 
 def _of_pytest() -> list[str]:

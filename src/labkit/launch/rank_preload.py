@@ -8,6 +8,7 @@ At the end it moves the loaded memory to pages of 2 MiB, which makes every fork 
 import signal
 
 from grader.inside.large_pages import gather_memory
+from labkit.launch.guard import own_session
 from labkit.launch.loading import loading
 from labkit.launch.scheduling import schedule_as_batch
 
@@ -16,6 +17,8 @@ from labkit.launch.scheduling import schedule_as_batch
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 if hasattr(signal, "pthread_sigmask"):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+own_session()  # a notebook's kernel that ends waits for the children in its session
 
 with loading():
     import torch._dynamo  # noqa: F401

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,7 @@ def check_step(
     seed: int = 0,
     timeout: float = 120.0,
     raises: bool = True,
+    start_method: Literal["spawn", "forkserver"] = "spawn",
 ) -> StepReport:
     """Compare one optimizer step's gradient on `world_size` ranks with one process's.
 
@@ -88,12 +89,16 @@ def check_step(
     with `whole_batch(batches)`, by default all tensors concatenated along dimension 0, and
     `reference_loss`, by default `compute_loss`, without a wrapper.
 
-    The ranks are own processes (spawn, gloo, CPU): both functions have to be importable, as for a
+    The ranks are own processes (gloo, CPU): both functions have to be importable, as for a
     DataLoader with workers. All micro-batches but the last run under `no_sync` where there is one.
+    For many such tests, pass `start_method="forkserver"`, and have your conftest.py call
+    `multiprocessing.set_forkserver_preload(["torch._dynamo"])`: then torch is imported once, and
+    not by every rank of every test.
 
     Unless `raises` is false, raises AssertionError with the factor's name if ratio or cosine are
     off by more than `tolerance` for any parameter, or if the ranks' gradients differ. Raises
-    ValueError if the number of batches does not fit. Raises RuntimeError if a rank fails, if not
+    ValueError if the number of batches does not fit, or the start method is another one. Raises
+    RuntimeError if a rank fails, if not
     all ranks have joined after 60 s (or `timeout`, if longer), or if one has no gradient `timeout`
     seconds after that. Cost: two optimizer steps and the start of W processes, about 4 s.
     """
@@ -102,12 +107,16 @@ def check_step(
             f"{len(batches)} batches for {world_size} ranks × {accumulate} micro-batches: "
             f"pass {world_size * accumulate}."
         )
+    if start_method not in ("spawn", "forkserver"):
+        raise ValueError(
+            f'start_method is "spawn" or "forkserver", got {start_method!r}. A fork would copy the '
+            "threads' locks of this process, but not its threads, and may hang."
+        )
     whole = (whole_batch or concatenated)(batches)
     wanted = _reference(build_model, reference_loss or compute_loss, whole, seed)
     with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as folder:
-        got = _on_ranks(
-            folder, world_size, accumulate, seed, timeout, build_model, compute_loss, batches, wrap
-        )
+        work = (build_model, compute_loss, batches, wrap)
+        got = _on_ranks(start_method, folder, world_size, accumulate, seed, timeout, *work)
     report = _compared(wanted, got, world_size, accumulate, len(batches))
     worst = report.worst
     close = abs(worst.ratio - 1) <= tolerance and abs(worst.cosine - 1) <= tolerance
@@ -157,9 +166,9 @@ def _reference(
 
 
 def _on_ranks(
-    folder: str, world: int, accumulate: int, seed: int, timeout: float, *work: Any
+    method: str, folder: str, world: int, accumulate: int, seed: int, timeout: float, *work: Any
 ) -> list[dict[str, Tensor]]:
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(method)
     ranks = [
         context.Process(
             target=_rank, args=(rank, world, accumulate, seed, timeout, folder, *work), daemon=True

@@ -1,5 +1,6 @@
 """`check_step`: the ratio, the cosine, and the name of the factor."""
 
+import functools
 import multiprocessing.process
 import time
 from pathlib import Path
@@ -10,6 +11,15 @@ from doctor import steps_to_check as steps
 
 from ddp_doctor import check_step
 from ddp_doctor.check import START_WITHIN, _rank
+from labkit.launch import run_ranks
+
+check_on_forks = functools.partial(check_step, start_method="forkserver")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_fork_server_has_torch() -> None:
+    """run_ranks has Python's fork server import torch; a process has one such server."""
+    run_ranks(lambda: None, 1)
 
 
 @pytest.fixture
@@ -29,36 +39,36 @@ def test_equal_means_are_right_and_the_report_says_so() -> None:
 def test_unequal_means_fail_with_a_cosine_below_one_and_a_global_count_passes() -> None:
     batches = steps.ragged([1, 11])
     with pytest.raises(AssertionError, match="cosine 0"):
-        check_step(steps.build, steps.mean, batches)
-    check_step(steps.build, steps.sum_over_global_count, batches)
+        check_on_forks(steps.build, steps.mean, batches)
+    check_on_forks(steps.build, steps.sum_over_global_count, batches)
 
 
 def test_undivided_micro_batches_are_k_times_too_large() -> None:
-    report = check_step(steps.build, steps.mean, steps.ragged([4] * 6), 2, 3, raises=False)
+    report = check_on_forks(steps.build, steps.mean, steps.ragged([4] * 6), 2, 3, raises=False)
     assert report.factor == "K"
     assert report.ratio == pytest.approx(3.0, rel=1e-4)
 
 
 def test_a_sum_under_an_average_lacks_the_world_size() -> None:
-    report = check_step(steps.build, steps.total, steps.ragged([3, 5]), raises=False)
+    report = check_on_forks(steps.build, steps.total, steps.ragged([3, 5]), raises=False)
     assert report.factor == "1/W"
 
 
 def test_a_bypassed_wrapper_is_a_gradient_that_differs_between_ranks() -> None:
     with pytest.raises(AssertionError, match="differ from each other"):
-        check_step(steps.build, steps.past_the_wrapper, steps.ragged([4, 4]))
+        check_on_forks(steps.build, steps.past_the_wrapper, steps.ragged([4, 4]))
 
 
 def test_a_rank_that_fails_is_named_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 failed(.|\n)*of rank 1"):
-        check_step(steps.build, steps.fails, steps.ragged([2, 2]))
+        check_on_forks(steps.build, steps.fails, steps.ragged([2, 2]))
 
 
 def test_the_rank_that_failed_first_is_named_and_not_one_that_lost_its_connection(
     slow_to_poll: None,
 ) -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 failed(.|\n)*of rank 1"):
-        check_step(steps.build, steps.fails_after_the_others_wait, steps.ragged([2, 2]))
+        check_on_forks(steps.build, steps.fails_after_the_others_wait, steps.ragged([2, 2]))
 
 
 def test_each_rank_stays_until_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +81,7 @@ def test_each_rank_stays_until_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
         kill(process)
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "kill", recorded)
-    check_step(steps.build, steps.mean, steps.ragged([3, 3]))
+    check_on_forks(steps.build, steps.mean, steps.ragged([3, 3]))
     assert stayed == [True, True]
 
 
@@ -86,13 +96,18 @@ def test_a_rank_whose_gradient_is_written_does_not_fail_while_the_ranks_are_ende
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "join", slow_join)
     wrap = steps.RankZeroLeavesLate
-    report = check_step(steps.build, steps.mean, steps.ragged([3, 3]), wrap=wrap)
+    report = check_on_forks(steps.build, steps.mean, steps.ragged([3, 3]), wrap=wrap)
     assert report.ranks_agree
+
+
+def test_a_start_method_that_would_copy_this_process_is_refused() -> None:
+    with pytest.raises(ValueError, match='"spawn" or "forkserver", got \'fork\''):
+        check_step(steps.build, steps.mean, steps.ragged([2, 2]), start_method="fork")
 
 
 def test_a_number_of_batches_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 batches for 2 ranks × 1 micro-batches: pass 2"):
-        check_step(steps.build, steps.mean, steps.ragged([2, 2, 2]))
+        check_on_forks(steps.build, steps.mean, steps.ragged([2, 2, 2]))
 
 
 @pytest.mark.parametrize(
@@ -104,12 +119,12 @@ def test_a_number_of_batches_that_does_not_fit_is_refused() -> None:
 )
 def test_a_rank_without_a_gradient_is_named_with_what_to_do(loss: steps.Loss, said: str) -> None:
     with pytest.raises(RuntimeError, match=said):
-        check_step(steps.build, loss, steps.ragged([2, 2]), wrap=steps.unwrapped, timeout=2.0)
+        check_on_forks(steps.build, loss, steps.ragged([2, 2]), wrap=steps.unwrapped, timeout=2.0)
 
 
 def test_a_rank_that_ended_is_named_and_not_one_that_lost_its_connection() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 ended without a gradient: killed, or by os"):
-        check_step(steps.build, steps.leaves, steps.ragged([2, 2]))
+        check_on_forks(steps.build, steps.leaves, steps.ragged([2, 2]))
 
 
 def test_a_rank_that_ends_while_it_starts_is_named_at_once(tmp_path: Path) -> None:

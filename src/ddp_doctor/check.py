@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -89,18 +90,18 @@ def check_step(
     with `whole_batch(batches)`, by default all tensors concatenated along dimension 0, and
     `reference_loss`, by default `compute_loss`, without a wrapper.
 
-    The ranks are own processes (gloo, CPU): both functions have to be importable, as for a
+    Each rank is a process of its own (gloo, CPU): both functions have to be importable, as for a
     DataLoader with workers. All micro-batches but the last run under `no_sync` where there is one.
-    For many such tests, pass `start_method="forkserver"`, and have your conftest.py call
-    `multiprocessing.set_forkserver_preload(["torch._dynamo"])`: then torch is imported once, and
-    not by every rank of every test.
+    If you have many such tests, pass `start_method="forkserver"`, and let your conftest.py call
+    `multiprocessing.set_forkserver_preload(["torch._dynamo"])`. Torch is then imported once, and
+    not by each rank of each test.
 
     Unless `raises` is false, raises AssertionError with the factor's name if ratio or cosine are
     off by more than `tolerance` for any parameter, or if the ranks' gradients differ. Raises
-    ValueError if the number of batches does not fit, or the start method is another one. Raises
-    RuntimeError if a rank fails, if not
-    all ranks have joined after 60 s (or `timeout`, if longer), or if one has no gradient `timeout`
-    seconds after that. Cost: two optimizer steps and the start of W processes, about 4 s.
+    ValueError if the number of batches does not fit, or if `start_method` is not one of the two.
+    Raises RuntimeError if a rank fails, if not all ranks have joined after 60 s (or `timeout`, if
+    longer), or if one has no gradient `timeout` seconds after that. Cost: two optimizer steps and
+    the start of W processes, about 4 s.
     """
     if len(batches) != world_size * accumulate:
         raise ValueError(
@@ -108,9 +109,10 @@ def check_step(
             f"pass {world_size * accumulate}."
         )
     if start_method not in ("spawn", "forkserver"):
+        why = ": a fork of a process that has run a backward may hang"
         raise ValueError(
-            f'start_method is "spawn" or "forkserver", got {start_method!r}. A fork would copy the '
-            "threads' locks of this process, but not its threads, and may hang."
+            f'start_method is "spawn" or "forkserver", not {start_method!r}'
+            f"{why if start_method == 'fork' else ''}. Pass one of these two."
         )
     whole = (whole_batch or concatenated)(batches)
     wanted = _reference(build_model, reference_loss or compute_loss, whole, seed)
@@ -171,7 +173,9 @@ def _on_ranks(
     context: Any = multiprocessing.get_context(method)
     ranks = [
         context.Process(
-            target=_rank, args=(rank, world, accumulate, seed, timeout, folder, *work), daemon=True
+            target=_rank,
+            args=(rank, world, accumulate, seed, timeout, folder, dict(os.environ), *work),
+            daemon=True,
         )
         for rank in range(world)
     ]
@@ -242,12 +246,16 @@ def _rank(
     seed: int,
     timeout: float,
     folder: str,
+    environment: dict[str, str],
     build_model: BuildModel,
     compute_loss: ComputeLoss,
     batches: Sequence[Any],
     wrap: Wrap,
 ) -> None:
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
+        os.environ.clear()  # a fork server keeps the environment of the moment when it started
+        os.environ.update(environment)
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(Path(folder) / "store"), world)
@@ -278,11 +286,15 @@ def _rank(
         os.replace(part, Path(folder) / f"{rank}.error")
         raise SystemExit(1) from None
     # A rank that exits now would close connections that another rank may still use. The parent
-    # kills all ranks once each has written its gradient, or one has failed, or time is up. If the
-    # parent is killed, the wait ends, too.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    # kills all ranks once each has written its gradient, or one has failed, or time is up.
+    threading.Event().wait()
+
+
+def _end_with_the_parent() -> None:
+    """End this process as soon as its parent has ended, whatever it is doing then."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _compared(

@@ -42,6 +42,10 @@ def sum_over_global_count(model: nn.Module, batch: Batch) -> Tensor:
     return total(model, batch) * dist.get_world_size() / count
 
 
+def scaled_by_the_environment(model: nn.Module, batch: Batch) -> Tensor:
+    return float(os.environ["SCALE_OF_THE_STEP"]) * mean(model, batch)
+
+
 def past_the_wrapper(model: nn.Module, batch: Batch) -> Tensor:
     return mean(getattr(model, "module", model), batch)
 

@@ -1,13 +1,20 @@
 """`check_step`: the ratio, the cosine, and the name of the factor."""
 
 import functools
+import json
 import multiprocessing.process
+import os
+import re
+import subprocess
+import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doctor import steps_to_check as steps
+from processes import all_gone, processes_with
 
 from ddp_doctor import check_step
 from ddp_doctor.check import START_WITHIN, _rank
@@ -100,9 +107,101 @@ def test_a_rank_whose_gradient_is_written_does_not_fail_while_the_ranks_are_ende
     assert report.ranks_agree
 
 
-def test_a_start_method_that_would_copy_this_process_is_refused() -> None:
-    with pytest.raises(ValueError, match='"spawn" or "forkserver", got \'fork\''):
-        check_step(steps.build, steps.mean, steps.ragged([2, 2]), start_method="fork")
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("fork", "a fork of a process that has run a backward may hang"),
+        ("forksever", "Pass one of"),
+    ],
+)
+def test_a_start_method_that_is_not_one_of_the_two_is_refused(method: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"not '{method}'.*{said}"):
+        check_step(steps.build, steps.mean, steps.ragged([2, 2]), start_method=method)
+
+
+def test_ranks_forked_from_a_server_see_the_callers_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SCALE_OF_THE_STEP", "3")  # which the server does not know
+    report = check_on_forks(steps.build, steps.scaled_by_the_environment, steps.ragged([2, 2]))
+    assert report.ratio == pytest.approx(1.0, abs=1e-5)
+
+
+IMPORTED_FIRST = """
+import sys
+
+ALREADY = "torch._dynamo" in sys.modules
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(2, 1)
+
+def loss(model, batch):
+    rank = torch.distributed.is_initialized() and torch.distributed.get_world_size() == 2
+    assert ALREADY or not rank, "this rank had to import torch"
+    return model(batch).mean()
+"""
+A_TEST = """
+import ddp_doctor, torch
+from step import build, loss
+
+def test_my_step():
+    batches = [torch.ones(3, 2), torch.zeros(3, 2)]
+    ddp_doctor.check_step(build, loss, batches, start_method="forkserver")
+"""
+
+
+def test_with_the_lines_of_the_book_in_conftest_no_rank_imports_torch(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "book/reference/ask_the_doctor.ipynb"
+    text = "".join("".join(cell["source"]) for cell in json.loads(page.read_text())["cells"])
+    [lines] = re.findall(r"```python\n(import multiprocessing\n.*?)```", text, re.DOTALL)
+    for name, content in (("conftest", lines), ("step", IMPORTED_FIRST), ("test_step", A_TEST)):
+        (tmp_path / f"{name}.py").write_text(content)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_step.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout
+
+
+A_LOSS_WITHOUT_END = """
+import time
+import torch
+from pathlib import Path
+from ddp_doctor import check_step
+from labkit.launch import run_ranks
+
+def build():
+    return torch.nn.Linear(2, 1)
+
+def loss(model, batch):
+    if torch.distributed.get_world_size() == 2:
+        Path(f"rank{torch.distributed.get_rank()}").touch()
+        while True:
+            time.sleep(1)
+    return model(batch).mean()
+
+if __name__ == "__main__":
+    run_ranks(lambda: None, 1)  # a fork server that no signal of the terminal reaches
+    check_step(build, loss, [torch.ones(3, 2)] * 2, start_method="forkserver")
+"""
+
+
+def test_no_rank_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
+    marker = uuid.uuid4().hex
+    (tmp_path / "check.py").write_text(A_LOSS_WITHOUT_END)
+    environment = {**os.environ, "MARKER": marker}
+    caller = subprocess.Popen([sys.executable, "check.py"], cwd=tmp_path, env=environment)
+    try:
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("rank?"))) < 2:
+            assert caller.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert len(processes_with(marker)) >= 4  # the caller, two ranks, and the fork server
+    finally:
+        caller.kill()
+        caller.wait()
+    assert all_gone(marker)
 
 
 def test_a_number_of_batches_that_does_not_fit_is_refused() -> None:
@@ -147,8 +246,9 @@ def test_no_collective_of_a_rank_times_out_before_the_check_does(
 
     monkeypatch.setattr("ddp_doctor.check.dist.init_process_group", no_group)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # set otherwise, and for good
+    work = (steps.build, steps.mean, [], steps.unwrapped)
     with pytest.raises(SystemExit):
-        _rank(0, 2, 1, 0, timeout, str(tmp_path), steps.build, steps.mean, [], steps.unwrapped)
+        _rank(0, 2, 1, 0, timeout, str(tmp_path), dict(os.environ), *work)
     assert given["timeout"].total_seconds() >= timeout + 10
 
 

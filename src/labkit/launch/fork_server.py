@@ -15,6 +15,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.spawn
 import os
 import signal
 import subprocess
@@ -92,32 +93,35 @@ def _context() -> Any:
     return context
 
 
-# The fork's parent ends at once: the tracker is then no child of the process that starts it.
+# The process that is started forks and ends: the tracker is then no child of ours.
 _TRACKER = """import os; os.fork() and os._exit(0)
 from multiprocessing.resource_tracker import main; main({})"""
 
 
 def _start_tracker() -> None:
-    """Start Python's resource tracker, which every fork server has, but not as a child.
+    """Start Python's resource tracker, which the fork server needs, but not as a child.
 
-    A notebook's kernel that is asked to end first ends its children, and waits for them. The
-    tracker ignores that signal. After 2.5 s, Jupyter would kill the kernel, which then could not
-    remove the folder of the fork server's socket.
+    A notebook's kernel that is told to end first ends the children in its process group, and waits
+    until they are gone. The tracker ignores SIGTERM. So Jupyter would kill the kernel after 2.5 s,
+    and nobody would remove the folder of the fork server's socket. That still happens if the
+    tracker runs already, because of a lock or a process that was spawned.
     """
     tracker = multiprocessing.resource_tracker._resource_tracker  # private: no public equivalent
     if tracker._fd is not None:
         return
     reading, writing = os.pipe()
-    command = [sys.executable, "-I", "-S", "-c", _TRACKER.format(reading)]
-    options = {"stdin": subprocess.DEVNULL, "pass_fds": [reading], "start_new_session": True}
+    command = [multiprocessing.spawn.get_executable(), "-I", "-S", "-c", _TRACKER.format(reading)]
     try:
-        subprocess.run(command, check=True, **options)
-    except BaseException:
-        os.close(writing)
-        raise
+        subprocess.run(command, pass_fds=[reading], start_new_session=True, check=True)
+        with tracker._lock:
+            if tracker._fd is None:  # no other thread was faster
+                tracker._fd, writing = writing, -1
+    except (OSError, subprocess.CalledProcessError):
+        pass  # Python then starts one itself
     finally:
         os.close(reading)
-    tracker._fd = writing
+        if writing >= 0:
+            os.close(writing)
 
 
 def _of_pytest() -> list[str]:

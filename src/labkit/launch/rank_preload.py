@@ -18,7 +18,8 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 if hasattr(signal, "pthread_sigmask"):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-own_session()  # a notebook's kernel that ends waits for the children in its session
+# A notebook's kernel, before it ends, waits for the children in its process group.
+own_session()
 
 with loading():
     import torch._dynamo  # noqa: F401

@@ -1,36 +1,71 @@
 """What the fork server and its tracker mean for the process that started them."""
 
-from jupyter_client import KernelManager
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from labkit.launch.kernels import KernelThroughFiles
 
 IN_A_KERNEL = """
-import atexit
+import atexit, os
 from pathlib import Path
 from labkit.launch import run_ranks
 
 atexit.register(Path("ended_by_itself").touch)
 assert run_ranks(lambda rank: rank, 2) == [0, 1]
+assert list(Path(os.environ["TMPDIR"]).glob("pymp-*"))  # the folder of the server's socket
 """
+# Seconds. Jupyter ends a kernel after half of them, and one second is needed. Beyond 28, a kernel
+# that waits for its children would pass: after 14 s ipykernel kills them.
+PATIENCE = 20
 
 
 def test_a_kernel_that_has_run_ranks_ends_by_itself_and_leaves_no_folder(tmp_path, monkeypatch):
-    """Before it ends, a kernel waits for the processes of its group. Jupyter then kills it.
+    # A short path: that of a socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        kernel = KernelThroughFiles(kernel_name="python3", shutdown_wait_time=PATIENCE)
+        kernel.start_kernel(cwd=str(tmp_path))
+        client = kernel.client()
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=60)
+            reply = client.execute_interactive(IN_A_KERNEL, timeout=60)
+        finally:
+            client.stop_channels()
+            kernel.shutdown_kernel()
+        assert reply["content"]["status"] == "ok", reply
+        assert (tmp_path / "ended_by_itself").exists()
+        assert [path.name for path in Path(temporary).glob("pymp-*")] == []
 
-    Jupyter waits for half the time that it is given: 10 s here, of which one is needed.
-    """
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    kernel = KernelManager(kernel_name="python3", transport="ipc", shutdown_wait_time=20)
-    kernel.connection_file = str(tmp_path / "kernel.json")
-    kernel.start_kernel(cwd=str(tmp_path))
-    client = kernel.client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(timeout=60)
-        reply = client.execute_interactive(IN_A_KERNEL, timeout=60)
-    finally:
-        client.stop_channels()
-        kernel.shutdown_kernel()
-    assert reply["content"]["status"] == "ok", reply
-    assert (tmp_path / "ended_by_itself").exists()
-    assert [path.name for path in temporary.glob("pymp-*")] == []
+
+WITHOUT_STDIN = """
+import warnings
+warnings.simplefilter("error")
+from multiprocessing.resource_tracker import _resource_tracker
+from labkit.launch import run_ranks
+
+assert run_ranks(lambda rank: rank, 2) == [0, 1]
+print("a child:", _resource_tracker._pid is not None)
+"""
+
+
+def test_a_caller_without_a_standard_input_has_a_tracker_that_is_no_child():
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, WITHOUT_STDIN]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "a child: False\n", ended.stderr
+    assert ended.stderr == ""
+
+
+def test_where_the_tracker_cannot_be_started_away_from_the_caller_python_starts_its_own(tmp_path):
+    """An executable that knows no -S, as that of a program that embeds Python."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\n[ "$2" = -S ] && exit 1\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    script = f"import multiprocessing; multiprocessing.set_executable({str(program)!r})\n"
+    script += WITHOUT_STDIN
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout == "a child: True\n", ended.stderr

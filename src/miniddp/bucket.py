@@ -138,14 +138,14 @@ class Bucket:
         With `alias`, gradients are views and need no copy: only a missing one is set, to its view.
         Returns the slots whose gradient is not its view. Overridden by extras.
         """
-        if all(map(is_, [parameter.grad for parameter in self.parameters], self.views)):
+        held = [parameter.grad for parameter in self.parameters]
+        if all(map(is_, held, self.views)):
             return []
-        slots = range(len(self.views)) if slots is None else slots
-        views, gradients = [self.views[slot] for slot in slots], []
-        for parameter, view in zip([self.parameters[slot] for slot in slots], views, strict=True):
-            if parameter.grad is None:
-                parameter.grad = view if alias else torch.empty_like(view).copy_(view)
-            gradients.append(parameter.grad)
+        slots = range(len(held)) if slots is None else slots
+        views, gradients = [self.views[slot] for slot in slots], [held[slot] for slot in slots]
+        for at in [at for at, gradient in enumerate(gradients) if gradient is None]:
+            gradients[at] = views[at] if alias else torch.empty_like(views[at]).copy_(views[at])
+            self.parameters[slots[at]].grad = gradients[at]
         if alias:
             return [s for s, g, view in zip(slots, gradients, views, strict=True) if g is not view]
         if self.buffer.is_complex() or any(map(Tensor.is_neg, gradients)):

@@ -142,10 +142,10 @@ class Bucket:
         if all(map(is_, held, self.views)):
             return []
         slots = range(len(held)) if slots is None else slots
-        views, gradients = [self.views[slot] for slot in slots], [held[slot] for slot in slots]
-        for at in [at for at, gradient in enumerate(gradients) if gradient is None]:
-            gradients[at] = views[at] if alias else torch.empty_like(views[at]).copy_(views[at])
-            self.parameters[slots[at]].grad = gradients[at]
+        for s, new in [(slot, self.views[slot]) for slot in slots if held[slot] is None]:
+            held[s] = self.parameters[s].grad = new if alias else torch.empty_like(new).copy_(new)
+        views = [self.views[slot] for slot in slots]
+        gradients = [gradient for slot in slots if (gradient := held[slot]) is not None]
         if alias:
             return [s for s, g, view in zip(slots, gradients, views, strict=True) if g is not view]
         if self.buffer.is_complex() or any(map(Tensor.is_neg, gradients)):

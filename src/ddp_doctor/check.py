@@ -93,15 +93,16 @@ def check_step(
     Each rank is a process of its own (gloo, CPU): both functions have to be importable, as for a
     DataLoader with workers. All micro-batches but the last run under `no_sync` where there is one.
     If you have many such tests, pass `start_method="forkserver"`, and let your conftest.py call
-    `multiprocessing.set_forkserver_preload(["torch._dynamo"])`. Torch is then imported once, and
-    not by each rank of each test.
+    `multiprocessing.set_forkserver_preload(["torch._dynamo"])`. The ranks then share one import of
+    torch. An environment variable that is read while a module is imported keeps the value that it
+    had when the first such test started.
 
     Unless `raises` is false, raises AssertionError with the factor's name if ratio or cosine are
     off by more than `tolerance` for any parameter, or if the ranks' gradients differ. Raises
     ValueError if the number of batches does not fit, or if `start_method` is not one of the two.
     Raises RuntimeError if a rank fails, if not all ranks have joined after 60 s (or `timeout`, if
     longer), or if one has no gradient `timeout` seconds after that. Cost: two optimizer steps and
-    the start of W processes, about 4 s.
+    the start of W processes, about 4 s with "spawn".
     """
     if len(batches) != world_size * accumulate:
         raise ValueError(
@@ -171,10 +172,12 @@ def _on_ranks(
     method: str, folder: str, world: int, accumulate: int, seed: int, timeout: float, *work: Any
 ) -> list[dict[str, Tensor]]:
     context: Any = multiprocessing.get_context(method)
+    # A fork server keeps the environment of the moment when it started.
+    environment = dict(os.environ) if method == "forkserver" else None
     ranks = [
         context.Process(
             target=_rank,
-            args=(rank, world, accumulate, seed, timeout, folder, dict(os.environ), *work),
+            args=(rank, world, accumulate, seed, timeout, folder, environment, *work),
             daemon=True,
         )
         for rank in range(world)
@@ -246,7 +249,7 @@ def _rank(
     seed: int,
     timeout: float,
     folder: str,
-    environment: dict[str, str],
+    environment: dict[str, str] | None,
     build_model: BuildModel,
     compute_loss: ComputeLoss,
     batches: Sequence[Any],
@@ -254,8 +257,9 @@ def _rank(
 ) -> None:
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
-        os.environ.clear()  # a fork server keeps the environment of the moment when it started
-        os.environ.update(environment)
+        if environment is not None:
+            os.environ.clear()
+            os.environ.update(environment)
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(str(Path(folder) / "store"), world)
@@ -291,7 +295,7 @@ def _rank(
 
 
 def _end_with_the_parent() -> None:
-    """End this process as soon as its parent has ended, whatever it is doing then."""
+    """End this process when its parent has ended, even in the middle of a step."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)

@@ -158,6 +158,9 @@ def test_with_the_lines_of_the_book_in_conftest_no_rank_imports_torch(tmp_path: 
     [lines] = re.findall(r"```python\n(import multiprocessing\n.*?)```", text, re.DOTALL)
     for name, content in (("conftest", lines), ("step", IMPORTED_FIRST), ("test_step", A_TEST)):
         (tmp_path / f"{name}.py").write_text(content)
+    # What a rank imports by itself, whatever conftest.py says.
+    without = "import sys, ddp_doctor.check; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", without], timeout=60).returncode == 0
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_step.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stdout
@@ -176,8 +179,7 @@ def build():
 def loss(model, batch):
     if torch.distributed.get_world_size() == 2:
         Path(f"rank{torch.distributed.get_rank()}").touch()
-        while True:
-            time.sleep(1)
+        time.sleep(100)
     return model(batch).mean()
 
 if __name__ == "__main__":
@@ -197,7 +199,8 @@ def test_no_rank_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
             assert caller.poll() is None
             assert time.monotonic() < until
             time.sleep(0.05)
-        assert len(processes_with(marker)) >= 4  # the caller, two ranks, and the fork server
+        # The caller, two ranks, the fork server, and its tracker.
+        assert len(processes_with(marker)) >= 5
     finally:
         caller.kill()
         caller.wait()
@@ -248,7 +251,7 @@ def test_no_collective_of_a_rank_times_out_before_the_check_does(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # set otherwise, and for good
     work = (steps.build, steps.mean, [], steps.unwrapped)
     with pytest.raises(SystemExit):
-        _rank(0, 2, 1, 0, timeout, str(tmp_path), dict(os.environ), *work)
+        _rank(0, 2, 1, 0, timeout, str(tmp_path), None, *work)
     assert given["timeout"].total_seconds() >= timeout + 10
 
 

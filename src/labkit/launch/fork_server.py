@@ -93,18 +93,18 @@ def _context() -> Any:
     return context
 
 
-# The process that is started forks and ends: the tracker is then no child of ours.
+# The process that is started forks and ends, so that nobody has to wait for the tracker's end.
 _TRACKER = """import os; os.fork() and os._exit(0)
 from multiprocessing.resource_tracker import main; main({})"""
 
 
 def _start_tracker() -> None:
-    """Start Python's resource tracker, which the fork server needs, but not as a child.
+    """Start Python's resource tracker, which the fork server needs, in a session of its own.
 
-    A notebook's kernel that is told to end first ends the children in its process group, and waits
-    until they are gone. The tracker ignores SIGTERM. So Jupyter would kill the kernel after 2.5 s,
-    and nobody would remove the folder of the fork server's socket. That still happens if the
-    tracker runs already, because of a lock or a process that was spawned.
+    Before it ends, a notebook's kernel sends SIGTERM to the children in its process group, and
+    waits for them. The tracker ignores SIGTERM. So Jupyter ends the kernel after 2.5 s, and the
+    folder of the fork server's socket remains. This still happens if a lock or a spawned process
+    has started the tracker earlier.
     """
     tracker = multiprocessing.resource_tracker._resource_tracker  # private: no public equivalent
     if tracker._fd is not None:
@@ -112,11 +112,11 @@ def _start_tracker() -> None:
     reading, writing = os.pipe()
     command = [multiprocessing.spawn.get_executable(), "-I", "-S", "-c", _TRACKER.format(reading)]
     try:
-        subprocess.run(command, pass_fds=[reading], start_new_session=True, check=True)
+        subprocess.run(command, pass_fds=[reading], start_new_session=True, check=True, timeout=10)
         with tracker._lock:
             if tracker._fd is None:  # no other thread was faster
                 tracker._fd, writing = writing, -1
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         pass  # Python then starts one itself
     finally:
         os.close(reading)

@@ -14,7 +14,7 @@ from in_process import run_in_process
 
 from labkit.launch.ranks import run_ranks
 from labkit.launch.scripts import project_root, run_script
-from labkit.profiling.benchmark import benchmark_models, describe_machine
+from labkit.profiling.benchmark import benchmark_models, describe_machine, paired_ratio
 from labkit.profiling.benchmark_arguments import MODELS
 
 BENCHMARKS = "labs/benchmarks"
@@ -111,6 +111,27 @@ def test_only_a_few_contenders_race_on_request():
     assert not {"Bucketed", "MiniDDP, planned", "torch DDP, our plan"} & rows
 
 
+def test_the_ratio_of_several_copies_comes_with_its_error():
+    one = ("--quick", "--model", "wide MLP", "--ranks", 2, "--link", "loopback", "--only", "MiniDDP")
+    for copies, form in ((3, r"\d+\.\d{3} ± \d+\.\d{3}"), (1, r"\d+\.\d{3}")):
+        ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "--copies", copies)
+        assert ended.code == 0, ended.stderr
+        ratio = {
+            cells[0]: cells[2]
+            for line in ended.stdout.splitlines()
+            if len(cells := re.split(r" {2,}", line)) == 4
+        }
+        assert ratio["torch DDP"] == "1.000"
+        assert re.fullmatch(form, ratio["MiniDDP"])
+        assert re.fullmatch(form, ratio["torch DDP, again"])
+
+
+def test_the_error_is_two_standard_errors_of_the_mean():
+    module = runpy.run_path(str(project_root() / BENCHMARKS / "step_time.py"))
+    # The standard deviation is 0.0231, so two standard errors are 2 · 0.0231 / √4.
+    assert module["mean_and_error"]([0.98, 0.98, 1.02, 1.02]) == "1.000 ± 0.023"
+
+
 def test_only_refuses_unknown_contenders_and_a_file_of_whole_cells(tmp_path):
     one = ("--quick", "--model", "wide MLP", "--ranks", 2, "--link", "loopback", "--only")
     with pytest.raises(ValueError, match=r"--only names \['Minidp'\]; .*'MiniDDP'"):
@@ -142,19 +163,24 @@ def test_each_copy_is_another_wrapper_and_a_time_is_the_mean_of_the_copies():
         race.__globals__["take_turns"] = take_turns
         model = benchmark_models(True)["wide MLP"]
         names = ["MiniDDP", "MiniDDP, planned"]
-        cell = race(rank, world_size, device, model, None, 2, 0.0, None, names, 2, seed=0)
-        means = [
+        cell, ratios = race(rank, world_size, device, model, None, 2, 0.0, None, names, 2, seed=0)
+        pairs = [
             (cell["seconds"][name][0], (turns[f"{name} 0"][0] + turns[f"{name} 1"][0]) / 2)
             for name in names
         ]
+        for name in names:
+            pairs += [
+                (ratio, paired_ratio(turns[f"{name} {copy}"], turns[f"torch DDP {copy}"]))
+                for copy, ratio in enumerate(ratios[name])
+            ]
         copies = [step for name, step in taken.items() if name[-2:] in (" 0", " 1")]
-        return len(copies), len({id(step) for step in copies}), means
+        return len(copies), len({id(step) for step in copies}), pairs
 
     script = str(project_root() / BENCHMARKS / "step_time.py")
-    for copies, different, means in run_ranks(work, 2, script):
+    for copies, different, pairs in run_ranks(work, 2, script):
         assert copies == different == 2 * len(["MiniDDP", "MiniDDP, planned", "torch DDP", "again"])
-        for shown, mean in means:
-            assert shown == pytest.approx(mean, abs=1e-6)
+        for shown, computed in pairs:
+            assert shown == pytest.approx(computed, abs=1e-6)
 
 
 def test_cells_with_another_number_of_copies_do_not_go_into_the_same_file(tmp_path):

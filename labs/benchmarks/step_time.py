@@ -5,9 +5,11 @@
     python labs/benchmarks/step_time.py --only MiniDDP --rounds 200  only MiniDDP and torch's DDP
 
 With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise, which
-can exceed 2 %. `--copies 4` builds four of each contender, because where an instance lies in memory
-matters, too; a round's time is then the mean of their turns. The contenders are built in a random
-order, and take their turns in random orders, which differ from run to run.
+can exceed 2 %. The contenders are built in a random order, and take their turns in random orders,
+which differ from run to run. `--copies 4` builds four of each, because where an instance lies in
+memory matters, too. In a round, the first copies run one after another, then the second ones, and
+so on, in a random order. A round's time is the mean of its copies' turns. A ratio is the mean over
+four pairs, which share no wrapper, ± two standard errors of that mean.
 
 A step is forward and backward until every gradient is averaged. All contenders run in the same
 processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
@@ -131,13 +133,16 @@ def race(
     only: list[str] | None,
     copies: int,
     seed: int,
-) -> dict[str, Any]:
-    """The contenders on one model and one link, on each rank; returns the cell's raw numbers."""
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """The contenders on one model and one link, on each rank.
+
+    Returns the cell's raw numbers, and each contender's paired ratios to `REFERENCE`, one per copy.
+    """
     keep_freed_memory()
     orders = random.Random(seed)
     link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
     inputs = model.inputs(rank).to(device)
-    modules: list[nn.Module] = []
+    ran: list[nn.Module] = []  # the modules whose gradients are not cleared yet
 
     def until_done() -> None:
         if device.type == "cuda":
@@ -146,9 +151,9 @@ def race(
     def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> tuple[Any, StepProgram]:
         module = model.module().to(device)
         averager = wrap(module)
-        modules.append(module)
 
         def step() -> None:
+            ran.append(module)
             averager(inputs).square().mean().backward()
             if hasattr(averager, "finish"):
                 averager.finish()
@@ -160,8 +165,8 @@ def race(
         return averager, step
 
     def clear() -> None:
-        for module in modules:
-            module.zero_grad()
+        while ran:
+            ran.pop().zero_grad()
 
     def torchs(**options: Any) -> StepProgram:
         return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
@@ -213,18 +218,18 @@ def race(
         for bucket in planned.reducer.buckets
     ]
     if device.type == "cpu" and "MiniDDP, planned" not in wanted:
-        modules.clear()
         built.clear()
         del planned, planned_step
     racing = [name for name in contenders if name in wanted]
     steps = {}
+    blocks = [["compute", "t1", "C"]]
     for copy in range(copies):
         # The first contenders get the memory that earlier ones have freed.
         for name in orders.sample(racing, len(racing)):
             steps[f"{name} {copy}"] = contenders[name]()
+        blocks.append([f"{name} {copy}" for name in racing])
 
     alone = model.module().to(device)
-    modules.append(alone)
     arrivals: list[float] = []
 
     def arrived(_: torch.Tensor) -> None:
@@ -236,11 +241,13 @@ def race(
         parameter.register_post_accumulate_grad_hook(arrived)
 
     def compute() -> None:
+        ran.append(alone)
         arrivals[:] = [0.0]  # the whole step is timed, not its first gradient
         alone(inputs).square().mean().backward()
         until_done()
 
     def until_the_first_gradient() -> float:
+        ran.append(alone)
         arrivals.clear()
         begin = time.perf_counter()
         alone(inputs).square().mean().backward()
@@ -256,14 +263,19 @@ def race(
     steps["C"] = everything_at_once
     compute()
     clear()
-    take_turns(steps, WARM_UP, clear, 0.0, seed)
-    turns = take_turns(steps, rounds, clear, patience, seed + 1)
-    seconds = {}
-    for name in racing:
-        copied = [turns.pop(f"{name} {copy}") for copy in range(copies)]
-        seconds[name] = [round(statistics.mean(turn), 6) for turn in zip(*copied, strict=True)]
-    seconds |= turns
-    return {"parameters": len(list(alone.parameters())), "plan": plan, "seconds": seconds}
+    take_turns(steps, WARM_UP, clear, 0.0, seed, blocks)
+    turns = take_turns(steps, rounds, clear, patience, seed + 1, blocks)
+    copied = {name: [turns.pop(f"{name} {copy}") for copy in range(copies)] for name in racing}
+    seconds = {
+        name: [round(statistics.mean(turn), 6) for turn in zip(*of_copies, strict=True)]
+        for name, of_copies in copied.items()
+    }
+    ratios = {
+        name: [paired_ratio(*pair) for pair in zip(of_copies, copied[REFERENCE], strict=True)]
+        for name, of_copies in copied.items()
+    }
+    cell = {"parameters": len(list(alone.parameters())), "plan": plan, "seconds": seconds | turns}
+    return cell, ratios
 
 
 def median_limit(seconds: dict[str, list[float]]) -> float:
@@ -272,19 +284,23 @@ def median_limit(seconds: dict[str, list[float]]) -> float:
     return max(compute, first + whole)
 
 
-def show(name: str, cell: dict[str, Any]) -> str:
-    """The cell as a table: milliseconds, and medians of paired ratios to torch's DDP."""
+def mean_and_error(ratios: list[float]) -> str:
+    """The mean of independent measurements ± two standard errors of it."""
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5
+    return f"{statistics.mean(ratios):.3f} ± {2 * error:.3f}"
+
+
+def show(name: str, cell: dict[str, Any], ratios: dict[str, list[float]]) -> str:
+    """The cell as a table: milliseconds, and ratios to torch's DDP."""
     seconds = cell["seconds"]
     least = median_limit(seconds)
-    rows = [
-        [
-            contender,
-            1e3 * statistics.median(taken),
-            paired_ratio(taken, seconds[REFERENCE]),
-            statistics.median(taken) / least,
-        ]
-        for contender, taken in seconds.items()
-    ]
+    rows = []
+    for contender, taken in seconds.items():
+        ratio = f"{paired_ratio(taken, seconds[REFERENCE]):.3f}"
+        if len(ratios.get(contender, [])) > 1 and contender != REFERENCE:
+            ratio = mean_and_error(ratios[contender])
+        median = statistics.median(taken)
+        rows.append([contender, 1e3 * median, ratio, median / least])
     buckets = " + ".join(f"{size / MIB:.2f}" for size in cell["plan"])
     return (
         f"{name}: {cell['parameters']} tensors, {sum(cell['plan']) / 1e6:.0f} MB; "
@@ -312,7 +328,7 @@ def main(given: argparse.Namespace) -> None:
                 on_gpu = ", cuda" if given.device == "cuda" else ""
                 cell = f"{name}, {ranks} ranks, {link}{on_gpu}"
                 model = benchmark_models(given.quick)[name]
-                cells[cell] = run_ranks(
+                cells[cell], ratios = run_ranks(
                     race,
                     ranks,
                     model,
@@ -326,7 +342,7 @@ def main(given: argparse.Namespace) -> None:
                     timeout=3600,
                     device=given.device,
                 )[0]
-                print(show(cell, cells[cell]), end="\n\n", flush=True)
+                print(show(cell, cells[cell], ratios), end="\n\n", flush=True)
                 write_json(
                     given.json, {"quick": given.quick, "copies": given.copies, "cells": cells}
                 )

@@ -30,6 +30,7 @@ class Part:
         self.indices = [index for slots in slices for index in bucket.indices[slots]]
         self.parameters = [p for slots in slices for p in bucket.parameters[slots]]
         self.views = [view for slots in slices for view in bucket.views[slots]]
+        self.rows = list(zip(self.indices, self.parameters, self.views, strict=False))
         at = bucket.offsets  # neighbors lie in one flat piece of the buffer
         self.flats = [bucket.buffer[at[slots.start] : at[slots.stop]] for slots in slices]
         self.pending = 0  # how many of its gradients have not arrived
@@ -97,40 +98,41 @@ class Bucket:
     def copy_in(self, part: Part, divisor: int, alias: bool) -> list[int]:
         """Copy the gradients of `part` into the buffer, divided by `divisor`.
 
-        A missing one counts as zeros. With `alias`, the others become views. If any are sparse or
-        of another dtype, copies nothing and returns their indices. Overridden by extras.
+        A missing one counts as zeros. With `alias`, the others become views. Returns the indices of
+        those that are sparse or of another dtype; they are left out. Overridden by extras.
         """
         if divisor != self.divisor:  # Kept: a number would become a new tensor in every call.
             dtype, self.divisor = torch.promote_types(self.buffer.dtype, torch.float32), divisor
             self.reciprocal = torch.tensor(1.0 / divisor, dtype=dtype, device="cpu")
-        views, gradients = part.views, [parameter.grad for parameter in part.parameters]
-        present = [gradient for gradient in gradients if gradient is not None]
-        triples = zip(part.indices, part.parameters, gradients, strict=True)
-        wrong = [i for i, p, g in triples if g is not None and (g.is_sparse or g.dtype != p.dtype)]
-        if wrong:
-            return wrong
-        flats = part.flats if divisor > 1 else []
-        in_place = sum(map(is_, gradients, views))
-        if in_place == len(views):
-            for flat in flats:
-                flat.div_(divisor)
-        elif in_place or len(present) < len(views) or (len(views) == 1 and divisor > 1):
-            for view, gradient in zip(views, gradients, strict=True):
-                if gradient is None:
-                    view.zero_()
-                elif gradient is view:
-                    view.div_(divisor)
-                else:
-                    torch.mul(gradient, self.reciprocal, out=view)
-        else:
-            torch._foreach_copy_(views, present)  # private: there is no public equivalent
-            for flat in flats:
-                flat.mul_(self.reciprocal)
-        if alias and in_place < len(views):
-            for parameter, view, gradient in zip(part.parameters, views, gradients, strict=True):
-                if gradient is not None:
+        if len(part.rows) > 1 or divisor == 1:
+            gradients = [parameter.grad for parameter in part.parameters]
+            both = zip(part.parameters, gradients, strict=True)
+            plain = [g for p, g in both if g is not None and not g.is_sparse and g.dtype == p.dtype]
+            in_place = sum(map(is_, gradients, part.views))
+            if in_place == len(gradients):
+                for flat in part.flats if divisor > 1 else ():
+                    flat.div_(divisor)
+                return []
+            if len(plain) == len(gradients) and not in_place:
+                torch._foreach_copy_(part.views, plain)  # private: there is no public equivalent
+                for flat in part.flats if divisor > 1 else ():
+                    flat.mul_(self.reciprocal)
+                for _, parameter, view in part.rows if alias else ():
                     parameter.grad = view
-        return []
+                return []
+        wrong = []
+        for index, parameter, view in part.rows:  # in few steps: the caches are cold here
+            if (gradient := parameter.grad) is None:
+                view.zero_()
+            elif gradient.dtype != parameter.dtype or gradient.is_sparse:
+                wrong.append(index)
+            elif gradient is view:
+                view.div_(divisor)
+            else:
+                torch.mul(gradient, self.reciprocal, out=view)
+            if alias and gradient is not None and not wrong:
+                parameter.grad = view
+        return wrong
 
     def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:
         """Copy the averages to the gradients at `slots` (None: all). A missing one is created.

@@ -134,8 +134,7 @@ class OverlappedPerParameter(Rung):
         with torch.no_grad():
             gradient = own_gradient(parameter)
             gradient /= self.world_size
-        work = dist.all_reduce(gradient, group=self.group, async_op=True)
-        self.launched.append((gradient, work))
+        self.launched.append((gradient, dist.all_reduce(gradient, group=self.group, async_op=True)))
 
     def finish(self) -> None:
         for parameter in self.order[len(self.launched) :]:  # late, or missing on this rank
@@ -173,8 +172,7 @@ class Bucketed(Rung):
             exists = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
             flat = torch.cat([*gradients, exists])
             flat /= self.world_size  # before the sum, which could overflow in half precision
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        self.launched.append((flat, work))
+        self.launched.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
 
     def finish(self) -> None:
         for bucket in self.buckets[len(self.launched) :]:

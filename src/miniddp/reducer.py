@@ -211,9 +211,11 @@ class Reducer:
         if part.pending == 0:
             self.mark_part_ready(bucket, part)
 
-    @torch.no_grad()  # a backward with create_graph=True runs hooks with grad enabled
     def mark_part_ready(self, bucket: Bucket, part: Part) -> None:
         """Copy a complete part into the buffer. With its last part, a bucket is full."""
+        if torch.is_grad_enabled():  # in a backward with create_graph=True
+            torch.no_grad()(self.mark_part_ready)(bucket, part)
+            return
         bucket.wait_for_streams()
         if wrong := bucket.copy_in(part, self.current_divisor, self.gradient_as_bucket_view):
             raise self.error(

@@ -121,11 +121,13 @@ def test_for_a_comm_hook_a_gradient_is_copied_as_it_is():
     assert bucket.views[0].tolist() == [complex("inf+1j")]  # times 1 + 0j it would be inf + nan j
 
 
-def test_gradients_of_another_dtype_are_named_and_nothing_is_copied():
+@pytest.mark.parametrize("alias", [False, True])
+def test_gradients_of_another_dtype_are_named_and_stay_as_they_are(alias):
     bucket = filled([2, 3, 4], torch.bfloat16)
     bucket.parameters[1].grad = None
     bucket.parameters[1].grad_dtype = torch.float32
-    bucket.parameters[1].grad = torch.ones(3)
+    bucket.parameters[1].grad = other = torch.ones(3)
     bucket.buffer.fill_(7)
-    assert bucket.copy_in(bucket.parts[0], 2, alias=False) == [11]
-    assert (bucket.buffer == 7).all()
+    assert bucket.copy_in(bucket.parts[0], 2, alias) == [11]
+    assert bucket.parameters[1].grad is other
+    assert (bucket.views[1] == 7).all()

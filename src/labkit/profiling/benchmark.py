@@ -15,6 +15,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,8 +83,13 @@ def take_turns(
     after: Callable[[], object],
     patience: float = 0.0,
     seed: int = 0,
+    blocks: Sequence[Sequence[str]] = (),
 ) -> dict[str, list[float]]:
     """Time each of `programs` once per round, in an order that `seed` shuffles in each round.
+
+    `blocks` divides the names into groups, or ValueError is raised. The programs of a group run one
+    right after the other, and so share a disturbance that lasts a second. The groups are shuffled,
+    too.
 
     Every rank must call it with the same names and the same seed. Each rank starts its clock when
     it leaves a barrier, and the slowest rank counts, so all ranks return the same seconds, in the
@@ -94,12 +100,16 @@ def take_turns(
     plus 20 ms. The 20 ms allow for the system clock's 10 ms ticks. Disturbed turns are repeated
     until they have cost `patience` seconds. Only Linux can tell; elsewhere, every turn counts.
     """
-    names = list(programs)
+    groups = [list(block) for block in blocks or [list(programs)]]
+    if sorted(held := [*chain.from_iterable(groups)]) != sorted(programs):
+        raise ValueError(f"blocks must hold each of {list(programs)} once; they hold {held}")
     shuffle = random.Random(seed).shuffle
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
-        shuffle(names)
-        for name in names:
+        shuffle(groups)
+        for group in groups:
+            shuffle(group)
+        for name in chain.from_iterable(groups):
             while True:
                 dist.barrier()
                 busy, own, begin = _busy(), time.process_time(), time.perf_counter()

@@ -135,6 +135,34 @@ def test_each_round_has_an_order_of_its_own_and_another_seed_gives_others():
     assert orders[0] == orders[2] != orders[1]
 
 
+def order_in_blocks(rank: int) -> list[str]:
+    called: list[str] = []
+    programs = {name: lambda name=name: called.append(name) for name in "abcdef"}
+    take_turns(programs, 10, lambda: None, blocks=["ace", "bdf"])
+    return called
+
+
+def test_the_programs_of_a_block_take_turns_right_after_one_another_in_any_order():
+    first, second = run_ranks(order_in_blocks, 2)
+    assert first == second
+    halves = ["".join(first[i : i + 3]) for i in range(0, 60, 3)]
+    assert {"".join(sorted(half)) for half in halves} == {"ace", "bdf"}
+    for a, b in zip(halves[::2], halves[1::2], strict=True):
+        assert sorted(a + b) == sorted("abcdef")
+    assert len(set(halves)) > 4  # both the blocks and the programs in them are shuffled
+    assert {half[0] in "ace" for half in halves[::2]} == {True, False}
+
+
+def unequal_blocks(rank: int) -> None:
+    for blocks in (["ab"], ["ab", "bc"], ["abc", "d"]):
+        with pytest.raises(ValueError, match="blocks"):
+            take_turns({name: lambda: None for name in "abc"}, 1, lambda: None, blocks=blocks)
+
+
+def test_blocks_hold_each_program_once():
+    run_ranks(unequal_blocks, 2)
+
+
 def faults_of_allocations(rank: int) -> tuple[int, int]:
     """Page faults of 100 allocations of 256 KiB, before and after `keep_freed_memory`."""
 

@@ -14,7 +14,12 @@ from in_process import run_in_process
 
 from labkit.launch.ranks import run_ranks
 from labkit.launch.scripts import project_root, run_script
-from labkit.profiling.benchmark import benchmark_models, describe_machine, paired_ratio
+from labkit.profiling.benchmark import (
+    BenchmarkModel,
+    benchmark_models,
+    describe_machine,
+    paired_ratio,
+)
 from labkit.profiling.benchmark_arguments import MODELS
 
 BENCHMARKS = "labs/benchmarks"
@@ -112,9 +117,10 @@ def test_only_a_few_contenders_race_on_request():
 
 
 def test_the_ratio_of_several_copies_comes_with_its_error():
-    one = ("--quick", "--model", "wide MLP", "--ranks", 2, "--link", "loopback", "--only", "MiniDDP")
+    one = ("--quick", "--model", "wide MLP", "--ranks", 2, "--link", "loopback")
     for copies, form in ((3, r"\d+\.\d{3} ± \d+\.\d{3}"), (1, r"\d+\.\d{3}")):
-        ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "--copies", copies)
+        some = ("--only", "MiniDDP", "--copies", copies)
+        ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, *some)
         assert ended.code == 0, ended.stderr
         ratio = {
             cells[0]: cells[2]
@@ -128,8 +134,8 @@ def test_the_ratio_of_several_copies_comes_with_its_error():
 
 def test_the_error_is_two_standard_errors_of_the_mean():
     module = runpy.run_path(str(project_root() / BENCHMARKS / "step_time.py"))
-    # The standard deviation is 0.0231, so two standard errors are 2 · 0.0231 / √4.
-    assert module["mean_and_error"]([0.98, 0.98, 1.02, 1.02]) == "1.000 ± 0.023"
+    # The standard deviation is 0.04, so two standard errors are 2 · 0.04 / √4.
+    assert module["mean_and_error"]([0.98, 0.98, 0.98, 1.06]) == "1.000 ± 0.040"
 
 
 def test_only_refuses_unknown_contenders_and_a_file_of_whole_cells(tmp_path):
@@ -156,14 +162,26 @@ def test_each_copy_is_another_wrapper_and_a_time_is_the_mean_of_the_copies():
         taken, turns = {}, {}
 
         def take_turns(steps, *rest):
+            *_, blocks = rest
+            of_copies = [{name[-1] for name in block} for block in blocks if len(block) > 1]
+            assert of_copies == [{"0"}, {"1"}]
             taken.update(steps)
             turns.update(really(steps, *rest))
             return dict(turns)
 
         race.__globals__["take_turns"] = take_turns
-        model = benchmark_models(True)["wide MLP"]
+        built = []
+
+        class Recorded(BenchmarkModel):
+            def module(self):
+                built.append(super().module())
+                return built[-1]
+
+        model = Recorded(*benchmark_models(True)["wide MLP"])
         names = ["MiniDDP", "MiniDDP, planned"]
         cell, ratios = race(rank, world_size, device, model, None, 2, 0.0, None, names, 2, seed=0)
+        # Each turn's gradients are cleared before the next turn.
+        assert all(p.grad is None for module in built for p in module.parameters())
         pairs = [
             (cell["seconds"][name][0], (turns[f"{name} 0"][0] + turns[f"{name} 1"][0]) / 2)
             for name in names

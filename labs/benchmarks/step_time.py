@@ -5,11 +5,13 @@
     python labs/benchmarks/step_time.py --only MiniDDP --rounds 200  only MiniDDP and torch's DDP
 
 With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise, which
-can exceed 2 %. The contenders are built in a random order, and take their turns in random orders,
-which differ from run to run. `--copies 4` builds four of each, because where an instance lies in
-memory matters, too. In a round, the first copies run one after another, then the second ones, and
-so on, in a random order. A round's time is the mean of its copies' turns. A ratio is the mean over
-four pairs, which share no wrapper, ± two standard errors of that mean.
+can exceed 2 %. The contenders are built in a random order, which differs from run to run. With
+`--copies 4`, there are four of each, because a wrapper's place in memory affects its speed. A round
+goes through the copies in a random order, and through the contenders of each copy in a random
+order. A contender's time in a round is the mean over its copies. Each copy gives one ratio to
+torch's DDP, the median over the rounds; the table shows the mean of these ± two standard errors.
+With few copies, that interval is too narrow: it misses the mean of many copies one time in seven
+with four, and one time in twelve with eight.
 
 A step is forward and backward until every gradient is averaged. All contenders run in the same
 processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
@@ -134,7 +136,7 @@ def race(
     copies: int,
     seed: int,
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """The contenders on one model and one link, on each rank.
+    """Time the contenders with one model on one link. Runs on each rank.
 
     Returns the cell's raw numbers, and each contender's paired ratios to `REFERENCE`, one per copy.
     """
@@ -222,7 +224,7 @@ def race(
         del planned, planned_step
     racing = [name for name in contenders if name in wanted]
     steps = {}
-    blocks = [["compute", "t1", "C"]]
+    blocks = [["compute"], ["t1"], ["C"]]  # apart: a module is faster right after its own step
     for copy in range(copies):
         # The first contenders get the memory that earlier ones have freed.
         for name in orders.sample(racing, len(racing)):
@@ -285,7 +287,7 @@ def median_limit(seconds: dict[str, list[float]]) -> float:
 
 
 def mean_and_error(ratios: list[float]) -> str:
-    """The mean of independent measurements ± two standard errors of it."""
+    """The mean of `ratios` ± two standard errors of that mean."""
     error = statistics.stdev(ratios) / len(ratios) ** 0.5
     return f"{statistics.mean(ratios):.3f} ± {2 * error:.3f}"
 

@@ -98,8 +98,8 @@ class Bucket:
     def copy_in(self, part: Part, divisor: int, alias: bool) -> list[int]:
         """Copy the gradients of `part` into the buffer, divided by `divisor`.
 
-        A missing one counts as zeros. With `alias`, the others become views. Returns the indices of
-        those that are sparse or of another dtype; they are left out. Overridden by extras.
+        A missing one counts as zeros. One that is sparse or of another dtype is not copied, and its
+        index is returned. With `alias`, each copied one becomes its view. Overridden by extras.
         """
         if divisor != self.divisor:  # Kept: a number would become a new tensor in every call.
             dtype, self.divisor = torch.promote_types(self.buffer.dtype, torch.float32), divisor
@@ -121,17 +121,17 @@ class Bucket:
                     parameter.grad = view
                 return []
         wrong = []
-        for index, parameter, view in part.rows:  # in few steps: the caches are cold here
+        for index, parameter, view in part.rows:  # in few steps: during backward, each costs µs
             if (gradient := parameter.grad) is None:
                 view.zero_()
-            elif gradient.dtype != parameter.dtype or gradient.is_sparse:
-                wrong.append(index)
             elif gradient is view:
                 view.div_(divisor)
+            elif gradient.is_sparse or gradient.dtype != parameter.dtype:
+                wrong.append(index)
             else:
                 torch.mul(gradient, self.reciprocal, out=view)
-            if alias and gradient is not None and not wrong:
-                parameter.grad = view
+                if alias:
+                    parameter.grad = view
         return wrong
 
     def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:

@@ -64,7 +64,7 @@ def arrival_plan(sizes: Sequence[ParameterSize], order: Sequence[int], caps: Seq
     ValueError if `order` is not a permutation of the parameters' indices.
     """
     if sorted(order) != list(range(len(sizes))):
-        raise ValueError(f"{list(order)} does not name each of the {len(sizes)} parameters once")
+        raise ValueError(f"order {list(order)} must name each of the {len(sizes)} parameters once")
     arrival = {index: moment for moment, index in enumerate(order)}
     return sorted(_pack(sizes, order, caps), key=lambda bucket: arrival[bucket[-1]])
 

@@ -122,12 +122,20 @@ def test_for_a_comm_hook_a_gradient_is_copied_as_it_is():
 
 
 @pytest.mark.parametrize("alias", [False, True])
-def test_gradients_of_another_dtype_are_named_and_stay_as_they_are(alias):
-    bucket = filled([2, 3, 4], torch.bfloat16)
-    bucket.parameters[1].grad = None
-    bucket.parameters[1].grad_dtype = torch.float32
-    bucket.parameters[1].grad = other = torch.ones(3)
+@pytest.mark.parametrize("wrong", [1, 3])  # a small one, and a large one
+def test_gradients_of_another_dtype_are_named_and_the_others_are_copied(wrong, alias):
+    bucket = filled([2, 3, 4, LARGE], torch.bfloat16)
+    bucket.parameters[wrong].grad = None
+    bucket.parameters[wrong].grad_dtype = torch.float32
+    bucket.parameters[wrong].grad = torch.ones(bucket.parameters[wrong].shape)
+    before = [parameter.grad for parameter in bucket.parameters]
     bucket.buffer.fill_(7)
-    assert bucket.copy_in(bucket.parts[0], 2, alias) == [11]
-    assert bucket.parameters[1].grad is other
-    assert (bucket.views[1] == 7).all()
+    found = [bucket.copy_in(part, 2, alias) for part in bucket.parts]
+    assert sorted(found) == [[], [bucket.indices[wrong]]]
+    for slot, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+        if slot == wrong:
+            assert parameter.grad is before[slot]
+            assert (view == 7).all()
+        else:
+            assert parameter.grad is (view if alias else before[slot])
+            assert torch.equal(view, torch.mul(before[slot], 1 / 2))

@@ -87,11 +87,11 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Time each of `programs` once per round, in an order that `seed` shuffles in each round.
 
-    `blocks` divides the names into groups, or ValueError is raised. The programs of a group run one
-    right after the other, and so share a disturbance that lasts a second. The groups are shuffled,
-    too.
+    `blocks` divides the names into groups. The programs of a group run one right after another, so
+    that a disturbance of a second affects all of them. The order of the groups is shuffled, too.
+    Raises ValueError unless each name is in exactly one group.
 
-    Every rank must call it with the same names and the same seed. Each rank starts its clock when
+    Every rank must call it with the same names, seed, and blocks. Each rank starts its clock when
     it leaves a barrier, and the slowest rank counts, so all ranks return the same seconds, in the
     order of rounds. `after` runs after each turn and is not timed. A program that returns a float
     reports its own time, in seconds.

@@ -104,7 +104,7 @@ class Bucket:
         if divisor != self.divisor:  # Kept: a number would become a new tensor in every call.
             dtype, self.divisor = torch.promote_types(self.buffer.dtype, torch.float32), divisor
             self.reciprocal = torch.tensor(1.0 / divisor, dtype=dtype, device="cpu")
-        if len(part.rows) > 1 or divisor == 1:
+        if len(part.rows) > 1 or divisor == 1:  # all in one call, if possible
             gradients = [parameter.grad for parameter in part.parameters]
             both = zip(part.parameters, gradients, strict=True)
             plain = [g for p, g in both if g is not None and not g.is_sparse and g.dtype == p.dtype]
@@ -121,7 +121,7 @@ class Bucket:
                     parameter.grad = view
                 return []
         wrong = []
-        for index, parameter, view in part.rows:  # in few steps: during backward, each costs µs
+        for index, parameter, view in part.rows:  # few steps: in backward, each takes microseconds
             if (gradient := parameter.grad) is None:
                 view.zero_()
             elif gradient is view:

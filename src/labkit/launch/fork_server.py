@@ -101,9 +101,9 @@ from multiprocessing.resource_tracker import main; main({})"""
 def _start_tracker() -> None:
     """Start Python's resource tracker, which the fork server needs, in a session of its own.
 
-    As a child of a notebook's kernel it would delay its end: a kernel first sends SIGTERM
-    to the children in its process group and waits for them, and the tracker ignores SIGTERM. After
-    2.5 s Jupyter would kill the kernel, and the folder of the fork server's socket would remain. A
+    As a child, it would delay the end of a notebook's kernel. A kernel first sends SIGTERM to the
+    children in its process group and waits for them, but the tracker ignores SIGTERM. After 2.5 s,
+    Jupyter would kill the kernel, and the folder of the fork server's socket would remain. A
     tracker that a lock or a spawned process has started earlier still is such a child.
     """
     tracker = multiprocessing.resource_tracker._resource_tracker  # private: no public equivalent

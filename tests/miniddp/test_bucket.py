@@ -5,10 +5,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import miniddp.bucket
 from miniddp.bucket import LARGE, Bucket
 
+PART_BYTES = 4 * LARGE  # less than the real size, so that a small bucket has several parts
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 SIZES = st.sampled_from([0, 1, 3, 64, LARGE - 1, LARGE, LARGE + 5])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def smaller_parts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(miniddp.bucket, "PART_BYTES", PART_BYTES)
+        yield
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,15 +48,17 @@ def test_the_average_is_bitwise_equal_to_multiplying_by_one_over_w(sizes, dtype,
 
 
 @given(st.lists(SIZES, min_size=1, max_size=12))
-def test_a_large_gradient_is_copied_alone_and_the_small_ones_together(sizes):
+def test_neighbors_are_copied_together_until_their_part_is_full(sizes):
     bucket = filled(sizes, torch.float32)
-    large = [10 + slot for slot, size in enumerate(sizes) if size >= LARGE]
-    small = [10 + slot for slot, size in enumerate(sizes) if size < LARGE]
-    assert [part.indices for part in bucket.parts] == [[i] for i in large] + [small] * bool(small)
-    for number, part in enumerate(bucket.parts, start=1):
-        for flat in part.flats:
-            flat.fill_(number)
-    for number, part in enumerate(bucket.parts, start=1):
+    parts = sorted(bucket.parts, key=lambda part: part.indices)
+    assert [index for part in parts for index in part.indices] == bucket.indices
+    for number, part in enumerate(parts, start=1):
+        *others, last = [view.nbytes for view in part.views]
+        assert sum(others) < PART_BYTES
+        assert sum(others) + last >= PART_BYTES or part is parts[-1]
+        assert part.flat.nbytes == sum(others) + last
+        part.flat.fill_(number)
+    for number, part in enumerate(parts, start=1):
         assert all((view == number).all() for view in part.views)
 
 
@@ -81,7 +92,7 @@ def test_another_divisor_takes_effect_at_the_next_copy():
 
 
 def test_the_default_device_does_not_matter():
-    bucket = filled([LARGE, 3, 2], torch.float32)
+    bucket = filled([LARGE, LARGE, 3, 2], torch.float32)
     with torch.device("meta"):
         for part in bucket.parts:
             bucket.copy_in(part, 3, alias=False)
@@ -122,9 +133,13 @@ def test_for_a_comm_hook_a_gradient_is_copied_as_it_is():
 
 
 @pytest.mark.parametrize("alias", [False, True])
-@pytest.mark.parametrize("wrong", [1, 3])  # a small one, and a large one
+@pytest.mark.parametrize("wrong", [0, 1, 3])  # two in a part of large ones, one among small ones
 def test_gradients_of_another_dtype_are_named_and_the_others_are_copied(wrong, alias):
-    bucket = filled([2, 3, 4, LARGE], torch.bfloat16)
+    bucket = filled([40, 2 * LARGE, 2, 3, 4], torch.bfloat16)
+    assert {tuple(part.indices): part.small for part in bucket.parts} == {
+        (10, 11): False,
+        (12, 13, 14): True,
+    }
     bucket.parameters[wrong].grad = None
     bucket.parameters[wrong].grad_dtype = torch.float32
     bucket.parameters[wrong].grad = torch.ones(bucket.parameters[wrong].shape)

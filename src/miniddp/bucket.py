@@ -4,10 +4,10 @@ Each parameter has a *view* of the buffer, in the memory layout that autograd gi
 **This file is where `MiniDDP` divides a gradient**: by the world size W, while `copy_in` copies it
 into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
-Cost: one copy in and one copy out; none for a gradient that already is its view. Gradients are
-copied in by *parts* of about 4 MiB, once all gradients of a part have arrived. So little is still
-in the cache. A call for each gradient would cost more: between large matrix products, which empty
-the cache, a few lines of Python take 10 to 30 µs.
+Cost: one copy in and one copy out; none for a gradient that already is its view. A bucket is
+divided into *parts* of about 4 MiB, small enough for the cache. A part is copied in once all its
+gradients have arrived. To copy each gradient on arrival would cost more: after a large matrix
+product, which leaves no Python in the cache, a few lines of it take 10 to 30 µs.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
@@ -23,19 +23,19 @@ from torch.futures import Future
 
 from miniddp.buckets import MIB, initial_plan, sizes_of
 
-PART_BYTES = 4 * MIB  # a part is closed once it holds this much
-LARGE = 1 << 14  # elements
+PART_BYTES = 4 * MIB  # the parameter with which a part reaches this size is its last
+LARGE = 1 << 14  # elements: gradients that are smaller, on average, are copied in one call
 
 
 class Part:
-    """Neighbors in the buffer whose gradients are copied in together."""
+    """Neighboring parameters of a bucket, whose gradients are copied in together."""
 
     def __init__(self, bucket: "Bucket", slots: slice):
         self.indices, self.parameters = bucket.indices[slots], bucket.parameters[slots]
         self.views = bucket.views[slots]
         self.rows = list(zip(self.indices, self.parameters, self.views, strict=False))
         self.flat = bucket.buffer[bucket.offsets[slots.start] : bucket.offsets[slots.stop]]
-        self.small = self.flat.numel() < LARGE * len(self.rows)  # its gradients, on average
+        self.small = self.flat.numel() < LARGE * len(self.rows)
         self.pending = 0  # how many of its gradients have not arrived
 
 
@@ -51,7 +51,7 @@ class Bucket:
         self.indices, self.parameters = indices, parameters
         self.offsets = [0, *accumulate(p.numel() for p in parameters)]
         self.allocate()
-        neighbors = initial_plan(sizes_of(parameters), [PART_BYTES])
+        neighbors = initial_plan(sizes_of(parameters), [PART_BYTES])  # packed like buckets
         self.parts = [Part(self, slice(slots[0], slots[-1] + 1)) for slots in neighbors]
         self.divisor = 0  # of the last copy_in
         self.reset()
@@ -104,34 +104,34 @@ class Bucket:
         if divisor != self.divisor:  # Kept: a number would become a new tensor in every call.
             dtype, self.divisor = torch.promote_types(self.buffer.dtype, torch.float32), divisor
             self.reciprocal = torch.tensor(1.0 / divisor, dtype=dtype, device="cpu")
-        if part.small or divisor == 1:  # all in one call, if possible
-            gradients = [parameter.grad for parameter in part.parameters]
-            both = zip(part.parameters, gradients, strict=True)
-            plain = [g for p, g in both if g is not None and not g.is_sparse and g.dtype == p.dtype]
-            in_place = sum(map(is_, gradients, part.views))
-            if in_place == len(gradients):
-                if divisor > 1:
-                    part.flat.div_(divisor)
-                return []
-            if len(plain) == len(gradients) and not in_place:
-                torch._foreach_copy_(part.views, plain)  # private: there is no public equivalent
-                if divisor > 1:
-                    part.flat.mul_(self.reciprocal)
-                for _, parameter, view in part.rows if alias else ():
-                    parameter.grad = view
-                return []
-        wrong = []
-        for index, parameter, view in part.rows:
-            if (gradient := parameter.grad) is None:
-                view.zero_()
-            elif gradient is view:
-                view.div_(divisor)
-            elif gradient.is_sparse or gradient.dtype != parameter.dtype:
-                wrong.append(index)
-            else:
-                torch.mul(gradient, self.reciprocal, out=view)
-                if alias:
-                    parameter.grad = view
+        gradients = [parameter.grad for parameter in part.parameters]
+        both = zip(part.parameters, gradients, strict=True)
+        plain = [g for p, g in both if g is not None and not g.is_sparse and g.dtype == p.dtype]
+        in_place = sum(map(is_, gradients, part.views))
+        wrong: list[int] = []
+        if in_place == len(gradients):
+            if divisor > 1:
+                part.flat.div_(divisor)
+            return wrong
+        if len(plain) == len(gradients) and not in_place and (part.small or divisor == 1):
+            torch._foreach_copy_(part.views, plain)  # private: there is no public equivalent
+            if divisor > 1:
+                part.flat.mul_(self.reciprocal)
+        else:
+            for index, parameter, view in part.rows:
+                if (gradient := parameter.grad) is None:
+                    view.zero_()
+                elif gradient is view:
+                    view.div_(divisor)
+                elif gradient.is_sparse or gradient.dtype != parameter.dtype:
+                    wrong.append(index)
+                elif divisor == 1:
+                    view.copy_(gradient)
+                else:
+                    torch.mul(gradient, self.reciprocal, out=view)
+        for index, parameter, view in part.rows if alias else ():
+            if parameter.grad is not None and index not in wrong:
+                parameter.grad = view
         return wrong
 
     def copy_out(self, slots: Sequence[int] | None, alias: bool) -> list[int]:

@@ -4,7 +4,7 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
 
 1. *Build.* Assign parameters to buckets and hook each parameter's gradient accumulator.
 2. *Prepare.* A forward announces that the next backward is reduced.
-3. *Collect.* A gradient arrives. `Bucket.copy_in` divides it by the world size W while copying it.
+3. *Collect.* Gradients arrive. `Bucket.copy_in` divides them by the world size W as it copies them.
 4. *Launch.* All-reduce each full bucket while backward goes on, strictly in bucket order: gradients
    may arrive in another order on another rank, and collectives are matched by their order alone.
 5. *Finalize.* Once per backward, at its end: wait for each all-reduce and copy the averages out.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import miniddp.bucket
 from miniddp.bucket import LARGE, Bucket
 
-PART_BYTES = 4 * LARGE  # less than the real size, so that a small bucket has several parts
+PART_BYTES = 4 * LARGE  # less than the real size, so that these buckets have several parts
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 SIZES = st.sampled_from([0, 1, 3, 64, LARGE - 1, LARGE, LARGE + 5])
 
@@ -83,7 +83,8 @@ def test_missing_gradients_count_as_zeros_and_views_are_divided_not_multiplied(g
 
 
 def test_another_divisor_takes_effect_at_the_next_copy():
-    bucket = filled([2, 3, LARGE], torch.float32)
+    bucket = filled([LARGE, LARGE, 2, 3], torch.float32)
+    assert {part.small for part in bucket.parts} == {False, True}
     for divisor in (2, 5, 1, 2):
         for part in bucket.parts:
             bucket.copy_in(part, divisor, alias=False)
@@ -125,15 +126,18 @@ def test_a_gradient_that_replaced_its_view_is_reported_and_a_missing_one_becomes
     assert bucket.copy_out([1], alias=True) == []
 
 
-def test_for_a_comm_hook_a_gradient_is_copied_as_it_is():
-    bucket = filled([1], torch.complex64)
+@pytest.mark.parametrize("other", [[], ["missing"], ["view"]])
+def test_for_a_comm_hook_a_gradient_is_copied_as_it_is(other):
+    bucket = filled([1] * (1 + len(other)), torch.complex64)
     bucket.parameters[0].grad = torch.tensor([complex("inf+1j")])
+    for parameter, view in zip(bucket.parameters[1:], bucket.views[1:], strict=True):
+        parameter.grad = view if other == ["view"] else None
     bucket.copy_in(bucket.parts[0], 1, alias=False)
     assert bucket.views[0].tolist() == [complex("inf+1j")]  # times 1 + 0j it would be inf + nan j
 
 
 @pytest.mark.parametrize("alias", [False, True])
-@pytest.mark.parametrize("wrong", [0, 1, 3])  # two in a part of large ones, one among small ones
+@pytest.mark.parametrize("wrong", [0, 1, 3])  # 0 and 1 are in a part of large gradients
 def test_gradients_of_another_dtype_are_named_and_the_others_are_copied(wrong, alias):
     bucket = filled([40, 2 * LARGE, 2, 3, 4], torch.bfloat16)
     assert {tuple(part.indices): part.small for part in bucket.parts} == {

@@ -225,17 +225,22 @@ def test_missing_gradients_are_named_in_the_order_of_the_parameters_after_a_rebu
 
 
 def large_and_small(rank, world_size):
-    """Gradients above and below the size from which they are copied as they arrive."""
+    """Two parts: one is copied gradient by gradient, the other in one call."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("miniddp.bucket.PART_BYTES", 1 << 16)
     found = []
     for views in (False, True):
         torch.manual_seed(2)
         wrapped = DropIn(
-            nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 2)), gradient_as_bucket_view=views
+            nn.Sequential(nn.Linear(200, 2), nn.Linear(2, 200), nn.Linear(200, 200)),
+            gradient_as_bucket_view=views,
         )
         torch.manual_seed(rank)
         for step in range(3):
             wrapped.zero_grad(set_to_none=step != 2)
             wrapped(torch.randn(3, 200)).sum().backward()
+        parts = [part.small for bucket in wrapped.reducer.buckets for part in bucket.parts]
+        assert sorted(parts) == [False, True]
         found.append(torch.cat([p.grad.flatten() for p in wrapped.parameters()]))
     return found
 

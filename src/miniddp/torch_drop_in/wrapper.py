@@ -91,7 +91,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         skip_all_reduce_unused_params: do not send buckets that hold only unused parameters. Every
             rank must then have the same unused parameters.
         bucket_cap_mb_list: one size per bucket; the last applies to the remaining buckets.
-        batched_grad_copy: without effect: several gradients are copied together in any case.
+        batched_grad_copy: without effect: neighboring gradients are copied together in any case.
         forward_sync_buffers: whether each forward takes rank 0's buffers; True when None.
         lazy_bucket_allocation: without effect: buckets are allocated at construction, and again
             when they are rebuilt. (A keyword of torch 2.15.)

@@ -4,10 +4,9 @@ Each parameter has a *view* of the buffer, in the memory layout that autograd gi
 **This file is where `MiniDDP` divides a gradient**: by the world size W, while `copy_in` copies it
 into the buffer. After the all-reduce, `copy_out` copies the averages to the gradients.
 
-Cost: one copy in and one copy out; none for a gradient that already is its view. A bucket is
-divided into *parts* of about 4 MiB, small enough for the cache. A part is copied in once all its
-gradients have arrived. To copy each gradient on arrival would cost more: after a large matrix
-product, which leaves no Python in the cache, a few lines of it take 10 to 30 µs.
+Cost: one copy in and one copy out; none for a gradient that already is its view. A *part* of about
+4 MiB is copied in once all its gradients have arrived. To copy each one on arrival would cost more:
+large matrix products empty the cache, and a few lines of Python then take 10 to 30 µs.
 
 Source: the arithmetic of mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp. A
 gradient outside the buffer is multiplied by 1/W; one inside it is divided by W.
@@ -104,31 +103,32 @@ class Bucket:
         if divisor != self.divisor:  # Kept: a number would become a new tensor in every call.
             dtype, self.divisor = torch.promote_types(self.buffer.dtype, torch.float32), divisor
             self.reciprocal = torch.tensor(1.0 / divisor, dtype=dtype, device="cpu")
-        gradients = [parameter.grad for parameter in part.parameters]
-        both = zip(part.parameters, gradients, strict=True)
-        plain = [g for p, g in both if g is not None and not g.is_sparse and g.dtype == p.dtype]
-        in_place = sum(map(is_, gradients, part.views))
         wrong: list[int] = []
-        if in_place == len(gradients):
-            if divisor > 1:
-                part.flat.div_(divisor)
-            return wrong
-        if len(plain) == len(gradients) and not in_place and (part.small or divisor == 1):
+        if together := part.small or divisor == 1:  # in one call, if possible
+            gradients = [parameter.grad for parameter in part.parameters]
+            both = zip(part.parameters, gradients, strict=True)
+            plain = [g for p, g in both if g is not None and not g.is_sparse and g.dtype == p.dtype]
+            in_place = sum(map(is_, gradients, part.views))
+            if in_place == len(gradients):
+                if divisor > 1:
+                    part.flat.div_(divisor)
+                return wrong
+            together = len(plain) == len(gradients) and not in_place
+        if together:
             torch._foreach_copy_(part.views, plain)  # private: there is no public equivalent
             if divisor > 1:
                 part.flat.mul_(self.reciprocal)
-        else:
-            for index, parameter, view in part.rows:
-                if (gradient := parameter.grad) is None:
-                    view.zero_()
-                elif gradient is view:
-                    view.div_(divisor)
-                elif gradient.is_sparse or gradient.dtype != parameter.dtype:
-                    wrong.append(index)
-                elif divisor == 1:
-                    view.copy_(gradient)
-                else:
-                    torch.mul(gradient, self.reciprocal, out=view)
+        for index, parameter, view in () if together else part.rows:
+            if (gradient := parameter.grad) is None:
+                view.zero_()
+            elif gradient.is_sparse or gradient.dtype != parameter.dtype:
+                wrong.append(index)
+            elif divisor == 1:
+                view.copy_(gradient)  # a no-op if it is the view
+            elif gradient is view:
+                view.div_(divisor)
+            else:
+                torch.mul(gradient, self.reciprocal, out=view)
         for index, parameter, view in part.rows if alias else ():
             if parameter.grad is not None and index not in wrong:
                 parameter.grad = view

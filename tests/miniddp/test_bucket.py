@@ -126,14 +126,16 @@ def test_a_gradient_that_replaced_its_view_is_reported_and_a_missing_one_becomes
     assert bucket.copy_out([1], alias=True) == []
 
 
-@pytest.mark.parametrize("other", [[], ["missing"], ["view"]])
-def test_for_a_comm_hook_a_gradient_is_copied_as_it_is(other):
-    bucket = filled([1] * (1 + len(other)), torch.complex64)
-    bucket.parameters[0].grad = torch.tensor([complex("inf+1j")])
-    for parameter, view in zip(bucket.parameters[1:], bucket.views[1:], strict=True):
-        parameter.grad = view if other == ["view"] else None
+@pytest.mark.parametrize("second", ["own", "view", "missing"])
+@pytest.mark.parametrize("first", ["own", "view"])
+def test_for_a_comm_hook_a_gradient_is_copied_as_it_is(first, second):
+    bucket = filled([1, 1], torch.complex64)
+    for kind, parameter, view in zip((first, second), bucket.parameters, bucket.views, strict=True):
+        value = torch.tensor([complex("inf+1j")])  # times or over 1 + 0j it would have a nan
+        parameter.grad = {"own": value, "view": view.copy_(value), "missing": None}[kind]
     bucket.copy_in(bucket.parts[0], 1, alias=False)
-    assert bucket.views[0].tolist() == [complex("inf+1j")]  # times 1 + 0j it would be inf + nan j
+    assert bucket.views[0].tolist() == [complex("inf+1j")]
+    assert bucket.views[1].tolist() == [0 if second == "missing" else complex("inf+1j")]
 
 
 @pytest.mark.parametrize("alias", [False, True])

@@ -56,6 +56,9 @@ def arguments_of_this_lab() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
     parser.add_argument("--model", choices=PER_RANK, default="stack", help="(default stack)")
+    parser.add_argument(
+        "--samples", type=positive, help="of each rank (default 256, or 8 of the transformer)"
+    )
     parser.add_argument("--steps", type=positive, default=5, help="timed steps per way (default 5)")
     parser.add_argument(
         "--bucket-cap-mb",
@@ -86,7 +89,6 @@ from labkit.book.tables import Cell, bound, table, to_the_bit
 from labkit.launch.lab import join_ranks
 from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink
-from labkit.profiling.timeline import draw_together, save_trace
 from labkit.scenarios.toy_steps import ToyStep, loss_of, small_transformer, stack_of_linears
 from labkit.testing.compare import flatten, gradients
 from miniddp import MiniDDP, torch_drop_in
@@ -138,9 +140,9 @@ def torchs_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> n
     return DistributedDataParallel(module, process_group=group, **options)
 
 
-def toy(name: str, seed: int, world_size: int) -> ToyStep:
+def toy(name: str, seed: int, samples: int) -> ToyStep:
     make = {"stack": stack_of_linears, "transformer": small_transformer}[name]
-    return make(seed, samples=PER_RANK[name] * world_size)
+    return make(seed, samples=samples)
 
 
 class Apart(NamedTuple):
@@ -225,6 +227,9 @@ def row_of(name: str, way: TimedWay, apart: Apart, seconds: dict[str, list[float
 
 def save_timeline(folder: Path, found: dict[str, TimedWay]) -> None:
     """Save one figure of all ways, and one trace per way, as this rank saw them."""
+    # Here, because matplotlib takes long to import, and most ranks never draw.
+    from labkit.profiling.timeline import draw_together, save_trace
+
     folder.mkdir(parents=True, exist_ok=True)
     steps = {name: merge([way.recorder.recorded]) for name, way in found.items()}
     draw_together(steps).savefig(folder / "timeline.png", dpi=160)
@@ -237,7 +242,8 @@ def main(arguments: argparse.Namespace) -> None:
     with join_ranks() as place:
         if arguments.gbit is not None and place.device.type != "cpu":
             raise SystemExit("--gbit slows down a link between CPU ranks; these are on GPUs")
-        model, batch = toy(arguments.model, arguments.seed, place.world_size)
+        samples = (arguments.samples or PER_RANK[arguments.model]) * place.world_size
+        model, batch = toy(arguments.model, arguments.seed, samples)
         model, batch = model.to(place.device), batch.to(place.device)
         alone = copy.deepcopy(model)
         loss_of(alone(batch)).backward()

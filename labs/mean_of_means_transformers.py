@@ -14,7 +14,6 @@ With several processes each case runs twice: with average_tokens_across_devices 
 off. A last table shows what Accelerate alone does, without the Trainer.
 """
 
-# ruff: noqa: E402
 import argparse
 import logging
 import os
@@ -24,8 +23,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from labkit.launch.arguments import parse_arguments
+from labkit.launch.loading import loading
 
 SEED = 0
+SEQUENCES = 16
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
@@ -33,7 +34,12 @@ def arguments_of_this_lab() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=SEED, help=f"default {SEED}")
-    return parse_arguments(parser)
+    given = parse_arguments(parser)
+    if (world_size := int(os.environ.get("WORLD_SIZE", 1))) not in (1, 2, 4):
+        raise SystemExit(
+            f"{SEQUENCES} sequences are shared among 1, 2 or 4 processes, not {world_size}"
+        )
+    return given
 
 
 if __name__ == "__main__":
@@ -43,19 +49,20 @@ if __name__ == "__main__":
 # The imports below read these: nothing is downloaded, and GPUs are not used.
 os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TORCH_CPP_LOG_LEVEL="ERROR")
 
-import accelerate
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-import transformers
-from torch import Tensor, nn
+# The Trainer calls the garbage collector after each training.
+with loading():
+    import accelerate
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    import transformers
+    from torch import Tensor, nn
 
-from labkit.book.tables import Cell, table
-from labkit.launch.lab import leave_group
-from labkit.scenarios.padded_captioner import PADDING, PIXELS, START, VOCABULARY, draw_captions
-from labkit.testing.compare import gradients, ratio_and_cosine
+    from labkit.book.tables import Cell, table
+    from labkit.launch.lab import leave_group
+    from labkit.scenarios.padded_captioner import PADDING, PIXELS, START, VOCABULARY, draw_captions
+    from labkit.testing.compare import gradients, ratio_and_cosine
 
-SEQUENCES = 16
 HIDDEN = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 
 Sequence = dict[str, Tensor]
@@ -269,10 +276,6 @@ def accelerate_rows(seed: int) -> list[list[Cell]]:
 
 def main(seed: int) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size not in (1, 2, 4):
-        raise SystemExit(
-            f"{SEQUENCES} sequences are shared among 1, 2 or 4 processes, not {world_size}"
-        )
     # Both libraries print advice on GPUs to stderr; here only a failure matters.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -7,13 +7,13 @@ import runpy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from in_process import run_in_process
 
 from labkit.launch.ranks import run_ranks
-from labkit.launch.scripts import project_root, run_script
+from labkit.launch.scripts import project_root
 from labkit.profiling.benchmark import (
     BenchmarkModel,
     benchmark_models,
@@ -70,22 +70,70 @@ def test_help_explains_the_benchmark_and_how_to_start_it(script):
     assert f"python {BENCHMARKS}/{script}" in ended.stdout
 
 
-CELLS = {f"{m}, {w} ranks, {k}" for m in MODELS for w in (2, 4) for k in ("loopback", "1gbit")}
+LINKS = {"loopback": None, "1gbit": 1.0}
+CELLS = {f"{m}, {w} ranks, {k}": (m, w, k) for m in MODELS for w in (2, 4) for k in LINKS}
+# Every model, and both numbers of ranks on both links.
+RACED = [
+    "wide MLP, 2 ranks, loopback",
+    "600 small tensors, 4 ranks, 1gbit",
+    "transformer, 2 ranks, 1gbit",
+    "600 small tensors, 4 ranks, loopback",
+]
 
 
-def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(tmp_path):
-    figures, printed = figures_of("step_time", tmp_path)
-    assert set(figures["cells"]) == CELLS
-    for name, cell in figures["cells"].items():
+class Race(NamedTuple):
+    folder: Path
+    after_each_run: list[dict[str, Any]]  # what the file then holds
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def race(tmp_path_factory) -> Race:
+    """A run of step_time for each cell of `RACED`, all into one file."""
+    folder, held, printed = tmp_path_factory.mktemp("race"), [], ""
+    for cell in RACED:
+        model, ranks, link = CELLS[cell]
+        one = ("--model", model, "--ranks", ranks, "--link", link)
+        figures, said = figures_of("step_time", folder, *one)
+        held.append(figures)
+        printed += said
+    return Race(folder, held, printed)
+
+
+def test_by_default_every_model_races_with_both_numbers_of_ranks_on_both_links(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["step_time.py", "--quick"])
+    module = runpy.run_path(str(project_root() / BENCHMARKS / "step_time.py"))
+    stored = json.loads((project_root() / BENCHMARKS / "results" / "step_time.json").read_text())
+    cell = next(iter(stored["cells"].values()))
+    started = []
+
+    def run_ranks(_work, ranks, model, gbit_per_s, *_, **__):
+        started.append((model.shape, ranks, gbit_per_s))
+        return [(cell, {})] * ranks
+
+    monkeypatch.setitem(module["main"].__globals__, "run_ranks", run_ranks)
+    module["main"](module["arguments_of_this_benchmark"]())
+    titles = re.findall(r"^(.*): \d+ tensors", capsys.readouterr().out, re.M)
+    assert sorted(titles) == sorted(CELLS)
+    shapes = {name: model.shape for name, model in benchmark_models(True).items()}
+    for title, of_title in zip(titles, started, strict=True):
+        model, ranks, link = CELLS[title]
+        assert of_title == (shapes[model], ranks, LINKS[link])
+
+
+def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(race, tmp_path):
+    cells = race.after_each_run[-1]["cells"]
+    assert list(cells) == RACED
+    for name, cell in cells.items():
         assert set(cell["seconds"]) >= CONTENDERS
         caps = set(cell["seconds"]) - CONTENDERS
         assert len(caps) >= 3
         assert all(one.startswith("torch DDP, ") and one.endswith(" MiB") for one in caps)
         assert all(len(taken) == 2 and min(taken) > 0 for taken in cell["seconds"].values())
         assert sum(cell["plan"]) > 0
-        assert name in printed
+        assert name in race.printed
     drawn = tmp_path / "race.png"
-    report = report_on(tmp_path, "--figure", drawn)
+    report = report_on(race.folder, "--figure", drawn)
     assert "600 4 1gbit" in report
     assert "planned ÷ limit, 1 Gbit/s, worst" in report
     assert drawn.stat().st_size > 10_000
@@ -99,20 +147,14 @@ def test_the_doctor_is_timed_with_every_model_with_and_without(tmp_path):
         assert min(*taken["with"], *taken["without"]) > 0
 
 
-def test_the_miniddp_of_another_checkout_takes_part(tmp_path):
-    one = ("--model", "wide MLP", "--ranks", 2, "--link", "loopback")
-    figures, _ = figures_of("step_time", tmp_path, *one, "--before", project_root() / "src")
-    (cell,) = figures["cells"].values()
-    contenders = set(cell["seconds"])
-    assert {"MiniDDP", "MiniDDP before", "MiniDDP, views", "MiniDDP before, views"} <= contenders
-
-
-def test_only_a_few_contenders_race_on_request():
-    one = ("--quick", "--model", "wide MLP", "--ranks", 2, "--link", "loopback", "--only")
-    ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, "MiniDDP", "Flat", "--copies", 2)
+def test_only_a_few_contenders_race_on_request_and_the_miniddp_of_another_checkout_may():
+    wanted = {"Flat", "MiniDDP", "MiniDDP before", "MiniDDP, views", "MiniDDP before, views"}
+    one = ("--quick", "--model", "wide MLP", "--ranks", 2, "--link", "loopback", "--copies", 2)
+    before = ("--before", project_root() / "src")
+    ended = run_in_process(f"{BENCHMARKS}/step_time.py", *one, *before, "--only", *wanted)
     assert ended.code == 0, ended.stderr
     rows = {line.split("  ")[0] for line in ended.stdout.splitlines()}
-    assert {"torch DDP", "torch DDP, again", "MiniDDP", "Flat"} <= rows
+    assert {"torch DDP", "torch DDP, again"} | wanted <= rows
     assert not {"Bucketed", "MiniDDP, planned", "torch DDP, our plan"} & rows
 
 
@@ -213,7 +255,7 @@ def test_cells_with_another_number_of_copies_do_not_go_into_the_same_file(tmp_pa
 def test_the_stored_race_is_whole_and_the_page_shows_its_report():
     folder = project_root() / BENCHMARKS
     cells = json.loads((folder / "results" / "step_time.json").read_text())["cells"]
-    assert set(cells) == CELLS
+    assert set(cells) == set(CELLS)
     for cell in cells.values():
         assert set(cell["seconds"]) >= CONTENDERS
         rounds = {len(taken) for taken in cell["seconds"].values()}
@@ -222,18 +264,17 @@ def test_the_stored_race_is_whole_and_the_page_shows_its_report():
     page = (folder / "README.md").read_text()
     shown = page.partition("```text\n")[2].partition("```")[0]
     assert shown.count("\n") > 8
-    assert shown in run_script(f"{BENCHMARKS}/report.py")
+    assert shown in report_on()
 
 
-def test_quick_cells_do_not_go_into_a_file_of_others(tmp_path):
-    figures_of("step_time", tmp_path, "--model", "wide MLP", "--ranks", 2, "--link", "1gbit")
-    ended = run_in_process(f"{BENCHMARKS}/step_time.py", "--json", tmp_path / "step_time.json")
+def test_quick_cells_do_not_go_into_a_file_of_others(race):
+    ended = run_in_process(f"{BENCHMARKS}/step_time.py", "--json", race.folder / "step_time.json")
     assert ended.code == 1
     assert "do not go into one file" in ended.stderr
 
 
-def report_on(folder: Path, *arguments: object) -> str:
-    ended = run_in_process(f"{BENCHMARKS}/report.py", folder, *arguments)
+def report_on(*arguments: object) -> str:
+    ended = run_in_process(f"{BENCHMARKS}/report.py", *arguments)
     assert ended.code == 0, ended.stderr
     return ended.stdout
 
@@ -249,11 +290,11 @@ def test_every_script_is_in_the_table_of_the_page():
     assert sorted(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)) == SCRIPTS
 
 
-def test_a_later_run_adds_its_cells_to_those_that_are_there(tmp_path):
-    one = ("--model", "wide MLP", "--ranks", 2, "--link")
-    figures_of("step_time", tmp_path, *one, "loopback")
-    figures, _ = figures_of("step_time", tmp_path, *one, "1gbit")
-    assert set(figures["cells"]) == {"wide MLP, 2 ranks, loopback", "wide MLP, 2 ranks, 1gbit"}
+def test_a_later_run_adds_its_cells_to_those_that_are_there(race):
+    for runs, figures in enumerate(race.after_each_run, 1):
+        assert list(figures["cells"]) == RACED[:runs]
+    cells = [figures["cells"] for figures in race.after_each_run]
+    assert all(cell == cells[-1][name] for each in cells for name, cell in each.items())
 
 
 def test_memory_counts_gradients_and_buckets_of_both_wrappers(tmp_path):

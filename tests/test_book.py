@@ -104,23 +104,22 @@ def test_every_chapter_has_three_exercises_with_solutions_and_one_to_predict(cha
     assert "Predict before you run" in text
 
 
-def test_a_chapter_whose_number_changes_fails_and_the_unchanged_one_passes(tmp_path):
+def test_a_cell_whose_number_changes_fails_and_the_unchanged_one_passes(tmp_path):
     notebook = nbformat.v4.new_notebook()
-    source = (
-        "from labkit.launch.ranks import run_ranks\n"
-        "print(run_ranks(lambda rank: 0.1327 * (rank + 1), 2))"
-    )
-    cell = nbformat.v4.new_code_cell(source, execution_count=1)
-    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="[0.1327, 0.2654]\n")]
-    notebook.cells = [cell]
-    nbformat.write(notebook, tmp_path / "right.ipynb")
-    cell.outputs[0].text = "[0.1327, 0.2655]\n"
-    nbformat.write(notebook, tmp_path / "wrong.ipynb")
+    imports = "from labkit.launch.ranks import run_ranks\n"
+    shown = "print(run_ranks(lambda rank: 0.1327 * (rank + 1), 2))"
+    stored = {imports + shown: "[0.1327, 0.2654]\n", shown: "[0.1327, 0.2655]\n"}
+    for source, text in stored.items():
+        cell = nbformat.v4.new_code_cell(source, execution_count=1)
+        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)]
+        notebook.cells.append(cell)
+    nbformat.write(notebook, tmp_path / "chapter.ipynb")
 
-    right, wrong = nbval(tmp_path / "right.ipynb"), nbval(tmp_path / "wrong.ipynb")
-    assert right.returncode == 0, right.stdout
-    assert wrong.returncode == 1, wrong.stdout
-    assert "Cell outputs differ" in wrong.stdout
+    result = nbval(tmp_path / "chapter.ipynb")
+    assert result.returncode == 1, result.stdout
+    assert "Cell outputs differ" in result.stdout
+    assert re.search(r"^FAILED chapter\.ipynb::Cell 1\b", result.stdout, re.M), result.stdout
+    assert re.search(r"\b1 failed, 1 passed", result.stdout), result.stdout
 
 
 def first_printed_number(notebook: nbformat.NotebookNode) -> tuple[int, re.Match[str]]:

@@ -12,6 +12,7 @@ AFTER = {"one all-reduce per parameter": 13, "flat": 1, "buckets": 6}
 DURING = {"per parameter, overlapped": 13, "buckets, overlapped": 6, "MiniDDP": 6, "torch DDP": 6}
 PLANNED = "planned"
 ONE_MIB = ("--bucket-cap-mb", "1")
+SMALL = ("--steps", 1, "--samples", 8)
 
 
 def rows_of(output: str) -> dict[str, list[str]]:
@@ -23,7 +24,7 @@ def rows_of(output: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_way_is_right_and_only_those_that_overlap_send_during_backward(ranks):
-    output = run_script(LAB, "--steps", 1, *ONE_MIB, ranks=ranks)
+    output = run_script(LAB, *SMALL, *ONE_MIB, ranks=ranks)
     rows = rows_of(output)
     assert set(rows) == {*AFTER, *DURING, PLANNED}
     assert f"{ranks} ranks" in output
@@ -51,32 +52,32 @@ def test_with_torchs_caps_all_but_the_first_bucket_wait_for_the_end_of_backward(
 
 
 def test_it_runs_on_two_nodes_as_it_is():
-    output = run_script(LAB, "--steps", 1, ranks=2, nodes=2)
+    output = run_script(LAB, *SMALL, ranks=2, nodes=2)
     assert output.count("4 ranks") == 1, "printed once, not once per node"
     assert all(row[2:5] == ["< 1e-05", "< 1e-05", "none"] for row in rows_of(output).values())
     assert PLANNED in rows_of(output)
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "mul_(1.001)",  # on every rank alike
-        "view(-1)[0].mul_(1 + 2**-23 * dist.get_rank())",  # the last bit of one number
-    ],
-)
-def test_the_lab_fails_and_names_the_way_that_is_wrong(broken, monkeypatch, tmp_path):
+def test_the_lab_fails_and_names_the_ways_that_are_wrong(monkeypatch, tmp_path):
+    broken = {
+        "Flat": "mul_(1.001)",  # on every rank alike
+        "Bucketed": "view(-1)[0].mul_(1 + 2**-23 * dist.get_rank())",  # the last bit of one number
+    }
     indent = 16 * " "
     finish = f"{indent}self.averager.finish()\n"
-    change = f"{indent}if type(self.averager) is Flat:\n"
-    change += f"{indent}    self.module[0].weight.grad."
+    change = "".join(
+        f"{indent}if type(self.averager) is {rung}:\n"
+        f"{indent}    self.module[0].weight.grad.{wrong}\n"
+        for rung, wrong in broken.items()
+    )
     source = (ROOT / LAB).read_text()
     assert source.count(finish) == 1
     (tmp_path / "labs").mkdir()
     (tmp_path / "pyproject.toml").touch()
-    (tmp_path / LAB).write_text(source.replace(finish, finish + change + broken + "\n"))
+    (tmp_path / LAB).write_text(source.replace(finish, finish + change))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ScriptError, match="gradient of the full batch: flat\n"):
-        run_script(LAB, "--steps", 1, ranks=2)
+    with pytest.raises(ScriptError, match="gradient of the full batch: flat, buckets\n"):
+        run_script(LAB, *SMALL, ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,18 @@ from labkit.launch.scripts import ScriptError, project_root, run_script
 
 LAB = "labs/mean_of_means.py"
 LIBRARIES = "labs/mean_of_means_transformers.py"
+
+
+@pytest.fixture
+def shortly_trained(monkeypatch, tmp_path) -> Path:
+    """A copy of the lab in a checkout that is the current folder; its model learns for one step."""
+    text = (project_root() / LAB).read_text()
+    assert text.count("trained_captioner()") == 1
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / LAB).write_text(text.replace("trained_captioner()", "trained_captioner(steps=1)"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / LAB
 
 
 def rows_of(output: str) -> dict[str, list[str]]:
@@ -44,7 +57,7 @@ def test_only_the_whole_steps_count_gives_the_full_batch_under_both_wrappers(ran
         assert right == (ranks == 1)
 
 
-def test_the_lab_fails_with_a_variant_that_is_wrong():
+def test_the_lab_fails_with_a_variant_that_is_wrong(shortly_trained):
     with pytest.raises(ScriptError, match="own-window does not give the gradient of the full"):
         run_script(LAB, "--variant", "own-window", ranks=2)
 
@@ -74,18 +87,15 @@ def test_the_lab_fails_with_a_variant_that_is_wrong():
         ),
     ],
 )
-def test_a_lab_with_one_division_wrong_or_a_nan_fails(right, broken, said, monkeypatch, tmp_path):
-    text = (project_root() / LAB).read_text()
+def test_a_lab_with_one_division_wrong_or_a_nan_fails(right, broken, said, shortly_trained):
+    text = shortly_trained.read_text()
     assert right in text
-    (tmp_path / "labs").mkdir()
-    (tmp_path / "pyproject.toml").touch()
-    (tmp_path / LAB).write_text(text.replace(right, broken))
-    monkeypatch.chdir(tmp_path)
+    shortly_trained.write_text(text.replace(right, broken))
     with pytest.raises(ScriptError, match=said):
         run_script(LAB, "--accumulate", "2", ranks=2)
 
 
-def test_other_captions_with_another_seed():
+def test_other_captions_with_another_seed(shortly_trained):
     outputs = [run_script(LAB, "--seed", seed, "--accumulate", "1", ranks=1) for seed in (1, 2)]
     losses = [re.search(r"tokens is (\d\.\d+)", output)[1] for output in outputs]
     assert losses[0] != losses[1]

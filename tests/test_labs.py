@@ -103,9 +103,15 @@ def test_help_and_errors_under_torchrun_are_printed_once():
 
 
 def test_the_lab_prints_the_threads_table_once_if_it_is_the_same_on_all_four_ranks():
-    found = blocks(run_script(LAB, ranks=4, fresh=True))
+    found = blocks(run_script(LAB, ranks=4))
     threads = {name: [f"{norm:.4f}"] * 3 for name, norm in PRINTED.items()}
     assert found == {"equal on ranks 0–3": threads}
+
+
+def test_the_lab_prints_the_same_on_forked_ranks_as_on_those_that_torchrun_starts():
+    forked, started = (run_script(LAB, ranks=2, fresh=fresh) for fresh in (False, True))
+    assert list(blocks(forked)) == ["equal on ranks 0–1"]
+    assert started == forked
 
 
 def test_where_ranks_differ_each_table_is_below_the_ranks_that_have_it():
@@ -192,10 +198,10 @@ def test_lightnings_script_says_that_torchrun_is_not_for_it():
 
 
 def test_without_torchrun_the_lab_says_how_to_start_it():
-    with pytest.raises(
-        ScriptError, match=r"start it with torchrun.*\n.*--nproc-per-node 4 labs/accumulate_vs_ddp"
-    ):
-        run_script(LAB)
+    ended = run_in_process(LAB)
+    assert ended.code == 1
+    said = r"start it with torchrun.*\n.*--nproc-per-node 4 labs/accumulate_vs_ddp"
+    assert re.search(said, ended.stderr)
 
 
 def test_a_lab_that_fails_on_one_rank_fails_as_a_whole_in_bounded_time():

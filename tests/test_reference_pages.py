@@ -1,15 +1,16 @@
 """The reference pages: names that exist, and a script that runs."""
 
 import importlib
+import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch.nn.parallel.distributed as torchs
+from in_process import run_in_process
 from torch.distributed import utils
 
-from labkit.launch import project_root, run_guarded
+from labkit.launch import project_root, run_warm
 from miniddp import buckets, replicas
 from miniddp.ddp import MiniDDP
 from miniddp.reducer import Reducer
@@ -75,8 +76,9 @@ def test_the_script_prints_the_norm_of_the_full_batch_on_every_rank(tmp_path: Pa
     )
     assert len(script.splitlines()) <= 25
     (tmp_path / "script.py").write_text(script)
-    launcher = ["-m", "labkit.launch.forked_torchrun", "--standalone", f"--nproc-per-node={ranks}"]
-    done = run_guarded([sys.executable, *launcher, str(tmp_path / "script.py")], timeout=120)
+    options = [f"--nproc-per-node={ranks}", "script.py"]
+    done = run_warm(options, 120, cwd=tmp_path, env=os.environ)
+    assert done.returncode == 0, done.stderr
     # A rank writes its text and its newline separately, so two ranks' texts may share a line.
     norms = re.findall(r"rank \d: gradient norm (\d+\.\d{4})", done.stdout)
     assert len(norms) == ranks, done.stderr
@@ -88,6 +90,6 @@ def test_the_script_prints_the_norm_of_the_full_batch_on_every_rank(tmp_path: Pa
         .replace("MiniDDP(nn.Linear(8, 1))", "nn.Linear(8, 1)")
         .replace("dist.barrier()\ndist.destroy_process_group()\n", "")
     )
-    done = run_guarded([sys.executable, str(alone)], timeout=120)
-    assert re.findall(r"gradient norm (\S+)", done.stdout) == norms[:1]
+    ended = run_in_process(str(alone))
+    assert re.findall(r"gradient norm (\S+)", ended.stdout) == norms[:1]
     assert set(norms) == {norms[0]}

@@ -65,6 +65,20 @@ def make(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def pips_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """pip's commands, which are kept instead of run; new environments are made without pip."""
+    kept, run = [], subprocess.run
+
+    def without_pip(command, **options):
+        if "pip" in command:
+            return kept.append([str(word) for word in command])
+        return run([*command, "--without-pip"] if "venv" in command else command, **options)
+
+    monkeypatch.setattr(subprocess, "run", without_pip)
+    return kept
+
+
 def test_pips_options_reach_pip_and_a_failure_leaves_nothing_that_looks_ready(checkout):
     done = make(checkout, "book", "PIP_OPTIONS=--no-index --retries 0")
     assert done.returncode == 2
@@ -76,27 +90,20 @@ def test_pips_options_reach_pip_and_a_failure_leaves_nothing_that_looks_ready(ch
 
 
 def test_a_torch_that_is_there_is_reused_and_its_environment_is_only_read(
-    checkout, tmp_path, monkeypatch
+    checkout, tmp_path, pips_commands
 ):
     other = with_torch(tmp_path / "other", "2.14.1")
-    before, installed, run = contents(other), [], subprocess.run
-
-    def without_pip(command, **options):
-        if "pip" in command:
-            return installed.append([str(word) for word in command])
-        return run(command, **options)
-
-    monkeypatch.setattr(subprocess, "run", without_pip)
+    before = contents(other)
     set_up.make(checkout / ".venv", other, ["--proxy", "none"])
-    monkeypatch.undo()
 
     ours = checkout / ".venv" / "bin" / "python"
     show = [ours, "-c", "import torch; print(torch.__version__, torch.__file__)"]
     told = subprocess.run(show, capture_output=True, text=True, check=True).stdout
     assert told.startswith(f"2.14.1 {other}")
-    assert all(command[0] == str(ours) for command in installed)
-    assert all("--no-deps" in command for command in installed)
-    assert all(command[6:8] == ["--proxy", "none"] for command in installed)
+    assert len(pips_commands) == 2
+    assert all(command[0] == str(ours) for command in pips_commands)
+    assert all("--no-deps" in command for command in pips_commands)
+    assert all(command[6:8] == ["--proxy", "none"] for command in pips_commands)
     pins = (checkout / ".venv" / "without-torch.txt").read_text().splitlines()
     everything = (ROOT / "constraints.txt").read_text().splitlines()
     (left_out,) = set(everything) - set(pins)
@@ -110,15 +117,11 @@ def test_a_torch_that_is_there_is_reused_and_its_environment_is_only_read(
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_what_an_interrupted_run_has_left_goes_and_a_complete_environment_stays(
-    complete, tmp_path, monkeypatch
+    complete, tmp_path, pips_commands
 ):
     ours = with_torch(tmp_path / ".venv", "2.13.0")
     if complete:
         (ours / set_up.READY).touch()
-    run = subprocess.run
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **of: None if "pip" in command else run(command, **of)
-    )
     set_up.make(ours, with_torch(tmp_path / "other", "2.14.1"), [])
     assert (ours / set_up.READY).exists() == complete
     assert bool(list(ours.glob("lib/*/site-packages/torch"))) == complete

@@ -42,28 +42,37 @@ from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import write_json
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "12 × Linear(1024)": (
-        lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))),
-        (16, 1024),
-    ),
-    "300 × Linear(64)": (
-        lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(300))),
-        (16, 64),
-    ),
-    "transformer, 8 layers of 256": (
-        lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True), 8
-        ),
-        (4, 32, 256),
-    ),
-}
+Model = tuple[Callable[[], nn.Module], tuple[int, ...]]  # and the shape of a rank's inputs
+SIZES = ((12, 1024), (300, 64), (8, 256))  # the layers of each model, and their width
+QUICK_SIZES = ((3, 64), (10, 8), (1, 16))
 BLOCK = 10
 
 
-def blocks(name: str, rounds: int, block: int) -> tuple[list[float], list[float]]:
+def linears(count: int, width: int) -> Model:
+    return lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(count))), (16, width)
+
+
+def transformer(layers: int, width: int) -> Model:
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, layers)
+
+    return build, (4, 32, width)
+
+
+def models(quick: bool) -> dict[str, Model]:
+    """By name; with `quick`, small ones that only show that the code runs."""
+    wide, deep, encoder = QUICK_SIZES if quick else SIZES
+    return {
+        f"{wide[0]} × Linear({wide[1]})": linears(*wide),
+        f"{deep[0]} × Linear({deep[1]})": linears(*deep),
+        f"transformer, {encoder[0]} layers of {encoder[1]}": transformer(*encoder),
+    }
+
+
+def blocks(model: Model, rounds: int, block: int) -> tuple[list[float], list[float]]:
     """Seconds of every step: with the doctor, and without."""
-    build, shape = MODELS[name]
+    build, shape = model
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         session = Session(Options(), Path(folder))
@@ -96,8 +105,8 @@ def blocks(name: str, rounds: int, block: int) -> tuple[list[float], list[float]
 def main(given: argparse.Namespace) -> None:
     rounds, block = (1, 1) if given.quick else (given.rounds, BLOCK)
     rows, seconds = [], {}
-    for name in MODELS:
-        observed, plain = run_ranks(blocks, 2, name, rounds, block, timeout=900, device="cpu")[0]
+    for name, model in models(given.quick).items():
+        observed, plain = run_ranks(blocks, 2, model, rounds, block, timeout=900, device="cpu")[0]
         seconds[name] = {"with": observed, "without": plain}
         one, other = statistics.median(observed), statistics.median(plain)
         rows.append([name, 1e3 * other, 1e3 * one, one / other, _mean(observed) / _mean(plain)])

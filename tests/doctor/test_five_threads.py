@@ -2,7 +2,7 @@
 
 import ast
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from doctor.corpus_runs import Outcome, Script, Server, frameworks_of
@@ -92,20 +92,28 @@ def test_the_planned_sum_is_w_times_the_average(
     assert totals == [pytest.approx(2), pytest.approx(1)]
 
 
+@pytest.fixture(scope="module")
+def with_its_framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A rank server that has loaded what the two trainers are made with."""
+    path = tmp_path_factory.mktemp("trainers") / "train.py"
+    path.write_text(f"# doctor: expect=none ranks=1 launch=python\n{programs()['TWO_TRAINERS']}")
+    with Server(frameworks_of([Script.read(path)])) as one:
+        yield one
+
+
 def test_two_trainers_in_one_script_are_told_apart_from_two_ranks(
-    script: Callable[..., Script],
+    with_its_framework: Server, script: Callable[..., Script]
 ) -> None:
     one = script(programs()["TWO_TRAINERS"], ranks=1, launch="python")
-    with Server(frameworks_of([one])) as server:
-        assert causes(ask(server, one)) == {"world_size_one"}
+    assert causes(ask(with_its_framework, one)) == {"world_size_one"}
 
 
-def test_once_both_ranks_start_the_second_cause_is_named(script: Callable[..., Script]) -> None:
+def test_once_both_ranks_start_the_second_cause_is_named(
+    with_its_framework: Server, script: Callable[..., Script]
+) -> None:
     asked = programs()["TWO_TRAINERS"]
     without = asked.replace('fit(devices=1, strategy="ddp",', "fit(devices=1,")
     assert without != asked
-    one = script(without, ranks=1, launch="python")
-    with Server(frameworks_of([one])) as server:
-        outcome = ask(server, one)
+    outcome = ask(with_its_framework, script(without, ranks=1, launch="python"))
     assert "datasets_differ" in causes(outcome)
     assert "world_size_one" not in causes(outcome)

@@ -16,14 +16,17 @@ import os
 import warnings
 from typing import NamedTuple
 
-import pytorch_lightning as pl
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from labkit.launch.loading import loading
 
-from labkit.launch.lab import leave_group
-from labkit.scenarios.toy_captioner import ToyCaptioner, draw_toy_data, gradient_norms
+with loading():
+    import pytorch_lightning as pl
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from labkit.launch.lab import leave_group
+    from labkit.scenarios.toy_captioner import ToyCaptioner, draw_toy_data, gradient_norms
 
 
 class Program(NamedTuple):

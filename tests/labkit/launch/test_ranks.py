@@ -1,7 +1,6 @@
 """`run_ranks` as a chapter's author meets it: what it hands out, shows, raises and survives."""
 
 import functools
-import json
 import linecache
 import multiprocessing.forkserver
 import os
@@ -30,6 +29,7 @@ from labkit.launch.rank_process import Report
 from labkit.launch.rank_states import STARTING
 from labkit.launch.rank_supervisor import Outcome
 from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
+from labkit.launch.scripts import run_script
 
 
 @dataclass
@@ -353,10 +353,9 @@ print([report.status for report in ours.recv().reports])
 """
 
 
-def test_the_time_that_ranks_take_to_join_does_not_count():
-    command = [sys.executable, "-c", RANK_1_STARTS_LATE, "2.5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "['returned', 'returned']\n", done.stderr
+def test_the_time_that_ranks_take_to_join_does_not_count(script):
+    said = run_script(script(RANK_1_STARTS_LATE), 2.5, ranks=1, timeout=100)
+    assert said == "['returned', 'returned']"
 
 
 NO_MORE_PROCESSES = """
@@ -384,17 +383,15 @@ except BlockingIOError as error:
 """
 
 
-def test_if_the_system_refuses_to_start_a_rank_those_that_wait_for_it_are_ended():
-    command = [sys.executable, "-c", NO_MORE_PROCESSES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "no more processes 2 0\n", done.stderr
+def test_if_the_system_refuses_to_start_a_rank_those_that_wait_for_it_are_ended(script):
+    said = run_script(script(NO_MORE_PROCESSES), ranks=1, timeout=100)
+    assert said == "no more processes 2 0"
 
 
-def test_to_ask_a_rank_that_is_starting_for_its_stack_does_not_kill_it():
-    command = [sys.executable, "-c", RANK_1_STARTS_LATE, "30"]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "no such interface"}  # so rank 0 fails
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "['raised', 'unfinished']\n", done.stderr
+def test_to_ask_a_rank_that_is_starting_for_its_stack_does_not_kill_it(script, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no such interface")  # so rank 0 fails
+    said = run_script(script(RANK_1_STARTS_LATE), 30, ranks=1, timeout=100)
+    assert said == "['raised', 'unfinished']"
 
 
 def test_ranks_that_could_not_start_are_told_from_a_function_that_takes_too_long(monkeypatch):
@@ -628,74 +625,66 @@ def test_nothing_that_a_rank_started_outlives_the_call():
     assert processes_with(marker) == []
 
 
-SCRIPT = """
-import subprocess, sys, time
+# Each caller is a fork, because to load torch anew takes longer than all else that it does.
+CALLERS = """
+import os, subprocess, sys, time
+from labkit.launch.guard import die_with_parent
 from labkit.launch.ranks import run_ranks
 
-def work(rank):
+def work(rank, ready):
     subprocess.Popen(["sleep", "300"], start_new_session=True)
     if rank == 0:
         print("started", flush=True)
-        open({ready!r}, "w").close()
+        open(ready, "w").close()
     time.sleep(300)
 
 print("imported", __name__, flush=True)
-run_ranks(work, 3, timeout=290)
+for ready in sys.argv[1:]:
+    if os.fork():
+        os.wait()
+        continue
+    die_with_parent()
+    os.setsid()
+    os.environ["MARKER"] = ready
+    run_ranks(work, 3, ready, timeout=290)
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "group"),
-    [
-        (signal.SIGKILL, False),
-        (signal.SIGKILL, True),
-        (signal.SIGTERM, False),
-        (signal.SIGINT, False),
-    ],
-    ids=["SIGKILL", "SIGKILL to the process group", "SIGTERM", "Ctrl-C"],
-)
-def test_no_process_is_left_when_the_calling_script_ends_in_the_middle(tmp_path, end, group):
-    marker = uuid.uuid4().hex
-    ready = tmp_path / "ready"
+def test_no_process_is_left_when_the_calling_script_ends_in_the_middle(tmp_path):
+    ends = [
+        ("SIGKILL", os.kill, signal.SIGKILL),
+        ("SIGKILL to the process group", os.killpg, signal.SIGKILL),
+        ("SIGTERM", os.kill, signal.SIGTERM),
+        ("Ctrl-C", os.kill, signal.SIGINT),
+    ]
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(ready=str(ready)))
-    caller = subprocess.Popen(
-        [sys.executable, str(script)],
-        env={**os.environ, "MARKER": marker},
-        start_new_session=True,
+    script.write_text(CALLERS)
+    all_ready = [tmp_path / name for name, _, _ in ends]
+    callers = subprocess.Popen(
+        [sys.executable, script, *all_ready],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
     try:
-        deadline = time.monotonic() + 60
-        while not ready.exists():
-            assert caller.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert len(processes_with(marker)) >= 7  # caller, supervisor, ranks, sleeps, fork server
-        (os.killpg if group else os.kill)(caller.pid, end)
-        caller.wait(timeout=20)
-        assert all_gone(marker)
+        for (name, send, end), ready in zip(ends, all_ready, strict=True):
+            deadline = time.monotonic() + 60
+            while not ready.exists():
+                assert callers.poll() is None, name
+                assert time.monotonic() < deadline, name
+                time.sleep(0.05)
+            [caller] = psutil.Process(callers.pid).children()
+            marker = str(ready)
+            # Supervisor, ranks, fork server, and at least one sleep.
+            assert len(processes_with(marker)) >= 6, name
+            send(caller.pid, end)
+            caller.wait(timeout=20)
+            assert all_gone(marker), name
     finally:
-        caller.kill()
-        output, _ = caller.communicate()
+        callers.kill()
+        output, _ = callers.communicate()
     # The script has no `if __name__ == "__main__"`: it must not have been imported again.
     assert output.splitlines() == ["imported __main__"]
-
-
-def test_no_temporary_folder_is_left(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    script = (
-        "from labkit.launch.ranks import run_ranks\n"
-        "import json\n"
-        "print(json.dumps(run_ranks(lambda rank: rank, 2)))\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
-    assert json.loads(run.stdout) == [0, 1], run.stderr
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith("ranks-")] == []
 
 
 def test_a_test_module_is_not_imported_again_in_the_ranks():
@@ -718,7 +707,7 @@ def test_of_a_progress_bar_the_last_state_is_shown_and_noise_of_the_libraries_is
     assert err == "[rank 0] kept\n"
 
 
-def test_a_temporary_folder_with_a_space_and_an_umlaut_will_do():
+def test_a_temporary_folder_with_a_space_and_an_umlaut_will_do_and_none_is_left_in_it():
     script = (
         "from labkit.launch.ranks import run_ranks\n"
         "print(run_ranks(lambda rank: rank, 2, timeout=20))"
@@ -732,7 +721,8 @@ def test_a_temporary_folder_with_a_space_and_an_umlaut_will_do():
             text=True,
             timeout=60,
         )
-    assert done.stdout == "[0, 1]\n", done.stderr
+        assert done.stdout == "[0, 1]\n", done.stderr
+        assert [p.name for p in Path(folder).iterdir() if p.name.startswith("ranks-")] == []
 
 
 def test_a_function_may_end_the_process_group_itself():
@@ -819,19 +809,27 @@ def test_after_the_fork_server_was_killed_the_next_call_starts_another():
     assert multiprocessing.forkserver._forkserver._forkserver_pid != server
 
 
-@pytest.mark.parametrize("delay", [0.2, 1.0, 1.6])
-def test_after_an_interrupted_first_call_the_next_one_works(tmp_path, delay):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, signal, threading\n"
-        "from labkit.launch.ranks import run_ranks\n"
-        f"threading.Timer({delay}, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
-        "try:\n"
-        "    run_ranks(lambda: __import__('time').sleep(20), 2)\n"
-        "except KeyboardInterrupt:\n"
-        "    print('interrupted')\n"
-        "print(run_ranks(lambda rank: rank, 2))\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "interrupted\n[0, 1]\n", done.stderr
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from labkit.launch.ranks import run_ranks
+
+for delay in (0.2, 1.0, 1.6):
+    if os.fork():
+        os.wait()
+        continue
+    threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try:
+        run_ranks(lambda: time.sleep(20), 2)
+    except KeyboardInterrupt:
+        print("interrupted after", delay)
+    print(run_ranks(lambda rank: rank, 2))
+    sys.exit()
+"""
+
+
+def test_after_an_interrupted_first_call_the_next_one_works():
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    each = "interrupted after {}\n[0, 1]\n"
+    assert done.stdout == "".join(map(each.format, (0.2, 1.0, 1.6))), done.stderr
     assert done.stderr == ""

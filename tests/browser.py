@@ -6,7 +6,7 @@ profile, by `visit` in a tab that other pages have used.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +27,13 @@ CHOOSE_THEME = "try {{ localStorage.mode = localStorage.theme = '{theme}' }} cat
 EMPTY_STORAGE = "try { localStorage.clear(); sessionStorage.clear() } catch (error) {}; "
 # What axe counts as a violation that matters here. Those below are `minor`.
 IMPACTS = ("critical", "serious", "moderate")
-RUN_AXE = """async (root) => {
+RUN_AXE = """async ([root, only]) => {
     // Without preload: axe would fetch style sheets, which a browser refuses for files.
     const options = {preload: false, rules: {"label-content-name-mismatch": {enabled: true}}};
-    return (await axe.run(root, options)).violations;
+    return (await axe.run(root, only ? {...options, runOnly: only} : options)).violations;
 }"""
+# The rules whose findings depend on the colors, and so on the theme.
+OF_COLORS = ("color-contrast", "link-in-text-block")
 
 
 @dataclass
@@ -52,14 +54,15 @@ class OpenedPage:
         files = {unquote(urlsplit(one).path) for one in self.requests if one.startswith("file:")}
         return sum(Path(file).stat().st_size for file in files)
 
-    def violations(self, root: str = "html") -> list[str]:
+    def violations(self, root: str = "html", only: Sequence[str] | None = None) -> list[str]:
         """What axe-core finds below the selector `root`: `serious color-contrast: SELECTOR`.
 
-        One sentence for each element, and only findings of impact moderate and above.
+        One sentence for each element, and only findings of impact moderate and above. `only` names
+        the rules to check; without it, all of axe's are.
         """
         if not self.page.evaluate("'axe' in window"):
             self.page.evaluate(AXE.read_text())
-        found: list[dict[str, Any]] = self.page.evaluate(RUN_AXE, root)
+        found: list[dict[str, Any]] = self.page.evaluate(RUN_AXE, [root, only])
         return [
             f"{rule['impact']} {rule['id']}: {' '.join(map(str, node['target']))}"
             for rule in found

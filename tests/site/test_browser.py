@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from browser import OpenPage
+from browser import OF_COLORS, OpenPage
 
 PAGE = """<!doctype html><html lang="en"><title>A page</title>
 <style>
@@ -44,9 +44,20 @@ def test_a_request_to_another_host_is_reported(page_with):
 
 def test_axe_reports_pale_text_in_the_theme_that_has_it(page_with):
     pale = "<p style='color: #888'>Pale on white, legible on black.</p>"
-    (violation,) = page_with(pale, theme="light").violations()
-    assert violation.startswith("serious color-contrast: p")
-    assert page_with(pale, theme="dark").violations() == []
+    for rules in (None, OF_COLORS):
+        (violation,) = page_with(pale, theme="light").violations(only=rules)
+        assert violation.startswith("serious color-contrast: p")
+        assert page_with(pale, theme="dark").violations(only=rules) == []
+
+
+def test_axe_reports_a_link_that_only_its_color_tells_from_the_text_around_it(page_with):
+    link = (
+        "<p>A sentence with <a href='#' style='color: #333; text-decoration: none'>a link</a>.</p>"
+    )
+    (violation,) = page_with(link).violations(only=OF_COLORS)
+    assert violation.startswith("serious link-in-text-block: a")
+    underlined = link.replace("none", "underline")
+    assert page_with(underlined).violations(only=OF_COLORS) == []
 
 
 def test_a_page_wider_than_its_window_is_measured(page_with):

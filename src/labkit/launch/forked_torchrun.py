@@ -6,7 +6,6 @@ The command takes torchrun's options, runs torchrun's agent, and gives each rank
 environment. It adds two of torchrun's own options, `--run-path --start-method fork`, so that a
 rank is a fork of the agent instead of a new interpreter that imports torch again. The agent first
 imports torch._dynamo, which torch's DDP and its optimizers would otherwise import on first use.
-`--agents 2`, before all other options, starts two agents; `labkit.launch.nodes --forked` uses it.
 
 This saves 4 s of processor time per rank, which is most of a lab's run time. Its limits:
 
@@ -15,7 +14,7 @@ This saves 4 s of processor time per rank, which is most of a lab's run time. It
 3. The agent waits forever for a rank that ends with `os._exit(0)`.
 4. The first argument that ends in .py is taken as the script.
 
-Without os.fork (Windows), one agent is plain torchrun, and several agents are refused.
+Without os.fork (Windows), this is plain torchrun.
 """
 
 import multiprocessing
@@ -37,7 +36,6 @@ with loading():
     from torch.distributed.run import main as torchrun
 
 AS_RANK = "--as-rank"  # what the agent starts this file with
-AGENTS = "--agents"  # what `labkit.launch.nodes --forked` starts it with
 
 
 def agent(arguments: list[str]) -> None:
@@ -89,7 +87,8 @@ def rank(script: str) -> None:
 def side_by_side(count: int, arguments: list[str]) -> int:
     """Run `count` agents, each a fork of this process, and return their exit code.
 
-    The guard around this process ends whatever an agent leaves behind (`labkit.launch.nodes`).
+    The supervisor above this process ends what an agent leaves behind
+    (`labkit.launch.warm_torchrun`).
     """
     fork = multiprocessing.get_context("fork")
     agents = [fork.Process(target=agent, args=(arguments,)) for _ in range(count)]
@@ -107,7 +106,5 @@ if __name__ == "__main__":
     if AS_RANK in sys.argv[1:2]:
         sys.argv = sys.argv[2:]
         rank(sys.argv[0])
-    elif AGENTS in sys.argv[1:2]:
-        sys.exit(side_by_side(int(sys.argv[2]), sys.argv[3:]))
     else:
         agent(sys.argv[1:])

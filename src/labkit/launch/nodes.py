@@ -3,10 +3,9 @@
     python -m labkit.launch.nodes --nodes 2 --nproc-per-node 4 labs/accumulate_vs_ddp.py
 
 Each agent runs the command that a node of a cluster would run: `torchrun --nnodes 2 --rdzv-backend
-c10d --rdzv-endpoint HOST:PORT …`. With --forked, the agents are forks of one process that gets the
-same options. The agents meet on the loopback interface and start their own ranks. A cluster also
-has different hostnames, addresses, and a network between its nodes; `labs/two_hosts.sh` provides
-these.
+c10d --rdzv-endpoint HOST:PORT …`. The agents meet on the loopback interface and start their own
+ranks. A cluster also has different hostnames, addresses, and a network between its nodes;
+`labs/two_hosts.sh` provides these. `labkit.launch.warm_torchrun` runs the same agents as forks.
 
 The command ends when all agents have ended, with the exit code of the first one that failed. After
 a failure, the other agents get one minute to notice. If the command itself is interrupted or
@@ -41,22 +40,24 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-TORCHRUN, FORKED_TORCHRUN = "torch.distributed.run", "labkit.launch.forked_torchrun"
-
-
-def agent_command(nodes: int, port: int, arguments: list[str], *launcher: str) -> list[str]:
-    """The command that starts one node.
-
-    `launcher`: a module that takes torchrun's command line, and the arguments that go before it.
-    """
+def agent_options(nodes: int, port: int) -> list[str]:
+    """What torchrun is told on each node: how many there are, and where they meet."""
     return [
-        *(sys.executable, "-m", *launcher),
         *("--nnodes", str(nodes), "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
         # How long an agent waits for a node that does not come, or does not come back.
         *("--rdzv-conf", "join_timeout=60"),
-        *arguments,
     ]
+
+
+def agent_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """`given`, with what agents on one machine need where it does not say otherwise."""
+    interface = "lo" if sys.platform.startswith("linux") else "lo0"
+    # The second is for --max-restarts: see labkit.launch.lab.join_ranks.
+    defaults = {"GLOO_SOCKET_IFNAME": interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # Otherwise torch warns at length that the agent that ended first no longer answers.
+    defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    return {**defaults, **given}
 
 
 def main() -> None:
@@ -65,27 +66,14 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=positive, default=2, help="agents (default 2)")
     parser.add_argument(
-        "--forked",
-        action="store_true",
-        help="fork all agents and their ranks from one process, which loads torch once",
-    )
-    parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="further options of torchrun, and the script"
     )
     given, options = parser.parse_known_args()
-    interface = "lo" if sys.platform.startswith("linux") else "lo0"
-    # The second is for --max-restarts: see labkit.launch.lab.join_ranks.
-    defaults = {"GLOO_SOCKET_IFNAME": interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    # Otherwise torch warns at length that the agent that ended first no longer answers.
-    defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    environment = {**defaults, **os.environ}
     with reserved_port() as port:
-        of_torchrun = given.nodes, port, options + given.arguments
-        commands = [agent_command(*of_torchrun, TORCHRUN)] * given.nodes
-        if given.forked:
-            agents = "--agents", str(given.nodes)
-            commands = [agent_command(*of_torchrun, FORKED_TORCHRUN, *agents)]
-        sys.exit(first_failure([start(command, environment) for command in commands]))
+        command = [sys.executable, "-m", "torch.distributed.run", *agent_options(given.nodes, port)]
+        command += options + given.arguments
+        agents = [start(command, agent_environment(os.environ)) for _ in range(given.nodes)]
+        sys.exit(first_failure(agents))
 
 
 def start(

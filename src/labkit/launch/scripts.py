@@ -1,5 +1,6 @@
 """Run one of the project's scripts from a chapter or a test, and leave no process behind."""
 
+import functools
 import os
 import re
 import subprocess
@@ -80,14 +81,12 @@ def run_script(
         words = [sys.executable, *words]
     else:
         words = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", *words]
-        if nodes > 1:
-            forked = [] if fresh or not hasattr(os, "fork") else ["--forked"]
-            nodes_module = [sys.executable, "-m", "labkit.launch.nodes"]
-            words = [*nodes_module, f"--nodes={nodes}", *forked, *words]
-        elif fresh or not has_fork_server():
-            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+        if not fresh and has_fork_server():
+            run = functools.partial(run_warm, nodes=nodes)
+        elif nodes > 1:
+            words = [sys.executable, "-m", "labkit.launch.nodes", f"--nodes={nodes}", *words]
         else:
-            words, run = ["--standalone", *words], run_warm
+            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
     # Threads change the last digits, and ranks that share a few cores only slow each other down.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if max_restarts:  # see labkit.launch.lab: restarted ranks need a store of their own

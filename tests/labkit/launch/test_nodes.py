@@ -13,8 +13,7 @@ import pytest
 from processes import all_gone, processes_with
 
 from labkit.launch import nodes
-from labkit.launch.guard import run_guarded
-from labkit.launch.scripts import ScriptError, project_root, run_script
+from labkit.launch.scripts import ScriptError, run_script
 
 RANK_THAT_WAITS = """
 import os, sys, time
@@ -34,9 +33,8 @@ def popen(*args, **options):
     started.append(really(*args, **options))
     return started[0]
 
-nodes.agent_command = lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"]
 subprocess.Popen = popen
-sys.argv[1:] = ["--nodes", "2"]
+sys.argv[1:] = ["--nodes", "2", "--nproc-per-node", "1", "waits_for_the_other_node.py"]
 nodes.main()
 """
 
@@ -87,12 +85,11 @@ def test_a_script_that_fails_on_two_nodes_fails_as_a_whole():
 
 
 def test_the_exit_code_of_forked_agents_is_torchruns(script):
-    nodes = [sys.executable, "-m", "labkit.launch.nodes", "--forked", "--nproc-per-node=1"]
-    done = run_guarded([*nodes, script("raise SystemExit(3)\n")], 100, cwd=project_root())
-    assert done.returncode == 1, done.stderr  # torchrun's own, whatever a rank's
-    assert "exitcode  : 3" in done.stderr
-    done = run_guarded([*nodes, script("pass\n")], 100, cwd=project_root())
-    assert done.returncode == 0, done.stderr
+    with pytest.raises(ScriptError) as caught:
+        run_script(script("raise SystemExit(3)\n"), ranks=1, nodes=2)
+    assert caught.value.exit_code == 1  # torchrun's own, whatever a rank's
+    assert "exitcode  : 3" in caught.value.said
+    assert run_script(script("print('well')\n"), ranks=1, nodes=2) == "well\nwell"
 
 
 def test_help_on_two_nodes_is_printed_once():
@@ -101,22 +98,12 @@ def test_help_on_two_nodes_is_printed_once():
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("kind", [(), ("--forked",)], ids=["fresh", "forked"])
-def test_however_it_is_ended_its_agents_and_their_ranks_end_too(kind, how, environment, tmp_path):
+def test_however_it_is_ended_its_agents_and_their_ranks_end_too(how, environment, tmp_path):
     script = tmp_path / "rank_that_waits.py"
     script.write_text(RANK_THAT_WAITS)
     (seen := tmp_path / "seen").mkdir()
-    command = [
-        "-m",
-        "labkit.launch.nodes",
-        *kind,
-        "--nodes",
-        "2",
-        "--nproc-per-node",
-        "1",
-        script,
-        seen,
-    ]
+    two_nodes = ["-m", "labkit.launch.nodes", "--nodes", "2", "--nproc-per-node", "1"]
+    command = [*two_nodes, script, seen]
     started = subprocess.Popen(
         [sys.executable, *command], env=environment, stderr=subprocess.DEVNULL
     )
@@ -124,8 +111,7 @@ def test_however_it_is_ended_its_agents_and_their_ranks_end_too(kind, how, envir
     while len(list(seen.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert {path.name for path in seen.iterdir()} == {"0", "1"}
-    # Itself, two agents and their guards (or one guard around what forks them), two ranks: the
-    # marker finds what is to be gone.
+    # Itself, two agents and their guards, two ranks: the marker finds what is to be gone.
     assert len(processes_with(environment["TEST_MARKER"])) >= 7
     started.send_signal(how)
     started.wait(timeout=30)

@@ -37,18 +37,21 @@ def test_a_run_that_ends_well_leaves_no_process_of_a_rank(script, marker):
     assert processes_with(marker) == []
 
 
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM])
-def test_a_caller_that_is_killed_leaves_no_rank_behind(script, by):
+@pytest.mark.parametrize(("by", "nodes"), [(signal.SIGKILL, 2), (signal.SIGTERM, 1)])
+def test_a_caller_that_is_killed_leaves_no_rank_behind(script, by, nodes):
     marker = uuid.uuid4().hex
     name = script("import time; time.sleep(300)")
-    call = f"from labkit.launch.scripts import run_script; run_script({name!r}, ranks=2)"
+    start = f"run_script({name!r}, ranks=2, nodes={nodes})"
+    call = f"from labkit.launch.scripts import run_script; {start}"
     environment = {**os.environ, "MARKER": marker}
     caller = subprocess.Popen([sys.executable, "-c", call], cwd=project_root(), env=environment)
     deadline = time.monotonic() + 60
-    # The caller, the fork server and its tracker, the supervisor, the agent and two ranks.
-    while len(processes_with(marker)) < 7 and time.monotonic() < deadline:
+    # The caller, the fork server and its tracker, the supervisor, and an agent and two ranks for
+    # each node; several agents have a parent of their own.
+    all_of_them = {1: 7, 2: 11}[nodes]
+    while len(processes_with(marker)) < all_of_them and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(processes_with(marker)) >= 7
+    assert len(processes_with(marker)) >= all_of_them
     caller.send_signal(by)
     caller.wait()
     assert all_gone(marker)

@@ -181,7 +181,12 @@ ENTRIES = [
         "def average_each(module):\n    if dist.get_rank() == 1:\n        1 / 0\n",
         "Rank 1 raised ZeroDivisionError",
     ),
-    _each("infinite loop", 5, "def average_each(module):\n    while True: pass\n", _ENDLESS),
+    _each(
+        "infinite loop",
+        5,
+        "def average_each(module):\n    while dist.get_rank() == 1: pass\n",
+        f"Rank 1 {_ENDLESS}",
+    ),
     _each("infinite loop at import", 5, "while True: pass\n", _ENDLESS),
     _each(
         "deadlocked collective",
@@ -376,16 +381,17 @@ ENTRIES = [
         "def average_each(module):\n"
         "    for _ in range(10):\n"
         "        if os.fork() == 0:\n"
-        "            x = bytearray(1 << 29)\n            time.sleep(1000)\n"
+        "            x = bytearray(1 << 27)\n            time.sleep(1000)\n"
         "    time.sleep(1000)\n",
         "too much memory",
     ),
     _each(
         "process bomb",
         5,
-        "import os\n"
+        "import os, time\n"
         "def average_each(module):\n    while True:\n"
-        "        try:\n            os.fork()\n        except OSError:\n            pass\n",
+        "        try:\n            os.fork()\n"
+        "        except OSError:\n            time.sleep(0.1)\n",
     ),
     _each(
         "changes the other ranks' processes",

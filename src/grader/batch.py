@@ -143,7 +143,8 @@ def _graded(
     seed: int | None,
 ) -> Iterator[Result]:
     """The results as they come, from `jobs` threads that each keep one run of nbval going."""
-    each = max(1, min(_AT_ONCE, len(waiting) // (2 * jobs)))
+    # No more runs than needed: to start one takes as much processor time as to grade a submission.
+    each = max(1, min(_AT_ONCE, -(-len(waiting) // jobs)))
     parts: queue.SimpleQueue[list[HandedIn]] = queue.SimpleQueue()
     for first in range(0, len(waiting), each):
         parts.put(waiting[first : first + each])
@@ -184,15 +185,20 @@ def _grade_part(
     seed: int | None,
     stop: threading.Event,
 ) -> Iterator[Result]:
-    left = list(part)
+    left, read = [], []
+    for one in part:
+        try:
+            read.append((one.student, _read(one, assignment)))
+            left.append(one)
+        except Exception as error:  # the grader's own fault: the next submissions must not suffer
+            yield _failed(one.student, assignment, f"{type(error).__name__}: {error}")
     try:
-        read = [(one.student, _read(one, assignment)) for one in part]
         for result in grade_many(read, assignment, server, seed=seed, stop=stop):
             left.pop(0)
             yield result
     except StoppedError:
         raise
-    except Exception as error:  # the grader's own fault: the next submissions must not suffer
+    except Exception as error:
         for one in left:
             yield _failed(one.student, assignment, f"{type(error).__name__}: {error}")
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +17,25 @@ from grader_notebooks import ASSIGNMENTS, FIRST, cell, first_assignment, write
 
 from grader.release import write_release
 from grader.source import SourceError, read_assignment
-from grader.student_package import write_student_package
+from grader.student_package import build_wheel, write_student_package
 
 SOURCES = sorted(ASSIGNMENTS.glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def packages_share_a_wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The first package builds it. No wheel depends on an assignment, and pip takes seconds."""
+    folder = tmp_path_factory.mktemp("wheel")
+    built: list[Path] = []
+
+    def build_once(work: Path, out: Path) -> Path:
+        if not built:
+            built.append(build_wheel(work, folder))
+        return Path(shutil.copy(built[0], out))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grader.student_package.build_wheel", build_once)
+        yield
 
 
 @pytest.fixture(scope="module")

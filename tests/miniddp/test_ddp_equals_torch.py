@@ -10,6 +10,7 @@ world size the same arithmetic (1/W times the gradient for a copy, division for 
 """
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -99,9 +100,9 @@ def differences(ours: list, theirs: list) -> list[str]:
     return found
 
 
-def compare_in_ranks(rank: int, mode: str) -> dict[str, list[str]]:
+def compare_in_ranks(rank: int, modes: list[str]) -> dict[tuple[str, str], list[str]]:
     found = {}
-    for name, (build, draw) in MODELS.items():
+    for mode, (name, (build, draw)) in product(modes, MODELS.items()):
         if not applies(name, mode):
             continue
         torch.manual_seed(7)
@@ -109,26 +110,24 @@ def compare_in_ranks(rank: int, mode: str) -> dict[str, list[str]]:
         theirs = train(
             DistributedDataParallel(copy.deepcopy(module), **MODES[mode]), draw, rank, mode
         )
-        found[name] = []
+        found[mode, name] = []
         for wrapper in wrappers_for(name, mode):
             ours = train(wrapper(copy.deepcopy(module), **MODES[mode]), draw, rank, mode)
-            found[name] += [f"{wrapper.__name__}: {d}" for d in differences(ours, theirs)]
+            found[mode, name] += [f"{wrapper.__name__}: {d}" for d in differences(ours, theirs)]
     return found
 
 
-CASES = [
-    (mode, world_size)
-    for mode in MODES
-    for world_size in ([2, 3, 4] if mode in WITH_EVERY_WORLD_SIZE else [3])
-]
-
-
-@pytest.mark.parametrize(("mode", "world_size"), CASES)
-def test_training_equals_torchs_to_the_bit(mode, world_size):
-    per_rank = run_ranks(compare_in_ranks, world_size, mode, timeout=120)
+@pytest.mark.parametrize(
+    ("world_size", "modes"),
+    [(2, WITH_EVERY_WORLD_SIZE), (3, list(MODES)), (4, WITH_EVERY_WORLD_SIZE)],
+    ids=["2 ranks", "3 ranks", "4 ranks"],
+)
+def test_training_equals_torchs_to_the_bit_in_every_mode(world_size, modes):
+    cases = {(mode, name) for mode in modes for name in MODELS if applies(name, mode)}
+    per_rank = run_ranks(compare_in_ranks, world_size, modes, timeout=300)
     for rank, found in enumerate(per_rank):
-        assert {name for name in MODELS if applies(name, mode)} == set(found)
-        assert {name: d for name, d in found.items() if d} == {}, f"rank {rank}, {mode}"
+        assert cases == set(found)
+        assert {case: d for case, d in found.items() if d} == {}, f"rank {rank}"
 
 
 def first_gradients_of_a_static_graph(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -10,6 +10,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
+
+from labkit.launch.loading import loading
 
 DESCRIPTION = """\
 Run PyTorch's own tests of DistributedDataParallel on a class of your choice: on the CPU over gloo,
@@ -31,7 +34,7 @@ def arguments() -> argparse.Namespace:
         default="miniddp",
         help="torch, miniddp (the default) or module:Class",
     )
-    add("--file", action="append", default=[], help="a test file, instead of those that ship")
+    add("--file", action="append", default=[], help="a test file, or one that ships, by name")
     add("--checkout", help="a checkout of PyTorch's repository: run its files that do not ship")
     add("-k", dest="names", action="append", default=[], help="part of a name, or a pattern with *")
     add("--runnable", action="store_true", help="only those that table.json calls runnable")
@@ -85,21 +88,12 @@ def sources(options: argparse.Namespace) -> Sequence[str]:
     return options.file or discover.SHIPPED
 
 
-def main() -> int:
-    options = arguments()
-    # PyTorch's files read these when they are imported.
-    os.environ.update(
-        BACKEND="nccl" if options.device == "gpus" else "gloo",
-        WORLD_SIZE=str(options.world_size),
-        TEMP_DIR=tempfile.gettempdir(),
-        OMP_NUM_THREADS="1",
-        OPENBLAS_NUM_THREADS="1",
-        MASTER_ADDR="127.0.0.1",
-        PYTORCH_NVML_BASED_CUDA_CHECK="1",  # tests are forked, which CUDA would not survive
-    )
+@loading()
+def load(options: argparse.Namespace) -> tuple[list[tuple[type, str]], Any]:
+    """The tests of the files, with everything around them replaced, and where to run them."""
     import torch
 
-    from . import discover, placement, runner, swap, table
+    from . import discover, placement, runner, swap
 
     cls = swap.load(options.cls)
     target = None
@@ -111,12 +105,35 @@ def main() -> int:
     swap.Constructions.watch(cls)
     swap.swap(cls)
     runner.fork_ranks()
-    chosen = []
+    found = []
     with contextlib.nullcontext() if target is None else placement.nccl_announced():
         for source in sources(options):
             module = discover.load(source)
             swap.swap(cls)
-            chosen += discover.tests(module, every=options.every)
+            found += discover.tests(module, every=options.every)
+    return found, target
+
+
+def main() -> int:
+    options = arguments()
+    # PyTorch's files read these when they are imported.
+    os.environ.update(
+        BACKEND="nccl" if options.device == "gpus" else "gloo",
+        WORLD_SIZE=str(options.world_size),
+        TEMP_DIR=tempfile.gettempdir(),
+        OMP_NUM_THREADS="1",
+        OPENBLAS_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1",
+        PYTORCH_NVML_BASED_CUDA_CHECK="1",  # tests are forked, which CUDA would not survive
+        # Otherwise Inductor compiles the headers of ATen, and tries each kind of vector
+        # instructions, before its first kernel: four times the work of the test that needs it.
+        TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS="0",
+        TORCHINDUCTOR_VEC_ISA_OK="0",
+    )
+    chosen, target = load(options)
+
+    from . import runner, table
+
     if options.names_file:
         with open(options.names_file, "w") as file:
             file.writelines(f"{runner.name_of(*test)}\n" for test in chosen)

@@ -7,6 +7,7 @@ ranks are one session of processes: at the timeout all of it is killed.
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -167,6 +168,8 @@ def _run_here(
     Constructions.path = os.path.join(folder, "constructed")
     if method == _LONGEST and target == placement.CPU:
         placement.smaller_models(getattr(case, method))
+    if "compile" in method:  # otherwise each rank would import it
+        importlib.import_module("torch._inductor.compile_fx")
     outcome = unittest.TestResult()
     if target is not None:
         placement.in_every_thread(target)

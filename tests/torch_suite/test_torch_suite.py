@@ -5,7 +5,6 @@ All of them take two to three minutes on two cores. One alone, with what it prin
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -13,6 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+
+from labkit.launch.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads(Path(__file__).with_name("table.json").read_text())
@@ -75,26 +77,18 @@ def test_every_test_that_ships_inside_torch_is_classified(
     )
 
 
-PRETEND = """
-import torch
-from tests.torch_suite import placement
-torch.cuda._is_compiled = lambda: True
-placement.pretend_devices(placement.CPU)
-print(torch.cuda.device_count(), torch.cuda.is_available())
-"""
+def pretended() -> tuple[int, bool]:
+    from tests.torch_suite import placement
+
+    torch.cuda._is_compiled = lambda: True
+    placement.pretend_devices(placement.CPU)
+    return torch.cuda.device_count(), torch.cuda.is_available()
 
 
 def test_on_the_cpu_pretended_gpus_make_no_gpu_available_also_in_a_build_with_cuda() -> None:
-    command = [sys.executable, "-c", PRETEND]
-    environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    said = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
-    assert said.stdout == "8 False\n", said.stderr
-
-
-def test_a_wrapper_that_never_averages_is_rejected(tmp_path: Path) -> None:
-    broken = run(tmp_path, "--class", f"{BROKEN}:Unsynchronized", "-k", "DataParallelCPU")
-    assert {result["outcome"] for result in broken.values()} == {"failed"}
-    assert all("Tensor-likes are not" in result["detail"] for result in broken.values())
+    # In a process of its own: nothing takes back what is pretended.
+    found = run_ranks(pretended, 1, device="cpu", env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    assert found == [(8, False)]
 
 
 LIKE_PYTORCHS = """
@@ -123,16 +117,31 @@ class LikePyTorchs(MultiProcessTestCase):
 """
 
 
-@pytest.mark.parametrize(
-    ("cls", "outcome"), [("miniddp", "passed"), (f"{BROKEN}:Unsynchronized", "failed")]
-)
-def test_a_file_of_pytorchs_repository_runs_on_the_cpu_too(cls, outcome, tmp_path: Path) -> None:
+AVERAGE = "test_like_pytorchs.LikePyTorchs.test_average"
+
+
+@pytest.fixture
+def like_pytorchs(tmp_path: Path) -> list[str]:
     file = tmp_path / "test_like_pytorchs.py"
     file.write_text(LIKE_PYTORCHS)
-    results = run(tmp_path, "--class", cls, "--file", str(file))
-    assert {name: result["outcome"] for name, result in results.items()} == {
-        "test_like_pytorchs.LikePyTorchs.test_average": outcome
-    }
+    return ["--file", str(file)]
+
+
+def test_a_file_of_pytorchs_repository_runs_on_the_cpu_too(
+    like_pytorchs: list[str], tmp_path: Path
+) -> None:
+    results = run(tmp_path, *like_pytorchs)
+    assert {name: result["outcome"] for name, result in results.items()} == {AVERAGE: "passed"}
+
+
+def test_a_wrapper_that_never_averages_is_rejected_by_what_ships_and_by_a_file(
+    like_pytorchs: list[str], tmp_path: Path
+) -> None:
+    files = [*like_pytorchs, "--file", "distributed_test", "-k", "LikePy", "-k", "DataParallelCPU"]
+    broken = run(tmp_path, "--class", f"{BROKEN}:Unsynchronized", *files)
+    assert broken.pop(AVERAGE)["outcome"] == "failed"
+    assert {result["outcome"] for result in broken.values()} == {"failed"}
+    assert all("Tensor-likes are not" in result["detail"] for result in broken.values())
 
 
 def test_no_sibling_is_recorded_that_torchs_ddp_passes_and_miniddp_does_not() -> None:
@@ -154,7 +163,7 @@ def forks_of(command_with: str) -> list[psutil.Process]:
 def hanging(seconds: int) -> list[str]:
     return [
         *("--class", f"{BROKEN}:Hanging", "--timeout", str(seconds)),
-        *("-k", "test_DistributedDataParallelCPU_grad_is_view"),
+        *("--file", "distributed_test", "-k", "test_DistributedDataParallelCPU_grad_is_view"),
     ]
 
 

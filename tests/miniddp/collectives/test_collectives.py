@@ -32,8 +32,9 @@ def by_each(rank: int, todo: list[Case]) -> dict[str, list[tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 # No shrinking: a failing case is one line of the message already, and each try starts ranks.
-@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
-@given(todo=st.lists(cases(), min_size=15, max_size=30))
+# The first example that Hypothesis tries is its simplest, the second is drawn at random.
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
+@given(todo=st.lists(cases(), min_size=30, max_size=60))
 def test_the_result_is_that_of_dist_all_reduce_and_has_the_same_bits_on_every_rank(
     world_size: int, todo: list[Case]
 ) -> None:

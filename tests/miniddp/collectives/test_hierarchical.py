@@ -42,8 +42,9 @@ def check_on_nodes(shape: tuple[int, int], todo: list[Case], how: NodesReduce) -
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} x {shape[1]}")
 # No shrinking: a failing case is one line of the message already, and each try starts ranks.
-@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
-@given(todo=st.lists(cases(), min_size=20, max_size=40))
+# The first example that Hypothesis tries is its simplest, the second is drawn at random.
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
+@given(todo=st.lists(cases(), min_size=40, max_size=80))
 def test_the_result_is_that_of_dist_all_reduce_and_has_the_same_bits_on_every_rank(shape, todo):
     check_on_nodes(shape, todo, hierarchical_all_reduce)
 

@@ -109,8 +109,7 @@ def open_page(chromium: Browser) -> Iterator[OpenPage]:
     def open_one(path: Path, *, query: str = "", fragment: str = "", **window: Any) -> OpenedPage:
         opened = _window(chromium, **window)
         contexts.append(opened.page.context)
-        after = (f"?{query}" if query else "") + (f"#{fragment}" if fragment else "")
-        opened.page.goto(path.resolve().as_uri() + after)
+        opened.page.goto(_address(path, query, fragment))
         return opened
 
     yield open_one
@@ -122,26 +121,32 @@ def open_page(chromium: Browser) -> Iterator[OpenPage]:
 def visit(chromium: Browser) -> Iterator[OpenPage]:
     """Like `open_page`, for many pages in turn: `visit(path, width=390, touch=True)` → OpenedPage.
 
-    Visits with the same arguments share a tab, which takes a third of the time. The storage is
+    Visits to windows of one kind share a tab, which takes a third of the time. The storage is
     emptied before each page. The returned object is shared, too, and reports on the last visit
     only. Files that are still in the tab's memory may be missing from its requests.
     """
     tabs: dict[tuple[tuple[str, Any], ...], OpenedPage] = {}
 
-    def visit_one(path: Path, **window: Any) -> OpenedPage:
+    def visit_one(path: Path, *, query: str = "", fragment: str = "", **window: Any) -> OpenedPage:
         kind = tuple(sorted(window.items()))
         if kind not in tabs:
             tabs[kind] = _window(chromium, before=EMPTY_STORAGE, **window)
         opened = tabs[kind]
         opened.page.goto("about:blank")  # ends the page before, which may still report something
+        opened.page.mouse.move(0, 0)
         opened.errors.clear()
         opened.requests.clear()
-        opened.page.goto(path.resolve().as_uri())
+        opened.page.goto(_address(path, query, fragment))
         return opened
 
     yield visit_one
     for opened in tabs.values():
         opened.page.context.close()
+
+
+def _address(path: Path, query: str, fragment: str) -> str:
+    after = (f"?{query}" if query else "") + (f"#{fragment}" if fragment else "")
+    return path.resolve().as_uri() + after
 
 
 def _window(

@@ -116,7 +116,7 @@ def first_paint(chromium: Browser, address: str) -> float:
     session = context.new_cdp_session(page)
     session.send("Network.enable")
     session.send("Network.emulateNetworkConditions", SLOW_4G)
-    page.goto(address, timeout=120_000)
+    page.goto(address, timeout=120_000, wait_until="commit")  # what follows the paint takes longer
     page.wait_for_function(f"{FIRST_PAINT}.length > 0")
     milliseconds: float = page.evaluate(f"{FIRST_PAINT}[0].startTime")
     context.close()

@@ -4,25 +4,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from browser import OpenedPage, OpenPage, chromium, open_page
+from browser import OpenedPage, OpenPage, chromium, open_page, visit
 
 from labkit.book.playable_page import page
 from labkit.launch.scripts import project_root
 
-__all__ = ["chromium", "open_page"]
+__all__ = ["chromium", "open_page", "visit"]
 
 OpenFigure = Callable[..., OpenedPage]
 
 
 @pytest.fixture
-def open_figure(tmp_path: Path, open_page: OpenPage) -> OpenFigure:
-    """`open_figure(name, state="", width=1280, theme="light")`; `state` is as in the address."""
+def open_figure(tmp_path: Path, open_page: OpenPage, visit: OpenPage) -> OpenFigure:
+    """`open_figure(name, state="", width=1280, theme="light")`; `state` is as in the address.
 
-    def open_one(name: str, state: str = "", theme: str = "light", **options: object) -> OpenedPage:
+    A figure takes the place of one that was opened before; with `beside=True`, both stay.
+    """
+
+    def open_one(
+        name: str,
+        state: str = "",
+        theme: str = "light",
+        *,
+        beside: bool = False,
+        **options: object,
+    ) -> OpenedPage:
         path = tmp_path / f"{name}-{theme}.html"
         path.write_text(page(project_root() / "book", tmp_path, [name], theme))
         fragment = f"{name}:{state}" if state else ""
-        opened = open_page(path, fragment=fragment, theme=theme, **options)
+        open_it = open_page if beside else visit
+        opened = open_it(path, fragment=fragment, theme=theme, **options)
         opened.page.wait_for_selector(f'figure.is-live[data-figure="{name}"]')
         return opened
 

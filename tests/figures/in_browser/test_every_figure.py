@@ -81,7 +81,7 @@ def test_a_changed_state_is_in_the_address_and_the_address_brings_it_back(open_f
     assert changed != start
     opened.page.wait_for_url(re.compile(f"#{name}:."))
     _, state = opened.page.url.split(f"#{name}:")
-    again = open_figure(name, state)
+    again = open_figure(name, state, beside=True)
     assert again.page.evaluate(STATE, name) == changed
     figure.get_by_role("button", name="Reset").click()
     assert opened.page.evaluate(STATE, name) == start
@@ -99,7 +99,8 @@ def test_copy_link_says_what_it_did(open_figure, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_broken_address_starts_the_figure_as_it_is(open_figure, name):
     whole = open_figure(name)
-    broken = open_figure(name, "w=%E0%A4%A&samples=;;,,&nothing=1&=&combine=nonsense")
+    state = "w=%E0%A4%A&samples=;;,,&nothing=1&=&combine=nonsense"
+    broken = open_figure(name, state, beside=True)
     figure = broken.page.locator(f"#playable-{name}")
     assert broken.errors == []
     expect(figure.locator(".figure-says")).not_to_be_empty()

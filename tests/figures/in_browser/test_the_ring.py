@@ -88,7 +88,7 @@ def test_next_and_back_take_one_step_and_stop_at_the_ends(open_figure):
 
 
 def test_it_moves_only_on_request_and_can_be_stopped(open_figure):
-    opened = open_figure(NAME)
+    opened = open_figure(NAME, beside=True)  # its clock must not stop for other tests
     before = said(opened)
     opened.page.clock.install()
     opened.page.reload()

@@ -138,7 +138,8 @@ def test_two_empty_queues_and_a_broken_address_are_drawn_too(open_figure):
     assert queues_of(opened) == ("", "")
     opened.page.get_by_role("button", name="Insert here").click()
     expect_what_python_says(opened, ("", "ra12f"))
-    broken = open_figure(NAME, "q0=<b>.zz.s&q1=" + ".".join(["s"] * 20) + "&rank=5&at=-3")
+    state = "q0=<b>.zz.s&q1=" + ".".join(["s"] * 20) + "&rank=5&at=-3"
+    broken = open_figure(NAME, state, beside=True)
     assert queues_of(broken) == ("s", ".".join(["s"] * 8))
     assert opened.errors == broken.errors == []
 

@@ -94,3 +94,12 @@ def test_visits_share_a_tab_and_neither_findings_nor_storage(visit, tmp_path):
         assert (opened.errors, opened.external, opened.violations()) == ([], [], [])
         assert opened.page.evaluate("[localStorage.left, sessionStorage.left]") == [None, None]
         assert visit(good, width=390).page != opened.page
+
+
+def test_a_visit_counts_the_files_that_an_earlier_page_has_loaded_too(visit, tmp_path):
+    (tmp_path / "shared.css").write_text("p { color: black }" + 1000 * " ")
+    link = "<link rel='stylesheet' href='shared.css'>"
+    for name in ("first", "second", "first"):
+        page = tmp_path / f"{name}.html"
+        page.write_text(PAGE.format(body=f"{link}<p>Text.</p>"))
+        assert visit(page).weight() == page.stat().st_size + 1018

@@ -52,8 +52,8 @@ def test_a_page_is_no_wider_than_a_phone(site: Path, visit: OpenPage, name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_light(site: Path, open_page: OpenPage, name):
-    opened = open_page(site / name)
+def test_a_page_is_light(site: Path, visit: OpenPage, name):
+    opened = visit(site / name)
     # Figures are loaded when a reader comes near them: they count, whether they are here or not.
     opened.requests += opened.page.locator("img").evaluate_all("all => all.map(one => one.src)")
     formulas = opened.page.locator(".math").count() > 0

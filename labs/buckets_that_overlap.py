@@ -57,7 +57,7 @@ def arguments_of_this_lab() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of model and data (default 0)")
     parser.add_argument("--model", choices=PER_RANK, default="stack", help="(default stack)")
     parser.add_argument(
-        "--samples", type=positive, help="of each rank (default 256, or 8 of the transformer)"
+        "--samples", type=positive, help="per rank (default 256; 8 with --model transformer)"
     )
     parser.add_argument("--steps", type=positive, default=5, help="timed steps per way (default 5)")
     parser.add_argument(

@@ -49,7 +49,7 @@ if __name__ == "__main__":
 # The imports below read these: nothing is downloaded, and GPUs are not used.
 os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TORCH_CPP_LOG_LEVEL="ERROR")
 
-# The Trainer calls the garbage collector after each training.
+# The Trainer collects garbage after each training, and skips what is frozen here.
 with loading():
     import accelerate
     import torch

@@ -137,6 +137,7 @@ def visit(chromium: Browser) -> Iterator[OpenPage]:
             session.send("Network.setCacheDisabled", {"cacheDisabled": True})
         opened = tabs[kind]
         opened.page.goto("about:blank")  # ends the page before, which may still report something
+        opened.page.mouse.up()
         opened.page.mouse.move(0, 0)
         opened.errors.clear()
         opened.requests.clear()

@@ -10,7 +10,8 @@ import torch.nn.parallel.distributed as torchs
 from in_process import run_in_process
 from torch.distributed import utils
 
-from labkit.launch import project_root, run_warm
+from labkit.launch import project_root
+from labkit.launch.warm_torchrun import run_warm
 from miniddp import buckets, replicas
 from miniddp.ddp import MiniDDP
 from miniddp.reducer import Reducer

@@ -142,7 +142,7 @@ def _graded(
     jobs: int,
     seed: int | None,
 ) -> Iterator[Result]:
-    """The results as they come, from `jobs` threads that each keep one run of nbval going."""
+    """The results as they come, from up to `jobs` threads, each with one run of nbval at a time."""
     # No more runs than needed: to start one takes as much processor time as to grade a submission.
     each = max(1, min(_AT_ONCE, -(-len(waiting) // jobs)))
     parts: queue.SimpleQueue[list[HandedIn]] = queue.SimpleQueue()

@@ -105,6 +105,7 @@ def compare_in_ranks(rank: int, modes: list[str]) -> dict[tuple[str, str], list[
     for mode, (name, (build, draw)) in product(modes, MODELS.items()):
         if not applies(name, mode):
             continue
+        print(mode, name)  # shown if the call fails, and then the last one is the culprit
         torch.manual_seed(7)
         module = build()
         theirs = train(

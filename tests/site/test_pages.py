@@ -117,7 +117,7 @@ def first_paint(chromium: Browser, address: str) -> float:
     session.send("Network.enable")
     session.send("Network.emulateNetworkConditions", SLOW_4G)
     page.goto(address, timeout=120_000, wait_until="commit")  # what follows the paint takes longer
-    page.wait_for_function(f"{FIRST_PAINT}.length > 0")
+    page.wait_for_function(f"{FIRST_PAINT}.length > 0", timeout=120_000)
     milliseconds: float = page.evaluate(f"{FIRST_PAINT}[0].startTime")
     context.close()
     return milliseconds / 1000

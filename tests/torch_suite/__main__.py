@@ -90,7 +90,7 @@ def sources(options: argparse.Namespace) -> Sequence[str]:
 
 @loading()
 def load(options: argparse.Namespace) -> tuple[list[tuple[type, str]], Any]:
-    """The tests of the files, with everything around them replaced, and where to run them."""
+    """Load the files with everything replaced; return their tests and the target device."""
     import torch
 
     from . import discover, placement, runner, swap

@@ -50,7 +50,7 @@ def run_rank(connection: socket.socket) -> None:
 
 
 def _run_student(channel: Channel, job: dict[str, Any]) -> None:
-    # torch.manual_seed would read and write down the stack once for each kind of accelerator.
+    # torch.manual_seed also queues a seed, with a stack trace, for each kind of accelerator.
     torch.default_generator.manual_seed(job["seed"])
     link = None
     if job["link"] == "gloo":

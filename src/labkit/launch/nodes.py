@@ -55,7 +55,8 @@ def agent_environment(given: Mapping[str, str]) -> dict[str, str]:
     interface = "lo" if sys.platform.startswith("linux") else "lo0"
     # The second is for --max-restarts: see labkit.launch.lab.join_ranks.
     defaults = {"GLOO_SOCKET_IFNAME": interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    # Otherwise torch warns at length that the agent that ended first no longer answers.
+    # Otherwise torch warns at length that the agent that ended first no longer answers. An agent
+    # that is forked from the warm server has loaded torch already, and does not read this.
     defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     return {**defaults, **given}
 

@@ -42,9 +42,7 @@ def run_warm(
 ) -> "subprocess.CompletedProcess[str]":
     """Run torchrun with `arguments`, its options and the script; capture what it prints.
 
-    The options do not say where the `nodes` meet: on this machine, at a port that the system
-    chooses.
-
+    One agent runs for each of `nodes`. `arguments` must not say where they meet: this adds it.
     Nothing that it started is left when this returns, raises, or when the caller is killed.
     Raises subprocess.TimeoutExpired after `timeout` seconds, and
     `labkit.launch.fork_server.NotStartedError` if no process can be started.
@@ -68,7 +66,7 @@ def run_warm(
 @contextlib.contextmanager
 def _meeting(nodes: int) -> Iterator[list[str]]:
     """The options by which the agents meet. A port among them stays reserved inside the block."""
-    if nodes == 1:
+    if nodes <= 1:
         yield ["--standalone"]
         return
     with reserved_port() as port:

@@ -92,6 +92,14 @@ def test_the_exit_code_of_forked_agents_is_torchruns(script):
     assert run_script(script("print('well')\n"), ranks=1, nodes=2) == "well\nwell"
 
 
+def test_the_exit_code_of_fresh_agents_is_torchruns_too(script):
+    with pytest.raises(ScriptError) as caught:
+        run_script(script("raise SystemExit(3)\n"), ranks=1, nodes=2, fresh=True)
+    assert caught.value.exit_code == 1
+    assert "exitcode  : 3" in caught.value.said
+    assert run_script(script("print('well')\n"), ranks=1, nodes=2, fresh=True) == "well\nwell"
+
+
 def test_help_on_two_nodes_is_printed_once():
     output = run_script("labs/accumulate_vs_ddp.py", "--help", ranks=1, nodes=2, timeout=120)
     assert output.count("usage:") == 1

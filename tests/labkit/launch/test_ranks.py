@@ -675,8 +675,8 @@ def test_no_process_is_left_when_the_calling_script_ends_in_the_middle(tmp_path)
                 time.sleep(0.05)
             [caller] = psutil.Process(callers.pid).children()
             marker = str(ready)
-            # Supervisor, ranks, fork server, and at least one sleep.
-            assert len(processes_with(marker)) >= 6, name
+            # Supervisor, ranks, the fork server and its tracker, and at least one sleep.
+            assert len(processes_with(marker)) >= 7, name
             send(caller.pid, end)
             caller.wait(timeout=20)
             assert all_gone(marker), name

@@ -221,7 +221,7 @@ def test_every_exhibit_is_of_the_kind_that_its_label_says(rejections, name):
 
 @pytest.fixture(scope="module")
 def violated_once_repaired():
-    """For each exhibit, on each rank, the invariants that it violates although it is repaired."""
+    """From each rank, for each exhibit, the invariants that it violates although repaired."""
 
     def work():
         found = {}

@@ -42,9 +42,8 @@ from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import write_json
 
-Model = tuple[
-    Callable[[], nn.Module], tuple[int, ...]
-]  # how to build it, the shape of a rank's inputs
+# How to build it, and the shape of a rank's inputs.
+Model = tuple[Callable[[], nn.Module], tuple[int, ...]]
 SIZES = ((12, 1024), (300, 64), (8, 256))  # the layers of each model, and their width
 QUICK_SIZES = ((3, 64), (10, 8), (1, 16))
 BLOCK = 10

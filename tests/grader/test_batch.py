@@ -6,12 +6,13 @@ import json
 import pytest
 from grader_notebooks import FIRST
 
+from grader import batch
 from grader.batch import missing, write_tables
 from grader.feedback import write_feedback
 from grader.grade import CheckResult, Result
 from grader.people import People
 from grader.report import folder_name, harmless, write_csv, write_results, write_statistics
-from grader.submissions import find_submissions
+from grader.submissions import HandedIn, find_submissions
 
 
 def lay_out(top, *names):
@@ -258,3 +259,24 @@ def test_who_handed_in_nothing_has_no_score_until_a_person_sets_one(
     page = (folder / "feedback.html").read_text()
     assert shown in page
     assert "Nothing was handed in." in page
+
+
+@pytest.mark.parametrize(
+    ("students", "jobs", "parts"),
+    [(1, 4, [1]), (3, 2, [1, 2]), (8, 4, [2, 2, 2, 2]), (50, 2, [10, 20, 20]), (0, 2, [])],
+)
+def test_a_class_is_divided_among_the_jobs_and_at_most_20_share_a_run(
+    students, jobs, parts, tmp_path, monkeypatch
+):
+    sizes = []
+
+    def grade_many(read, assignment, server, **_):
+        sizes.append(len(read))
+        return [Result(student, "", "", 0, 0, []) for student, _ in read]
+
+    monkeypatch.setattr(batch, "grade_many", grade_many)
+    monkeypatch.setattr(batch, "_read", lambda one, assignment: None)
+    handed_in = {f"s{n}": HandedIn(f"s{n}", FIRST) for n in range(students)}
+    results = batch.grade_all(handed_in, FIRST, tmp_path, None, jobs=jobs)
+    assert [result.student for result in results] == list(handed_in)
+    assert sorted(sizes) == parts

@@ -27,6 +27,7 @@ import traceback
 import types
 from pathlib import Path
 
+from labkit.launch.guard import die_with_parent
 from labkit.launch.loading import loading
 from labkit.launch.nodes import first_to_fail
 
@@ -87,19 +88,24 @@ def rank(script: str) -> None:
 def side_by_side(count: int, arguments: list[str]) -> int:
     """Run `count` agents, each a fork of this process, and return their exit code.
 
-    The supervisor above this process ends what an agent leaves behind
-    (`labkit.launch.warm_torchrun`).
+    An agent does not outlive this process. What else it leaves behind, the supervisor above this
+    process ends (`labkit.launch.warm_torchrun`).
     """
     fork = multiprocessing.get_context("fork")
-    agents = [fork.Process(target=agent, args=(arguments,)) for _ in range(count)]
-    for one in agents:
-        one.start()
+    agents = [fork.Process(target=_agent_of_a_node, args=(arguments,)) for _ in range(count)]
     try:
+        for one in agents:
+            one.start()
         code = first_to_fail(lambda: [one.exitcode for one in agents])
     finally:
-        for one in agents:
-            one.kill()
+        for running in multiprocessing.active_children():
+            running.kill()
     return code if code >= 0 else 128 - code  # a shell's word for a signal
+
+
+def _agent_of_a_node(arguments: list[str]) -> None:
+    die_with_parent()
+    agent(arguments)
 
 
 if __name__ == "__main__":

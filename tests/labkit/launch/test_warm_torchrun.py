@@ -1,5 +1,6 @@
 """torchrun in a fork of the fork server: what it leaves behind, and what it costs."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 import uuid
 
+import psutil
 import pytest
 from processes import all_gone, processes_with
 
@@ -55,6 +57,41 @@ def test_a_caller_that_is_killed_leaves_no_rank_behind(script, by, nodes):
     caller.send_signal(by)
     caller.wait()
     assert all_gone(marker)
+
+
+# Above a rank are its agent, the parent of several agents, and the supervisor. Below the
+# supervisor are, for each node, an agent and two ranks, and that parent.
+@pytest.mark.parametrize(("nodes", "above", "below"), [(1, 2, 3), (2, 3, 7)])
+def test_if_the_supervisor_itself_is_killed_no_agent_and_no_rank_stays(
+    script, tmp_path, nodes, above, below
+):
+    found = tmp_path / "found"
+    name = script(
+        "import json, os, pathlib, psutil, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        f"    supervisor = psutil.Process().parents()[{above - 1}]\n"
+        "    pids = []\n"
+        f"    while len(pids) < {below}:  # the other ranks are still being started\n"
+        "        pids = [one.pid for one in supervisor.children(recursive=True)]\n"
+        f"    pathlib.Path({str(found)!r}).write_text(json.dumps(pids))\n"
+        "    time.sleep(1)  # meanwhile they ask the kernel to end with their parents\n"
+        "    supervisor.kill()\n"
+        "time.sleep(300)"
+    )
+    with pytest.raises(ScriptError, match="137"):
+        run_script(name, ranks=2, nodes=nodes, timeout=60)
+    pids = json.loads(found.read_text())
+    deadline = time.monotonic() + 10
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_rank_gets_the_environment_and_the_folder_of_the_call(script, monkeypatch):

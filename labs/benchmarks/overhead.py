@@ -39,7 +39,8 @@ from labkit.profiling.benchmark import (
     take_turns,
     write_json,
 )
-from miniddp.ddp import MiniDDP
+from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "the module alone": lambda module: module,
@@ -47,6 +48,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch DDP, views": lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
     "MiniDDP": MiniDDP,
     "MiniDDP, views": lambda m: MiniDDP(m, gradient_as_bucket_view=True),
+    "drop-in": DropIn,
+    "drop-in, views": lambda m: DropIn(m, gradient_as_bucket_view=True),
 }
 
 

@@ -1,8 +1,8 @@
-"""How long a step takes: every rung of the ladder, MiniDDP and torch's DDP, side by side.
+"""How long a step takes: every rung of the ladder, MiniDDP, the drop-in, and torch's DDP.
 
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
     python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
-    python labs/benchmarks/step_time.py --only MiniDDP --rounds 200  only MiniDDP and torch's DDP
+    python labs/benchmarks/step_time.py --only MiniDDP drop-in       only these and torch's DDP
 
 With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise, which
 can exceed 2 %. The contenders are built in a random order, which differs from run to run. With
@@ -112,9 +112,9 @@ from labkit.profiling.other_checkout import import_from
 from labkit.profiling.slow_link import SlowLink
 from miniddp import MiniDDP
 from miniddp.buckets import MIB
-from miniddp.extras.first_steps import SETTLED_AFTER
 from miniddp.ladder import RUNGS
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from miniddp.torch_drop_in.first_steps import SETTLED_AFTER
 
 CAPS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # rounds that do not count
@@ -173,14 +173,16 @@ def race(
     def torchs(**options: Any) -> StepProgram:
         return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
 
-    def ours(**options: Any) -> tuple[Any, StepProgram]:
-        return contender(partial(MiniDDP, process_group=link, **options))
+    def ours(wrapper: type[MiniDDP] = MiniDDP, **options: Any) -> tuple[Any, StepProgram]:
+        return contender(partial(wrapper, process_group=link, **options))
 
     contenders: dict[str, Callable[[], StepProgram]] = {
         rung.__name__: lambda rung=rung: contender(lambda m: rung(m, link))[1] for rung in RUNGS
     }
     contenders["MiniDDP"] = lambda: ours()[1]
     contenders["MiniDDP, views"] = lambda: ours(gradient_as_bucket_view=True)[1]
+    contenders["drop-in"] = lambda: ours(DropIn)[1]
+    contenders["drop-in, views"] = lambda: ours(DropIn, gradient_as_bucket_view=True)[1]
     if device.type == "cpu":
         contenders["MiniDDP, planned"] = lambda: again(measured, SETTLED_AFTER)
     if before is not None:

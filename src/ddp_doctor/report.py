@@ -50,9 +50,7 @@ class Report:
         fields = ("code", "severity", "title", "evidence", "where", "fix", "page")
         return {
             "version": VERSION,
-            "findings": [
-                {name: asdict(finding)[name] for name in fields} for finding in self.findings
-            ],
+            "findings": [{name: asdict(each)[name] for name in fields} for each in self.findings],
             "equation": self.equation.as_json(),
             "ranks": [
                 {"rank": rank.rank, "steps": rank.steps, "ended": rank.ended, "error": rank.error}
@@ -70,12 +68,12 @@ class Report:
         head += f"{self.run.steps} optimizer steps, {len(self.run.windows)} observed"
         out = ["─" * width, head, ""]
         out += [f"  {line}"[:width] for line in self.equation.lines]
-        worst = [finding for finding in self.findings if finding.severity != "note"]
+        worst = [each for each in self.findings if each.severity != "note"]
         if not worst:
             out += ["", "No error and no warning."]
         left = 0
-        for finding in self.findings:
-            block = _block(finding, width)
+        for each in self.findings:
+            block = _block(each, width)
             if len(out) + len(block) > lines - 4:
                 left += 1
                 continue
@@ -87,25 +85,23 @@ class Report:
         return "\n".join([*out, "─" * width])
 
 
-def _block(finding: Finding, width: int) -> list[str]:
+def _block(each: Finding, width: int) -> list[str]:
     def part(name: str, text: str) -> list[str]:
         return textwrap.wrap(
             text, width, initial_indent=f"    {name:<6}", subsequent_indent=" " * 10
         )
 
-    if finding.severity == "note":
+    if each.severity == "note":
         return [
             "",
-            *textwrap.wrap(
-                f"note [{finding.code}] {finding.evidence}", width, subsequent_indent="    "
-            ),
+            *textwrap.wrap(f"note [{each.code}] {each.evidence}", width, subsequent_indent="    "),
         ]
-    out = ["", f"{finding.severity.upper()} {finding.title} [{finding.code}]"]
-    out += part("seen", finding.evidence)
-    if finding.where:
-        out += part("where", finding.where)
-    out += part("fix", finding.fix)
-    return [*out, *part("read", BOOK + finding.page)]
+    out = ["", f"{each.severity.upper()} {each.title} [{each.code}]"]
+    out += part("seen", each.evidence)
+    if each.where:
+        out += part("where", each.where)
+    out += part("fix", each.fix)
+    return [*out, *part("read", BOOK + each.page)]
 
 
 def merge(run_folder: Path, live: bool = False) -> Report:
@@ -135,7 +131,7 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
     `live`: this is a report of ranks that seem stuck (see `merge`). `waited`: there was one before.
     """
     result = merge(run_folder, live)
-    if waited and not HANGS & {finding.code for finding in result.findings}:
+    if waited and not HANGS & {each.code for each in result.findings}:
         result.run.notes.insert(
             0,  # the terminal shows the first three
             f"Ranks made no progress for {options.hang_after:g} s, then continued: ignore the hang "

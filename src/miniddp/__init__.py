@@ -1,14 +1,16 @@
 """Data parallelism from scratch, to be read: how the gradients of many processes become one.
 
-The core, in reading order, one idea per file:
+The core, in reading order, one idea per file; a file imports only what comes before it, and
+`errors`:
 
 =================  =============================================================================
 `manual`           average the gradients by hand, after backward
-`ladder`           five strategies, from one all-reduce per parameter to overlapped buckets
+`comm`             the group, waiting for work, rank 0's plan
+`replicas`         verify that all ranks hold the same model, then broadcast one rank's values
 `buckets`          which parameter goes into which bucket: pure functions
 `bucket`           one flat buffer: copy in and divide, copy out
 `autograd_graph`   when a gradient arrives, and when a backward is over
-`replicas`         verify that all ranks hold the same model, then broadcast one rank's values
+`ladder`           five strategies, from one all-reduce per parameter to overlapped buckets
 `unused`           parameters that a backward leaves out
 `reducer`          the bucketed, overlapped reducer and its states
 `ddp`              `MiniDDP`: the wrapper, with the everyday keywords
@@ -20,8 +22,8 @@ The rooms. They import the core, never the reverse:
 =================  =============================================================================
 `collectives`      all-reduce from send and receive; collectives with a gradient
 `training`         which loss to back-propagate, SyncBatchNorm, MiniDataParallel
-`extras`           join, strict mode, static graph, comm hooks, mixed precision, the planner
-`torch_drop_in`    `DistributedDataParallel`: torch's class name, keywords, and private names in use
+`extras`           comm hooks, the bucket planner: what works on the core alone
+`torch_drop_in`    `DistributedDataParallel`: torch's class name, every keyword, its speed
 =================  =============================================================================
 """
 

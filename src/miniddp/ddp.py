@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from miniddp import errors
 from miniddp.autograd_graph import not_compiled
 from miniddp.buckets import bucket_caps
+from miniddp.comm import this_group
 from miniddp.reducer import Reducer
-from miniddp.replicas import broadcast_tensors, this_group, verify_same_model
+from miniddp.replicas import broadcast_tensors, verify_same_model
 from miniddp.unused import OutputGate, find_tensors
 
 
@@ -48,7 +49,7 @@ class MiniDDP(nn.Module):
         ValueError: no process group, this rank is outside it, or the cap is invalid.
     """
 
-    _ddp_sink_clone = True  # overridden by torch_drop_in, for outputs that must not be copied
+    _ddp_sink_clone = True  # whether outputs are copied when unused parameters are searched
 
     # 1. Construction ------------------------------------------------------------------------------
 
@@ -72,36 +73,44 @@ class MiniDDP(nn.Module):
         self.require_backward_grad_sync = True  # False in no_sync()
         self.require_forward_param_sync = True  # whether the next forward takes rank 0's buffers
 
+        self.verify_and_broadcast(init_sync)
+        self.modules_buffers = list(self.named_tensors(buffers=True).values())
+        self.reducer = self.make_reducer()
+
+    def verify_and_broadcast(self, init_sync: bool) -> None:
+        """Check this rank's module and settings; with `init_sync`, compare and take rank 0's.
+
+        A rank that finds a problem still takes part in the comparison, where every rank raises it:
+        the others would otherwise wait for this rank forever.
+        """
         state: dict[str, Tensor] = {}
         settings: dict[str, Any] = {}
-        problem = None
+        problem: Exception | None = None
         try:
-            state = self.state_to_broadcast()  # its device is where the ranks meet, even to fail
+            state = self.state_to_broadcast()
             self.check_module()
-            state, settings = self.state_to_broadcast(), self.common_settings()
-        except Exception as error:  # raised on every rank, by verify_same_model
-            if not init_sync:
-                raise
+            settings = self.common_settings()
+        except Exception as error:
             problem = error
         if init_sync:
             verify_same_model(state, self.process_group, settings, problem)
             broadcast_tensors(list(state.values()), self.process_group, src=0)
-        self.modules_buffers = list(self.named_tensors(buffers=True).values())
-        self.reducer = self.make_reducer()
+        elif problem is not None:
+            raise problem
 
     def check_module(self) -> None:
-        """Set `caps`. Raises if the module or a keyword is unusable. Extended by torch_drop_in."""
+        """Set `caps`. Raises if the module or a keyword is unusable."""
         self.caps = bucket_caps(self.bucket_cap_mb)
         if not any(parameter.requires_grad for parameter in self.named_tensors().values()):
             raise RuntimeError(errors.nothing_to_average(type(self.module).__name__))
 
     def state_to_broadcast(self) -> dict[str, Tensor]:
-        """What rank 0 sends at construction. Overridden by torch_drop_in."""
+        """What rank 0 sends at construction."""
         buffers = self.named_tensors(buffers=True) if self.broadcast_buffers else {}
         return self.named_tensors() | buffers
 
     def common_settings(self) -> dict[str, Any]:
-        """The settings that decide which collectives run. Extended by torch_drop_in."""
+        """The settings that decide which collectives run."""
         return {
             "find_unused_parameters": self.find_unused_parameters,
             "bucket caps in bytes": self.caps,
@@ -109,11 +118,11 @@ class MiniDDP(nn.Module):
         }
 
     def named_tensors(self, buffers: bool = False) -> dict[str, Tensor]:
-        """Parameters or buffers by name. Extended by torch_drop_in, which can ignore some."""
+        """The module's parameters, or its buffers, by name."""
         return dict(self.module.named_buffers() if buffers else self.module.named_parameters())
 
     def make_reducer(self) -> Reducer:
-        """The reducer of this wrapper's parameters. Overridden by torch_drop_in."""
+        """The reducer of this wrapper's parameters."""
         named = {n: p for n, p in self.named_tensors().items() if p.requires_grad}
         return Reducer(
             list(named.values()),
@@ -131,7 +140,7 @@ class MiniDDP(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output. Its backward is reduced, except in `no_sync()`.
 
-        Raises RuntimeError if the previous backward lacks gradients. Extended by torch_drop_in.
+        Raises RuntimeError if the previous backward lacks gradients.
         """
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         with self._inside_ddp_forward():
@@ -139,12 +148,12 @@ class MiniDDP(nn.Module):
         return self._post_forward(output)
 
     def _inside_ddp_forward(self) -> AbstractContextManager[Any]:
-        """Entered while the module runs. Overridden by torch_drop_in, for torch.compile."""
+        """Entered while the module runs."""
         return nullcontext()
 
     @not_compiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Rebuild the buckets if due, and synchronize the buffers. Extended by torch_drop_in."""
+        """Rebuild the buckets if due, and synchronize the buffers."""
         if torch.is_grad_enabled():
             self.report_unsynchronized()
             self.reducer.rebuild_buckets()
@@ -154,7 +163,7 @@ class MiniDDP(nn.Module):
 
     @not_compiled
     def _post_forward(self, output: Any) -> Any:
-        """Announce the backward of `output` to the reducer. Extended by torch_drop_in."""
+        """Announce the backward of `output` to the reducer."""
         searched = torch.is_grad_enabled() and self.reducer.find_unused_parameters
         synced = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synced
@@ -165,7 +174,7 @@ class MiniDDP(nn.Module):
         return OutputGate.pass_through(output, self._ddp_sink_clone) if searched else output
 
     def report_unsynchronized(self) -> None:
-        """Warn once about a backward whose gradients stayed local. Extended by torch_drop_in."""
+        """Warn once about a backward whose gradients stayed local."""
         if self.reducer.unsynchronized:
             self.reducer.unsynchronized = False
             text = errors.unsynchronized([self.reducer.rank])
@@ -187,12 +196,12 @@ class MiniDDP(nn.Module):
             self.require_backward_grad_sync = before
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        """Whether to take rank 0's buffers now. Overridden by torch_drop_in."""
+        """Whether to take rank 0's buffers now."""
         synced = self.broadcast_buffers and self.require_forward_param_sync
         return synced and len(self.modules_buffers) > 0
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Take rank 0's buffers. Overridden by torch_drop_in, for Join and buffer hooks."""
+        """Take rank 0's buffers."""
         self.modules_buffers = list(self.named_tensors(buffers=True).values())  # may be new ones
         broadcast_tensors(self.modules_buffers, self.process_group, src=0)

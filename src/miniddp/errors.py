@@ -1,4 +1,7 @@
-"""The core's longer messages. They keep the phrases of torch's reducer: people search for them."""
+"""The core's longer messages. They keep the phrases of torch's reducer: people search for them.
+
+Every other file may import this one; it imports none of them.
+"""
 
 import os
 import sys
@@ -16,6 +19,11 @@ def stacklevel_of_caller() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def outside_the_group(rank: int) -> str:
+    """A rank called a function of a group that it is not in; `rank` is its number in the world."""
+    return f"rank {rank} is not in the group: call on its members only"
 
 
 def nothing_to_average(module: str) -> str:
@@ -70,14 +78,16 @@ def unfinished(rank: int, absent: Mapping[int, str], searched: bool, reason: str
 
 def marked_twice(rank: int, index: int, name: str, searched: bool) -> str:
     """A gradient arrived for a parameter that was counted already, or counted as unused."""
-    third = " 3) Incorrect unused parameter detection; try `find_unused_parameters=False`."
+    third = ""
+    if searched:
+        third = " 3) Incorrect unused parameter detection; try `find_unused_parameters=False`."
     return (
         "Expected to mark a variable ready only once. This error is caused by one of the following "
         "reasons: 1) Use of a module parameter outside the `forward` function, or in concurrent "
         "forward-backward passes. 2) Reused parameters in multiple reentrant backward passes, as "
         "when several reentrant `checkpoint` functions wrap the same part of the model: use "
         "checkpoint(..., use_reentrant=False)."
-        f"{third * searched}\nParameter at index {index} with name {name} has been marked as ready "
+        f"{third}\nParameter at index {index} with name {name} has been marked as ready "
         f"twice on rank {rank}: its autograd hook has fired twice in this iteration."
     )
 

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from miniddp import errors
 from miniddp.autograd_graph import hook_accumulators
 from miniddp.buckets import arrival_plan, bucket_caps, sizes_of
+from miniddp.comm import this_group
 from miniddp.manual import Group, average_gradients, own_gradient
-from miniddp.replicas import broadcast_tensors, this_group, verify_same_model
+from miniddp.replicas import broadcast_tensors, verify_same_model
 
 
 class Rung:

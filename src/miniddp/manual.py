@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from miniddp.replicas import this_group
+from miniddp import errors
 
 Combine = Literal["average", "sum"]
 Group = dist.ProcessGroup | None
@@ -52,9 +52,12 @@ def average_gradients(
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
         return
+    world_size = dist.get_world_size(group)
+    if world_size < 0:  # the collectives below would only warn
+        raise ValueError(errors.outside_the_group(dist.get_rank()))
     gradients = [own_gradient(p) for p in parameters]
     has_gradient = [p.grad is not None for p in parameters]
-    divisor = {"average": this_group(group).size(), "sum": 1}[combine]
+    divisor = world_size if combine == "average" else 1
     combine_all = _all_reduce_flat if flat else _all_reduce_each
     exists_somewhere = combine_all(gradients, has_gradient, divisor, group)
     for parameter, gradient, exists in zip(parameters, gradients, exists_somewhere, strict=True):

@@ -4,24 +4,16 @@ One reducer serves one module on one rank. Its phases, numbered again in the cod
 
 1. *Build.* Assign parameters to buckets and hook each parameter's gradient accumulator.
 2. *Prepare.* A forward announces that the next backward is reduced.
-3. *Collect.* Gradients arrive. `Bucket.copy_in` divides them by the world size W as it copies them.
+3. *Collect.* Gradients arrive, and each bucket counts those that it still waits for.
 4. *Launch.* All-reduce each full bucket while backward goes on, strictly in bucket order: gradients
    may arrive in another order on another rank, and collectives are matched by their order alone.
+   `Bucket.copy_in` divides the gradients by the world size W as it copies them.
 5. *Finalize.* Once per backward, at its end: wait for each all-reduce and copy the averages out.
 6. *Rebuild.* Once, before the first forward with grad after a reduced backward: use the plan that
    rank 0 packs in its order of arrival and broadcasts. Not with `find_unused_parameters`.
 
-`ReducerState` says in which phase it is. A transition that is not listed raises RuntimeError.
-
-============  ===============================================================  ===================
-state         meaning                                                          next
-============  ===============================================================  ===================
-`IDLE`        no backward is expected; if one runs, the next forward warns     LOCAL, READY
-`LOCAL`       `no_sync()` was entered: gradients accumulate on this rank       READY
-`READY`       a forward has announced a backward                               READY, REDUCING
-`REDUCING`    gradients arrive, full buckets are launched                      FINALIZING
-`FINALIZING`  the averages are awaited; next is `state_between_backwards`      IDLE, LOCAL
-============  ===============================================================  ===================
+`ReducerState` says in which phase it is. A profile shows the ranges miniddp.copy_in, .launch,
+.wait, .copy_out, and .rebuild: one per bucket and backward, and one for the rebuild.
 
 Cost per backward: one all-reduce per bucket; on a ring, each rank sends 2(W−1)/W bytes per byte of
 gradient. Memory: a second copy of the gradients; none with `gradient_as_bucket_view`.
@@ -32,28 +24,44 @@ al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 
 
 import threading
 from collections.abc import Sequence
-from enum import Enum
+from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.profiler import record_function
 
 from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward, hook_accumulators
-from miniddp.bucket import Bucket, Part
+from miniddp.bucket import Bucket
 from miniddp.buckets import NO_CAP, ParameterSize, Plan, arrival_plan, initial_plan, sizes_of
-from miniddp.replicas import plan_of_rank_0, wait_for, wait_for_future
+from miniddp.comm import plan_of_rank_0, wait_for, wait_for_future
 from miniddp.unused import UsedParameters
 
-ReducerState = Enum("ReducerState", "IDLE LOCAL READY REDUCING FINALIZING")
-IDLE, LOCAL, READY, REDUCING, FINALIZING = ReducerState
+
+class ReducerState(Enum):
+    """The phase that a reducer is in. `_NEXT` lists the transitions; others raise RuntimeError."""
+
+    # No backward is expected. If one runs, its gradients stay local, and the next forward warns.
+    IDLE = auto()
+    # `no_sync()` was entered: gradients accumulate on this rank, without a warning.
+    LOCAL = auto()
+    # A forward has announced a backward that will be reduced; no gradient has arrived.
+    READY = auto()
+    # Gradients arrive, and full buckets are launched.
+    REDUCING = auto()
+    # Backward has ended: the averages are awaited. `state_between_backwards` follows.
+    FINALIZING = auto()
+
+
 _NEXT = {
-    IDLE: {LOCAL, READY},
-    LOCAL: {READY},
-    READY: {READY, REDUCING},
-    REDUCING: {FINALIZING},
-    FINALIZING: {IDLE, LOCAL},
+    ReducerState.IDLE: {ReducerState.LOCAL, ReducerState.READY},
+    ReducerState.LOCAL: {ReducerState.READY},
+    # A forward may be followed by another one instead of by its backward.
+    ReducerState.READY: {ReducerState.READY, ReducerState.REDUCING},
+    ReducerState.REDUCING: {ReducerState.FINALIZING},
+    ReducerState.FINALIZING: {ReducerState.IDLE, ReducerState.LOCAL},
 }
 
 
@@ -86,37 +94,35 @@ class Reducer:
         self.caps, self.device = tuple(caps), self.parameters[0].device
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.lock = threading.RLock()  # held in finalize_backward, and in hooks unless `lock_free`
+        # On GPUs, autograd runs the hooks of a backward in several threads.
+        self.lock = threading.RLock()
 
-        self.state = self.state_between_backwards = IDLE
+        self.state = self.state_between_backwards = ReducerState.IDLE
         self.has_rebuilt_bucket = False
         self.unsynchronized = False  # whether gradients arrived that no forward had announced
-        self.on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
-        # Whether hooks skip lock and `expect_autograd_hook` once REDUCING. Subpackages change it.
-        self.lock_free = self.on_cpu and not find_unused_parameters
         self.usage = UsedParameters(self.parameters, process_group)
         self.initialize_buckets(initial_plan(self.sizes(), self.caps if plan_at_once else NO_CAP))
         self.hook_accumulators()
 
     def sizes(self) -> list[ParameterSize]:
-        """What packing needs to know of the parameters. Extended by torch_drop_in."""
+        """What packing needs to know of the parameters."""
         return sizes_of(self.parameters)
 
     def make_bucket(self, indices: list[int]) -> Bucket:
-        """The bucket of these parameters. Extended by torch_drop_in for sparse gradients."""
-        return Bucket(indices, [self.parameters[index] for index in indices])
+        """The bucket of the parameters with these indices."""
+        parameters = [self.parameters[index] for index in indices]
+        return Bucket(indices, parameters, self.gradient_as_bucket_view)
 
     def initialize_buckets(self, plan: Plan) -> None:
         """Allocate the buckets of `plan`; existing gradients become views of them, if asked for."""
         # Empty all first: old buffers that nothing uses are then freed before new ones are made.
         self.buckets: list[Bucket] = []
-        self.variable_locators: dict[int, tuple[Bucket, Part]] = {}
-        self.expected: dict[int, tuple[Bucket, Part]] = {}
+        self.variable_locators: dict[int, Bucket] = {}
+        self.expected: dict[int, Bucket] = {}
         for indices in plan:
             bucket = self.make_bucket(indices)
             self.buckets.append(bucket)
-            for part in bucket.parts:
-                self.variable_locators |= dict.fromkeys(part.indices, (bucket, part))
+            self.variable_locators |= dict.fromkeys(indices, bucket)
             if self.gradient_as_bucket_view:
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=False):
                     if parameter.grad is not None:
@@ -130,21 +136,21 @@ class Reducer:
     # 2. Prepare -----------------------------------------------------------------------------------
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Announce a reduced backward that starts at `outputs`. Extended by torch_drop_in."""
-        self.enter(READY)
-        self.state_between_backwards = IDLE
+        """Announce a reduced backward that starts at `outputs`."""
+        self.enter(ReducerState.READY)
+        self.state_between_backwards = ReducerState.IDLE
         self.reset_bucket_counting()
         if self.find_unused_parameters:
             self.usage.search(self.accumulators, outputs)
 
     def prepare_for_local_backward(self) -> None:
         """Keep the next backward local, unless an earlier forward has announced a reduction."""
-        self.state_between_backwards = LOCAL
-        if self.state is IDLE:
-            self.enter(LOCAL)
+        self.state_between_backwards = ReducerState.LOCAL
+        if self.state is ReducerState.IDLE:
+            self.enter(ReducerState.LOCAL)
 
     def reset_bucket_counting(self) -> None:
-        """Expect every gradient once more. Extended by extras."""
+        """Expect every gradient once more."""
         self.expected = dict(self.variable_locators)  # those whose gradient has not arrived
         self.order: list[int] = []  # the indices of the gradients, as they arrived
         self.next_bucket = 0
@@ -153,11 +159,11 @@ class Reducer:
 
     def reset_state(self) -> None:
         """From any state to IDLE: forget a backward that failed or that another reducer handles."""
-        self.state = self.state_between_backwards = IDLE
+        self.state = self.state_between_backwards = ReducerState.IDLE
         self.reset_bucket_counting()
 
     def enter(self, state: ReducerState) -> None:
-        """Change the state. Raises RuntimeError if the table above does not allow it."""
+        """Change the state. Raises RuntimeError if `_NEXT` does not allow it."""
         if state not in _NEXT[self.state]:
             raise self.error(
                 f"the reducer is {self.state.name} and cannot become {state.name}. If a backward "
@@ -168,67 +174,41 @@ class Reducer:
     # 3. Collect -----------------------------------------------------------------------------------
 
     def autograd_hook(self, index: int) -> None:
-        """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined.
-
-        The common case takes no lock: on the CPU, one thread runs all hooks of a backward (do not
-        split one over threads). On a GPU, undefined gradients arrive in another thread.
-        """
-        if self.state is REDUCING and self.lock_free:
-            self.order.append(index)
-            self.mark_variable_ready(index)
-        else:
-            with self.lock:
-                if self.expect_autograd_hook(index):
-                    self.order.append(index)
-                    self.mark_variable_ready(index)
+        """Autograd calls this: gradient `index` is in `.grad`, or backward found it undefined."""
+        with self.lock:
+            if self.expect_autograd_hook(index):
+                self.order.append(index)
+                self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Whether to count it. The first enters REDUCING. Extended by extras and torch_drop_in."""
+        """Whether to count this gradient. The first one of a backward enters REDUCING."""
         if self.find_unused_parameters:
             self.usage.mark(index)  # under no_sync too: any use counts
-        if self.state is READY:
+        if self.state is ReducerState.READY:
             self.current_divisor = self.divisor()
-            self.enter(REDUCING)
+            self.enter(ReducerState.REDUCING)
             for unreachable in self.usage.unreachable:  # ready: no gradient will arrive
                 self.mark_variable_ready(unreachable)
-        elif self.state is IDLE:
+        elif self.state is ReducerState.IDLE:
             self.unsynchronized = True
-        return self.state is REDUCING
+        return self.state is ReducerState.REDUCING
 
     def divisor(self) -> int:
-        """W, by which gradients are divided. Overridden by torch_drop_in: 1 for a comm hook."""
+        """The number that gradients are divided by: W."""
         return self.process_group.size()
 
     def mark_variable_ready(self, index: int) -> None:
-        """Count a gradient. With its last one, a part is complete."""
-        if (located := self.expected.pop(index, None)) is None:
-            searched = bool(self.usage.unreachable)
-            raise self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
-        bucket, part = located
-        if bucket.on_cuda:
-            bucket.streams.add(torch.cuda.current_stream(bucket.buffer.device))
-        part.pending -= 1
-        if part.pending == 0:
-            self.mark_part_ready(bucket, part)
-
-    def mark_part_ready(self, bucket: Bucket, part: Part) -> None:
-        """Copy a complete part into the buffer. With its last part, a bucket is full."""
-        if torch.is_grad_enabled():  # create_graph=True; no_grad costs 25 µs, so only if needed
-            torch.no_grad()(self.mark_part_ready)(bucket, part)
-            return
-        bucket.wait_for_streams()
-        if wrong := bucket.copy_in(part, self.current_divisor, self.gradient_as_bucket_view):
-            raise self.error(
-                f"Expected variable to have {bucket.holds} gradient of the parameter's dtype. "
-                f"Not so on rank {self.rank}: {', '.join(self.names[i] for i in wrong)}. Set "
-                "sparse=False if it is an nn.Embedding; if its grad_dtype was set, unset it."
-            )
+        """Count a gradient. With its last one, a bucket is full."""
+        if (bucket := self.expected.pop(index, None)) is None:
+            raise self.marked_twice(index)
+        bucket.note_stream()
         bucket.pending -= 1
         if bucket.pending == 0:
             self.mark_bucket_ready()
 
     # 4. Launch ------------------------------------------------------------------------------------
 
+    @torch.no_grad()  # backward(create_graph=True) turns gradients on
     def mark_bucket_ready(self) -> None:
         """Launch every full bucket whose turn has come; the last one queues `finalize_backward`."""
         while self.next_bucket < len(self.buckets):
@@ -236,14 +216,23 @@ class Reducer:
             if bucket.pending:
                 return
             bucket.wait_for_streams()
-            self.all_reduce_bucket(bucket)
+            self.copy_in(bucket)
+            with record_function("miniddp.launch"):
+                self.all_reduce_bucket(bucket)
             self.next_bucket += 1
         if self.find_unused_parameters:
             self.usage.all_reduce()
         at_end_of_backward(self.finalize_backward)
 
+    def copy_in(self, bucket: Bucket) -> None:
+        """Divide a bucket's gradients and copy them into its buffer."""
+        if misfits := bucket.misfits():
+            raise self.unexpected_gradients(bucket, misfits)
+        with record_function("miniddp.copy_in"):
+            bucket.copy_in(self.current_divisor)
+
     def all_reduce_bucket(self, bucket: Bucket) -> None:
-        """Launch one bucket. Overridden by torch_drop_in, which may run a comm hook instead."""
+        """Launch the sum of one bucket over all ranks."""
         work = dist.all_reduce(bucket.buffer, group=self.process_group, async_op=True)
         bucket.future = work.get_future()
 
@@ -251,9 +240,9 @@ class Reducer:
 
     @torch.no_grad()
     def finalize_backward(self) -> None:
-        """Wait for each all-reduce, then copy the averages out. Extended by torch_drop_in."""
+        """Wait for each all-reduce, then copy the averages out."""
         with self.lock:
-            self.enter(FINALIZING)
+            self.enter(ReducerState.FINALIZING)
             try:
                 for bucket in self.buckets:
                     if bucket.future is not None:
@@ -265,20 +254,28 @@ class Reducer:
                 self.enter(self.state_between_backwards)
 
     def finalize_bucket(self, bucket: Bucket, future: Future) -> None:
-        """Wait for one bucket and copy its averages to the gradients. Extended by torch_drop_in."""
+        """Wait for one bucket and copy its averages to the gradients."""
         bucket.future = None  # its value may be a copy of the whole bucket
-        wait_for_future(future, bucket.buffer)
-        slots = self.slots_to_write(bucket)
-        if replaced := bucket.copy_out(slots, self.gradient_as_bucket_view):
+        with record_function("miniddp.wait"):
+            self.wait_for_bucket(bucket, future)
+        with record_function("miniddp.copy_out"):
+            replaced = bucket.copy_out(self.slots_to_write(bucket))
+        if replaced:
             raise self.error(
                 "Detected at least one parameter gradient is not the expected DDP bucket view with "
-                f"gradient_as_bucket_view=True: {self.names[bucket.indices[replaced[0]]]}. A hook "
-                "or a second wrapper set its .grad during backward: remove it, or use no views."
+                f"gradient_as_bucket_view=True: {self.names[replaced[0]]}. A hook or a second "
+                "wrapper set its .grad during backward: remove it, or use no views."
             )
 
-    def slots_to_write(self, bucket: Bucket) -> list[int] | None:
-        """Where to copy the averages; None: everywhere. Extended by extras and torch_drop_in."""
-        return self.usage.slots_to_write(bucket.indices) if self.find_unused_parameters else None
+    def wait_for_bucket(self, bucket: Bucket, future: Future) -> None:
+        """Wait until the bucket's buffer holds the averages."""
+        wait_for_future(future, bucket.buffer)
+
+    def slots_to_write(self, bucket: Bucket) -> Sequence[int]:
+        """The slots of the gradients that get their average: all, unless some are unused."""
+        if self.find_unused_parameters:
+            return self.usage.slots_to_write(bucket.indices)
+        return range(len(bucket.indices))
 
     # 6. Rebuild -----------------------------------------------------------------------------------
 
@@ -291,7 +288,8 @@ class Reducer:
         if self.has_rebuilt_bucket or self.find_unused_parameters or not self.order:
             return False
         order = dict.fromkeys([*self.order, *range(len(self.parameters))])
-        self.adopt(arrival_plan(self.sizes(), list(order), self.caps))
+        with record_function("miniddp.rebuild"):
+            self.adopt(arrival_plan(self.sizes(), list(order), self.caps))
         return True
 
     def adopt(self, plan: Plan) -> None:
@@ -300,8 +298,8 @@ class Reducer:
         self.has_rebuilt_bucket = True
 
     def ensure_prior_reduction_finished(self) -> None:
-        """Raise RuntimeError if a reduced backward lacks gradients. Extended by extras."""
-        if self.state is REDUCING:
+        """Raise RuntimeError if a reduced backward lacks gradients."""
+        if self.state is ReducerState.REDUCING:
             absent = self.absent()
             raise self.error(errors.unfinished(self.rank, absent, self.find_unused_parameters))
 
@@ -309,6 +307,21 @@ class Reducer:
         """The parameters whose gradients have not arrived: index to name."""
         return {index: self.names[index] for index in sorted(self.expected)}
 
+    # Errors ---------------------------------------------------------------------------------------
+
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
-        """The exception to raise. Overridden by torch_drop_in, which adds advice."""
+        """The exception to raise; every error of this class is made here."""
         return kind(message)
+
+    def marked_twice(self, index: int) -> Exception:
+        """The gradient of a parameter arrived that was not expected (any more)."""
+        searched = bool(self.usage.unreachable)
+        return self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
+
+    def unexpected_gradients(self, bucket: Bucket, indices: Sequence[int]) -> Exception:
+        """The gradients of the parameters `indices` do not fit into their bucket."""
+        return self.error(
+            f"Expected variable to have {bucket.holds} gradient of the parameter's dtype. "
+            f"Not so on rank {self.rank}: {', '.join(self.names[i] for i in indices)}. Set "
+            "sparse=False if it is an nn.Embedding; if its grad_dtype was set, unset it."
+        )

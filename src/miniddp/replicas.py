@@ -7,50 +7,20 @@ Cost: one all-gather of 32 bytes per rank, and one broadcast per 250 MiB of each
 Source: _verify_param_shape_across_processes and _sync_module_states in torch/distributed/utils.py.
 """
 
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from miniddp import errors
-from miniddp.buckets import MIB, Plan, initial_plan, sizes_of
+from miniddp.comm import wait_for
 
-
-def wait_for(work: dist.Work) -> None:
-    """Wait for a collective. A group written in Python requires a timeout: 0 means no limit."""
-    work.wait(timedelta(0))
-
-
-def wait_for_future(future: Future, buffer: Tensor) -> Any:
-    """Wait for the future of a collective or comm hook on `buffer`; return its value."""
-    value = future.wait()
-    if buffer.is_cuda:
-        wait_for_default_stream(buffer.device)
-    return value
-
-
-def wait_for_default_stream(device: torch.device) -> None:
-    """Let the current CUDA stream wait for the default one, unless a CUDA graph is captured.
-
-    NCCL's futures make the current stream wait; gloo's make only the default stream wait.
-    """
-    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-    if current != default and not torch.cuda.is_current_stream_capturing():
-        current.wait_stream(default)
-
-
-def this_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`group`, or the default one. Raises ValueError on a rank outside the group."""
-    if dist.get_world_size(group) < 0:  # collectives would only warn
-        raise ValueError(f"rank {dist.get_rank()} is not in the group: call on its members only")
-    return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
+BROADCAST_BYTES = 250 * 2**20
 
 
 def verify_same_model(
@@ -64,41 +34,70 @@ def verify_same_model(
     `named`: tensors whose names, order, shapes, strides, dtypes, requires_grad, and sharing of
     devices must agree, as must `settings`. A rank raises its own `problem`; the others name it.
     """
-    model, values = {}, {name: repr(value) for name, value in (settings or {}).items()}
-    seen: dict[torch.device, str] = {}  # numbered, as cuda:0 here may be cuda:1 on another rank
+    devices = list(dict.fromkeys(tensor.device for tensor in named.values()))
+    model: dict[str, str] = {}
     try:
-        for name, tensor in named.items():
-            where = seen.setdefault(tensor.device, f", on its device {len(seen)}" * bool(seen))
-            trainable = "trainable" if tensor.requires_grad else "not trainable"
-            sizes = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            model[name] = f"{sizes}, {tensor.dtype}, {trainable}{where}"
+        model = {name: _form_of(tensor, devices) for name, tensor in named.items()}
     except Exception as error:  # a lazy parameter has no shape before its first forward
         problem = problem or error
+    values = {name: repr(value) for name, value in (settings or {}).items()}
     fault = "" if problem is None else f"{type(problem).__name__}: {problem}"
     ours = (list(model.items()), values, fault)
-    kinds = {device.type for device in group._device_types}  # private; get_backend_config can fail
-    usable = (d for d in seen if problem is None or not kinds or d.type in kinds)
-    device = next(usable, None) or ("cuda" if "nccl" in dist.get_backend(group) else "cpu")
-    message = torch.tensor([*sha256(repr(ours).encode()).digest()], device=device).byte()
-    gathered = [torch.empty_like(message) for _ in range(group.size())]
-    wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
+
+    same = _same_on_all_ranks(repr(ours), group, _device_for(group, devices, problem is not None))
     every = [ours] * group.size()
-    if not all(torch.equal(theirs, message) for theirs in gathered):
+    if not same:
         dist.all_gather_object(every, ours, group=group)
-    elif problem is None:
-        return
-    models, of_settings, faults = zip(*every, strict=True)
     if problem is not None:
         raise problem
+    if not same:
+        raise RuntimeError(_difference(every, group.rank()))
+
+
+def _form_of(tensor: Tensor, devices: Sequence[torch.device]) -> str:
+    """All that must agree about a tensor; its device as a number, since cuda:0 may be cuda:1."""
+    number = devices.index(tensor.device)
+    where = f", on its device {number}" if number > 0 else ""
+    trainable = "trainable" if tensor.requires_grad else "not trainable"
+    sizes = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+    return f"{sizes}, {tensor.dtype}, {trainable}{where}"
+
+
+def _device_for(
+    group: dist.ProcessGroup, devices: Sequence[torch.device], failed: bool
+) -> torch.device:
+    """The device of the ranks' messages: the model's, since `group` may have a backend per device.
+
+    A rank that failed may hold a model that its group cannot send, and then takes another device.
+    """
+    kinds = {device.type for device in group._device_types}  # private; get_backend_config can fail
+    for device in devices:
+        if not failed or not kinds or device.type in kinds:
+            return device
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+
+
+def _same_on_all_ranks(text: str, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks have the same text, by its hash."""
+    message = torch.tensor([*sha256(text.encode()).digest()], dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(message) for _ in range(group.size())]
+    wait_for(dist.all_gather(gathered, message, group=group, async_op=True))
+    return all(torch.equal(theirs, message) for theirs in gathered)
+
+
+def _difference(
+    every: Sequence[tuple[list[tuple[str, str]], dict[str, str], str]], rank: int
+) -> str:
+    """What differs between the ranks' (model, settings, fault): a fault before all else."""
+    models, settings, faults = zip(*every, strict=True)
     if any(faults):
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)
-        raise RuntimeError(f"Some ranks cannot take part, so every rank raises. {told}")
-    what, found = "settings", list(of_settings)
-    advice = "Pass the same values on every rank: they decide which collectives it calls."
-    if all(settings_there == of_settings[0] for settings_there in of_settings):
-        what, found = "model", [dict(items) for items in models]
-        advice = "Build the module from the same code and configuration everywhere, then wrap it."
-    raise RuntimeError(errors.different(what, group.rank(), found, advice))
+        told = "; ".join(f"rank {other}: {text}" for other, text in enumerate(faults) if text)
+        return f"Some ranks cannot take part, so every rank raises. {told}"
+    if any(theirs != settings[0] for theirs in settings):
+        advice = "Pass the same values on every rank: they decide which collectives it calls."
+        return errors.different("settings", rank, settings, advice)
+    advice = "Build the module from the same code and configuration everywhere, then wrap it."
+    return errors.different("model", rank, [dict(items) for items in models], advice)
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
@@ -113,8 +112,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
                 f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: its elements "
                 "share memory, so it cannot be overwritten. Register its clone()"
             )
-    for indices in reversed(initial_plan(sizes_of(tensors), (250 * MIB,))):
-        chunk = [tensors[index].data for index in indices]
+    for chunk in _chunks([tensor.data for tensor in tensors]):
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
         if flat.numel() == 0:
             continue
@@ -125,10 +123,13 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
                 tensor.copy_(part.view(tensor.shape))
 
 
-def plan_of_rank_0(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> Plan:
-    """Broadcast rank 0's plan; each rank's own `plan` must hold the same parameters."""
-    numbered = [(number, index) for number, bucket in enumerate(plan) for index in bucket]
-    message = torch.tensor(numbered, device=device)
-    wait_for(dist.broadcast(message, group=group, group_src=0, async_op=True))
-    buckets = groupby(message.tolist(), key=itemgetter(0))
-    return [[index for _, index in of_bucket] for _, of_bucket in buckets]
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of tensors of one dtype and device, of about `BROADCAST_BYTES` each."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for of_kind in kinds.values():
+        ends = accumulate(tensor.nbytes for tensor in of_kind)
+        numbers = (end // BROADCAST_BYTES for end in ends)
+        for _, chunk in groupby(zip(numbers, of_kind, strict=True), key=itemgetter(0)):
+            yield [tensor for _, tensor in chunk]

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.profiler import record_function
 
-from miniddp.replicas import wait_for
+from miniddp.comm import wait_for
 
 
 class UsedParameters:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from doctor.corpus_runs import Outcome, Server
-from doctor.corpus_scripts import Script
+from doctor.corpus_runs import Outcome, Script, Server
 
 Write = Callable[..., Script]
 

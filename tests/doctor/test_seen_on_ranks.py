@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from doctor.corpus_runs import Server
-from doctor.corpus_scripts import Script
+from doctor.corpus_runs import Script, Server
 
 Write = Callable[..., Script]
 

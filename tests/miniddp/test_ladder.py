@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.invariants import INVARIANTS, communication_overlaps_backward, violations
@@ -20,102 +18,9 @@ from miniddp.ladder import (
     Flat,
     OverlappedPerParameter,
     PerParameter,
-    Rung,
 )
 
 OVERLAPPED = (OverlappedPerParameter, BucketedOverlapped)
-
-
-class Words(nn.Module):
-    """An embedding tied to the output layer, a frozen layer, a norm, a scalar, an unused head."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embedding = nn.Embedding(11, 8)
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.mix = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.unused = nn.Linear(8, 3)
-        self.output = nn.Linear(8, 11, bias=False)
-        self.output.weight = self.embedding.weight
-        self.double()
-
-    def forward(self, tokens):
-        hidden = self.frozen(self.embedding(tokens))
-        hidden = self.norm(hidden + torch.tanh(self.mix(hidden)))
-        return self.output(hidden * self.scale)
-
-
-def tokens(rank: int, micro_batch: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * rank + micro_batch)
-    return torch.randint(0, 11, (5, 4), generator=generator)
-
-
-def loss_of(model, batch):
-    return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-
-def gradients(module):
-    return {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
-
-
-def accumulated(wrap, rank, seed):
-    """Gradients and parameters after a step of two micro-batches, and after one more without."""
-    module = Words(seed)
-    wrapped = wrap(module)
-    finish = getattr(wrapped, "finish", lambda: None)
-    with wrapped.no_sync():
-        (loss_of(wrapped, tokens(rank, 0)) / 2).backward()
-    (loss_of(wrapped, tokens(rank, 1)) / 2).backward()
-    finish()
-    first = gradients(module)
-    torch.optim.AdamW(module.parameters(), lr=0.1).step()
-    module.zero_grad()
-    loss_of(wrapped, tokens(rank, 2)).backward()
-    finish()
-    return first, gradients(module), {n: p.detach() for n, p in module.named_parameters()}
-
-
-def in_one_process(world_size):
-    """The same two steps with the whole batch: what everybody has to equal."""
-    module = Words(seed=0)
-    for micro_batch in (0, 1):
-        for rank in range(world_size):
-            (loss_of(module, tokens(rank, micro_batch)) / (2 * world_size)).backward()
-    first = gradients(module)
-    torch.optim.AdamW(module.parameters(), lr=0.1).step()
-    module.zero_grad()
-    for rank in range(world_size):
-        (loss_of(module, tokens(rank, 2)) / world_size).backward()
-    return first, gradients(module), {n: p.detach() for n, p in module.named_parameters()}
-
-
-def largest_difference(found, right):
-    assert found.keys() == right.keys()
-    assert [n for n, g in found.items() if g is None] == [n for n, g in right.items() if g is None]
-    return max(float((found[n] - right[n]).abs().max()) for n in found if found[n] is not None)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_rung_equals_one_process_with_the_whole_batch_and_torchs_ddp(world_size):
-    def work(rank):
-        # Every rank builds another model: rank 0's must win.
-        ddp = accumulated(
-            partial(DistributedDataParallel, find_unused_parameters=True), rank, seed=rank
-        )
-        return ddp, [accumulated(rung, rank, seed=rank) for rung in RUNGS]
-
-    right = in_one_process(world_size)
-    for ddp, of_rungs in run_ranks(work, world_size, timeout=90, device="cpu"):
-        for rung, found in zip(RUNGS, of_rungs, strict=True):
-            for ours, torchs, wanted in zip(found, ddp, right, strict=True):
-                assert largest_difference(ours, wanted) < 1e-12, rung.__name__
-                # Two ranks have one sum in either order; from three on it depends on where in
-                # its bucket an element lies.
-                bound = 0.0 if world_size == 2 else 1e-14
-                assert largest_difference(ours, torchs) <= bound, rung.__name__
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -291,14 +196,6 @@ def test_a_second_backward_before_finish_is_refused_with_the_next_action():
             assert message.startswith("the gradient of 1.bias arrived a second time before")
             assert message.count("finish()")
             assert "no_sync()" in message
-
-
-def test_a_module_with_nothing_to_average_is_refused():
-    def work():
-        with pytest.raises(ValueError, match="requires a gradient: Linear has none"):
-            Rung(nn.Linear(2, 2).requires_grad_(False))
-
-    run_ranks(work, 2, device="cpu")
 
 
 def nothing_to_average_on_one_rank(rank: int) -> str:

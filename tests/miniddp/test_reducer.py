@@ -1,7 +1,11 @@
 """The reducer's order of events: launches in the plan's order, overlapped, once per backward."""
 
 import gc
+import sys
+import threading
+import warnings
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
+from miniddp import MiniDDP, reducer
 from miniddp.extras import comm_hooks
+from miniddp.reducer import ReducerState
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+
+BOTH = pytest.mark.parametrize("wrapper", [MiniDDP, DropIn])
 
 
 class AnyOrder(nn.Module):
@@ -73,6 +81,7 @@ def test_the_first_backward_sends_one_bucket_and_later_ones_overlap():
 
 
 def collectives_of_a_window(rank, world_size):
+    warnings.simplefilter("error")  # a local backward is announced by no_sync()
     wrapped = DropIn(AnyOrder(), gradient_as_bucket_view=True)
     launches = []
 
@@ -148,9 +157,9 @@ def test_a_backward_that_was_interrupted_before_its_first_gradient_leaves_no_sta
         torch.testing.assert_close(found, expected)
 
 
-def lifetimes(rank, world_size):
+def lifetimes(rank, world_size, wrapper):
     module = AnyOrder()
-    wrapped = DropIn(module, find_unused_parameters=True)
+    wrapped = wrapper(module, find_unused_parameters=True)
     wrapped(torch.randn(4, 8), [0, 1]).sum().backward()
     reducer = weakref.ref(wrapped.reducer)
     buffers = [weakref.ref(bucket.buffer) for bucket in wrapped.reducer.buckets]
@@ -159,25 +168,9 @@ def lifetimes(rank, world_size):
     return reducer() is None and all(buffer() is None for buffer in buffers)
 
 
-def test_a_wrapper_frees_its_buckets_at_once_without_waiting_for_the_garbage_collector():
-    assert run_ranks(lifetimes, 1) == [True]
-
-
-def old_buckets(rank, world_size, views):
-    wrapped = DropIn(AnyOrder(), gradient_as_bucket_view=views)
-    first = [weakref.ref(bucket.buffer) for bucket in wrapped.reducer.buckets]
-    gc.disable()
-    for _ in range(2):
-        wrapped.zero_grad()
-        wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
-    return wrapped.reducer.has_rebuilt_bucket, [buffer() is None for buffer in first]
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_the_rebuild_frees_the_old_buckets_at_once(views):
-    for rebuilt, freed in run_ranks(old_buckets, 2, views):
-        assert rebuilt
-        assert freed == [True]
+@BOTH
+def test_a_wrapper_frees_its_buckets_at_once_without_waiting_for_the_garbage_collector(wrapper):
+    assert run_ranks(lifetimes, 1, wrapper) == [True]
 
 
 def buffers_at_the_rebuild(rank, world_size, joined):
@@ -227,7 +220,7 @@ def test_missing_gradients_are_named_in_the_order_of_the_parameters_after_a_rebu
 def large_and_small(rank, world_size):
     """Two parts: one is copied gradient by gradient, the other in one call."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("miniddp.bucket.PART_BYTES", 1 << 16)
+    patch.setattr("miniddp.torch_drop_in.fast.PART_BYTES", 1 << 16)
     found = []
     for views in (False, True):
         torch.manual_seed(2)
@@ -266,3 +259,121 @@ def test_autograd_grad_returns_local_gradients_and_leaves_the_wrapper_usable():
     for untouched, _, gradient in per_rank:
         assert untouched
         torch.testing.assert_close(gradient, average)
+
+
+def an_illegal_transition(rank: int) -> str:
+    averager = MiniDDP(AnyOrder()).reducer
+    with pytest.raises(RuntimeError) as caught:
+        averager.enter(ReducerState.FINALIZING)
+    return str(caught.value)
+
+
+def test_a_transition_that_is_not_allowed_raises_and_names_both_states():
+    for said in run_ranks(an_illegal_transition, 2):
+        assert said.startswith("the reducer is IDLE and cannot become FINALIZING")
+
+
+def an_exception_after_the_last_launch(rank: int) -> str:
+    wrapped = MiniDDP(AnyOrder())
+    torch.manual_seed(rank)
+    x = torch.randn(3, 8, requires_grad=True) * 2
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("of the user")
+
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="of the user"):
+        wrapped(x, [0, 1, 2, 3]).sum().backward()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
+        wrapped(torch.randn(3, 8), [0, 1, 2, 3])
+    return str(caught.value)
+
+
+def test_a_backward_that_failed_after_its_last_gradient_is_not_blamed_on_unused_parameters():
+    for said in run_ranks(an_exception_after_the_last_launch, 2):
+        assert "That backward raised an exception after its last gradient." in said
+        assert "not used in producing" not in said
+
+
+def two_threads_fill_two_buckets(rank: int, repeats: int, wrapper: type[MiniDDP]) -> set:
+    """As on two devices: each thread counts the gradients of its own bucket, all at once."""
+    wide = nn.ParameterList(nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(9))
+    narrow = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(9))
+    averager = wrapper(nn.ModuleList([wide, narrow]), init_sync=False).reducer
+    averager.on_cpu = False
+    seen = set()
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(repeats):
+            launched: list[int] = []
+            ended: list[object] = []
+            averager.all_reduce_bucket = lambda _, launched=launched: launched.append(
+                averager.next_bucket
+            )
+            averager.reset_state()
+            averager.prepare_for_backward(())
+            start = threading.Barrier(2)
+
+            def count(indices: list[int], start: threading.Barrier = start) -> None:
+                start.wait()
+                for index in indices:
+                    averager.autograd_hook(index)
+
+            with mock.patch.object(reducer, "at_end_of_backward", ended.append):
+                threads = [
+                    threading.Thread(target=count, args=(bucket.indices,))
+                    for bucket in averager.buckets
+                ]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            seen.add((tuple(launched), len(ended)))
+    finally:
+        sys.setswitchinterval(switch_interval)
+    return seen
+
+
+@BOTH
+def test_two_threads_launch_each_bucket_once_in_order_and_end_the_backward_once(wrapper):
+    for seen in run_ranks(two_threads_fill_two_buckets, 2, 200, wrapper):
+        assert seen == {((0, 1), 1)}
+
+
+@BOTH
+def test_a_second_wrapper_takes_over_and_the_first_reduces_nothing_more(wrapper):
+    def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        module, order = AnyOrder(), [0, 1, 2, 3]
+        first = wrapper(module)
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
+        loss = first(x, order).sum()
+        second = wrapper(module)
+        loss.backward()  # announced to the first wrapper only
+        local = module.layers[0].weight.grad.clone()
+        module.zero_grad()
+        second(x, order).sum().backward()
+        return local, module.layers[0].weight.grad
+
+    results = run_ranks(work, 2)
+    average = sum(local for local, _ in results) / 2
+    for local, averaged in results:
+        assert not torch.equal(local, average)
+        torch.testing.assert_close(averaged, average)
+
+
+def ranges_of_a_profile(rank: int, wrapper: type[MiniDDP]) -> set[str]:
+    wrapped = wrapper(AnyOrder(), bucket_cap_mb=280 / 2**20)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    with torch.profiler.profile() as profile:
+        for _ in range(2):
+            wrapped(x, [0, 1, 2, 3]).sum().backward()
+    names = (event.key for event in profile.key_averages())
+    return {name for name in names if name.startswith("miniddp.")}
+
+
+@BOTH
+def test_a_profile_shows_a_range_per_phase(wrapper):
+    phases = {"copy_in", "launch", "wait", "copy_out", "rebuild"}
+    for found in run_ranks(ranges_of_a_profile, 2, wrapper):
+        assert found == {f"miniddp.{phase}" for phase in phases}

@@ -1,1 +1,1 @@
-"""What the core does not need: join, strict mode, comm hooks, mixed precision, the planner."""
+"""What the core does not need and what works on it alone: comm hooks, the bucket planner."""

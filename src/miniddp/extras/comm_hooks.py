@@ -22,7 +22,7 @@ Sources: torch/distributed/algorithms/ddp_comm_hooks; Vogels, Karimireddy and Ja
 Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -164,6 +164,12 @@ class PowerSGDState:
             self.factors_q[parameter] = _orthonormal(drawn).to(matrix)
         return self.factors_q[parameter]
 
+    def add_errors(self, matrices: Mapping[Tensor, Tensor]) -> None:
+        """Add to each gradient what the last step's approximation lost of it."""
+        for parameter, matrix in matrices.items():
+            if parameter in self.errors:
+                matrix.add_(self.errors.pop(parameter))
+
 
 def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
     """The mean, sent as two thin factors per matrix: M ≈ P Qᴴ with r columns each.
@@ -183,9 +189,7 @@ def power_sgd(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
 
     # 1. The parts: matrices, with what was lost of them last time, and everything else.
     matrices, exact = _worth_compressing(bucket, state.rank)
-    for parameter, matrix in matrices.items():
-        if parameter in state.errors:
-            matrix.add_(state.errors.pop(parameter))
+    state.add_errors(matrices)
     wanted = {p: m.clone() for p, m in matrices.items()} if state.error_feedback else {}
 
     # 2. The exact part travels while P is computed, averaged, and made orthonormal.

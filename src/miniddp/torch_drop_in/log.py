@@ -11,6 +11,17 @@ import torch
 import torch.distributed as dist
 
 _DTYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half"}
+# Torch's keys, and the environment variables that they report.
+_ENVIRONMENT = {
+    "master_port": "MASTER_PORT",
+    "master_addr": "MASTER_ADDR",
+    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+}
+_ENVIRONMENT_OF_GLOO = {
+    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
+    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
+}
 
 
 def gloo_threads() -> int:
@@ -76,16 +87,10 @@ class Log:
         """All figures, by torch's names."""
         reducer = self.reducer
         dtypes = {p.dtype: None for p in reducer.parameters}
-        environment = {
-            "master_port": "MASTER_PORT",
-            "master_addr": "MASTER_ADDR",
-            "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
-            "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-        }
+        environment = dict(_ENVIRONMENT)
         backend = ddp.process_group.name()
         if backend == "gloo":
-            environment["gloo_socket_ifname"] = "GLOO_SOCKET_IFNAME"
-            environment["gloo_device_transport"] = "GLOO_DEVICE_TRANSPORT"
+            environment |= _ENVIRONMENT_OF_GLOO
             self.figures["gloo_num_threads"] = gloo_threads()
         data = {
             "iteration": self.iteration,

@@ -19,11 +19,11 @@ from torch.futures import Future
 
 from miniddp.bucket import Bucket
 from miniddp.buckets import ParameterSize
+from miniddp.comm import wait_for, wait_for_future
 from miniddp.extras.grad_bucket import GradBucket, zeros_of
-from miniddp.extras.sparse import SparseBucket, each_alone
-from miniddp.extras.static_graph import StaticGraphReducer
-from miniddp.reducer import READY, REDUCING
-from miniddp.replicas import wait_for, wait_for_future
+from miniddp.reducer import ReducerState
+from miniddp.torch_drop_in.sparse import SparseBucket, each_alone
+from miniddp.torch_drop_in.static_graph import StaticGraphReducer
 
 CommHook = Callable[[Any, GradBucket], Future]
 
@@ -65,7 +65,7 @@ class TorchReducer(StaticGraphReducer):
         self.participants: dist.Work | None = None
         self.extra_futures: list[Future] = []
         self.rpc_context: int | None = None
-        self.checked = False  # by extras.strict, in this backward
+        self.checked = False  # by `strict`, in this backward
         self.same_unused_so_far = True
         self.searched: list[int] | None = None
         super().__init__(*args, **keywords)
@@ -75,7 +75,7 @@ class TorchReducer(StaticGraphReducer):
 
     def make_bucket(self, indices: list[int]) -> Bucket:
         if self.sparse[indices[0]]:
-            return SparseBucket(indices, [self.parameters[index] for index in indices])
+            return SparseBucket(indices, [self.parameters[indices[0]]])
         return super().make_bucket(indices)
 
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
@@ -87,7 +87,7 @@ class TorchReducer(StaticGraphReducer):
 
     def expects_gradients(self) -> bool:
         """Whether a backward has been announced, or is being reduced."""
-        return self.state in (READY, REDUCING)
+        return self.state in (ReducerState.READY, ReducerState.REDUCING)
 
     # The phases, with what each adds -------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class TorchReducer(StaticGraphReducer):
     def _skips(self, bucket: Bucket) -> bool:
         return self.skip_unused and set(bucket.indices) <= set(self.usage.unreachable)
 
-    def finalize_bucket(self, bucket: Bucket, future: Future) -> None:
+    def wait_for_bucket(self, bucket: Bucket, future: Future) -> None:
         # The value of a collective's future is a list; that of a hook's is a list or a tensor.
         result = wait_for_future(future, bucket.buffer)
         result = result[0] if isinstance(result, list | tuple) else result
@@ -171,14 +171,12 @@ class TorchReducer(StaticGraphReducer):
             )
         if bucket.holds == "sparse" or result.data_ptr() != bucket.buffer.data_ptr():
             bucket.buffer.copy_(result)
-        super().finalize_bucket(bucket, future)
 
-    def slots_to_write(self, bucket: Bucket) -> list[int] | None:
+    def slots_to_write(self, bucket: Bucket) -> Sequence[int]:
         slots = super().slots_to_write(bucket)
         if not self.optimizer_in_backward:
             return slots
         # The optimizer has used up the gradients that are None by now: do not create them again.
-        slots = range(len(bucket.indices)) if slots is None else slots
         return [slot for slot in slots if bucket.parameters[slot].grad is not None]
 
     def finalize_backward(self) -> None:
@@ -283,8 +281,8 @@ class TorchReducer(StaticGraphReducer):
         return self.same_unused_so_far
 
     def _check_reducer_finalized(self) -> None:
-        if self.state is READY:
-            self.enter(REDUCING)
+        if self.state is ReducerState.READY:
+            self.enter(ReducerState.REDUCING)
         self.ensure_prior_reduction_finished()
 
     def _remove_autograd_hooks(self) -> None:

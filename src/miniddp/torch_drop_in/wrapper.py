@@ -34,14 +34,13 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from miniddp import errors
 from miniddp.autograd_graph import not_compiled
 from miniddp.buckets import MIB, bucket_caps
+from miniddp.comm import wait_for
 from miniddp.ddp import MiniDDP
-from miniddp.extras.compiling import active, active_wrapper
-from miniddp.extras.first_steps import FirstSteps
-from miniddp.extras.join import DDPJoinHook, learn_and_share
-from miniddp.extras.mixed_precision import MixedPrecision
-from miniddp.extras.strict import at_end_of_each_backward, complete_or_raise
-from miniddp.reducer import IDLE
-from miniddp.replicas import broadcast_tensors, wait_for
+from miniddp.reducer import ReducerState
+from miniddp.replicas import broadcast_tensors
+from miniddp.torch_drop_in.compiling import active, active_wrapper
+from miniddp.torch_drop_in.first_steps import FirstSteps
+from miniddp.torch_drop_in.join import DDPJoinHook, learn_and_share
 from miniddp.torch_drop_in.keywords import (
     check_comm_hook,
     devices_of,
@@ -50,7 +49,9 @@ from miniddp.torch_drop_in.keywords import (
     synced_buffers_at,
 )
 from miniddp.torch_drop_in.log import Log
+from miniddp.torch_drop_in.mixed_precision import MixedPrecision
 from miniddp.torch_drop_in.reducer import TorchReducer
+from miniddp.torch_drop_in.strict import at_end_of_each_backward, complete_or_raise
 
 
 class _BufferCommHookLocation(Enum):
@@ -86,7 +87,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         delay_all_reduce_named_params, param_to_hook_all_reduce: (name, parameter) pairs that are
             reduced together, when the gradient of `param_to_hook_all_reduce` is ready.
         mixed_precision: an object with dtypes or None as its `param_dtype`, `reduce_dtype`, and
-            `buffer_dtype`; see `miniddp.extras.mixed_precision`.
+            `buffer_dtype`; see `miniddp.torch_drop_in.mixed_precision`.
         device_mesh: a one-dimensional mesh instead of `process_group`.
         skip_all_reduce_unused_params: do not send buckets that hold only unused parameters. Every
             rank must then have the same unused parameters.
@@ -99,8 +100,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
             A backward that bypassed the wrapper is then an error instead of a warning. Costs one
             all-gather per backward, of one byte per parameter.
         bucket_plan: "caps", or "measured": time the first steps and the link, then choose buckets
-            so that communication ends early; see `miniddp.extras.first_steps`. Only on the CPU,
-            without comm hooks, mixed precision, `join`, or parameters that may be unused.
+            so that communication ends early; see `miniddp.torch_drop_in.first_steps`. Only on the
+            CPU, without comm hooks, mixed precision, `join`, or parameters that may be unused.
 
     Raises (on every rank, even if only one has the cause, unless `init_sync` is False):
         ValueError: an unknown `bucket_plan`, or "measured" with something it does not support.
@@ -153,7 +154,9 @@ class DistributedDataParallel(MiniDDP, Joinable):
             self.device_mesh = device_mesh
         # What MiniDDP's constructor, called below, needs to know.
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        delayed = {name for name, _ in delay_all_reduce_named_params or ()}
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = ignored | delayed
         self.static_graph, self._starts_static = False, static_graph
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -189,9 +192,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
                 FutureWarning,
                 stacklevel=errors.stacklevel_of_caller(),
             )
-        super().check_module()
         self._refuse_to_delay_everything()
-        self.parameters_to_ignore |= {name for name, _ in delayed or ()}
+        super().check_module()
         parameters = self.named_tensors()
         for name, parameter in parameters.items():
             if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -212,9 +214,9 @@ class DistributedDataParallel(MiniDDP, Joinable):
         self._check_bucket_plan()
 
     def _refuse_to_delay_everything(self) -> None:
-        delayed = {name for name, _ in self._delayed_pairs[0] or ()}
-        trainable = (name for name, p in self.named_tensors().items() if p.requires_grad)
-        if all(name in delayed for name in trainable):
+        trainable = any(p.requires_grad for p in self.module.parameters())
+        reduced_in_turn = any(p.requires_grad for p in self.named_tensors().values())
+        if self._delayed_pairs[0] is not None and trainable and not reduced_in_turn:
             raise NotImplementedError(
                 "MiniDDP does not support delay_all_reduce_named_params of every trainable "
                 "parameter: leave at least one to be reduced in its turn"
@@ -400,7 +402,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
     def _before_forward(self) -> None:
         if not self._lazy_init_ran:
             self._lazy_init()
-        if self.mixed_precision is not None and self.reducer.state is IDLE:
+        if self.mixed_precision is not None and self.reducer.state is ReducerState.IDLE:
             self._precision.widen()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.logger.forward_begins()

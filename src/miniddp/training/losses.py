@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from miniddp.replicas import this_group
+from miniddp.comm import this_group
 
 Batch = TypeVar("Batch")
 

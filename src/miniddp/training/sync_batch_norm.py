@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 # The one base of BatchNorm1d, 2d and 3d, torch's SyncBatchNorm among them. It has no public name.
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from miniddp.replicas import this_group
+from miniddp.comm import this_group
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -94,22 +94,6 @@ def test_each_rank_takes_the_steps_and_sends_the_bytes_of_the_docstring(world_si
         assert counted == wanted
 
 
-def test_the_ring_sends_the_least_that_any_all_reduce_can() -> None:
-    length, world_size = 1200, 5
-    of_rank = run_ranks(count_messages, world_size, [length])
-    bound = 2 * (world_size - 1) / world_size * length
-    busiest = {name: max(dict_of(c)[name] for c in of_rank) for name in ALGORITHMS}
-    assert busiest == {
-        "naive": (world_size - 1) * length,
-        "ring": bound,
-        "recursive doubling": 3 * length,
-    }
-
-
-def dict_of(counted: list[tuple[str, int, int]]) -> dict[str, int]:
-    return {name: elements for name, _, elements in counted}
-
-
 def in_two_groups(rank: int) -> list[Tensor]:
     groups = [dist.new_group([3, 1]), dist.new_group([0, 2, 4])]
     group = groups[rank % 2 == 0]
@@ -131,24 +115,6 @@ def test_only_the_ranks_of_the_group_take_part() -> None:
         assert all(torch.equal(result, wanted) for result in results)
 
 
-def reduce_strided_views(rank: int) -> tuple[list[Tensor], Tensor]:
-    ours = []
-    for all_reduce in ALGORITHMS.values():
-        whole = torch.arange(6.0) + rank
-        all_reduce(whole[::2])
-        ours.append(whole)
-    theirs = torch.arange(6.0) + rank
-    dist.all_reduce(theirs[::2])
-    return ours, theirs
-
-
-def test_a_strided_view_is_reduced_where_torchs_gloo_takes_the_wrong_memory() -> None:
-    for rank, (ours, theirs) in enumerate(run_ranks(reduce_strided_views, 2)):
-        wanted = [1.0, 1.0 + rank, 5.0, 3.0 + rank, 9.0, 5.0 + rank]
-        assert all(tensor.tolist() == wanted for tensor in ours)
-        assert theirs.tolist() != wanted
-
-
 def average_large_halves(rank: int) -> list[Tensor]:
     results = []
     for all_reduce in ALGORITHMS.values():
@@ -162,23 +128,6 @@ def test_an_average_of_float16_does_not_overflow_though_the_sum_would() -> None:
     wanted = torch.tensor([40_048.0]).half()
     for results in run_ranks(average_large_halves, 4):
         assert all((result - wanted).abs() <= 64 for result in results)
-
-
-def reduce_a_parameter(rank: int) -> list[tuple[Tensor, bool]]:
-    results = []
-    for all_reduce in ALGORITHMS.values():
-        parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
-        all_reduce(parameter)
-        all_reduce(parameter.data[:2])
-        results.append((parameter.detach(), parameter.requires_grad))
-    return results
-
-
-def test_a_parameter_is_reduced_in_place_and_still_requires_its_gradient() -> None:
-    for results in run_ranks(reduce_a_parameter, 3):
-        for values, requires_grad in results:
-            assert values.tolist() == [9.0, 9.0, 3.0]
-            assert requires_grad
 
 
 def refuse(rank: int) -> list[list[str]]:

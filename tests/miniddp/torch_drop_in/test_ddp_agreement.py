@@ -89,16 +89,6 @@ def test_what_keeps_one_rank_from_taking_part_is_raised_on_every_rank_and_names_
                 assert f"every rank raises. rank 1: {said}" in errors[name], name
 
 
-def faults_of_all_ranks(rank: int, world_size: int) -> dict[str, str]:
-    return {name: error_of(make) for name, (make, _) in LOCAL_FAULTS.items()}
-
-
-def test_what_keeps_all_ranks_from_taking_part_is_said_by_each_in_its_own_words():
-    for errors in run_ranks(faults_of_all_ranks, 2, timeout=NO_HANG):
-        for name, (_, said) in LOCAL_FAULTS.items():
-            assert errors[name].startswith(said), name
-
-
 def frozen_with_two_backends(rank: int) -> tuple[str, str]:
     # As of a group whose tensors may be on the CPU or on a GPU; here, no tensor is on a GPU.
     with pytest.MonkeyPatch.context() as patch:
@@ -293,40 +283,6 @@ def a_static_graph_is_interrupted(rank: int) -> float:
 
 def test_an_interrupted_first_backward_teaches_a_static_graph_nothing():
     assert run_ranks(a_static_graph_is_interrupted, 2, timeout=NO_HANG) == [0.0, 0.0]
-
-
-class HiddenOutput(nn.Module):
-    """Returns an object in which no wrapper finds the tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = linear()
-
-    def forward(self, x):
-        output = Hidden()
-        output.scores = self.layer(x)
-        return output
-
-
-class Hidden:
-    scores: torch.Tensor
-
-
-def a_static_graph_with_a_hidden_output(rank: int, world_size: int) -> list[float]:
-    ddp, alone, found = DropIn(HiddenOutput(), static_graph=True), HiddenOutput(), []
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(inputs(rank, step)).scores.square().sum().backward()
-        alone.zero_grad()
-        for other in range(world_size):
-            (alone(inputs(other, step)).scores.square().sum() / world_size).backward()
-        found.append(largest_difference(gradients(ddp), gradients(alone)))
-    return found
-
-
-def test_a_static_graph_is_learned_even_if_no_tensor_is_found_in_the_output():
-    for differences in run_ranks(a_static_graph_with_a_hidden_output, 2, timeout=NO_HANG):
-        assert max(differences) < 1e-6
 
 
 def gradient_penalty(rank: int, settings: dict) -> list[float]:

@@ -135,34 +135,6 @@ def test_after_a_failed_future_a_parameter_that_no_rank_uses_keeps_no_gradient()
         torch.testing.assert_close(gradient, full.b.weight.grad)
 
 
-def test_a_failed_future_of_the_buffers_does_not_fail_the_next_step():
-    def work(rank):
-        failing = [True]
-
-        def hook(state, buffers):
-            def then(future):
-                if failing[0]:
-                    raise ValueError("the buffers' future fails")
-                return future.value()[0]
-
-            work = dist.broadcast(buffers["1.running_mean"], 0, async_op=True)
-            return [work.get_future().then(then)]
-
-        ddp = DropIn(nn.Sequential(linear(), nn.BatchNorm1d(2)))
-        ddp._register_buffer_comm_hook(None, hook)
-        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(rank))
-        with pytest.raises(Exception, match="the buffers' future fails"):
-            ddp(x).square().sum().backward()
-        failing[0] = False
-        ddp.zero_grad()
-        ddp(x).square().sum().backward()
-        reference = DistributedDataParallel(nn.Sequential(linear(), nn.BatchNorm1d(2)))
-        reference(x).square().sum().backward()
-        return largest_difference(gradients(ddp), gradients(reference))
-
-    assert run_ranks(work, 2) == [0.0, 0.0]
-
-
 def total(state, bucket):
     summed = dist.all_reduce(bucket.buffer(), async_op=True)
     return summed.get_future().then(lambda done: done.value()[0])
@@ -190,17 +162,6 @@ def test_a_copy_keeps_the_comm_hook_and_refuses_delayed_parameters():
     for original, twin in run_ranks(work, 2):
         assert largest_difference(original, gradients(full)) < 1e-6
         assert largest_difference(original, twin) == 0
-
-
-def test_a_comm_hook_that_names_its_bucket_otherwise_is_told_how_to_name_it():
-    def work(rank):
-        def hook(state, gradients):
-            raise AssertionError
-
-        with pytest.raises(ValueError, match="must be named bucket"):
-            DropIn(linear()).register_comm_hook(None, hook)
-
-    run_ranks(work, 1)
 
 
 def test_skipped_buckets_are_not_the_last_one_and_the_rest_is_averaged():
@@ -259,33 +220,6 @@ def test_settings_by_which_inputs_decide_what_is_sent_are_refused_by_join():
             ddp.join().__enter__()
 
     run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_static_graph_goes_on_without_a_rank_that_never_had_an_input(strict):
-    def work(rank):
-        ddp = DropIn(TwoHeads(), static_graph=True, strict=strict)
-        with ddp.join():
-            for _ in range(3 * rank):
-                ddp.zero_grad()
-                ddp(inputs(rank), "b").sum().backward()
-                with torch.no_grad():
-                    for parameter in ddp.parameters():
-                        if parameter.grad is not None:
-                            parameter -= 0.1 * parameter.grad
-        return [p.detach().clone() for p in ddp.parameters()]
-
-    alone = TwoHeads()
-    for _ in range(3):
-        alone.zero_grad()
-        (alone(inputs(1), "b").sum() / 2).backward()
-        with torch.no_grad():
-            for parameter in alone.parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.1 * parameter.grad
-    for found in run_ranks(work, 2):
-        for a, b in zip(found, alone.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
 
 
 def test_a_rank_outside_of_the_group_is_told_so_and_its_gradients_stay():
@@ -435,35 +369,6 @@ def test_a_sparse_gradient_that_no_layer_announced_is_named_on_every_rank(views)
         assert "to have dense gradient of the parameter's dtype" in said
         assert f"Not so on rank {rank}: table. " in said
         assert "nn.Embedding" in said
-
-
-class Adjoint(nn.Module):
-    """Its weight's gradient comes lazily conjugated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.cfloat))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight.mH @ x).abs().sum()
-
-
-def test_a_lazily_conjugated_gradient_is_averaged_as_torch_averages_it():
-    def work(rank):
-        generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(3, 2, dtype=torch.cfloat, generator=generator)
-        found = []
-        for wrap in (DropIn, DistributedDataParallel):
-            ddp = wrap(Adjoint())
-            ddp(x).backward()
-            found.append(ddp.module.weight.grad.resolve_conj())
-        return found
-
-    results = run_ranks(work, 2)
-    for ours, torchs in results:
-        assert torch.equal(ours, torchs)
-        assert torch.equal(ours, results[0][0])
 
 
 @pytest.mark.parametrize("views", [False, True])

@@ -103,19 +103,6 @@ def test_a_complex_gradient_keeps_its_imaginary_part(reduce_dtype):
     assert run_ranks(turned, 2, reduce_dtype) == [1.5 - 3j] * 2
 
 
-def in_inference_mode(rank):
-    ddp = DropIn(scalar(), mixed_precision=precision())
-    ddp(ones(rank)).sum().backward()
-    with torch.inference_mode():
-        seen = ddp(ones(2)).item()
-    ddp(ones(rank)).sum().backward()
-    return seen, ddp.module.weight.grad.item(), ddp.module.weight.dtype
-
-
-def test_a_forward_in_inference_mode_works_and_the_next_step_is_reduced():
-    assert run_ranks(in_inference_mode, 2) == [(2.0, 1.0, torch.float32)] * 2
-
-
 def words(rank):
     torch.manual_seed(0)
     ddp = DropIn(nn.Embedding(4, 2, sparse=True), mixed_precision=precision())

@@ -1,0 +1,91 @@
+"""Uneven inputs: what a rank that has run out of data does while the others continue.
+
+A collective needs every rank of its group. So a rank that has joined (has no more inputs) takes
+part in every collective of the others' forward and backward, and contributes gradients of zeros.
+The sum is divided either by the world size W, so that every input of the epoch has the same weight,
+or by the number of ranks that still have inputs, as if the others did not exist.
+
+Cost for a joined rank: the same collectives as the others, without the computation. All ranks make
+two more all-reduces of one number in each forward: the number of ranks that still have inputs, and
+whether this backward is reduced. If buffers are synchronized, a third one finds the source rank;
+`throw_on_early_termination` adds another. Backward needs no more, except the first backward of a
+static graph: one all-reduce of one number per parameter.
+Source: torch/distributed/algorithms/join.py and _DDPJoinHook in torch/nn/parallel/distributed.py.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+from miniddp.comm import wait_for
+from miniddp.torch_drop_in.strict import gather_faults
+
+if TYPE_CHECKING:
+    from miniddp.torch_drop_in.reducer import TorchReducer
+
+
+class JoinableWrapper(Protocol):
+    """What a rank that has joined asks of its wrapper (`torch_drop_in.DistributedDataParallel`)."""
+
+    reducer: "TorchReducer"
+    require_forward_param_sync: bool
+    strict: bool
+
+    def _check_and_sync_module_buffers(self) -> None: ...
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None: ...
+    def _match_all_reduce_for_bwd_pass(self) -> None: ...
+    def _match_unused_params_allreduce(self) -> None: ...
+    def _sync_final_model(self, is_last_joiner: bool) -> None: ...
+
+
+def learn_and_share(reducer: "TorchReducer") -> None:
+    """Learn this rank's static graph, then send it to the ranks that have joined."""
+    if reducer.learn_graph():
+        own = reducer.firings
+        exchange_firings(reducer)
+        reducer.firings = own  # it may differ from the others'
+        reducer.forget_unused()
+
+
+def exchange_firings(reducer: "TorchReducer") -> None:
+    """Take the union of the static graphs of the ranks with inputs."""
+    firings = torch.tensor(reducer.firings, device=reducer.device)
+    largest = dist.ReduceOp.MAX
+    wait_for(dist.all_reduce(firings, op=largest, group=reducer.process_group, async_op=True))
+    reducer.firings = firings.tolist()
+    reducer.forget_unused()
+
+
+class DDPJoinHook(JoinHook):
+    """On a rank that has joined: answers the collectives of the others, in their order."""
+
+    def __init__(self, ddp: JoinableWrapper):
+        self.ddp = ddp
+
+    def main_hook(self) -> None:
+        """Answer one iteration of the ranks that still have inputs."""
+        ddp, reducer = self.ddp, self.ddp.reducer
+        reducer.rebuild_buckets()
+        ddp._check_and_sync_module_buffers()
+        synced = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        ddp.require_forward_param_sync = synced
+        if not synced:
+            return
+        learns, reducer.learns_graph = reducer.learns_graph, False
+        if learns:  # in a static graph's first backward, ranks first share what they used
+            reducer.usage.all_reduce()
+        ddp._match_all_reduce_for_bwd_pass()
+        if learns:  # that backward records no order of arrival and has no strict check
+            exchange_firings(reducer)
+            return
+        if reducer.find_unused_parameters:
+            ddp._match_unused_params_allreduce()
+        if ddp.strict and (message := gather_faults(reducer, [])):
+            raise reducer.error(message)
+        reducer._push_all_rebuilt_params()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have joined."""
+        self.ddp._sync_final_model(is_last_joiner)

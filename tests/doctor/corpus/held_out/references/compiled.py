@@ -1,0 +1,11 @@
+"""Both ranks' samples in one batch, not compiled."""
+
+import torch
+import torch.nn.functional as F
+
+
+def gradient(script, load):
+    model = load(script.mlp())
+    x, y = map(torch.cat, zip(script.batch(0, 0), script.batch(0, 1), strict=True))
+    F.cross_entropy(model(x), y).backward()
+    return model

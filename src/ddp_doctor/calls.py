@@ -12,5 +12,5 @@ CALLS = (
     "scatter_object_list", "send", "recv", "send_object_list", "recv_object_list",
     "all_reduce_coalesced",
 )  # fmt: skip
-REDUCTIONS = tuple(each for each in CALLS if "reduce" in each)
+REDUCTIONS = tuple(name for name in CALLS if "reduce" in name)
 UNEVEN = {"all_to_all_single"}  # ranks may pass tensors of different shapes

@@ -53,7 +53,10 @@ class StepReport:
     @property
     def worst(self) -> ParameterComparison:
         """The parameter furthest from the whole batch's gradient."""
-        return max(self.parameters, key=lambda each: abs(each.ratio - 1) + abs(each.cosine - 1))
+        return max(
+            self.parameters,
+            key=lambda comparison: abs(comparison.ratio - 1) + abs(comparison.cosine - 1),
+        )
 
     def __str__(self) -> str:
         worst = self.worst
@@ -134,7 +137,7 @@ def concatenated(batches: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return torch.cat(list(batches)) if first.dim() else torch.stack(list(batches))
     if isinstance(first, dict):
-        return {key: concatenated([each[key] for each in batches]) for key in first}
+        return {key: concatenated([batch[key] for batch in batches]) for key in first}
     if isinstance(first, list | tuple):
         return type(first)(concatenated(list(part)) for part in zip(*batches, strict=True))
     raise TypeError(f"batches of {type(first).__name__}: pass whole_batch= to combine them")
@@ -142,9 +145,11 @@ def concatenated(batches: Sequence[Any]) -> Any:
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name: (torch.zeros_like(each) if each.grad is None else each.grad).detach().clone()
-        for name, each in model.named_parameters()
-        if each.requires_grad
+        name: (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        .detach()
+        .clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
 
 
@@ -182,8 +187,8 @@ def _on_ranks(
         )
         for rank in range(world)
     ]
-    for each in ranks:
-        each.start()
+    for process in ranks:
+        process.start()
     until = time.monotonic() + max(timeout, START_WITHIN)
     all_started = False
     late: list[int] = []
@@ -194,9 +199,9 @@ def _on_ranks(
             if not all_started and len(list(Path(folder).glob("*.started"))) == world:
                 all_started, until = True, time.monotonic() + timeout
             # Asked before the files are looked for: a rank that has ended writes no more of them.
-            alive = [each.is_alive() for each in ranks]
+            alive = [process.is_alive() for process in ranks]
             left = [rank for rank in range(world) if not (Path(folder) / f"{rank}.pt").exists()]
-            failed = {int(each.stem) for each in Path(folder).glob("*.error")}
+            failed = {int(path.stem) for path in Path(folder).glob("*.error")}
             gone = [rank for rank in left if not alive[rank] and rank not in failed]
             if gone or failed or not left:
                 break
@@ -205,16 +210,16 @@ def _on_ranks(
                 break
             time.sleep(0.02)
     finally:
-        for each in ranks:
-            each.kill()  # what a rank had to say is in its file
-        for each in ranks:
-            each.join()
+        for process in ranks:
+            process.kill()  # what a rank had to say is in its file
+        for process in ranks:
+            process.join()
     # A rank may have ended by itself since they were asked: its exit code is not that of the kill.
-    failed = {int(each.stem) for each in Path(folder).glob("*.error")}
-    by_itself = [rank for rank, each in enumerate(ranks) if each.exitcode != -signal.SIGKILL]
+    failed = {int(path.stem) for path in Path(folder).glob("*.error")}
+    by_itself = [rank for rank, process in enumerate(ranks) if process.exitcode != -signal.SIGKILL]
     gone = [rank for rank in left if rank not in failed and rank in {*gone, *by_itself}]
     # If a rank fails, its connections close, and others fail, too: the first error is the cause.
-    errors = sorted(Path(folder).glob("*.error"), key=lambda each: each.stat().st_mtime_ns)
+    errors = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
     failure = f"rank {errors[0].stem} failed:\n{errors[0].read_text()}" if errors else ""
     if gone:  # and then the others may have failed for that reason
         raise RuntimeError(
@@ -308,26 +313,28 @@ def _compared(
     accumulate: int,
     batches: int,
 ) -> StepReport:
-    agree = all(torch.equal(got[0][name], each[name]) for each in got[1:] for name in wanted)
+    agree = all(
+        torch.equal(got[0][name], gradient[name]) for gradient in got[1:] for name in wanted
+    )
     parameters = [
-        ParameterComparison(name, *_ratio_and_cosine(got[0][name], each))
-        for name, each in wanted.items()
+        ParameterComparison(name, *_ratio_and_cosine(got[0][name], gradient))
+        for name, gradient in wanted.items()
     ]
     ratio, cosine = _ratio_and_cosine(
         torch.cat([got[0][name].flatten() for name in wanted]),
-        torch.cat([each.flatten() for each in wanted.values()]),
+        torch.cat([gradient.flatten() for gradient in wanted.values()]),
     )
     factor = _named(ratio, world, accumulate) if abs(cosine - 1) < 1e-3 else None
     return StepReport(ratio, cosine, parameters, factor, agree)
 
 
-def _ratio_and_cosine(one: Tensor, other: Tensor) -> tuple[float, float]:
-    one, other = one.double().flatten(), other.double().flatten()
-    first, second = float(one.norm()), float(other.norm())
+def _ratio_and_cosine(ours: Tensor, other: Tensor) -> tuple[float, float]:
+    ours, other = ours.double().flatten(), other.double().flatten()
+    first, second = float(ours.norm()), float(other.norm())
     if not second or not first:
         same = first == second
         return (1.0 if same else (math.inf if first else 0.0)), (1.0 if same else 0.0)
-    return first / second, float(one @ other) / (first * second)
+    return first / second, float(ours @ other) / (first * second)
 
 
 def _named(ratio: float, world: int, accumulate: int) -> str | None:

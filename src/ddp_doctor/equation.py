@@ -31,12 +31,14 @@ def near(value: float, wanted: float, tolerance: float = TOLERANCE) -> bool:
 
 def alike(values: list[float], tolerance: float = TOLERANCE) -> bool:
     """Whether all numbers agree up to rounding."""
-    return not values or max(values) - min(values) <= tolerance * max(abs(each) for each in values)
+    return not values or max(values) - min(values) <= tolerance * max(
+        abs(value) for value in values
+    )
 
 
-def is_literal(one: Fact) -> bool:
+def is_literal(operation: Fact) -> bool:
     """Whether the code writes a factor as a number."""
-    return bool(LITERAL.fullmatch(one.get("operand", "")))
+    return bool(LITERAL.fullmatch(operation.get("operand", "")))
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,12 @@ class Step:
     @property
     def items(self) -> float:
         """N: the items of this step over all ranks and micro-batches."""
-        return sum(each.count for each in self.entries)
+        return sum(entry.count for entry in self.entries)
 
     @property
     def total(self) -> float:
         """T: the sum of all weights."""
-        return self.alpha * sum(each.share for each in self.entries)
+        return self.alpha * sum(entry.share for entry in self.entries)
 
     @property
     def coefficient(self) -> float:
@@ -103,10 +105,10 @@ class Step:
         Such a factor is a choice, and no mistake about counts.
         """
         product = 1.0
-        for one in self.scaling:
-            if is_literal(one) and one["value"] > 0:
-                product *= one["value"] if one["op"] == "*" else 1 / one["value"]
-        calls = set(Counter((each.rank, each.micro) for each in self.entries).values())
+        for operation in self.scaling:
+            if is_literal(operation) and operation["value"] > 0:
+                product *= operation["value"] if operation["op"] == "*" else 1 / operation["value"]
+        calls = set(Counter((entry.rank, entry.micro) for entry in self.entries).values())
         return product * (calls.pop() if len(calls) == 1 else 1)
 
     @property
@@ -116,12 +118,12 @@ class Step:
         A 2 can be a coefficient (half of a square, the mean of two losses), unless it is in the
         call of backward. So can any number in a loss of several terms.
         """
-        divisions = [each for each in self.scaling if each["op"] == "/"]
-        divisions = [each for each in divisions if near(each["value"], self.micros)]
-        numbers = [each for each in divisions if is_literal(each)]
+        divisions = [operation for operation in self.scaling if operation["op"] == "/"]
+        divisions = [operation for operation in divisions if near(operation["value"], self.micros)]
+        numbers = [operation for operation in divisions if is_literal(operation)]
         if self.micros < 2 or not numbers or len(numbers) == len(divisions) or self.others:
             return False
-        places = {each["place"] for _, fact in self.window for each in fact["backwards"]}
+        places = {backward["place"] for _, fact in self.window for backward in fact["backwards"]}
         return self.micros > 2 or numbers[0]["place"] in places
 
     @property
@@ -132,9 +134,9 @@ class Step:
     def weights(self) -> list[tuple[Entry, float]]:
         """Each entry's weight of one item, relative to 1/N."""
         return [
-            (each, self.alpha * each.share / each.count * self.items)
-            for each in self.entries
-            if each.count
+            (entry, self.alpha * entry.share / entry.count * self.items)
+            for entry in self.entries
+            if entry.count
         ]
 
     @property
@@ -145,17 +147,17 @@ class Step:
 
     def by_rank(self) -> dict[int, tuple[float, float]]:
         """(items, share) per rank."""
-        return self._summed(lambda each: each.rank)
+        return self._summed(lambda entry: entry.rank)
 
     def by_micro(self) -> dict[int, tuple[float, float]]:
         """(items, share) per micro-batch."""
-        return self._summed(lambda each: each.micro)
+        return self._summed(lambda entry: entry.micro)
 
     def _summed(self, key: Any) -> dict[int, tuple[float, float]]:
         sums: dict[int, tuple[float, float]] = {}
-        for each in self.entries:
-            count, share = sums.get(key(each), (0.0, 0.0))
-            sums[key(each)] = (count + each.count, share + each.share)
+        for entry in self.entries:
+            count, share = sums.get(key(entry), (0.0, 0.0))
+            sums[key(entry)] = (count + entry.count, share + entry.share)
         return dict(sorted(sums.items()))
 
 
@@ -180,7 +182,7 @@ def combination(window: Window, clipped: bool = False, groups: bool = False) -> 
     rescale = 1 / unscaled if unscaled else rescaled(window) if clipped else 1.0
     for name, value in snapshots[0]["grads"].items():
         value = None if value is None else value / rescale
-        parts = [each.get("local", {}).get(name) for each in snapshots]
+        parts = [snapshot.get("local", {}).get(name) for snapshot in snapshots]
         if value is None or all(part is None for part in parts):
             continue
         local = sum(part for part in parts if part is not None)
@@ -240,34 +242,40 @@ def step_of(window: Window, clipped: bool = False, groups: bool = False) -> Step
     candidates = {
         key: entries
         for key, entries in terms.items()
-        if not any(each.fact.get("over_parameters") for each in entries)
+        if not any(entry.fact.get("over_parameters") for entry in entries)
     }
     if not candidates:
         return None
 
     def weight(key: tuple[str, str]) -> tuple[bool, int, float]:
         entries = candidates[key]
-        ranks = {(each.rank, each.micro) for each in entries}
-        return entries[0].fact["loss"], len(ranks), sum(abs(each.share) for each in entries)
+        ranks = {(entry.rank, entry.micro) for entry in entries}
+        return entries[0].fact["loss"], len(ranks), sum(abs(entry.share) for entry in entries)
 
     main = max(candidates, key=weight)
     entries = candidates[main]
     # Micro-batches are the backward passes that this term is in, counted per rank from 0.
     order = {
-        rank: sorted({each.micro for each in entries if each.rank == rank}) for rank in window.ranks
+        rank: sorted({entry.micro for entry in entries if entry.rank == rank})
+        for rank in window.ranks
     }
     entries = [
-        Entry(each.rank, order[each.rank].index(each.micro), each.count, each.share, each.fact)
-        for each in entries
+        Entry(
+            entry.rank, order[entry.rank].index(entry.micro), entry.count, entry.share, entry.fact
+        )
+        for entry in entries
     ]
     scaling: dict[tuple[Any, ...], Fact] = {}
     for _, fact in window:
-        for one in fact["scaling"]:
-            scaling.setdefault((one["op"], one["value"], one["place"], one["text"]), one)
+        for operation in fact["scaling"]:
+            scaling.setdefault(
+                (operation["op"], operation["value"], operation["place"], operation["text"]),
+                operation,
+            )
     return Step(
         window=window,
         world=window.world,
-        micros=max((len(each) for each in order.values()), default=0),
+        micros=max((len(micros) for micros in order.values()), default=0),
         combination=combination(window, clipped, groups),
         entries=entries,
         function=main[0],
@@ -287,7 +295,7 @@ def _several(fact: Fact, micros: list[int]) -> bool:
     loop and of no_sync, comes less often.
     """
     calls = Counter(fact["backwards"][micro].get("call") for micro in micros)
-    unsynced = any(not each["sync"] for each in fact["forwards"])
+    unsynced = any(not forward["sync"] for forward in fact["forwards"])
     return len(calls) > 1 and len(set(calls.values())) == 1 and not unsynced
 
 
@@ -342,10 +350,10 @@ def equation(run: Run) -> Equation:
         if not run.complete and any(window.cut for window in run.windows):
             seen = "the steps have too many backward passes to record"
         return Equation(None, [], run.world, False, [f"Not seen: {seen}."])
-    signature = Counter(_signature(each) for each in steps)
+    signature = Counter(_signature(step) for step in steps)
     usual = signature.most_common(1)[0][0]
-    step = next(each for each in steps if _signature(each) == usual)
-    worst = max((each for each in steps if _signature(each) == usual), key=lambda e: e.spread)
+    step = next(step for step in steps if _signature(step) == usual)
+    worst = max((step for step in steps if _signature(step) == usual), key=lambda e: e.spread)
     step = worst if worst.spread > 1 + TOLERANCE else step
     right = near(step.total, 1.0) and step.spread <= 1 + TOLERANCE and not step.leftover
     right = right and step.combination.kind in ("averaged", "summed", "scaled", "alone")
@@ -374,7 +382,7 @@ def number(value: float) -> str:
 
 
 def _lines(step: Step, right: bool) -> list[str]:
-    counts = [each.count for each in step.entries]
+    counts = [entry.count for entry in step.entries]
     count = (
         number(counts[0]) if alike(counts, 0.0) else f"{number(min(counts))}–{number(max(counts))}"
     )
@@ -384,9 +392,9 @@ def _lines(step: Step, right: bool) -> list[str]:
     reduction = {"mean": "averages", "sum": "sums", "none": "returns one loss per item"}
     said = f"loss      {step.function} at {step.place or '?'} {reduction.get(step.reduction, '')}"
     lines.append(said)
-    for one in _relevant(step):
-        name = f"{one['text']}  ({one['op']} {number(one['value'])})"
-        lines.append(f"factor    {name} at {one['place']}")
+    for operation in _relevant(step):
+        name = f"{operation['text']}  ({operation['op']} {number(operation['value'])})"
+        lines.append(f"factor    {name} at {operation['place']}")
     how = {
         "averaged": f"averages over the ranks (× 1/{step.world})",
         "summed": "sums over the ranks (× 1)",
@@ -422,10 +430,10 @@ def _chosen(step: Step) -> bool:
     """Whether the sum of the weights is a coefficient: a number in the code, or a term's factor."""
     if near(step.total, 1.0):
         return False
-    factors = [one["value"] for one in step.scaling if one["op"] == "*"]
+    factors = [operation["value"] for operation in step.scaling if operation["op"] == "*"]
     weighted = bool(step.others) and any(near(step.total, factor) for factor in factors)
     return weighted or (near(step.total, step.coefficient) and not step.divided_again)
 
 
 def _relevant(step: Step) -> list[Fact]:
-    return [each for each in step.scaling if each["value"] not in (0.0, 1.0)][:3]
+    return [operation for operation in step.scaling if operation["value"] not in (0.0, 1.0)][:3]

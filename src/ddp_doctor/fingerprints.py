@@ -71,7 +71,7 @@ def sum_of_squares(tensor: Tensor) -> float:
     """The square of the norm of a tensor's own data, in 64-bit precision."""
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
-        return float(sum(torch.linalg.vector_norm(each.double()) ** 2 for each in _blocks(flat)))
+        return float(sum(torch.linalg.vector_norm(block.double()) ** 2 for block in _blocks(flat)))
 
 
 def projection(tensor: Tensor) -> float | None:

@@ -98,7 +98,7 @@ class Window:
     @cached_property
     def differing_gradients(self) -> list[str]:
         """Names of parameters whose gradients are not bitwise equal on all ranks."""
-        return _differing([each.get("hashes", {}) for each in self.snapshots().values()])
+        return _differing([snapshot.get("hashes", {}) for snapshot in self.snapshots().values()])
 
     @cached_property
     def differing_parameters(self) -> list[str]:
@@ -148,7 +148,7 @@ class Run:
             if known is None or _age(rank) > _age(known):
                 ranks[number] = rank
         ordered = [ranks[key] for key in sorted(ranks)]
-        world = max((each.world for each in ordered), default=1)
+        world = max((rank.world for rank in ordered), default=1)
         return cls(ordered, world, hung)
 
     @cached_property
@@ -170,7 +170,9 @@ class Run:
     @cached_property
     def complete(self) -> list[Window]:
         return [
-            each for each in self.windows if each.complete and not each.skipped and not each.cut
+            window
+            for window in self.windows
+            if window.complete and not window.skipped and not window.cut
         ]
 
     @cached_property
@@ -180,8 +182,8 @@ class Run:
     @cached_property
     def in_groups(self) -> bool:
         """Whether a wrapper combines fewer ranks than the run has: the others hold other parts."""
-        wrappers = [one for rank in self.ranks for one in rank.all("wrapper")]
-        return any(one["world"] < one["of"] for one in wrappers)
+        wrappers = [wrapper for rank in self.ranks for wrapper in rank.all("wrapper")]
+        return any(wrapper["world"] < wrapper["of"] for wrapper in wrappers)
 
     @cached_property
     def models_differ(self) -> bool:
@@ -191,10 +193,12 @@ class Run:
         equal by chance.)
         """
         starts = [rank.all("start")[0]["parameters"] for rank in self.ranks if rank.all("start")]
-        if len(starts) < self.world or any(not each.differing_gradients for each in self.complete):
+        if len(starts) < self.world or any(
+            not window.differing_gradients for window in self.complete
+        ):
             return False
-        names = set.intersection(*(set(each) for each in starts))
-        same = [name for name in names if len({each[name] for each in starts}) == 1]
+        names = set.intersection(*(set(start) for start in starts))
+        same = [name for name in names if len({start[name] for start in starts}) == 1]
         return 2 * len(same) <= len(names)
 
     @cached_property
@@ -205,7 +209,7 @@ class Run:
     def missing(self) -> list[int]:
         """Ranks without a journal here."""
         there = {rank.rank for rank in self.ranks}
-        return [each for each in range(self.world) if each not in there]
+        return [rank for rank in range(self.world) if rank not in there]
 
     @cached_property
     def averages_parameters(self) -> bool:
@@ -215,7 +219,7 @@ class Run:
     @cached_property
     def synced(self) -> list[Window]:
         """Complete windows with gradients that are bitwise equal on all ranks."""
-        return [each for each in self.complete if not each.differing_gradients]
+        return [window for window in self.complete if not window.differing_gradients]
 
     def first(self, kind: str) -> Fact | None:
         for rank in self.ranks:
@@ -224,13 +228,13 @@ class Run:
         return None
 
 
-def so_far(one: Fact, window: Window) -> int:
+def so_far(fact: Fact, window: Window) -> int:
     """How many of a window's backwards had run when a clip or a collective was called."""
-    return int(one["backwards"].get(str(window.optimizer), 0))
+    return int(fact["backwards"].get(str(window.optimizer), 0))
 
 
 def _differing(of_ranks: list[dict[str, Any]]) -> list[str]:
     if len(of_ranks) < 2:
         return []
-    names = [name for each in of_ranks for name in each]
-    return [name for name in dict.fromkeys(names) if len({each.get(name) for each in of_ranks}) > 1]
+    names = [name for fact in of_ranks for name in fact]
+    return [name for name in dict.fromkeys(names) if len({fact.get(name) for fact in of_ranks}) > 1]

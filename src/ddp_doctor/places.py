@@ -167,8 +167,8 @@ def _assignments(filename: str) -> dict[str, list[str]]:
 
     def note(target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            for one, its in zip(target.elts, value.elts, strict=False):
-                note(one, its)
+            for name, its in zip(target.elts, value.elts, strict=False):
+                note(name, its)
         elif isinstance(target, ast.Name):
             found.setdefault(target.id, []).append(ast.unparse(value))
         elif isinstance(target, ast.Attribute):

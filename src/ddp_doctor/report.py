@@ -50,7 +50,9 @@ class Report:
         fields = ("code", "severity", "title", "evidence", "where", "fix", "page")
         return {
             "version": VERSION,
-            "findings": [{name: asdict(each)[name] for name in fields} for each in self.findings],
+            "findings": [
+                {name: asdict(finding)[name] for name in fields} for finding in self.findings
+            ],
             "equation": self.equation.as_json(),
             "ranks": [
                 {"rank": rank.rank, "steps": rank.steps, "ended": rank.ended, "error": rank.error}
@@ -68,12 +70,12 @@ class Report:
         head += f"{self.run.steps} optimizer steps, {len(self.run.windows)} observed"
         out = ["─" * width, head, ""]
         out += [f"  {line}"[:width] for line in self.equation.lines]
-        worst = [each for each in self.findings if each.severity != "note"]
+        worst = [finding for finding in self.findings if finding.severity != "note"]
         if not worst:
             out += ["", "No error and no warning."]
         left = 0
-        for each in self.findings:
-            block = _block(each, width)
+        for finding in self.findings:
+            block = _block(finding, width)
             if len(out) + len(block) > lines - 4:
                 left += 1
                 continue
@@ -85,23 +87,25 @@ class Report:
         return "\n".join([*out, "─" * width])
 
 
-def _block(each: Finding, width: int) -> list[str]:
+def _block(finding: Finding, width: int) -> list[str]:
     def part(name: str, text: str) -> list[str]:
         return textwrap.wrap(
             text, width, initial_indent=f"    {name:<6}", subsequent_indent=" " * 10
         )
 
-    if each.severity == "note":
+    if finding.severity == "note":
         return [
             "",
-            *textwrap.wrap(f"note [{each.code}] {each.evidence}", width, subsequent_indent="    "),
+            *textwrap.wrap(
+                f"note [{finding.code}] {finding.evidence}", width, subsequent_indent="    "
+            ),
         ]
-    out = ["", f"{each.severity.upper()} {each.title} [{each.code}]"]
-    out += part("seen", each.evidence)
-    if each.where:
-        out += part("where", each.where)
-    out += part("fix", each.fix)
-    return [*out, *part("read", BOOK + each.page)]
+    out = ["", f"{finding.severity.upper()} {finding.title} [{finding.code}]"]
+    out += part("seen", finding.evidence)
+    if finding.where:
+        out += part("where", finding.where)
+    out += part("fix", finding.fix)
+    return [*out, *part("read", BOOK + finding.page)]
 
 
 def merge(run_folder: Path, live: bool = False) -> Report:
@@ -131,7 +135,7 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
     `live`: this is a report of ranks that seem stuck (see `merge`). `waited`: there was one before.
     """
     result = merge(run_folder, live)
-    if waited and not HANGS & {each.code for each in result.findings}:
+    if waited and not HANGS & {finding.code for finding in result.findings}:
         result.run.notes.insert(
             0,  # the terminal shows the first three
             f"Ranks made no progress for {options.hang_after:g} s, then continued: ignore the hang "

@@ -122,6 +122,6 @@ def _wait(run: Path, options: Options, leader: int) -> bool:
             if stuck and now >= look_again:
                 look_again = now + options.hang_after / 2
                 # Slow is not stuck: ranks that import or load data wait for nobody.
-                if {each.code for each in merge(run, live=True).findings} & HANGS:
+                if {finding.code for finding in merge(run, live=True).findings} & HANGS:
                     seemed_stuck = True
                     report(run, options, live=True)

@@ -13,36 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from doctor.corpus_scripts import Script
+
 HERE = Path(__file__).resolve().parent
 # The time a run took is printed by some frameworks, and is never the same twice.
 TIMES = re.compile(r"('\w*(?:runtime|per_second)': )'[^']*'")
-HEADER = re.compile(r"# doctor: expect=(\S+) ranks=(\d+) launch=(torchrun|python)\s*$")
 FRAMEWORKS = ("pytorch_lightning", "lightning", "accelerate", "transformers")
-
-
-@dataclass(frozen=True)
-class Script:
-    """One script of a corpus and what its first line expects."""
-
-    path: Path
-    expected: frozenset[str]
-    ranks: int
-    launch: str
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        first = path.read_text().split("\n", 1)[0]
-        match = HEADER.match(first)
-        if match is None:
-            raise ValueError(f"{path}: the first line is not a header of the corpus: {first!r}")
-        codes = () if match[1] == "none" else match[1].split(",")
-        return cls(path, frozenset(codes), int(match[2]), match[3])
-
-
-def scripts_in(folder: Path) -> list[Script]:
-    """All scripts in folders named `broken` or `correct` under `folder`."""
-    found = sorted(folder.rglob("*.py"))
-    return [Script.read(path) for path in found if path.parent.name in ("broken", "correct")]
 
 
 @dataclass
@@ -114,9 +90,11 @@ class Server:
         assert self.process.stdout is not None
         scratch = Path(tempfile.mkdtemp(prefix="doctor-"))
         target = scratch / "report.json"
+        path = scratch / f"{script.name}.py"
+        path.write_text(script.text)
         given = ["--json", str(target), "--folder", str(scratch / "ddp-doctor"), *options]
         request = {
-            "script": str(script.path.resolve()),
+            "script": str(path),
             "ranks": script.ranks,
             "launch": script.launch,
             "doctor": given if doctor else None,
@@ -136,9 +114,9 @@ class Server:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def frameworks_of(scripts: list[Script]) -> tuple[str, ...]:
+def frameworks_of(scripts: list[str]) -> tuple[str, ...]:
     """The frameworks that any of the scripts imports."""
-    text = "\n".join(script.path.read_text() for script in scripts)
+    text = "\n".join(scripts)
     wanted = [name for name in FRAMEWORKS if re.search(rf"^\s*(import|from) {name}\b", text, re.M)]
     return tuple(wanted)
 

@@ -1,26 +1,28 @@
-"""Score the doctor on a corpus: `python -m tests.doctor.score [folder] [-k part of a name]`."""
+"""Score the doctor on its corpus: `python tests/doctor/score.py [-k PART-OF-A-NAME] [-v]`."""
 
 import argparse
+import sys
 from pathlib import Path
 
-from tests.doctor.corpus_runs import Outcome, Script, Server, frameworks_of, scripts_in
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from doctor.corpus_runs import Outcome, Server, frameworks_of
+from doctor.corpus_scripts import Script, corpus
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", default=str(Path(__file__).parent / "corpus"))
-    parser.add_argument("-k", default="", help="only scripts with this in their path")
+    parser.add_argument("-k", default="", help="only scripts with this in their name")
     parser.add_argument("--once", action="store_true", help="only with the doctor: compare nothing")
     parser.add_argument("-v", action="store_true", help="print every script's findings")
     given = parser.parse_args()
-    scripts = [each for each in scripts_in(Path(given.folder)) if given.k in str(each.path)]
+    scripts = [script for script in corpus() if given.k in script.name]
     found = broken = false = correct = changed = 0
-    plain = [each for each in scripts if not frameworks_of([each])]
-    others = [each for each in scripts if frameworks_of([each])]
-    for part in (plain, others):
+    for in_frameworks in (False, True):
+        part = [script for script in scripts if bool(frameworks_of([script.text])) == in_frameworks]
         if not part:
             continue
-        with Server(frameworks_of(part)) as server:
+        with Server(frameworks_of([script.text for script in part])) as server:
             for script in part:
                 looked = server.run(script, doctor=True)
                 plain = looked if given.once else server.run(script, doctor=False)
@@ -50,7 +52,7 @@ def _judge(script: Script, outcome: Outcome) -> str:
 
 
 def _say(script: Script, outcome: Outcome, wrong: str, changes: str, verbose: bool) -> None:
-    name = "/".join(script.path.parts[-2:])
+    name = script.name
     codes = []
     if outcome.report is not None:
         codes = [f"{each['severity'][0]}:{each['code']}" for each in outcome.report["findings"]]

@@ -1,11 +1,10 @@
-"""A part of the development corpus, small enough for every change; the score runs all of it."""
-
-from pathlib import Path
+"""A part of the corpus, small enough for every change; `score.py` runs all of it."""
 
 import pytest
-from doctor.corpus_runs import Script, Server
+from doctor.corpus_runs import Server
+from doctor.corpus_scripts import corpus, variants
 
-CORPUS = Path(__file__).parent / "corpus" / "development"
+SCRIPTS = {script.name: script for script in corpus()}
 BROKEN = (
     "accumulate_undivided",
     "hand_sum",
@@ -18,35 +17,30 @@ BROKEN = (
 CORRECT = ("accumulate_no_sync", "gan", "masked_global_mean", "token_sum_times_world")
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_script_is_named_by_its_cause_and_runs_unchanged(
+@pytest.mark.parametrize("name", [*BROKEN, *CORRECT])
+def test_a_script_runs_unchanged_and_is_named_by_its_cause_or_gets_no_warning(
     server: Server, name: str
 ) -> None:
-    script = Script.read(CORPUS / "broken" / f"{name}.py")
+    script = SCRIPTS[name]
     looked, plain = server.run(script, doctor=True), server.run(script, doctor=False)
     assert looked.report is not None, looked.errors
-    assert script.expected <= {each["code"] for each in looked.report["findings"]}
+    findings = looked.report["findings"]
+    if script.broken:
+        assert script.expected <= {finding["code"] for finding in findings}
+    else:
+        assert [finding for finding in findings if finding["severity"] != "note"] == []
+        assert looked.report["equation"]["seen"]
     assert looked.same(plain)
     assert looked.steps, "no optimizer step was fingerprinted: nothing was compared"
 
 
-@pytest.mark.parametrize("name", CORRECT)
-def test_a_correct_script_gets_no_error_and_no_warning(server: Server, name: str) -> None:
-    script = Script.read(CORPUS / "correct" / f"{name}.py")
-    looked, plain = server.run(script, doctor=True), server.run(script, doctor=False)
-    assert looked.report is not None, looked.errors
-    assert [f for f in looked.report["findings"] if f["severity"] != "note"] == []
-    assert looked.report["equation"]["seen"]
-    assert looked.same(plain)
+BASE = "# doctor: expect=none ranks=2 launch=torchrun\n# measured: yes\na = 1\nb = 2\na = 1\n"
 
 
-def test_every_script_has_a_header_and_says_how_it_was_measured() -> None:
-    paths = sorted(
-        path for kind in ("broken", "correct") for path in CORPUS.parent.glob(f"*/{kind}/*.py")
-    )
-    assert len(paths) > 40
-    for path in paths:
-        Script.read(path)
-        second = path.read_text().split("\n")[1]
-        assert second.startswith("# measured: "), path
-        assert "TODO" not in second, path
+def test_a_variant_that_no_longer_fits_its_base_is_named_with_the_lines_it_looks_for() -> None:
+    (variant,) = variants(BASE, "=== twice expect=one_bucket ranks=4\n-b = 2\n+b = 3\n", "f")
+    assert (variant.expected, variant.ranks) == ({"one_bucket"}, 4)
+    assert variant.text.endswith("a = 1\nb = 3\na = 1\n")
+    for hunk, times in (("-a = 1\n+a = 0\n", 2), ("-c = 3\n", 0)):
+        with pytest.raises(ValueError, match=f"f, variant x: the base has this {times} times"):
+            variants(BASE, f"=== x\n{hunk}", "f")

@@ -5,7 +5,8 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from doctor.corpus_runs import Outcome, Script, Server, frameworks_of
+from doctor.corpus_runs import Outcome, Server, frameworks_of
+from doctor.corpus_scripts import Script
 
 from labkit.launch import project_root
 
@@ -93,12 +94,10 @@ def test_the_planned_sum_is_w_times_the_average(
 
 
 @pytest.fixture(scope="module")
-def with_its_framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def with_its_framework() -> Iterator[Server]:
     """A rank server that has loaded what the two trainers are made with."""
-    path = tmp_path_factory.mktemp("trainers") / "train.py"
-    path.write_text(f"# doctor: expect=none ranks=1 launch=python\n{programs()['TWO_TRAINERS']}")
-    with Server(frameworks_of([Script.read(path)])) as one:
-        yield one
+    with Server(frameworks_of([programs()["TWO_TRAINERS"]])) as server:
+        yield server
 
 
 def test_two_trainers_in_one_script_are_told_apart_from_two_ranks(

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable
 
 import pytest
-from doctor.corpus_runs import Script, Server
+from doctor.corpus_runs import Server
+from doctor.corpus_scripts import Script
 
 from labkit.launch import project_root
 from labkit.testing import museum

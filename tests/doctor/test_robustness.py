@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from doctor.corpus_runs import Outcome, Script, Server
+from doctor.corpus_runs import Outcome, Server
+from doctor.corpus_scripts import Script
 
 Write = Callable[..., Script]
 

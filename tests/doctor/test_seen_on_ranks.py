@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from doctor.corpus_runs import Script, Server
+from doctor.corpus_runs import Server
+from doctor.corpus_scripts import Script
 
 Write = Callable[..., Script]
 

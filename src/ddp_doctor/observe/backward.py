@@ -67,7 +67,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         recorder.leftover = set()
         record["scale"] = recorder.scales
         record["retained"] = _retains(args, kwargs)
-        record["prepared"] = {str(each.index): each.prepared for each in recorder.wrappers}
+        record["prepared"] = {str(wrapper.index): wrapper.prepared for wrapper in recorder.wrappers}
         record["terms"] = []
         record["values"] = [
             float(root.detach())
@@ -75,18 +75,20 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if root.numel() == 1 and root.device.type != "meta"
         ]
         recorder.hooks = [
-            each.register_hook(reached(each, record))
-            for each in recorder.known_parameters().values()
-            if each.requires_grad and each.is_leaf and not hasattr(each, "placements")
+            parameter.register_hook(reached(parameter, record))
+            for parameter in recorder.known_parameters().values()
+            if parameter.requires_grad
+            and parameter.is_leaf
+            and not hasattr(parameter, "placements")
         ]
         recorder.window["current"] = record
         shards = any(hasattr(p, "placements") for p in recorder.known_parameters().values())
         recorder.window["sharded"] = recorder.names.sharded() or shards
         if shards:
             recorder.window["tensor_parallel"] = recorder.names.tensor_parallel()
-        for each in recorder.terms:
-            each["hits"] = 0.0
-            each["hit"] = False
+        for term in recorder.terms:
+            term["hits"] = 0.0
+            term["hit"] = False
         return record, [root.grad_fn for root in _roots(args, kwargs)]
 
     def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,21 +105,21 @@ def install(recorder: Recorder, patches: Patches) -> None:
             for number in _marked(nodes) & recorder.reduced_losses.keys():
                 recorder.reduced_losses[number]["needed"] = True
         if observed:
-            hit = [each for each in recorder.terms if each.get("hit")]
-            if not any(each["loss"] for each in hit):
-                tops = _outermost(nodes, {each["node"] for each in hit})
-                hit = [each for each in hit if each["node"] in tops]
+            hit = [term for term in recorder.terms if term.get("hit")]
+            if not any(term["loss"] for term in hit):
+                tops = _outermost(nodes, {term["node"] for term in hit})
+                hit = [term for term in hit if term["node"] in tops]
             else:
-                hit = [each for each in hit if each["loss"]]
-            record["terms"] = [losses.written(each) for each in hit[:40]]
-            used = {id(each) for each in hit}
-            recorder.terms = [each for each in recorder.terms if id(each) not in used]
+                hit = [term for term in hit if term["loss"]]
+            record["terms"] = [losses.written(term) for term in hit[:40]]
+            used = {id(term) for term in hit}
+            recorder.terms = [term for term in recorder.terms if id(term) not in used]
             record["reached"] = len(record["_reached"])
             record["wrappers"] = {}
             for wrapper in recorder.wrappers:
                 module = wrapper.module()
                 if module is not None:
-                    ids = {id(each) for each in module.parameters()}
+                    ids = {id(parameter) for parameter in module.parameters()}
                     record["wrappers"][str(wrapper.index)] = len(ids & record["_reached"])
         for wrapper in recorder.wrappers:
             if not observed or record["wrappers"].get(str(wrapper.index)):
@@ -130,7 +132,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if observed and len(state.pending) >= MAX_BACKWARDS:
                 state.cut = True
             elif observed:
-                mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
+                mine = {
+                    id(parameter)
+                    for group in optimizer.param_groups
+                    for parameter in group["params"]
+                }
                 if mine & record["_reached"] or not record["_reached"]:
                     state.pending.append(record)
                     if kept := len(mine & recorder.leftover):
@@ -152,7 +158,7 @@ def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     if isinstance(first, Tensor):
         return [first]
     if isinstance(first, Iterable):
-        return [each for each in first if isinstance(each, Tensor)]
+        return [root for root in first if isinstance(root, Tensor)]
     return []
 
 

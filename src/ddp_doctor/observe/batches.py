@@ -26,10 +26,10 @@ def tensors_in(batch: Any, most: int = 16) -> list[Tensor]:
                 found.append(value)
         elif depth < MAX_DEPTH:
             # A copy: another thread may add to the container.
-            for each in list(islice(_inside(value), left)):
+            for inner in list(islice(_inside(value), left)):
                 if left <= 0 or len(found) >= most:
                     return
-                look(each, depth + 1)
+                look(inner, depth + 1)
 
     look(batch, 0)
     return found

@@ -19,12 +19,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
         if isinstance(parameters, Tensor):
             parameters = [parameters]
         listed = isinstance(parameters, list | tuple)  # looking would use up a generator
-        ids = {id(each) for each in parameters} if listed else set()
+        ids = {id(parameter) for parameter in parameters} if listed else set()
         for state in recorder.optimizers.values():
             optimizer = state.optimizer()
             if optimizer is None or not state.pending:
                 continue
-            held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            held = {
+                id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+            }
             # Without a list, what backward left is compared with what the optimizer sees. That does
             # not show a clip after an all-reduce of one's own.
             if ids & held or (not listed and state.reduced):

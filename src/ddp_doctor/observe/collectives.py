@@ -75,18 +75,18 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def _what(tensor: Tensor) -> dict[str, Any]:
         """Which of the run's tensors this is: gradient, parameter, loss, or something else."""
         address = _address(tensor)
-        for each in recorder.known_parameters().values():
-            if hasattr(each, "placements"):
+        for parameter in recorder.known_parameters().values():
+            if hasattr(parameter, "placements"):
                 continue
-            grad = each.grad
+            grad = parameter.grad
             if grad is not None and (grad is tensor or (address and _address(grad) == address)):
                 for state in recorder.optimizers.values():
                     named = recorder.parameters_of(state)
-                    name = next((n for n, p in named if p is each), None)
+                    name = next((n for n, p in named if p is parameter), None)
                     if name:
                         return {"what": "gradient", "name": name, "optimizer": state.index}
                 return {"what": "gradient", "name": ""}
-            if address and _address(each) == address:
+            if address and _address(parameter) == address:
                 return {"what": "parameter"}
         if tensor.requires_grad:
             if tensor.numel() == 1:
@@ -94,9 +94,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
             return {"what": "activation", "grad": torch.is_grad_enabled()}
         known = recorder.known_parameters().values()
         if tensor.dim() and tensor.numel() > 1:
-            if tensor.numel() == sum(each.numel() for each in known):
+            if tensor.numel() == sum(parameter.numel() for parameter in known):
                 return {"what": "flat parameters" if recorder.is_parameters(tensor) else "flat"}
-            if any(tensor.shape == each.shape for each in known):
+            if any(tensor.shape == parameter.shape for parameter in known):
                 return {"what": "like a gradient"}
         return {"what": "other"}
 

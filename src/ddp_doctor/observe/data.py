@@ -89,14 +89,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 return
             rows[key] = 0
         if rows[key] < MAX_ROWS:
-            tensors = [each for each in tensors_in(result) if each.dim()][:8]
+            tensors = [tensor for tensor in tensors_in(result) if tensor.dim()][:8]
             found = _rows(tensors)
             rows[key] += max(1, len(found))
             session.write(
                 "batch",
                 iterator=key,
                 n=recorder.backward_count,
-                size=min((each.shape[0] for each in tensors), default=0),
+                size=min((tensor.shape[0] for tensor in tensors), default=0),
                 rows=found,
             )
 
@@ -114,15 +114,15 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 def _sharded(loader: Any) -> bool:
     """Whether sampler or batch sampler give each rank its own part."""
-    for each in (
+    for candidate in (
         getattr(loader, "sampler", None),
         getattr(loader, "batch_sampler", None),
         getattr(getattr(loader, "batch_sampler", None), "sampler", None),
         getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None),
         loader.dataset,
     ):
-        name = type(each).__name__
-        if "Distributed" in name or "Shard" in name or hasattr(each, "num_replicas"):
+        name = type(candidate).__name__
+        if "Distributed" in name or "Shard" in name or hasattr(candidate, "num_replicas"):
             return True
     return False
 
@@ -138,9 +138,9 @@ def _rows(tensors: list[Tensor]) -> list[int]:
     """A hash per row of a batch, over all its tensors, of at most 4 KiB per row and tensor."""
     if not tensors:
         return []
-    count = min(each.shape[0] for each in tensors)
+    count = min(tensor.shape[0] for tensor in tensors)
     return [
-        zlib.crc32(b"".join(checksum(each[at], 4096).to_bytes(4, "big") for each in tensors))
+        zlib.crc32(b"".join(checksum(tensor[at], 4096).to_bytes(4, "big") for tensor in tensors))
         for at in range(min(count, 256))
     ]
 
@@ -167,11 +167,11 @@ def _content(dataset: Any) -> int | None:
                 left[0] -= value.nbytes
                 found.append(zlib.crc32(value.tobytes()).to_bytes(4, "big"))
         elif depth < 3 and isinstance(value, list | tuple) and len(value) <= 1024:
-            for each in value:
-                if isinstance(each, int | float | str):
-                    found.append(repr(each).encode())
+            for element in value:
+                if isinstance(element, int | float | str):
+                    found.append(repr(element).encode())
                 else:
-                    look(each, depth + 1)
+                    look(element, depth + 1)
 
     for name in sorted(attributes):
         value = attributes[name]

@@ -138,13 +138,13 @@ def install(recorder: Recorder, patches: Patches) -> None:
         def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not recorder.on or depth[0] or len(args) < 2 or recorder.in_backward:
                 return
-            one, other = args[0], args[1]
+            loss, other = args[0], args[1]
             left = reflected
-            if isinstance(one, Tensor) and not one.requires_grad and isinstance(other, Tensor):
+            if isinstance(loss, Tensor) and not loss.requires_grad and isinstance(other, Tensor):
                 if sign == "/":
                     return
-                one, other, left = other, one, not left
-            if not isinstance(one, Tensor) or one.numel() != 1 or not isinstance(result, Tensor):
+                loss, other, left = other, loss, not left
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(result, Tensor):
                 return
             if not result.requires_grad or len(recorder.window["scaling"]) >= 100:
                 return
@@ -168,7 +168,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
                     "value": float(other),
                     "text": text,
                     "operand": factor,
-                    "meaning": " ; ".join(each for each in (meaning(factor, file), inner) if each),
+                    "meaning": " ; ".join(said for said in (meaning(factor, file), inner) if said),
                     "place": place(frame),
                 }
             )
@@ -190,8 +190,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
         (torch, ("div", "divide", "true_divide"), "/"),
         (torch, ("mul", "multiply"), "*"),
     ):
-        for each in names:
-            patches.observe(owner, each, after=scaled(sign), when=when)
+        for name in names:
+            patches.observe(owner, name, after=scaled(sign), when=when)
 
 
 def _library_text(frame: Any) -> str:
@@ -234,7 +234,7 @@ def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
     reduction = values.get("reduction", "mean")
     if values.get("size_average") is not None or values.get("reduce") is not None:
         reduction = F._Reduction.legacy_get_string(values.get("size_average"), values.get("reduce"))
-    source = next(each for each in values.values() if isinstance(each, Tensor))
+    source = next(value for value in values.values() if isinstance(value, Tensor))
     target = values.get("target")
     count: float = source.numel()
     rows = source.shape[0] if source.dim() else 1

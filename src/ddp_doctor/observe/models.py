@@ -22,26 +22,29 @@ class Names:
 
     def of(self, parameters: Sequence[Tensor], wrappers: Sequence[WrapperState]) -> list[str]:
         """A name per parameter. The first call for new parameters searches the live modules."""
-        missing = [each for each in parameters if not self._names.get(each)]
+        missing = [parameter for parameter in parameters if not self._names.get(parameter)]
         if missing:
             for wrapper in wrappers:
                 module = wrapper.module()
                 if module is not None:
                     self._take(module, f"{wrapper.index}:" if wrapper.index else "")
-            missing = [each for each in missing if self._names.get(each) is None]
+            missing = [parameter for parameter in missing if self._names.get(parameter) is None]
         if missing:
             root = _smallest_module_with(missing)
             if root is not None:
                 self._take(root, "")
-            for each in missing:
-                if self._names.get(each) is None:
-                    self._names.set(each, "")
-        return [self._names.get(each) or f"parameter {at}" for at, each in enumerate(parameters)]
+            for parameter in missing:
+                if self._names.get(parameter) is None:
+                    self._names.set(parameter, "")
+        return [
+            self._names.get(parameter) or f"parameter {at}"
+            for at, parameter in enumerate(parameters)
+        ]
 
     def _take(self, module: nn.Module, prefix: str) -> None:
-        for name, each in module.named_parameters():
-            if not self._names.get(each):
-                self._names.set(each, prefix + name)
+        for name, parameter in module.named_parameters():
+            if not self._names.get(parameter):
+                self._names.set(parameter, prefix + name)
         if self._root is None or self._root() is None:
             self._root = weakref.ref(module)
 
@@ -61,7 +64,8 @@ class Names:
             return False
         if self._flat is None:
             self._flat = any(
-                type(each).__name__ == "FullyShardedDataParallel" for each in gc.get_objects()
+                type(candidate).__name__ == "FullyShardedDataParallel"
+                for candidate in gc.get_objects()
             )
         return self._flat
 
@@ -70,7 +74,7 @@ class Names:
         if self._split is None:
             fsdp = sys.modules.get("torch.distributed.fsdp")
             whole = fsdp is not None and any(
-                issubclass(type(each), fsdp.FSDPModule) for each in gc.get_objects()
+                issubclass(type(candidate), fsdp.FSDPModule) for candidate in gc.get_objects()
             )
             self._split = not whole and not self.sharded()
         return self._split
@@ -103,13 +107,13 @@ def _smallest_module_with(parameters: Sequence[Tensor]) -> nn.Module | None:
     is taken. The order of live objects must not decide. It differs between ranks, and ranks that
     name a parameter differently look as if their gradients differed.
     """
-    wanted = {id(each) for each in parameters}
+    wanted = {id(parameter) for parameter in parameters}
     best: tuple[int, int, int, nn.Module] | None = None
     for candidate in gc.get_objects():
         kind: Any = type(candidate)
         if not issubclass(kind, nn.Module) or "_parameters" not in candidate.__dict__:
             continue
-        inside = {id(each) for each in candidate.parameters()}
+        inside = {id(parameter) for parameter in candidate.parameters()}
         found = len(wanted & inside)
         if not found:
             continue

@@ -68,9 +68,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def _remember(optimizer: Any) -> None:
         """The gradients that this step has used: what is still there later was never cleared."""
-        listed = [each for group in optimizer.param_groups for each in group["params"]]
-        for each in listed[:MAX_PARAMETERS] if recorder.on else ():
-            recorder.used[id(each)] = None if each.grad is None else projection(each.grad)
+        listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in listed[:MAX_PARAMETERS] if recorder.on else ():
+            recorder.used[id(parameter)] = (
+                None if parameter.grad is None else projection(parameter.grad)
+            )
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         after(optimizer)
@@ -81,11 +83,13 @@ def install(recorder: Recorder, patches: Patches) -> None:
             _forget(state)
 
     def module_cleared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inside = {id(each) for each in args[0].parameters()}
+        inside = {id(parameter) for parameter in args[0].parameters()}
         for state in recorder.optimizers.values():
             optimizer = state.optimizer()
             if optimizer is not None and any(
-                id(each) in inside for group in optimizer.param_groups for each in group["params"]
+                id(parameter) in inside
+                for group in optimizer.param_groups
+                for parameter in group["params"]
             ):
                 _forget(state)
 
@@ -97,19 +101,23 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if other is not state
             for record in other.pending
         ]
-        for each in state.pending if recorder.on else ():
+        for backward in state.pending if recorder.on else ():
             dropped = recorder.window.setdefault("dropped", [])
-            if each.get("used") or len(dropped) >= 64 or any(each is one for one in kept):
+            if (
+                backward.get("used")
+                or len(dropped) >= 64
+                or any(backward is other for other in kept)
+            ):
                 continue
-            targets = [term["target"] for term in each["terms"] if "target" in term]
-            fact = {"optimizer": state.index, "call": each["call"], "targets": targets}
+            targets = [term["target"] for term in backward["terms"] if "target" in term]
+            fact = {"optimizer": state.index, "call": backward["call"], "targets": targets}
             dropped.append(fact)
         state.forget()
         optimizer = state.optimizer()
         if optimizer is not None:
             for group in optimizer.param_groups:
-                for each in group["params"]:
-                    recorder.local.pop(id(each), None)
+                for parameter in group["params"]:
+                    recorder.local.pop(id(parameter), None)
 
     patches.hold(register_optimizer_step_pre_hook(step))
     patches.hold(register_optimizer_step_post_hook(stepped))

@@ -93,7 +93,7 @@ class Recorder:
         return self.session.observing
 
     def wrapper_of(self, module: Any) -> WrapperState | None:
-        return next((each for each in self.wrappers if each.module() is module), None)
+        return next((wrapper for wrapper in self.wrappers if wrapper.module() is module), None)
 
     def known_parameters(self) -> dict[int, Tensor]:
         """The parameters of all optimizers and wrappers, by id."""
@@ -102,12 +102,12 @@ class Recorder:
             optimizer = state.optimizer()
             if optimizer is not None:
                 for group in optimizer.param_groups:
-                    known.update((id(each), each) for each in group["params"])
+                    known.update((id(parameter), parameter) for parameter in group["params"])
         for wrapper in self.wrappers:
             module = wrapper.module()
             if module is not None:
-                known.update((id(each), each) for each in module.parameters())
-        return {key: each for key, each in known.items() if isinstance(each, Tensor)}
+                known.update((id(parameter), parameter) for parameter in module.parameters())
+        return {key: parameter for key, parameter in known.items() if isinstance(parameter, Tensor)}
 
     def add_optimizer(self, optimizer: Any) -> OptimizerState:
         state = self.optimizers.get(id(optimizer))
@@ -115,7 +115,9 @@ class Recorder:
             state = OptimizerState(optimizer, self.made)
             self.made += 1
             self.optimizers[id(optimizer)] = state
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
             self.session.write(
                 "optimizer",
                 index=state.index,
@@ -133,7 +135,7 @@ class Recorder:
         optimizer = state.optimizer()
         if optimizer is None:
             return []
-        listed = [each for group in optimizer.param_groups for each in group["params"]]
+        listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         named = self.names.of(listed, self.wrappers)
         return list(zip(named, listed, strict=True))[:MAX_PARAMETERS]
 
@@ -161,7 +163,7 @@ class Recorder:
     def expects_own_reduction(self) -> bool:
         """Whether `before_own_reduction` would change anything."""
         return self.in_backward > 0 or any(
-            each.snapshot is not None or not each.reduced for each in self.optimizers.values()
+            state.snapshot is not None or not state.reduced for state in self.optimizers.values()
         )
 
     def before_own_reduction(self, optimizer: int | None, name: str = "") -> None:
@@ -173,7 +175,9 @@ class Recorder:
         for state in self.optimizers.values():
             if optimizer in (None, state.index):
                 state.snapshot = None
-                state.reduced |= {name} if name else {each for each, _ in self.parameters_of(state)}
+                state.reduced |= (
+                    {name} if name else {parameter for parameter, _ in self.parameters_of(state)}
+                )
 
     def mark_reduced_loss(self, node: Any, fact: dict[str, Any]) -> None:
         """A loss goes through a collective: whether a later backward needs it will be seen there.
@@ -194,7 +198,7 @@ class Recorder:
 
     def so_far(self) -> dict[str, int]:
         """Per optimizer: the backwards since its last step that reached its parameters."""
-        return {str(each.index): len(each.pending) for each in self.optimizers.values()}
+        return {str(state.index): len(state.pending) for state in self.optimizers.values()}
 
     def note_gradients(self, state: OptimizerState) -> None:
         """What backward left in `.grad`: whatever differs at the update, the script changed."""
@@ -203,17 +207,17 @@ class Recorder:
             return
         state.left = _rounded(
             {
-                name: projection(each.grad)
-                for name, each in self.parameters_of(state)
-                if each.grad is not None
+                name: projection(parameter.grad)
+                for name, parameter in self.parameters_of(state)
+                if parameter.grad is not None
             }
         )
 
     def _local_norm(self, state: OptimizerState) -> float:
         """The norm of the gradients that are on this rank, shards of DTensors included."""
         total = 0.0
-        for _, each in self.parameters_of(state):
-            grad = each.grad
+        for _, parameter in self.parameters_of(state):
+            grad = parameter.grad
             if hasattr(grad, "to_local"):
                 grad = grad.to_local()
             if grad is not None and grad.numel() and grad.layout == torch.strided:
@@ -242,13 +246,13 @@ class Recorder:
             self.session.write("average", n=self.session.step_count, place=at)
 
     def _remember_parameters(self, state: OptimizerState) -> None:
-        parameters = [each for _, each in self.parameters_of(state)]
-        plain = [each for each in parameters if not hasattr(each, "placements")]
+        parameters = [parameter for _, parameter in self.parameters_of(state)]
+        plain = [parameter for parameter in parameters if not hasattr(parameter, "placements")]
         if state.index == 0 and plain and plain[0].device.type != "meta":
-            self.addresses = {each.data_ptr() for each in plain if each.numel()}
-            self.total = sum(each.numel() for each in plain) if len(plain) > 1 else 0
+            self.addresses = {parameter.data_ptr() for parameter in plain if parameter.numel()}
+            self.total = sum(parameter.numel() for parameter in plain) if len(plain) > 1 else 0
             parts: list[Tensor] = []
-            while sum(each.numel() for each in parts) < 64 and len(parts) < len(plain):
+            while sum(part.numel() for part in parts) < 64 and len(parts) < len(plain):
                 parts.append(plain[len(parts)].detach().reshape(-1)[:64].double().cpu())
             first = torch.cat(parts)[:64]
             self.first_values = first if first.numel() >= 8 else None
@@ -262,7 +266,7 @@ class Recorder:
         self.take_snapshot(state)
         if state.norm is not None:
             self.window["norm"] = [state.norm, self._local_norm(state)]
-        if "start" not in state.done and not any(each.steps for each in self.optimizers.values()):
+        if "start" not in state.done and not any(state.steps for state in self.optimizers.values()):
             state.done.add("start")
             self.session.write("start", **self.replica(state))
 
@@ -273,17 +277,20 @@ class Recorder:
         rank. A single raw tensor with an optimizer of its own is another case.
         """
         named = self.parameters_of(state)
-        if not all(name.startswith("parameter ") and each.grad is not None for name, each in named):
+        if not all(
+            name.startswith("parameter ") and parameter.grad is not None
+            for name, parameter in named
+        ):
             return False
         modules = [module for wrapper in self.wrappers if (module := wrapper.module()) is not None]
-        wrapped = {id(each) for module in modules for each in module.parameters()}
-        optimizers = [each.optimizer() for each in self.optimizers.values()]
+        wrapped = {id(parameter) for module in modules for parameter in module.parameters()}
+        optimizers = [state.optimizer() for state in self.optimizers.values()]
         return not any(
-            id(each) in wrapped
+            id(parameter) in wrapped
             for optimizer in optimizers
             if optimizer is not None
             for group in optimizer.param_groups
-            for each in group["params"]
+            for parameter in group["params"]
         )
 
     def after_update(self, state: OptimizerState) -> None:
@@ -314,8 +321,8 @@ class Recorder:
                 left=state.left,
                 after=self.replica(state),
                 stale=self._stale(state),
-                changed=[each for wrapper in self.wrappers for each in wrapper.changes()],
-                gone=[each.index for each in self.wrappers if each.wrapper() is None],
+                changed=[change for wrapper in self.wrappers for change in wrapper.changes()],
+                gone=[wrapper.index for wrapper in self.wrappers if wrapper.wrapper() is None],
                 losses=len(self.terms),
                 cut=state.cut,
                 # what the model did in training, by class of module
@@ -333,24 +340,26 @@ class Recorder:
         # Optimizers that step no longer do not count. Not asked of the garbage collector, which
         # would answer differently on each rank.
         state.last = session.step_count
-        ever = [each for each in self.optimizers.values() if each.steps]
-        turn = [each for each in ever if each.last > session.step_count - 2 * len(ever)]
+        ever = [state for state in self.optimizers.values() if state.steps]
+        turn = [state for state in ever if state.last > session.step_count - 2 * len(ever)]
         session.next_step(len(turn), full=self.written >= MAX_WINDOWS)
         sharded = self.window.get("sharded", False)
         self._clear()
-        if sharded and any(each.pending for each in self.optimizers.values()):
+        if sharded and any(state.pending for state in self.optimizers.values()):
             self.window["sharded"] = True  # another optimizer steps after the same backward
         session.doing("between steps")
 
     def _stale(self, state: OptimizerState) -> dict[str, int]:
         """Parameters that got gradients and that no optimizer of this process holds."""
         optimized = set()
-        for each in self.optimizers.values():
-            optimizer = each.optimizer()
+        for other in self.optimizers.values():
+            optimizer = other.optimizer()
             if optimizer is not None:
                 optimized |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         reached = {key for record in state.pending for key in record.get("_reached", ())}
-        everything = {key for one in self.all_backwards() for key in one.get("_reached", ())}
+        everything = {
+            key for backward in self.all_backwards() for key in backward.get("_reached", ())
+        }
         fact = {
             "reached": len(reached),
             "outside": len(everything - optimized),
@@ -362,16 +371,16 @@ class Recorder:
         return fact
 
     def all_backwards(self) -> list[dict[str, Any]]:
-        return [record for each in self.optimizers.values() for record in each.pending]
+        return [record for state in self.optimizers.values() for record in state.pending]
 
     def replica(self, state: OptimizerState) -> dict[str, Any]:
         """Hashes of the optimizer's parameters and of the buffers of their module."""
         parameters = self.parameters_of(state)
         return {
-            "parameters": {name: checksum(each) for name, each in parameters},
-            "values": _rounded({name: projection(each) for name, each in parameters}),
+            "parameters": {name: checksum(parameter) for name, parameter in parameters},
+            "values": _rounded({name: projection(parameter) for name, parameter in parameters}),
             "buffers": {
-                name: checksum(each) for name, each in self.names.buffers(self.wrappers)[:200]
+                name: checksum(buffer) for name, buffer in self.names.buffers(self.wrappers)[:200]
             },
         }
 
@@ -380,7 +389,7 @@ class Recorder:
         for record in self.all_backwards():
             record.pop("_reached", None)
         self.window.pop("current", None)
-        pending = next((each.pending for each in self.optimizers.values() if each.pending), [])
+        pending = next((state.pending for state in self.optimizers.values() if state.pending), [])
         if self.written < MAX_WINDOWS and (pending or any(self.window.values())):
             self.session.write("open", n=self.session.step_count, backwards=pending, **self.window)
         self.session.write(

@@ -14,12 +14,12 @@ class Numbers:
         self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._count = 0
 
-    def of(self, each: Any) -> int:
-        reference, number = self._seen.get(id(each), (None, 0))
-        if reference is None or reference() is not each:
+    def of(self, obj: Any) -> int:
+        reference, number = self._seen.get(id(obj), (None, 0))
+        if reference is None or reference() is not obj:
             number = self._count
             self._count += 1
-            self._seen[id(each)] = (weakref.ref(each), number)
+            self._seen[id(obj)] = (weakref.ref(obj), number)
         return number
 
 
@@ -29,12 +29,12 @@ class ByIdentity:
     def __init__(self) -> None:
         self._values: dict[int, tuple[weakref.ref[Any], str]] = {}
 
-    def get(self, each: Any) -> str | None:
-        reference, value = self._values.get(id(each), (None, None))
-        return value if reference is not None and reference() is each else None
+    def get(self, obj: Any) -> str | None:
+        reference, value = self._values.get(id(obj), (None, None))
+        return value if reference is not None and reference() is obj else None
 
-    def set(self, each: Any, value: str) -> None:
-        self._values[id(each)] = (weakref.ref(each), value)
+    def set(self, obj: Any, value: str) -> None:
+        self._values[id(obj)] = (weakref.ref(obj), value)
 
 
 class OptimizerState:
@@ -77,13 +77,13 @@ class WrapperState:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.at_start = {
             name: (
-                weakref.ref(each),
-                each.requires_grad,
-                str(each.dtype),
-                accumulator(each),
-                each.shape,
+                weakref.ref(parameter),
+                parameter.requires_grad,
+                str(parameter.dtype),
+                accumulator(parameter),
+                parameter.shape,
             )
-            for name, each in module.named_parameters()
+            for name, parameter in module.named_parameters()
             if name not in ignored
         }
         self.ignored = ignored
@@ -95,25 +95,27 @@ class WrapperState:
             return []
         found = []
         now = dict(module.named_parameters())
-        for name, each in now.items():
-            if name in self.ignored or hasattr(each, "placements"):
+        for name, parameter in now.items():
+            if name in self.ignored or hasattr(parameter, "placements"):
                 continue
             if name not in self.at_start:
-                if each.requires_grad:
+                if parameter.requires_grad:
                     found.append({"name": name, "how": "new"})
                 continue
             reference, trained, dtype, node, shape = self.at_start[name]
-            if reference() is not each:
-                same = each.shape == shape
+            if reference() is not parameter:
+                same = parameter.shape == shape
                 found.append({"name": name, "how": "replaced" if same else "new"})
-            elif each.requires_grad and not trained:
+            elif parameter.requires_grad and not trained:
                 found.append({"name": name, "how": "unfrozen"})
-            elif str(each.dtype) != dtype:
-                found.append({"name": name, "how": f"converted from {dtype} to {each.dtype}"})
-            elif each.requires_grad and node is not None and accumulator(each) is not node:
+            elif str(parameter.dtype) != dtype:
+                found.append({"name": name, "how": f"converted from {dtype} to {parameter.dtype}"})
+            elif (
+                parameter.requires_grad and node is not None and accumulator(parameter) is not node
+            ):
                 found.append({"name": name, "how": "moved"})
-        for one in found:
-            one["wrapper"] = self.index
+        for change in found:
+            change["wrapper"] = self.index
         return found[:50]
 
 

@@ -32,7 +32,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         recorder.open()
         state = WrapperState(wrapper, module, len(recorder.wrappers))
         recorder.wrappers.append(state)
-        sizes = [each.numel() * each.element_size() for each in module.parameters()]
+        sizes = [parameter.numel() * parameter.element_size() for parameter in module.parameters()]
         cap = kwargs.get("bucket_cap_mb")
         session.write(
             "wrapper",
@@ -80,11 +80,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def find() -> None:
         """Look for wrappers of other libraries, by what they have, and observe their classes."""
-        for each in wrappers_like_ddp():
-            note(each, {"bucket_cap_mb": getattr(each, "bucket_cap_mb", None)})
-            if not known_classes & set(type(each).__mro__):
-                known_classes.add(type(each))
-                patches.observe(type(each), "forward", forward, forwarded)
+        for wrapper in wrappers_like_ddp():
+            note(wrapper, {"bucket_cap_mb": getattr(wrapper, "bucket_cap_mb", None)})
+            if not known_classes & set(type(wrapper).__mro__):
+                known_classes.add(type(wrapper))
+                patches.observe(type(wrapper), "forward", forward, forwarded)
 
     recorder.find_wrappers = find
 
@@ -101,19 +101,19 @@ def install(recorder: Recorder, patches: Patches) -> None:
 def wrappers_like_ddp() -> list[torch.nn.Module]:
     """Live modules that hold one module as `.module` and can leave synchronization out."""
     found = []
-    for each in gc.get_objects():
-        kind: Any = type(each)
-        if not issubclass(kind, torch.nn.Module) or "_modules" not in each.__dict__:
+    for candidate in gc.get_objects():
+        kind: Any = type(candidate)
+        if not issubclass(kind, torch.nn.Module) or "_modules" not in candidate.__dict__:
             continue
-        inner = each.__dict__["_modules"].get("module")
+        inner = candidate.__dict__["_modules"].get("module")
         if isinstance(inner, torch.nn.Module) and callable(getattr(kind, "no_sync", None)):
-            found.append(each)
-    return [each for each in found if "FullySharded" not in type(each).__name__]
+            found.append(candidate)
+    return [candidate for candidate in found if "FullySharded" not in type(candidate).__name__]
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
     """Hash, size and shape of each tensor that a forward was given, also inside of objects."""
     return [
-        [checksum(each, 1 << 22), each.numel(), list(each.shape)[:6]]
-        for each in tensors_in((*args, *kwargs.values()))
+        [checksum(tensor, 1 << 22), tensor.numel(), list(tensor.shape)[:6]]
+        for tensor in tensors_in((*args, *kwargs.values()))
     ]

@@ -29,8 +29,8 @@ def examine(run: Run, equation: Equation) -> list[Finding]:
     found: dict[str, Finding] = {}
     for rule in RULES:
         try:
-            for each in rule(run, equation):
-                found.setdefault(each.code, each)
+            for finding in rule(run, equation):
+                found.setdefault(finding.code, finding)
         except Exception as error:
             run.notes.append(f"The rule {rule.__name__} failed: {type(error).__name__}: {error}")
-    return sorted(found.values(), key=lambda each: ORDER[each.severity])
+    return sorted(found.values(), key=lambda finding: ORDER[finding.severity])

@@ -12,23 +12,23 @@ def find_unused_without_need(run: Run, equation: Equation) -> Iterator[Finding]:
 
     Right if some step does leave parameters out.
     """
-    for one in run.wrappers:
-        if not one["find_unused"] or len(run.complete) < 2 or run.world < 2:
+    for wrapper in run.wrappers:
+        if not wrapper["find_unused"] or len(run.complete) < 2 or run.world < 2:
             continue
         if any(fact["snapshot"].get("missing") for w in run.complete for _, fact in w):
             continue
         reached = [
-            b["wrappers"].get(str(one["index"]), 0)
+            b["wrappers"].get(str(wrapper["index"]), 0)
             for w in run.complete
             for _, fact in w
             for b in fact["backwards"]
         ]
-        if reached and min(reached) >= one["parameters"]:
+        if reached and min(reached) >= wrapper["parameters"]:
             yield finding(
                 "find_unused_without_need",
-                f"All {one['parameters']} parameters had a gradient in every observed step; the "
-                f"wrapper walks the graph in every forward to look for unused ones.",
-                one["place"],
+                f"All {wrapper['parameters']} parameters had a gradient in every observed step; "
+                f"the wrapper walks the graph in every forward to look for unused ones.",
+                wrapper["place"],
                 "Leave out find_unused_parameters=True.",
             )
             return
@@ -78,14 +78,19 @@ def one_bucket(run: Run, equation: Equation) -> Iterator[Finding]:
 
     Right for small models (under 2 MB), where there is nothing to overlap.
     """
-    for one in run.wrappers:
-        cap = one["bucket_cap"]
-        if one["world"] > 1 and cap and one["bytes"] > 2 << 20 and cap * (1 << 20) >= one["bytes"]:
+    for wrapper in run.wrappers:
+        cap = wrapper["bucket_cap"]
+        if (
+            wrapper["world"] > 1
+            and cap
+            and wrapper["bytes"] > 2 << 20
+            and cap * (1 << 20) >= wrapper["bytes"]
+        ):
             yield finding(
                 "one_bucket",
-                f"bucket_cap_mb={cap} holds all {one['bytes'] >> 20} MB of gradients in one "
+                f"bucket_cap_mb={cap} holds all {wrapper['bytes'] >> 20} MB of gradients in one "
                 f"bucket: the all-reduce cannot overlap with backward.",
-                one["place"],
+                wrapper["place"],
                 "Leave bucket_cap_mb at its default of 25, or choose a smaller cap.",
             )
             return
@@ -99,7 +104,7 @@ def saved_tensor_overwritten(run: Run, equation: Equation) -> Iterator[Finding]:
     for rank in run.ranks:
         error = rank.error or {}
         if "modified by an inplace operation" in error.get("text", ""):
-            broadcast = any(one["broadcast_buffers"] for one in run.wrappers)
+            broadcast = any(wrapper["broadcast_buffers"] for wrapper in run.wrappers)
             yield finding(
                 "saved_tensor_overwritten",
                 f"Rank {rank.rank}: a tensor that backward needs was changed in place."

@@ -21,7 +21,7 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
     same = []
     for window in run.complete:
         seen = [_data(fact) for _, fact in window]
-        same.append(bool(seen[0]) and all(each == seen[0] for each in seen))
+        same.append(bool(seen[0]) and all(data == seen[0] for data in seen))
     if all(same):
         window = run.complete[0]
         loader = run.first("loader")
@@ -72,7 +72,9 @@ def _overlap(run: Run) -> Iterator[Finding]:
     that read other parts of the data have no rows in common, however few of them were seen. A
     custom sampler may be endless by design: then a whole epoch has to show the overlap.
     """
-    loaders = [each for each in run.ranks[0].all("loader") if each["grad"] and each["length"]]
+    loaders = [
+        loader for loader in run.ranks[0].all("loader") if loader["grad"] and loader["length"]
+    ]
     if not loaders or loaders[0]["sharded"] or loaders[0]["replacement"]:
         return
     whole, read = loaders[0]["length"], []
@@ -86,10 +88,10 @@ def _overlap(run: Run) -> Iterator[Finding]:
         if len(set(rows)) < 0.9 * len(rows):
             return  # rows that are equal by chance tell nothing
         read.append(set(rows))
-    smallest = min((len(each) for each in read), default=0)
+    smallest = min((len(rows) for rows in read), default=0)
     if len(read) < 2 or smallest < 8:
         return
-    other = min(read[1:], key=lambda each: len(each & read[0]))
+    other = min(read[1:], key=lambda rows: len(rows & read[0]))
     common = len(set.intersection(*read))
     if common > 0.9 * smallest and smallest > 0.9 * whole:
         seen = (
@@ -147,18 +149,21 @@ def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
         return
     loaders: list[list[Fact]] = [
         [
-            one
-            for one in rank.all("loader")
-            if one["sharded"] and one["content"] is not None and (one["replicas"] or 2) > 1
+            loader
+            for loader in rank.all("loader")
+            if loader["sharded"] and loader["content"] is not None and (loader["replicas"] or 2) > 1
         ]
         for rank in run.ranks
     ]
     if len(loaders) < run.world or not all(loaders):
         return
     for same in zip(*loaders, strict=False):
-        if len({one["length"] for one in same}) != 1 or len({one["dataset"] for one in same}) != 1:
+        if (
+            len({loader["length"] for loader in same}) != 1
+            or len({loader["dataset"] for loader in same}) != 1
+        ):
             continue
-        if len({one["content"] for one in same}) > 1:
+        if len({loader["content"] for loader in same}) > 1:
             yield finding(
                 "datasets_differ",
                 f"{same[0]['dataset']} has {same[0]['length']} samples on every rank, but other "
@@ -182,10 +187,10 @@ def epoch_order_repeats(run: Run, equation: Equation) -> Iterator[Finding]:
                 passes.setdefault(fact["sampler"], []).append(fact)
         for facts in passes.values():
             trained = [
-                (one, two)
-                for one, two in pairwise(facts)
-                if two["backwards"] > one["backwards"]
-                and (one["epoch"], one["seed"]) == (two["epoch"], two["seed"])
+                (earlier, later)
+                for earlier, later in pairwise(facts)
+                if later["backwards"] > earlier["backwards"]
+                and (earlier["epoch"], earlier["seed"]) == (later["epoch"], later["seed"])
             ]
             if trained and len(trained) == len(facts) - 1:
                 yield finding(
@@ -213,11 +218,11 @@ def same_random_numbers(run: Run, equation: Equation) -> Iterator[Finding]:
         facts = [fact for _, fact in window]
         counts = [fact["modules"].get("dropout", 0) + fact.get("dropout", 0) for fact in facts]
         states = [fact.get("random") for fact in facts]
-        if not all(states) or any(each != states[0] for each in states):
+        if not all(states) or any(state != states[0] for state in states):
             return
         dropout = dropout and all(counts)
         firsts.append(states[0][0])
-    drawn = len(firsts) > 2 and all(one != two for one, two in pairwise(firsts))
+    drawn = len(firsts) > 2 and all(earlier != later for earlier, later in pairwise(firsts))
     if not dropout and not drawn:
         return
     what = "dropout draws" if dropout else "what a step draws at random is"
@@ -249,12 +254,12 @@ def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
     joined = any(rank.all("join") for rank in run.ranks)
     failed = [rank for rank in run.ranks if rank.error or not rank.ended]
     lengths = {
-        rank.rank: {one["length"] for one in rank.all("loader") if one["length"]}
+        rank.rank: {loader["length"] for loader in rank.all("loader") if loader["length"]}
         for rank in run.ranks
     }
     if joined:
         return
-    few = min(counts, key=lambda each: counts[each])
+    few = min(counts, key=lambda rank: counts[rank])
     # An average that the short rank no longer takes part in hangs or fails.
     through = any(rank.all("wrapper") for rank in run.ranks) or _by_hand(run)
     if not through:
@@ -284,7 +289,7 @@ def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
 
 def _short_ended(run: Run, few: int) -> bool:
     """Whether the rank with the fewest batches had left its training loop."""
-    rank = next(each for each in run.ranks if each.rank == few)
+    rank = next(rank for rank in run.ranks if rank.rank == few)
     if rank.ended and (rank.error is None or _connection(rank.error)):
         return True
     doing = rank.now.doing if rank.now else ""
@@ -301,10 +306,10 @@ def _connection(error: Fact | None) -> bool:
 
 def _by_hand(run: Run) -> bool:
     return any(
-        one.get("what") in ("gradient", "flat")
+        call.get("what") in ("gradient", "flat")
         for window in run.windows
         for _, fact in window
-        for one in fact["collectives"]
+        for call in fact["collectives"]
     )
 
 
@@ -318,13 +323,13 @@ def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
         return
     rank = run.ranks[0]
     trained = {
-        one["sampler"]
-        for one in rank.all("sampler")
-        for two in rank.all("sampler")
-        if one["sampler"] == two["sampler"]
-        and two["backwards"] > one["backwards"]
-        and two["pass_"] == one["pass_"] + 1
-        and one["shuffle"]
+        earlier["sampler"]
+        for earlier in rank.all("sampler")
+        for later in rank.all("sampler")
+        if earlier["sampler"] == later["sampler"]
+        and later["backwards"] > earlier["backwards"]
+        and later["pass_"] == earlier["pass_"] + 1
+        and earlier["shuffle"]
     }
     totals = rank.last("totals")
     for fact in rank.all("sampler"):
@@ -357,7 +362,7 @@ def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
 
 def _next_backwards(facts: list[Fact], fact: Fact) -> int:
     """How many backwards had run when the next pass of any sampler began."""
-    later = [one["backwards"] for one in facts[facts.index(fact) + 1 :]]
+    later = [sampler["backwards"] for sampler in facts[facts.index(fact) + 1 :]]
     return later[0] if later else -1
 
 

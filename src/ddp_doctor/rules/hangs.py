@@ -22,7 +22,12 @@ def _doing(rank: Rank) -> tuple[str, str]:
     what, _, place = text.partition(" at ")
     if not place and stuck and stuck[-1]["stack"]:
         place = next(
-            (one.split(" in ")[0] for one in stuck[-1]["stack"] if "site-packages" not in one), ""
+            (
+                frame.split(" in ")[0]
+                for frame in stuck[-1]["stack"]
+                if "site-packages" not in frame
+            ),
+            "",
         )
     if rank.error and rank.error["place"]:
         place = place or str(rank.error["place"])
@@ -66,7 +71,7 @@ def stuck(run: Run, equation: Equation) -> Iterator[Finding]:
         # Ranks that still run explain nothing if others have ended.
         gone = [rank for rank in others if not rank.alive or run.hung]
         listed = "; ".join(f"rank {rank.rank} {_said(rank)}" for rank in (gone or others)[:6])
-        listed = listed or ", ".join(f"rank {each} never started" for each in run.missing[:6])
+        listed = listed or ", ".join(f"rank {rank} never started" for rank in run.missing[:6])
         ranks = ", ".join(str(rank.rank) for rank in waiting[:8])
         busy = run.hung and not run.missing and all(r.alive and not r.ended for r in others)
         fix = (

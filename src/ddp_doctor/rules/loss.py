@@ -32,7 +32,7 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
     Right if the counts are equal, or if the loss is divided by a count that all ranks share: the
     weights are equal then. A smaller last batch of an epoch is a note.
     """
-    steps = [each for each in equation.steps if each.world > 1 and _combined(each)]
+    steps = [step for step in equation.steps if step.world > 1 and _combined(step)]
     found = []
     for step in steps:
         sums = list(step.by_rank().values())
@@ -41,7 +41,7 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
             found.append((max(weights) / min(weights), step, weights))
     if not found:
         return
-    ratio, step, weights = max(found, key=lambda each: each[0])
+    ratio, step, weights = max(found, key=lambda case: case[0])
     counts = {rank: count for rank, (count, _) in step.by_rank().items()}
     heavy, light = weights.index(max(weights)), weights.index(min(weights))
     listed = ", ".join(f"rank {r} has {number(c)}" for r, c in list(counts.items())[:8])
@@ -62,14 +62,14 @@ def unequal_denominators_accumulation(run: Run, equation: Equation) -> Iterator[
     Right if the micro-batches have equal counts, or share the count of the whole window. Right if
     they are several losses, and no micro-batches.
     """
-    steps = [each for each in equation.steps if each.micros > 1 and not each.several]
+    steps = [step for step in equation.steps if step.micros > 1 and not step.several]
     found = []
     for step in steps:
         per_rank: dict[int, list[tuple[float, float]]] = {}
         micro: dict[tuple[int, int], tuple[float, float]] = {}
-        for each in step.entries:
-            count, share = micro.get((each.rank, each.micro), (0.0, 0.0))
-            micro[each.rank, each.micro] = (count + each.count, share + each.share)
+        for entry in step.entries:
+            count, share = micro.get((entry.rank, entry.micro), (0.0, 0.0))
+            micro[entry.rank, entry.micro] = (count + entry.count, share + entry.share)
         for (rank, _), sums in sorted(micro.items()):
             per_rank.setdefault(rank, []).append(sums)
         kinds = [*per_rank.values(), list(step.by_micro().values())]
@@ -79,8 +79,8 @@ def unequal_denominators_accumulation(run: Run, equation: Equation) -> Iterator[
             found.append((_ratio(sums), step, [count for count, _ in sums]))
     if not found:
         return
-    ratio, step, counts = max(found, key=lambda each: each[0])
-    listed = ", ".join(number(each) for each in counts[:8])
+    ratio, step, counts = max(found, key=lambda case: case[0])
+    listed = ", ".join(number(count) for count in counts[:8])
     yield finding(
         "unequal_denominators_accumulation",
         f"Step {step.window.n}: the micro-batches have {listed} items, and each is divided by its "
@@ -98,8 +98,8 @@ def _own_counts(step: Step, sums: list[tuple[float, float]]) -> bool:
     shares = [share for _, share in sums]
     if len(sums) < 2 or min(counts) <= 0 or min(shares) <= 0 or alike(counts, 0.003):
         return False
-    inside = [each.fact.get("spread") for each in step.entries]
-    if any(each and each[0] and each[1] / each[0] > 1.01 for each in inside):
+    inside = [entry.fact.get("spread") for entry in step.entries]
+    if any(entry and entry[0] and entry[1] / entry[0] > 1.01 for entry in inside):
         return False  # items of one call weigh differently by design: another unit than the item
     return alike(shares, 0.002)
 
@@ -112,9 +112,9 @@ def _own_divisors(step: Step, sums: list[tuple[float, float]]) -> bool:
     divisors = []
     for _, fact in step.window:
         values = {
-            one["value"]
-            for one in fact["scaling"]
-            if one["op"] == "/" and one["value"] > 1 and not is_literal(one)
+            operation["value"]
+            for operation in fact["scaling"]
+            if operation["op"] == "/" and operation["value"] > 1 and not is_literal(operation)
         }
         if len(values) != 1:
             return False
@@ -185,7 +185,7 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
     world, micros = step.world, step.micros
     total = step.total
     if step.combination.local:
-        total = sum(each.share for each in step.entries) / world
+        total = sum(entry.share for entry in step.entries) / world
     wrapper = step.alpha * world  # 1 if the ranks' gradients are averaged
     if step.combination.local:
         wrapper = 1.0
@@ -193,7 +193,7 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
         return
     if near(total, step.coefficient) and not step.divided_again:
         return
-    if step.reduction == "sum" and alike([each.share / each.count for each in step.entries]):
+    if step.reduction == "sum" and alike([entry.share / entry.count for entry in step.entries]):
         each_share = step.entries[0].share / step.entries[0].count
         if near(each_share, 1.0):  # nobody divides: the reference is the sum over all items
             if world > 1 and near(total, 1 / world):
@@ -253,7 +253,7 @@ def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | Non
         )
         loss /= micros
     elif micros > 1 and _times(loss, 1 / micros, world) and _divided_twice(step):
-        places = [each["place"] for each in _divided_twice(step)]
+        places = [operation["place"] for operation in _divided_twice(step)]
         yield (
             "loss_divided_twice",
             f"the loss is divided by the {micros} accumulation steps twice: all weights together "
@@ -312,7 +312,7 @@ def _other_data(step: Step) -> bool:
     if step.several:
         return False
     for _, fact in step.window:
-        inputs = [str(each) for each in fact["inputs"]]
+        inputs = [str(tensors) for tensors in fact["inputs"]]
         if len(inputs) >= step.micros and len(set(inputs)) < step.micros:
             return False
         if inputs and len(inputs) < step.micros:
@@ -323,11 +323,11 @@ def _other_data(step: Step) -> bool:
 def _unscaled(step: Step) -> bool:
     """Whether each micro-batch's items have a total weight of 1 (nobody divides by K)."""
     sums: Counter[tuple[int, int]] = Counter()
-    for each in step.entries:
-        sums[each.rank, each.micro] += each.share
-    factors = [one["value"] for one in step.scaling if one["op"] == "/"]
+    for entry in step.entries:
+        sums[entry.rank, entry.micro] += entry.share
+    factors = [operation["value"] for operation in step.scaling if operation["op"] == "/"]
     worldly = {float(step.world), 1.0 / step.world, 1.0}
-    return all(any(near(each, w) for w in worldly) for each in sums.values()) and not any(
+    return all(any(near(total, w) for w in worldly) for total in sums.values()) and not any(
         near(value, step.micros) and step.micros != step.world for value in factors
     )
 
@@ -335,7 +335,9 @@ def _unscaled(step: Step) -> bool:
 def _divided_twice(step: Step) -> list[Fact]:
     """Two visible divisions by the accumulation steps, or none."""
     divisions = [
-        one for one in _by_value(step, "/", step.micros) if one["op"] == "/" or not is_literal(one)
+        operation
+        for operation in _by_value(step, "/", step.micros)
+        if operation["op"] == "/" or not is_literal(operation)
     ]
     if step.micros == step.world and _worldly(step, "/", step.world):
         return []
@@ -343,18 +345,24 @@ def _divided_twice(step: Step) -> list[Fact]:
 
 
 def _by_value(step: Step, op: str, value: float) -> list[Fact]:
-    same = [one for one in step.scaling if one["op"] == op and near(one["value"], value)]
+    same = [
+        operation
+        for operation in step.scaling
+        if operation["op"] == op and near(operation["value"], value)
+    ]
     other = "*" if op == "/" else "/"
     return same + [
-        one for one in step.scaling if one["op"] == other and near(one["value"], 1 / value)
+        operation
+        for operation in step.scaling
+        if operation["op"] == other and near(operation["value"], 1 / value)
     ]
 
 
 def _worldly(step: Step, op: str, world: int) -> Fact | None:
     """The scaling by the world size, recognized by value and by what its source says."""
-    for one in _by_value(step, op, world):
-        if WORLD.search(one["meaning"]) and not WINDOW.search(one.get("operand", "")):
-            return one
+    for operation in _by_value(step, op, world):
+        if WORLD.search(operation["meaning"]) and not WINDOW.search(operation.get("operand", "")):
+            return operation
     return None
 
 
@@ -363,24 +371,24 @@ def _divides_by_all(step: Step) -> bool:
     counts = [count for count, _ in step.by_rank().values()]
     wanted = [step.items, *(count for count, _ in step.by_micro().values())]
     seen = any(
-        one["op"] == "/" and any(near(one["value"], each) for each in wanted)
-        for one in step.scaling
+        operation["op"] == "/" and any(near(operation["value"], count) for count in wanted)
+        for operation in step.scaling
     )
-    weights = [each.share / each.count for each in step.entries if each.count]
+    weights = [entry.share / entry.count for entry in step.entries if entry.count]
     return seen or (not alike(counts, 0.003) and alike(weights))
 
 
 def _reduction_place(step: Step) -> str:
     for _, fact in step.window:
-        for one in fact["collectives"]:
-            if one["op"] in ("all_reduce", "reduce") and one.get("what") in ("gradient", "flat"):
-                return str(one["place"])
+        for call in fact["collectives"]:
+            if call["op"] in ("all_reduce", "reduce") and call.get("what") in ("gradient", "flat"):
+                return str(call["place"])
     return next(
         (
-            one["place"]
+            call["place"]
             for _, f in step.window
-            for one in f["collectives"]
-            if one["op"] == "all_reduce" and one.get("numel", 0) > 1
+            for call in f["collectives"]
+            if call["op"] == "all_reduce" and call.get("numel", 0) > 1
         ),
         "",
     )
@@ -395,11 +403,13 @@ def _backward_place(step: Step) -> str:
 
 def _reduced_loss(step: Step) -> Fact | None:
     for _, fact in step.window:
-        for one in fact["collectives"]:
-            carries = one.get("what") == "loss" and one.get("grad") and not one["through_autograd"]
-            early = so_far(one, step.window) < step.window.backwards
-            if one["op"] == "all_reduce" and carries and early and one.get("needed", True):
-                return one
+        for call in fact["collectives"]:
+            carries = (
+                call.get("what") == "loss" and call.get("grad") and not call["through_autograd"]
+            )
+            early = so_far(call, step.window) < step.window.backwards
+            if call["op"] == "all_reduce" and carries and early and call.get("needed", True):
+                return call
     return None
 
 
@@ -411,8 +421,8 @@ def loss_reduced_before_backward(run: Run, equation: Equation) -> Iterator[Findi
     torch.distributed.nn.
     """
     for step in equation.steps:
-        one = _reduced_loss(step)
-        if one is None:
+        call = _reduced_loss(step)
+        if call is None:
             continue
         wrong = not near(step.total, 1.0)
         yield finding(
@@ -420,7 +430,7 @@ def loss_reduced_before_backward(run: Run, equation: Equation) -> Iterator[Findi
             f"Step {step.window.n}: dist.all_reduce on a loss that backward still needs. Autograd "
             f"does not see it"
             + (f"; all weights together are {number(step.total)}, not 1." if wrong else "."),
-            one["place"],
+            call["place"],
             "Back-propagate the local loss; all-reduce loss.detach() for the log, after backward.",
             "error" if wrong else "warning",
         )
@@ -441,36 +451,39 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
             square = None
             term = None
             for backward in fact["backwards"]:
-                for each in backward.get("terms", ()):
-                    if each.get("square"):
-                        square, term = each["square"], each
+                for candidate in backward.get("terms", ()):
+                    if candidate.get("square"):
+                        square, term = candidate["square"], candidate
             if square is None or term is None:
                 continue
             rows, columns, ascending = square
             if not ascending and not _always_square(run):
                 continue
             gathers = [
-                one
-                for one in fact["collectives"]
-                if one["op"].startswith("all_gather")
-                and "numel" in one
-                and one["op"] != "all_gather_object"
+                call
+                for call in fact["collectives"]
+                if call["op"].startswith("all_gather")
+                and "numel" in call
+                and call["op"] != "all_gather_object"
             ]
             # SyncBatchNorm gathers through autograd, too, but vectors of statistics.
-            through = [one for one in gathers if one["through_autograd"] and len(one["shape"]) > 1]
+            through = [
+                call for call in gathers if call["through_autograd"] and len(call["shape"]) > 1
+            ]
             plain = [
-                one
-                for one in gathers
-                if not one["through_autograd"]
-                and len(one["shape"]) > 1
-                and one["shape"] != term["shape"]  # the scores themselves, for a metric
-                and _gathers(one, columns, run.world)
+                call
+                for call in gathers
+                if not call["through_autograd"]
+                and len(call["shape"]) > 1
+                and call["shape"] != term["shape"]  # the scores themselves, for a metric
+                and _gathers(call, columns, run.world)
             ]
             if through:
                 continue
             if plain:
                 if near(abs(term["factor"]), run.world) or any(
-                    near(one["value"], run.world) and one["op"] == "*" for one in fact["scaling"]
+                    near(operation["value"], run.world) and operation["op"] == "*"
+                    for operation in fact["scaling"]
                 ):
                     continue
                 if rows == columns:
@@ -506,9 +519,9 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                 return
 
 
-def _gathers(one: Fact, columns: int, world: int) -> bool:
+def _gathers(call: Fact, columns: int, world: int) -> bool:
     """Whether the columns are what one gather brings, or two gathers of as much each."""
-    first = one["shape"][0]
+    first = call["shape"][0]
     return columns in (first, first * world, 2 * first * world)
 
 
@@ -534,7 +547,7 @@ def micro_batches_discarded(run: Run, equation: Equation) -> Iterator[Finding]:
     inputs), they see the same data (SAM), or the script keeps their gradients somewhere and writes
     the result into `.grad`. Right if it is rare: a batch with a NaN is skipped.
     """
-    steps = {(each.window.n, each.window.optimizer): each for each in equation.steps}
+    steps = {(step.window.n, step.window.optimizer): step for step in equation.steps}
     for windows in _windows_by_optimizer(run).values():
         found = [
             (window, rank, fact, lost)
@@ -564,14 +577,20 @@ def _lost(window: Window, fact: Fact, step: Step | None) -> int:
     if not fact["backwards"]:
         return 0
     last = fact["backwards"][-1]
-    dropped = [one for one in fact.get("dropped", ()) if one["optimizer"] == window.optimizer]
-    lost = [one for one in dropped if one["call"] == last.get("call")]
+    dropped = [
+        backward
+        for backward in fact.get("dropped", ())
+        if backward["optimizer"] == window.optimizer
+    ]
+    lost = [backward for backward in dropped if backward["call"] == last.get("call")]
     inputs = [str(group) for group in fact["inputs"] if group]
     if len(inputs) > 1:
         other_data = len(set(inputs)) == len(inputs)
     else:
         targets = [term["target"] for term in last["terms"] if "target" in term]
-        other_data = all(one["targets"] and one["targets"] != targets for one in lost)
+        other_data = all(
+            backward["targets"] and backward["targets"] != targets for backward in lost
+        )
     measured = step is not None and step.combination.kind in ("averaged", "summed", "scaled")
     return len(lost) if other_data and (measured or _untouched(fact)) else 0
 
@@ -630,14 +649,14 @@ def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Findin
     """
     for steps in _by_optimizer(equation).values():
         usual = _usual_length(steps)
-        lengths = {each.window.n: each.micros for each in steps}
-        full = [each for each in steps if each.micros == usual]
+        lengths = {step.window.n: step.micros for step in steps}
+        full = [step for step in steps if step.micros == usual]
         if usual < 2 or not full or not near(full[0].total, 1.0):
             continue
         for step in steps:
             if step.micros < usual and near(step.total, step.micros / usual):
                 neighbors = [lengths.get(step.window.n + by, usual) for by in (-1, 1)]
-                cut = any(step.micros + each == usual for each in neighbors)
+                cut = any(step.micros + length == usual for length in neighbors)
                 yield finding(
                     "partial_window_divided_by_k",
                     f"Step {step.window.n} has {step.micros} of {usual} micro-batches, each still "
@@ -658,8 +677,8 @@ def _by_optimizer(equation: Equation) -> dict[int, list[Step]]:
 
 def _usual_length(steps: list[Step]) -> int:
     """The most common number of micro-batches per step; of two equally common ones the larger."""
-    counts = Counter(each.micros for each in steps)
-    return max(counts, key=lambda each: (counts[each], each))
+    counts = Counter(step.micros for step in steps)
+    return max(counts, key=lambda length: (counts[length], length))
 
 
 RULES = (

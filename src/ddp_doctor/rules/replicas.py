@@ -32,7 +32,7 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
     differing = [
         name
         for name in names
-        if len({each["parameters"].get(name) for each in starts.values()}) > 1
+        if len({start["parameters"].get(name) for start in starts.values()}) > 1
     ]
     if differing:
         window = run.complete[0] if run.complete else None
@@ -61,7 +61,7 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
     equal = {
         name
         for name in starts[0]["parameters"]
-        if len({each["parameters"].get(name) for each in starts}) == 1
+        if len({start["parameters"].get(name) for start in starts}) == 1
     }
     for window in windows:
         if window.ranks[min(window.ranks)]["optimizer"] != 0:
@@ -92,7 +92,7 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
 def _distance(values: list[dict[str, float]], names: list[str]) -> float:
     worst = 0.0
     for name in names:
-        found = [each[name] for each in values if each.get(name) is not None]
+        found = [value[name] for value in values if value.get(name) is not None]
         if found:
             worst = max(worst, (max(found) - min(found)) / (1e-12 + max(map(abs, found))))
     return worst
@@ -100,21 +100,21 @@ def _distance(values: list[dict[str, float]], names: list[str]) -> float:
 
 def _averages_parameters(run: Run) -> bool:
     return run.averages_parameters or any(
-        one.get("what") in ("parameter", "flat parameters")
-        and one["op"] in ("all_reduce", "broadcast", "all_gather")
+        call.get("what") in ("parameter", "flat parameters")
+        and call["op"] in ("all_reduce", "broadcast", "all_gather")
         for window in run.windows
         for _, fact in window
-        for one in fact["collectives"]
+        for call in fact["collectives"]
         if window.n > 0
     )
 
 
 def _own_collectives(run: Run) -> bool:
     return any(
-        one.get("what") in ("gradient", "flat", "parameter")
+        call.get("what") in ("gradient", "flat", "parameter")
         for window in run.windows
         for _, fact in window
-        for one in fact["collectives"]
+        for call in fact["collectives"]
     )
 
 
@@ -126,7 +126,7 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
     """
     if not _replicas(run) or not run.complete:
         return
-    if run.wrappers and all(one["broadcast_buffers"] for one in run.wrappers):
+    if run.wrappers and all(wrapper["broadcast_buffers"] for wrapper in run.wrappers):
         return
     window = run.complete[-1]
     names = window.differing_buffers

@@ -28,7 +28,7 @@ def last_micro_batch_unsynced(run: Run, equation: Equation) -> Iterator[Finding]
         for rank, fact in window:
             flags = _flags(fact)
             if flags and flags[-1] is False:
-                shown = "".join("S" if each else "-" for each in flags)
+                shown = "".join("S" if flag else "-" for flag in flags)
                 yield finding(
                     "last_micro_batch_unsynced",
                     f"Step {window.n}, rank {rank}: {len(flags)} micro-batches, {shown} "
@@ -55,7 +55,7 @@ def every_micro_batch_synced(run: Run, equation: Equation) -> Iterator[Finding]:
         places = {b["place"] for _, fact in window for b in fact["backwards"]}
         calls = {b.get("call") for _, fact in window for b in fact["backwards"]}
         one_loop = len(places) == len(calls) == 1  # and not several losses
-        if all(len(each) > 1 and all(each) for each in flags) and one_loop:
+        if all(len(flag) > 1 and all(flag) for flag in flags) and one_loop:
             yield finding(
                 "every_micro_batch_synced",
                 f"Step {window.n}: all {len(flags[0])} micro-batches are averaged over the ranks; "
@@ -87,10 +87,10 @@ def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
     if len(ended) < 2 or len(ended) < run.world:
         return
     totals = [rank.last("totals") or {} for rank in ended]
-    common = set.intersection(*(set(each["steps"]) for each in totals))
+    common = set.intersection(*(set(total["steps"]) for total in totals))
     counts = {
-        rank.rank: sum(each["steps"][index] for index in common)
-        for rank, each in zip(ended, totals, strict=True)
+        rank.rank: sum(total["steps"][index] for index in common)
+        for rank, total in zip(ended, totals, strict=True)
     }
     skipped = {
         window.n: [rank for rank, fact in window if fact["skipped"]]
@@ -131,27 +131,27 @@ def clipped_before_sync(run: Run, equation: Equation) -> Iterator[Finding]:
         if window.sharded:
             continue
         clips = [fact["clips"] for _, fact in window]
-        if not all(clips) or len({len(each) for each in clips}) > 1:
+        if not all(clips) or len({len(clip) for clip in clips}) > 1:
             continue
         for at in range(len(clips[0])):
-            norms = [each[at]["norm"] for each in clips]
+            norms = [clip[at]["norm"] for clip in clips]
             value = clips[0][at]["kind"] == "value"
             if any(norm is None for norm in norms) and not value:
                 continue
             if not value and alike([float(norm) for norm in norms], 1e-6):
                 continue
             after = [
-                one
+                call
                 for _, fact in window
-                for one in fact["collectives"][clips[0][at]["collectives"] :]
-                if one["op"] == "all_reduce"
-                and one.get("what") in ("gradient", "flat", "like a gradient", "other")
-                and one.get("numel", 0) > 1
+                for call in fact["collectives"][clips[0][at]["collectives"] :]
+                if call["op"] == "all_reduce"
+                and call.get("what") in ("gradient", "flat", "like a gradient", "other")
+                and call.get("numel", 0) > 1
             ]
             unsynced = so_far(clips[0][at], window) < window.backwards
             if not after and not unsynced:
                 continue
-            limits = [each[at]["limit"] for each in clips]
+            limits = [clip[at]["limit"] for clip in clips]
             bites = value or any(
                 norm is not None and limit is not None and norm > limit
                 for norm, limit in zip(norms, limits, strict=True)
@@ -178,14 +178,14 @@ def clipped_per_micro_batch(run: Run, equation: Equation) -> Iterator[Finding]:
     """
     for window in run.complete:
         for rank, fact in window:
-            clips = [one for one in fact["clips"] if one["kind"] == "norm"]
-            early = [one for one in clips if 0 < so_far(one, window) < len(fact["backwards"])]
+            clips = [clip for clip in fact["clips"] if clip["kind"] == "norm"]
+            early = [clip for clip in clips if 0 < so_far(clip, window) < len(fact["backwards"])]
             bites = [
-                one
-                for one in early
-                if one["norm"] is not None
-                and one["limit"] is not None
-                and one["norm"] > one["limit"]
+                clip
+                for clip in early
+                if clip["norm"] is not None
+                and clip["limit"] is not None
+                and clip["norm"] > clip["limit"]
             ]
             if bites:
                 yield finding(
@@ -210,8 +210,8 @@ def clipped_local_shards(run: Run, equation: Equation) -> Iterator[Finding]:
         if not window.sharded:
             continue
         factors = [_rescaled(fact) for _, fact in window]
-        if all(factors) and not alike([each or 1.0 for each in factors], 1e-4):
-            shown = ", ".join(number(float(each or 1.0)) for each in factors[:8])
+        if all(factors) and not alike([factor or 1.0 for factor in factors], 1e-4):
+            shown = ", ".join(number(float(factor or 1.0)) for factor in factors[:8])
             clip = next((fact["clips"][-1]["place"] for _, fact in window if fact["clips"]), "")
             yield finding(
                 "clipped_local_shards",
@@ -224,8 +224,8 @@ def clipped_local_shards(run: Run, equation: Equation) -> Iterator[Finding]:
         clips = [fact["clips"] for _, fact in window]
         if not all(clips):
             continue
-        norms = [each[-1]["norm"] for each in clips]
-        if any(norm is None for norm in norms) or any(each[-1]["sharded"] for each in clips):
+        norms = [clip[-1]["norm"] for clip in clips]
+        if any(norm is None for norm in norms) or any(clip[-1]["sharded"] for clip in clips):
             continue
         if not alike([float(norm) for norm in norms], 1e-5):
             shown = ", ".join(number(float(norm)) for norm in norms[:8])
@@ -255,17 +255,19 @@ def manual_all_reduce_skips_none(run: Run, equation: Equation) -> Iterator[Findi
     for window in run.windows:
         sent = {
             rank: [
-                one.get("name")
-                for one in fact["collectives"]
-                if one["op"] == "all_reduce" and one.get("what") == "gradient"
+                call.get("name")
+                for call in fact["collectives"]
+                if call["op"] == "all_reduce" and call.get("what") == "gradient"
             ]
             for rank, fact in window
         }
         if not any(sent.values()):
             continue
-        missing = {rank: set(each.get("missing", ())) for rank, each in window.snapshots().items()}
+        missing = {
+            rank: set(snapshot.get("missing", ())) for rank, snapshot in window.snapshots().items()
+        }
         disagree = set().union(*missing.values()) - set.intersection(*missing.values())
-        if disagree and len({tuple(each) for each in sent.values()}) > 1:
+        if disagree and len({tuple(call) for call in sent.values()}) > 1:
             yield _skips(run, window.n, sorted(disagree), sent, _first_gradient_place(window))
             return
 
@@ -273,7 +275,7 @@ def manual_all_reduce_skips_none(run: Run, equation: Equation) -> Iterator[Findi
 def _skips(
     run: Run, step: int, names: list[str], sent: dict[int, list[str]], where: str
 ) -> Finding:
-    listed = ", ".join(f"rank {rank}: {len(each)}" for rank, each in list(sent.items())[:8])
+    listed = ", ".join(f"rank {rank}: {len(call)}" for rank, call in list(sent.items())[:8])
     return finding(
         "manual_all_reduce_skips_none",
         f"Step {step}: gradients all-reduced by hand: {listed}. {names[0]}"
@@ -286,9 +288,9 @@ def _skips(
 
 def _first_gradient_place(window: Window) -> str:
     for _, fact in window:
-        for one in fact["collectives"]:
-            if one.get("what") == "gradient":
-                return str(one["place"])
+        for call in fact["collectives"]:
+            if call.get("what") == "gradient":
+                return str(call["place"])
     return ""
 
 
@@ -365,7 +367,7 @@ def static_graph_with_no_sync(run: Run, equation: Equation) -> Iterator[Finding]
     Right if no_sync is never entered, and after a first step without it: the gradients are equal on
     all ranks then, and this is a note.
     """
-    static = {one["index"] for one in run.wrappers if one["static_graph"]}
+    static = {wrapper["index"] for wrapper in run.wrappers if wrapper["static_graph"]}
     if not static or run.world < 2:
         return
     seen = [
@@ -413,7 +415,7 @@ def logged_value_is_local(run: Run, equation: Equation) -> Iterator[Finding]:
     if len(seen) < 2:
         return
     window, (value, where), losses, readers = seen[0]
-    listed = ", ".join(f"rank {rank}: {number(each)}" for rank, each in enumerate(losses[:8]))
+    listed = ", ".join(f"rank {rank}: {number(loss)}" for rank, loss in enumerate(losses[:8]))
     who = "Only rank 0 reads" if len(readers) == 1 else "Each rank reads only"
     yield finding(
         "logged_value_is_local",
@@ -439,9 +441,9 @@ def _own_loss(fact: Fact) -> tuple[float, str] | None:
 
 def _sends_numbers(fact: Fact) -> bool:
     return any(
-        one["op"].endswith("_object") or 0 < one.get("numel", 0) <= 16
-        for one in fact["collectives"]
-        if one.get("what") not in ("gradient", "parameter")
+        call["op"].endswith("_object") or 0 < call.get("numel", 0) <= 16
+        for call in fact["collectives"]
+        if call.get("what") not in ("gradient", "parameter")
     )
 
 

@@ -111,7 +111,7 @@ def _second(fact: Fact) -> Fact | None:
 
 def _changed(window: Window, differing: list[str]) -> bool:
     """Whether changes of the model after wrapping explain every gradient that differs."""
-    changed = {one["name"] for _, fact in window for one in fact["changed"]}
+    changed = {change["name"] for _, fact in window for change in fact["changed"]}
     return bool(changed) and {name.split(":")[-1] for name in differing} <= changed
 
 
@@ -165,10 +165,10 @@ def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
 
 def _touches_model(fact: Fact) -> bool:
     return any(
-        one.get("what") in ("gradient", "parameter", "flat", "flat parameters", "like a gradient")
-        or one.get("numel", 0) > 64
-        for one in fact["collectives"]
-        if not one["op"].endswith("barrier")
+        call.get("what") in ("gradient", "parameter", "flat", "flat parameters", "like a gradient")
+        or call.get("numel", 0) > 64
+        for call in fact["collectives"]
+        if not call["op"].endswith("barrier")
     )
 
 
@@ -184,9 +184,9 @@ def changed_after_wrapping(run: Run, equation: Equation) -> Iterator[Finding]:
         differing = {name.split(":")[-1] for name in window.differing_gradients}
         changes: dict[str, str] = {}
         for _, fact in window:
-            for one in fact["changed"]:
-                if one["name"] in differing:
-                    changes.setdefault(one["name"], one["how"])
+            for change in fact["changed"]:
+                if change["name"] in differing:
+                    changes.setdefault(change["name"], change["how"])
         if not changes:
             continue
         by_how: dict[str, list[str]] = {}
@@ -272,7 +272,7 @@ def _never_reached(run: Run, optimizer: int) -> bool:
 
 def _again(run: Run, window: Window) -> bool:
     """Whether the next observed step shows the same."""
-    later = [each for each in run.windows if each.n > window.n]
+    later = [other for other in run.windows if other.n > window.n]
     return bool(later) and all(
         not (fact.get("snapshot") or {}).get("hashes") for _, fact in later[0]
     )
@@ -311,10 +311,10 @@ def parameters_averaged(run: Run, equation: Equation) -> Iterator[Finding]:
     hits = []
     for window in run.complete:
         ones = [
-            one
+            call
             for _, fact in window
-            for one in fact["collectives"]
-            if one["op"] == "all_reduce" and one.get("what") in ("parameter", "flat parameters")
+            for call in fact["collectives"]
+            if call["op"] == "all_reduce" and call.get("what") in ("parameter", "flat parameters")
         ]
         hits.append((window, ones))
     # The all-reduce after step n is seen in the window of step n + 1.
@@ -346,10 +346,10 @@ def world_size_one(run: Run, equation: Equation) -> Iterator[Finding]:
         groups = rank.all("group")
         world = groups[-1]["world"] if groups else 1
         samplers = [
-            (each["replicas"], each["place"])
+            (fact["replicas"], fact["place"])
             for kind in ("sampler", "loader")
-            for each in rank.all(kind)
-            if (each.get("replicas") or 0) > world
+            for fact in rank.all(kind)
+            if (fact.get("replicas") or 0) > world
         ]
         if samplers:
             replicas, place = samplers[-1]

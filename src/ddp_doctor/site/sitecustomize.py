@@ -20,11 +20,13 @@ class _AfterTorch:
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        others = [each for each in sys.meta_path if each is not self]
+        others = [finder for finder in sys.meta_path if finder is not self]
         found = (
-            each.find_spec(name, path, target) for each in others if hasattr(each, "find_spec")
+            finder.find_spec(name, path, target)
+            for finder in others
+            if hasattr(finder, "find_spec")
         )
-        spec = next((each for each in found if each is not None), None)
+        spec = next((candidate for candidate in found if candidate is not None), None)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module

@@ -34,7 +34,6 @@ LONGEST_FIRST = (
     "tests/miniddp/test_ladder.py",
     "tests/test_lab_buckets_that_overlap.py",
     "tests/test_lab_when_a_node_fails.py",
-    "tests/test_book.py",
     "book/puzzles/accumulate_vs_ddp.ipynb",
     "book/start/what_is_averaged.ipynb",
     "book/surprises/museum.ipynb",

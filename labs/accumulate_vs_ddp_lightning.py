@@ -21,16 +21,15 @@ that the numbers can be repeated; "--unseeded none" draws truly unseeded data.
 """
 
 import argparse
+import logging
 import multiprocessing
 import os
 import sys
-from typing import TYPE_CHECKING
+import warnings
+from typing import NamedTuple
 
-from labkit.book.tables import Cell, table
 from labkit.launch.arguments import positive
-
-if TYPE_CHECKING:
-    from labkit.scenarios.two_trainers import Program, Seen
+from labkit.launch.loading import loading
 
 SEED = 42
 THREADS_SAMPLES = 4
@@ -63,9 +62,158 @@ def arguments_of_this_lab() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def program(version: str, arguments: argparse.Namespace) -> "Program":
-    from labkit.scenarios.two_trainers import Program
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: --help and errors are printed at once.
+    ARGUMENTS = arguments_of_this_lab()
 
+# Once, for the forks to share.
+with loading():
+    import pytorch_lightning as pl
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from labkit.book.tables import Cell, table
+    from labkit.launch import leave_group
+    from labkit.scenarios.toy_captioner import (
+        PRINTED,
+        ToyCaptioner,
+        draw_toy_data,
+        gradient_norms,
+    )
+
+
+class Program(NamedTuple):
+    """One version of the program.
+
+    `unseeded` is what a process without a seed uses instead: process r seeds with `unseeded + r`,
+    so that a run can be repeated. None leaves it truly unseeded.
+    """
+
+    first_ddp: bool
+    seed_first: bool
+    seed: int
+    devices: int
+    accumulate: int
+    unseeded: int | None
+
+
+class Seen(NamedTuple):
+    """What one process recorded. Norms map a parameter's name to its gradient's norm."""
+
+    local_rank_left: str | None  # LOCAL_RANK between the two Trainers
+    accumulated: dict[str, float]
+    after_each_backward: list[float]  # encoder.weight, in the first Trainer
+    printed: list[str]  # by the second Trainer
+    samples: list[int]  # that the second Trainer's sampler gave to this process
+    trainer_world_size: int
+    group_size: int
+    ddp: dict[str, float]
+    at_batch_end: float  # encoder.weight in on_train_batch_end, after the optimizer step
+
+
+class GradientPrinter(pl.LightningModule):
+    """The toy captioner, trained by Lightning, with a record of its gradients' norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captioner = ToyCaptioner()
+        self.printed: list[str] = []
+        self.after_each_backward: list[float] = []
+        self.norms: dict[str, float] = {}
+        self.at_batch_end = 0.0
+        self.group_size = 1
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.printed.append(f"GPU {self.global_rank}: batch_idx: {batch_idx}")
+        return self.captioner(*batch)
+
+    def on_after_backward(self) -> None:
+        self.after_each_backward.append(gradient_norms(self.captioner)["encoder.weight"])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norms = gradient_norms(self.captioner)
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.at_batch_end = gradient_norms(self.captioner)["encoder.weight"]
+        self.group_size = dist.get_world_size() if dist.is_initialized() else 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def run_both_trainers(program: Program) -> list[Seen]:
+    """Run both Trainers in this process, and return what each process of the second one saw.
+
+    Lightning starts the second Trainer's other processes by running this script again, so every
+    process calls this function. Each of them returns the whole list, in the order of ranks.
+    """
+    _silence()
+    data = _draw(program)
+
+    pl.seed_everything(program.seed, workers=True, verbose=False)
+    first = GradientPrinter()
+    strategy = "ddp" if program.first_ddp else "auto"
+    trainer = _trainer(devices=1, strategy=strategy, accumulate_grad_batches=len(data))
+    trainer.fit(first, DataLoader(data, batch_size=1))
+    local_rank_left = os.environ.get("LOCAL_RANK")
+
+    pl.seed_everything(program.seed, workers=True, verbose=False)
+    second = GradientPrinter()
+    trainer = _trainer(
+        devices=program.devices, strategy="ddp", accumulate_grad_batches=program.accumulate
+    )
+    trainer.fit(second, DataLoader(data, batch_size=1))
+
+    seen = Seen(
+        local_rank_left=local_rank_left,
+        accumulated=first.norms,
+        after_each_backward=first.after_each_backward,
+        printed=second.printed,
+        samples=list(trainer.train_dataloader.sampler),
+        trainer_world_size=trainer.world_size,
+        group_size=second.group_size,
+        ddp=second.norms,
+        at_batch_end=second.at_batch_end,
+    )
+    return _gather(seen)
+
+
+def _draw(program: Program) -> TensorDataset:
+    if program.seed_first:
+        pl.seed_everything(program.seed, workers=True, verbose=False)
+    elif program.unseeded is not None:
+        torch.manual_seed(program.unseeded + int(os.environ.get("LOCAL_RANK", "0")))
+    return draw_toy_data(program.devices * program.accumulate)
+
+
+def _trainer(**options: object) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def _gather(seen: Seen) -> list[Seen]:
+    everyone: list[Seen] = [seen] * dist.get_world_size()
+    dist.all_gather_object(everyone, seen)
+    leave_group()
+    return everyone
+
+
+def _silence() -> None:
+    # Lightning reports GPUs, tips, and workers on stderr; only failures matter here.
+    warnings.filterwarnings("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+
+def program(version: str, arguments: argparse.Namespace) -> Program:
     first_ddp, seed_first = VERSIONS[version]
     return Program(
         first_ddp,
@@ -77,19 +225,15 @@ def program(version: str, arguments: argparse.Namespace) -> "Program":
     )
 
 
-def run_version(version: str, arguments: argparse.Namespace) -> "list[Seen]":
-    from labkit.scenarios.two_trainers import run
-
+def run_version(version: str, arguments: argparse.Namespace) -> list[Seen]:
     # What Lightning's further processes are started with.
     own = {"version": version, **{k: v for k, v in vars(arguments).items() if k != "version"}}
     sys.argv[1:] = [f"--{name}={str(value).lower()}" for name, value in own.items()]
-    return run(program(version, arguments))
+    return run_both_trainers(program(version, arguments))
 
 
-def run_versions(arguments: argparse.Namespace) -> "dict[str, list[Seen]]":
+def run_versions(arguments: argparse.Namespace) -> dict[str, list[Seen]]:
     """Each version in a process of its own, two at a time."""
-    import labkit.scenarios.two_trainers  # noqa: F401  imported once, for the forks to share
-
     # Every version changes its process's environment. A fork shares the import of Lightning.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     with multiprocessing.get_context(method).Pool(2, maxtasksperchild=1) as pool:
@@ -97,7 +241,7 @@ def run_versions(arguments: argparse.Namespace) -> "dict[str, list[Seen]]":
     return dict(zip(VERSIONS, found, strict=True))
 
 
-def summary(found: "dict[str, list[Seen]]") -> str:
+def summary(found: dict[str, list[Seen]]) -> str:
     """Which processes the second Trainer had, both columns of norms, and when to read them."""
     rows: list[list[Cell]] = []
     for version, seen in found.items():
@@ -119,7 +263,7 @@ def summary(found: "dict[str, list[Seen]]") -> str:
     return "\n\n".join([processes, norms, "In the version both-fixed:\n" + moments(seen)])
 
 
-def moments(seen: "list[Seen]") -> str:
+def moments(seen: list[Seen]) -> str:
     """Where the second Trainer's samples went, and what encoder.weight's gradient was when."""
     samples = "; ".join(" ".join(map(str, s.samples)) for s in seen)
     after = " ".join(f"{norm:.4f}" for norm in seen[0].after_each_backward)
@@ -130,7 +274,7 @@ def moments(seen: "list[Seen]") -> str:
     )
 
 
-def detail(seen: "list[Seen]") -> str:
+def detail(seen: list[Seen]) -> str:
     """What each process of one version did."""
     zero = seen[0]
     lines = [line for s in seen for line in s.printed]
@@ -148,10 +292,8 @@ def detail(seen: "list[Seen]") -> str:
     return "\n".join(lines) + "\n\n" + table(["norm on rank", *headers], rows)
 
 
-def disagreement(seen: "list[Seen]", arguments: argparse.Namespace) -> str | None:
+def disagreement(seen: list[Seen], arguments: argparse.Namespace) -> str | None:
     """Why the corrected program is not right; None if it is."""
-    from labkit.scenarios.toy_captioner import PRINTED
-
     for rank, s in enumerate(seen):
         for name, norm in s.ddp.items():
             if not abs(norm - s.accumulated[name]) <= 1e-6:  # a NaN is not
@@ -163,8 +305,7 @@ def disagreement(seen: "list[Seen]", arguments: argparse.Namespace) -> str | Non
     return None
 
 
-def main() -> None:
-    arguments = arguments_of_this_lab()
+def main(arguments: argparse.Namespace) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.exit(
             "Lightning starts its processes itself. Run this script without torchrun: "
@@ -182,4 +323,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGUMENTS)

@@ -47,13 +47,12 @@ def test_a_function_of_miniddp_has_at_most_40_lines():
 
 
 # Of what `run_ranks` runs, no module loads these: they would take every call half a second or more.
-SLOW = ("matplotlib", "matplotlib_inline", "IPython", "pytorch_lightning")
+SLOW = ("matplotlib", "matplotlib_inline", "IPython")
 FOR_RANKS = ("testing", "scenarios", "profiling")
-# These draw, or are one thread's own program; no rank imports them.
+# These draw; no rank imports them.
 NOT_FOR_RANKS = (
     "labkit.testing.verdict_plot",
     "labkit.profiling.timeline",
-    "labkit.scenarios.two_trainers",
 )
 
 

@@ -37,9 +37,9 @@ if __name__ == "__main__":
 from labkit.book.tables import table
 from labkit.profiling.benchmark import write_json
 from labkit.profiling.cost_model import Backward, Link, backward_of
+from labkit.profiling.recorded_ways import Way, record_ways, torch_ddp
 from labkit.profiling.recording import RankRecording, Recording
 from labkit.profiling.sweeps import simulate_ring
-from labkit.scenarios.recorded_ways import Way, record_ways, torch_ddp
 from labkit.scenarios.toy_steps import ToyStep, stack_of_linears
 from miniddp.buckets import ParameterSize, arrival_plan, bucket_caps
 from miniddp.ladder import Flat

@@ -4,7 +4,7 @@
 `launch`        start ranks: in a notebook cell, under torchrun, on several nodes
 `profiling`     record a step, draw it, slow its network down, predict its time
 `testing`       comparisons, invariants, and the museum of broken implementations
-`scenarios`     the small models and data sets of the forum threads
+`scenarios`     the small models and data sets that several chapters or labs share
 `book`          tables, figures, and the execution of chapters
 ==============  ================================================================================
 """

@@ -2,8 +2,8 @@
 
 import pytest
 from figures.node import call
+from figures.timeline_data import SCRIPT, stored, written
 
-from labkit.book.timeline_data import SCRIPT, stored, written
 from labkit.launch.scripts import project_root
 from labkit.scenarios.toy_steps import small_transformer, stack_of_linears
 from miniddp.buckets import MIB, ParameterSize, arrival_plan, bucket_caps
@@ -24,7 +24,7 @@ def choices_of(model: str, way: str) -> dict[str, object]:
 def test_the_script_has_the_stored_results():
     script = (project_root() / SCRIPT).read_text()
     again = written(script, stored(project_root()))
-    assert again == script, "run: python -m labkit.book.timeline_data"
+    assert again == script, "run: python -m tests.figures.timeline_data"
 
 
 def test_a_script_without_the_marked_lines_is_refused():

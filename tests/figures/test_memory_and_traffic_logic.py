@@ -1,13 +1,11 @@
-"""What the figure of memory and traffic computes, against `labkit.scenarios.memory_and_traffic`."""
+"""What the figure of memory and traffic computes, against `figures.memory_and_traffic`."""
 
 import random
 from dataclasses import asdict
 from typing import Any, get_args
 
 import pytest
-from figures.node import call
-
-from labkit.scenarios.memory_and_traffic import (
+from figures.memory_and_traffic import (
     STRATEGIES,
     Optimizer,
     Precision,
@@ -15,6 +13,7 @@ from labkit.scenarios.memory_and_traffic import (
     memory,
     traffic,
 )
+from figures.node import call
 
 CASES = 600
 NAMES = {

@@ -9,11 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from figures.node import call
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
-
-from labkit.launch import run_ranks
-from labkit.scenarios.one_step import (
+from figures.one_step import (
     Step,
     StepGradients,
     after_one_update,
@@ -22,6 +18,10 @@ from labkit.scenarios.one_step import (
     loss_of_batch,
     model,
 )
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from labkit.launch import run_ranks
 from labkit.testing.compare import ratio_and_cosine
 from labkit.testing.verdict import kind_of
 from miniddp import MiniDDP

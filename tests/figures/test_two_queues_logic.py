@@ -1,12 +1,11 @@
-"""The figure of two queues says what `labkit.scenarios.two_queues` says, which gloo confirms."""
+"""The figure of two queues says what `figures.two_queues` says, which gloo confirms."""
 
 import random
 from collections import Counter
 from typing import Any
 
 from figures.node import call
-
-from labkit.scenarios.two_queues import VALUES, Call, PairedRun, pair_up
+from figures.two_queues import VALUES, Call, PairedRun, pair_up
 
 LETTERS = {"all_reduce": "r", "broadcast": "b", "float32": "f", "float16": "h", "bfloat16": "b"}
 

@@ -1,6 +1,5 @@
 """The questions of "Which factor is right?" lead where the chapter's tree leads."""
 
-import ast
 import random
 import re
 from collections import Counter
@@ -8,10 +7,11 @@ from collections import Counter
 import nbformat
 import pytest
 from figures.node import call
+from figures.one_step import Step, gradients_of_step
 
 from labkit.launch.scripts import project_root
-from labkit.scenarios.one_step import Step, gradients_of_step
 from labkit.testing.compare import ratio_and_cosine
+from when_to_multiply import TREE
 
 CHAPTER = project_root() / "book" / "start/when_to_multiply.ipynb"
 CASES = 600
@@ -56,21 +56,12 @@ def plain(text: str) -> str:
 
 def tree() -> dict[str, dict[str, list[tuple[str, str]]]]:
     """The chapter's TREE, with spaces for line breaks."""
-    (cell,) = (cell for cell in code_cells() if "\nTREE = " in cell.source)
-    names: dict = {}
-    wanted = [
-        statement
-        for statement in ast.parse(cell.source).body
-        if isinstance(statement, ast.Assign) and statement.targets[0].id in ("NO_FACTOR", "TREE")
-    ]
-    exec(compile(ast.Module(wanted, type_ignores=[]), "the tree", "exec"), names)
-
     return {
         plain(root): {
             plain(second): [(plain(third), plain(verdict)) for third, verdict in ends]
             for second, ends in answers.items()
         }
-        for root, answers in names["TREE"].items()
+        for root, answers in TREE.items()
     }
 
 

@@ -113,7 +113,7 @@ def write_chapter(notebook: NotebookNode, path: Path) -> None:
 
 
 def copy_pages(book: Path, out: Path) -> None:
-    """Copy everything of the book except its chapters; remove pages that the book no longer has.
+    """Copy the book without its chapters; remove pages that the book no longer has.
 
     Raises ValueError if there is no `book`, if `out` holds something else, or if one of them
     contains the other.
@@ -135,7 +135,7 @@ def copy_pages(book: Path, out: Path) -> None:
         if path.relative_to(out) not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     ignore = shutil.ignore_patterns(
-        "*.ipynb", "*.unfinished", "*.py", "ruff.toml", "__pycache__", ".*"
+        "*.ipynb", "*.unfinished", "conftest.py", "ruff.toml", "__pycache__", ".*"
     )
     shutil.copytree(book, out, ignore=ignore, dirs_exist_ok=True)
 

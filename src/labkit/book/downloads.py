@@ -16,6 +16,7 @@ import yaml
 
 from labkit.book.chapters import write_chapter
 from labkit.book.repository import clone_command
+from labkit.launch.scripts import project_root
 
 CELL_ID = "needs-the-project"
 
@@ -34,11 +35,15 @@ NEEDED = ("labkit", "miniddp")
 
 
 def guard(chapter: str, address: str) -> str:
-    """The source of the first cell: raises ModuleNotFoundError outside of the project's kernel."""
+    """The source of the first cell: raises ModuleNotFoundError outside of the project's kernel,
+    and in a folder without the module that the chapter imports.
+    """
+    module = (project_root() / chapter).with_suffix(".py")
+    needed = (*NEEDED, module.stem) if module.exists() else NEEDED
     where = "In the folder that this book came in,"
     if address:
         where = f"Run: {clone_command(address)}. There,"
-    return GUARD.format(needed=NEEDED, where=where, chapter=chapter)
+    return GUARD.format(needed=needed, where=where, chapter=chapter)
 
 
 def add_guards(site: Path, address: str) -> list[Path]:

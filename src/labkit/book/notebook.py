@@ -19,8 +19,8 @@ from labkit.launch.scripts import project_root
 
 FIRST = "book/start/what_is_averaged.ipynb"
 COPIES = "notebooks"
-# What a chapter links to, besides other chapters.
-PAGES = (".md", ".svg", ".png")
+# What a chapter links to, besides other chapters, and the module that it imports.
+PAGES = (".md", ".svg", ".png", ".py")
 
 
 def place_of_copy(path: Path) -> Path:
@@ -32,8 +32,9 @@ def place_of_copy(path: Path) -> Path:
 
 
 def copy_missing(root: Path) -> None:
-    """Copy notebooks and pages that `notebooks` lacks, in the same folders."""
-    pages = [path.relative_to(root) for path in (root / "book").rglob("*") if path.suffix in PAGES]
+    """Copy notebooks, their modules, and pages that `notebooks` lacks, in the same folders."""
+    found = (path for path in (root / "book").rglob("*") if path.suffix in PAGES)
+    pages = [path.relative_to(root) for path in found if path.name != "conftest.py"]
     for path in [*notebooks_of(root), *pages]:
         target = root / place_of_copy(path)
         if not target.exists():

@@ -42,6 +42,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -247,28 +248,38 @@ def _own_modules(payload: bytes) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
-    """Pickle functions of a stand-alone script or test module as code, and those of packages by
-    name.
+    """Pickle functions and classes of a stand-alone script or test module, and of modules beside
+    the caller's notebook, as code, and those of packages by name.
 
     If they were pickled by name, each rank would import the whole script with everything it
     imports.
     """
-    module = sys.modules.get(getattr(_innermost(fn), "__module__", None) or "")
-    file = getattr(module, "__file__", None)
-    stands_alone = (
-        file is not None
-        and module.__name__ != "__main__"  # cloudpickle does that by itself
-        and is_under_work(file)
-        and not os.path.exists(os.path.join(os.path.dirname(file), "__init__.py"))
-        and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
-    )
-    if stands_alone:
+    own = getattr(_innermost(fn), "__module__", None)
+    here = os.getcwd()
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name != "__main__"  # cloudpickle does that by itself
+        and (name == own or os.path.dirname(getattr(module, "__file__", None) or "") == here)
+        and _stands_alone(module)
+    ]
+    for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        if stands_alone:
+        for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _stands_alone(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return (
+        file is not None
+        and is_under_work(file)
+        and not os.path.exists(os.path.join(os.path.dirname(file), "__init__.py"))
+        and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    )
 
 
 def _supervised(job: Job) -> Outcome:

@@ -1,4 +1,4 @@
-"""What chapters run: small models and data of the forum threads, losses to judge, the museum.
+"""Small models and data sets that several chapters or labs share.
 
-Most modules belong to one chapter, which imports them by name: no name is used everywhere.
+What only one chapter uses is in a module beside that chapter.
 """

@@ -11,7 +11,6 @@ deviation 0.02. There is no dropout and no batch norm, so a caption's loss does 
 rest of its batch.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -156,21 +155,9 @@ def micro_batches(captions: Captions, size: int) -> list[Captions]:
     return [Captions(*parts) for parts in zip(*(t.split(size) for t in captions), strict=True)]
 
 
-def cut(captions: Captions, ranks: int, parts: int) -> list[list[Captions]]:
-    """Equal shares of a batch, `[rank][micro-batch]`; both numbers have to divide the batch."""
-    shares = micro_batches(captions, len(captions.pixels) // ranks)
-    return [micro_batches(share, len(share.pixels) // parts) for share in shares]
-
-
 def to_device(captions: Captions, device: torch.device) -> Captions:
     """The same captions on `device`."""
     return Captions(*(tensor.to(device) for tensor in captions))
-
-
-def summed_loss(model: nn.Module, captions: Captions) -> Tensor:
-    """The cross-entropy of all tokens, summed, in float32; padding is not counted."""
-    logits = model(captions.pixels, captions.tokens).flatten(0, 1)
-    return F.cross_entropy(logits, captions.targets.flatten(), reduction="sum")
 
 
 def joined(parts: Sequence[Captions]) -> Captions:
@@ -205,8 +192,3 @@ def trained_captioner(tail: Tail = "easy", seed: int = 0, steps: int = 60) -> Ca
         optimizer.step()
     optimizer.zero_grad()  # or the last step's gradient would be added to the caller's
     return model.float()
-
-
-def loss_of_knowing_nothing() -> float:
-    """ln 40: the loss per token of a model that finds all tokens equally likely."""
-    return math.log(VOCABULARY)

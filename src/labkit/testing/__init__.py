@@ -27,6 +27,7 @@ __getattr__, __all__ = offer(
             "verdicts",
             "weights",
         ],
+        "variants": ["Held", "rows_of_ranks", "try_variants", "under_ddp"],
         "verdict_plot": ["verdict_figure"],
     },
 )

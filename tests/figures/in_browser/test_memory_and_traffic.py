@@ -4,8 +4,7 @@ import re
 
 import pytest
 from browser import OpenedPage
-
-from labkit.scenarios.memory_and_traffic import Sharding, TrainingJob, memory, traffic
+from figures.memory_and_traffic import Sharding, TrainingJob, memory, traffic
 
 NAME = "memory_and_traffic"
 START = TrainingJob(7_500_000_000, 64, precision="bf16", bucket_views=True, shard_ranks=8, every=16)

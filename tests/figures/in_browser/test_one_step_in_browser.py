@@ -2,9 +2,9 @@
 
 import re
 
+from figures.one_step import Step, gradients_of_step
 from playwright.sync_api import Locator, expect
 
-from labkit.scenarios.one_step import Step, gradients_of_step
 from labkit.testing.compare import ratio_and_cosine
 
 SAMPLES = (((2, 5), (-1, 2)), ((-2, 0), (1, 2)), ((3, 2), (-3, 1)), ((0, 4), (-2, 3)))

@@ -4,9 +4,8 @@ import re
 
 import pytest
 from browser import OpenedPage
+from figures.two_queues import Call, pair_up
 from playwright.sync_api import expect
-
-from labkit.scenarios.two_queues import Call, pair_up
 
 NAME = "two_queues"
 LETTERS = {"f": "float32", "h": "float16", "b": "bfloat16"}

@@ -36,12 +36,14 @@ def test_assignments_are_notebooks_too_and_an_unknown_name_gets_the_list():
 
 
 def test_copies_are_made_once_and_keep_what_the_reader_wrote(tmp_path):
-    for name in ("book/start/one.ipynb", "book/reference/glossary.md", "book/conftest.py"):
+    ours = ("start/one.ipynb", "start/one.py", "reference/glossary.md", "conftest.py")
+    for name in (f"book/{name}" for name in ours):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("ours")
     copy_missing(tmp_path)
     folder = tmp_path / "notebooks"
     assert (folder / "reference/glossary.md").exists(), "chapters link to it"
+    assert (folder / "start/one.py").exists(), "the chapter imports it"
     assert not (folder / "conftest.py").exists()
     (folder / "start/one.ipynb").write_text("the reader's")
     copy_missing(tmp_path)

@@ -1,6 +1,6 @@
 // Memory and traffic: bytes that each rank keeps and sends, as pure functions without a page.
 //
-// The same functions in Python are labkit.scenarios.memory_and_traffic, which has the sources.
+// The same functions in Python are tests/figures/memory_and_traffic.py, which has the sources.
 // A job is { parameters, ranks, precision, optimizer, bucketViews, freeWeights, shardRanks, every }.
 (function (root, make) {
   if (typeof module === "object") module.exports = make();

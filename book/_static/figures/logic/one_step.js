@@ -1,6 +1,6 @@
 // One data-parallel step of the model a·x + b with squared errors, in closed form.
 //
-// labkit.scenarios.one_step computes the same with autograd; a test compares the two.
+// tests/figures/one_step.py computes the same with autograd; a test compares the two.
 (function (root, make) {
   if (typeof module === "object") module.exports = make();
   else (root.FigureLogic ??= {}).one_step = make();

@@ -1,5 +1,5 @@
 /* What happens if two ranks call different collectives. The same model as
-   src/labkit/scenarios/two_queues.py, which is checked against gloo.
+   tests/figures/two_queues.py, which is checked against gloo.
 
    A queue is written as calls joined by dots: "ra12f.bw3h.s" is an all-reduce of a1 (2 float32),
    a broadcast of w (3 float16) from rank 0, and a barrier. */

@@ -1,0 +1,148 @@
+"""For in_the_data.ipynb: how noisy one step is when all ranks draw the same dropout
+masks, or their own; and a figure of how samples are dealt to ranks and steps.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor, nn
+
+from labkit.book import figures
+from labkit.launch.ranks import run_ranks
+from labkit.scenarios.rare_samples import Problem
+from labkit.testing.compare import flatten
+from labkit.testing.verdict import gradient_of
+
+STEPS, MASKS = 200, 4000
+
+
+class Noise(NamedTuple):
+    """How noisy the averaged gradient is, over many steps at fixed weights.
+
+    Attributes:
+        off: root mean square distance from the expected gradient, relative to its norm.
+        ratio: norm of the mean over all steps, relative to the expected gradient's.
+        cosine: of the mean over all steps and the expected gradient.
+        correlation: ρ, of two ranks' deviations within a step, each from its own mean.
+    """
+
+    off: float
+    ratio: float
+    cosine: float
+    correlation: float
+
+
+def dropping(inputs: Tensor, targets: Tensor) -> Problem:
+    """A problem whose MLP drops half of its hidden units."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)
+        )
+    return Problem(model, inputs, targets)
+
+
+def alike() -> Problem:
+    """Sixteen nearly identical samples, so that masks matter more than samples."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        inputs = 1 + 0.3 * torch.randn(16, 6)
+    return dropping(inputs, inputs.mean(1, keepdim=True))
+
+
+def noise(problem: Problem, world_size: int = 4) -> dict[str, Noise]:
+    """The noise of a step with one seed on all ranks, and with seed + rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        repeated = Problem(
+            problem.model,
+            problem.inputs.repeat(MASKS, 1),
+            problem.targets.repeat(MASKS, 1),
+        )
+        expected = flatten(gradient_of(repeated.model, repeated.loss))
+    of_ranks = run_ranks(_on_this_rank, world_size, problem)
+    return {
+        name: _noise(torch.stack([drawn[name] for drawn in of_ranks]), expected)
+        for name in of_ranks[0]
+    }
+
+
+def _on_this_rank(rank: int, world_size: int, problem: Problem) -> dict[str, Tensor]:
+    rows = problem.rows(rank, world_size)
+    found = {}
+    for name, seed in {"one seed": 0, "seed + rank": 100 + rank}.items():
+        torch.manual_seed(seed)
+        drawn = [
+            flatten(
+                gradient_of(problem.model, lambda module: problem.loss(module, rows))
+            )
+            for _ in range(STEPS)
+        ]
+        found[name] = torch.stack(drawn)
+    return found
+
+
+def _noise(own: Tensor, expected: Tensor) -> Noise:
+    """Of `own`, (ranks, steps, elements), and the expected gradient, (elements,)."""
+    averaged = own.mean(0)
+    mean = averaged.mean(0)
+    off = (averaged - expected).square().sum(1).mean().sqrt() / expected.norm()
+    cosine = mean @ expected / (mean.norm() * expected.norm())
+    apart = own - own.mean(1, keepdim=True)
+    products = torch.einsum("rsp,qsp->rq", apart, apart)
+    world_size = len(own)
+    between = (products.sum() - products.trace()) / (world_size - 1)
+    numbers = (off, mean.norm() / expected.norm(), cosine, between / products.trace())
+    return Noise(*(number.item() for number in numbers))
+
+
+def sample_grid(panels: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
+    """One panel per way to deal samples: a row per rank, a column per step.
+
+    A sample that occurs twice in a panel is orange where it occurs again (step by step,
+    and within a step by rank). A step in which a rank has no sample is an empty gray
+    cell.
+
+    Args:
+        panels: title → for each rank its samples in the order of its steps.
+    """
+    down = math.ceil(len(panels) / 2)
+    figure, grid = plt.subplots(down, 2, figsize=(6.4, 1.9 * down), squeeze=False)
+    for axes, (title, of_ranks) in zip(grid.flat, panels.items(), strict=False):
+        steps = max(map(len, of_ranks))
+        _draw_cells(axes, of_ranks, steps)
+        axes.set(xlim=(0, steps), ylim=(len(of_ranks), 0))
+        axes.set_xticks(
+            [i + 0.5 for i in range(steps)], [f"step {i + 1}" for i in range(steps)]
+        )
+        ranks = range(len(of_ranks))
+        axes.set_yticks([r + 0.5 for r in ranks], [f"rank {r}" for r in ranks])
+        axes.tick_params(length=0, labelsize=8)
+        axes.set_title(title, fontsize=9)
+        for side in axes.spines.values():
+            side.set_visible(False)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.axis("off")
+    return figure
+
+
+def _draw_cells(axes: Axes, of_ranks: Sequence[Sequence[int]], steps: int) -> None:
+    seen: set[int] = set()
+    for step in range(steps):
+        for rank, samples in enumerate(of_ranks):
+            here = samples[step] if step < len(samples) else None
+            color = "#dddddd" if here is None else "white"
+            if here in seen:
+                color = figures.RANKS[1]
+            cell = Rectangle((step, rank), 1, 1, facecolor=color, edgecolor="#666666")
+            axes.add_patch(cell)
+            if here is not None:
+                seen.add(here)
+                middle = step + 0.5, rank + 0.5
+                axes.text(*middle, str(here), ha="center", va="center")

@@ -1,0 +1,155 @@
+"""What chapters and labs share: a GPU's random numbers, padded captions, and small models."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.scenarios.cuda_random import MOST_ELEMENTS, philox4x32_10, randn
+from labkit.scenarios.padded_captioner import (
+    LONGEST,
+    PADDING,
+    START,
+    VOCABULARY,
+    count_tokens,
+    draw_captions,
+    joined,
+    micro_batches,
+    trained_captioner,
+)
+from labkit.scenarios.rare_samples import rare_samples
+from labkit.scenarios.toy_steps import loss_of, small_transformer, stack_of_linears
+from labkit.testing.compare import gradients, largest_difference
+
+# The known-answer vectors that come with the authors' own implementation, Random123.
+ANSWERS = {
+    "zeros": ("00000000 " * 4, "00000000 " * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    "ones": ("ffffffff " * 4, "ffffffff " * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    "digits of pi": (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+}
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_philox_gives_its_published_answers(name):
+    counter, key, answer = map(words, ANSWERS[name])
+    low, high = key
+    found = philox4x32_10(tuple(torch.tensor([word]) for word in counter), (low, high))
+    assert [int(word) for word in found] == answer
+
+
+@pytest.mark.parametrize("seed", [0, 1004, 2**32, 2**64 - 1])
+def test_a_shorter_draw_is_the_beginning_of_a_longer_one(seed):
+    longest = randn((MOST_ELEMENTS,), seed)
+    for shape in ((), (0,), (1,), (4, 4), (3, 5, 7), (MOST_ELEMENTS - 1,)):
+        drawn = randn(shape, seed)
+        assert (drawn.shape, drawn.dtype) == (shape, torch.float32)
+        assert torch.equal(drawn.flatten(), longest[: drawn.numel()])
+
+
+def test_the_draws_are_standard_normal_and_independent_of_the_next_seeds():
+    seeds = [*range(200), 2**32, 2**32 + 1, 2**63]
+    draws = torch.stack([randn((MOST_ELEMENTS,), seed) for seed in seeds]).double()
+    assert len(set(draws[:, 0].tolist())) == len(seeds), "both halves of a seed count"
+    values, count = draws.flatten(), draws.numel()
+    # Five standard errors of each moment: mean 1, variance 2, third 15, fourth 96, over the count.
+    wanted = {1: (0, 1), 2: (1, 2), 3: (0, 15), 4: (3, 96)}
+    for power, (moment, variance) in wanted.items():
+        assert abs(values.pow(power).mean() - moment) < 5 * math.sqrt(variance / count)
+    assert abs((draws[:-1] * draws[1:]).mean()) < 5 / math.sqrt(count)
+    assert abs((draws[:, :-1] * draws[:, 1:]).mean()) < 5 / math.sqrt(count)
+
+
+@pytest.mark.parametrize(
+    ("shape", "seed", "said"),
+    [
+        ((MOST_ELEMENTS + 1,), 0, "1025 elements, and only up to 1024"),
+        ((2, -1), 0, "must not be negative"),
+        ((4,), -1, "seed must be one of"),
+        ((4,), 2**64, "seed must be one of"),
+    ],
+)
+def test_what_would_be_a_guess_is_refused(shape, seed, said):
+    with pytest.raises(ValueError, match=said):
+        randn(shape, seed)
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=9),
+    seed=st.integers(0, 10_000),
+    tail=st.sampled_from(["easy", "hard"]),
+)
+def test_captions_have_the_lengths_asked_for_and_are_read_shifted(lengths, seed, tail):
+    captions = draw_captions(len(lengths), seed, tail, lengths)
+    assert count_tokens(captions) == sum(lengths)
+    assert (captions.tokens[:, 0] == START).all()
+    for tokens, targets, n in zip(captions.tokens, captions.targets, lengths, strict=True):
+        assert tokens[1:n].tolist() == targets[: n - 1].tolist()
+        assert (targets[n:] == PADDING).all()
+        assert ((targets[:n] >= 0) & (targets[:n] < VOCABULARY)).all()
+
+
+@settings(max_examples=30)
+@given(number=st.integers(1, 20), size=st.integers(1, 9))
+def test_micro_batches_hold_every_caption_once_in_order(number, size):
+    captions = draw_captions(number, seed=3)
+    parts = micro_batches(captions, size)
+    assert all(len(part.tokens) == size for part in parts[:-1])
+    assert all(torch.equal(a, b) for a, b in zip(joined(parts), captions, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[3], [3, 13], [0, 3]])
+def test_lengths_that_do_not_fit_are_refused(lengths):
+    with pytest.raises(ValueError, match="2 numbers of 1 to 12"):
+        draw_captions(2, seed=0, lengths=lengths)
+
+
+def test_a_score_depends_on_its_picture_and_the_tokens_before_it_and_on_nothing_else():
+    model = trained_captioner().double()
+    captions = draw_captions(3, seed=4)
+    pixels, tokens = captions.pixels.double(), captions.tokens
+    scores = model(pixels, tokens)
+    later = tokens.clone()
+    later[:, 5:] = (later[:, 5:] + 1) % VOCABULARY
+    assert torch.allclose(model(pixels, later)[:, :5], scores[:, :5], atol=1e-12)
+    assert not torch.allclose(model(pixels, later)[:, 5:], scores[:, 5:], atol=1e-3)
+    assert not torch.allclose(model(pixels.flip(0), tokens), scores, atol=1e-3)
+    alone = model(pixels[:1], tokens[:1])
+    assert torch.allclose(alone, scores[:1], atol=1e-12), "no mixing within the batch"
+
+
+@pytest.mark.parametrize("make", [stack_of_linears, small_transformer])
+def test_the_average_of_equal_shares_is_the_gradient_of_the_whole_batch(make):
+    model, inputs = make(samples=4)
+    parts = []
+    for share in (inputs, *inputs.chunk(2)):
+        model.zero_grad()
+        loss_of(model(share)).backward()
+        parts.append(gradients(model))
+    whole, one, other = parts
+    average = [(a + b) / 2 for a, b in zip(one, other, strict=True)]
+    largest = max(g.abs().max().item() for g in whole)
+    assert largest_difference(one, other) > 0.01 * largest, "shares that differ"
+    assert largest_difference(average, whole) < 1e-5 * largest
+
+
+def test_the_problem_is_the_same_in_every_process_and_the_last_rank_holds_the_rare_samples():
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    problem, other = rare_samples(), rare_samples(rare_inputs=True)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(map(torch.equal, problem.model.parameters(), other.model.parameters()))
+    covered = [i for rank in range(4) for i in range(16)[problem.rows(rank, 4)]]
+    assert covered == list(range(16))
+    assert problem.targets[problem.rows(3, 4)].min() > problem.targets[:12].max() - 2

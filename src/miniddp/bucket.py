@@ -92,12 +92,13 @@ class Bucket:
     def copy_in(self, divisor: int) -> None:
         """Copy each gradient to its place in the buffer, divided by `divisor`; zeros for None."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 view.zero_()
-            elif parameter.grad is view:
+            elif gradient is view:
                 view.div_(divisor)
             else:
-                torch.mul(parameter.grad, 1 / divisor, out=view)
+                torch.mul(gradient, 1 / divisor, out=view)
                 if self.as_views:
                     parameter.grad = view
 
@@ -110,10 +111,11 @@ class Bucket:
         replaced = []
         for slot in slots:
             parameter, view = self.parameters[slot], self.views[slot]
-            if parameter.grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 parameter.grad = view if self.as_views else torch.empty_like(view).copy_(view)
-            elif self.as_views and parameter.grad is not view:
-                replaced.append(self.indices[slot])
             elif not self.as_views:
-                parameter.grad.copy_(view)
+                gradient.copy_(view)
+            elif gradient is not view:
+                replaced.append(self.indices[slot])
         return replaced

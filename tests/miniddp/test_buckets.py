@@ -105,12 +105,6 @@ def test_an_order_that_forgets_a_parameter_is_refused():
         arrival_plan([ParameterSize(4, "float32")] * 3, [0, 2, 2], NO_CAP)
 
 
-def test_layers_of_a_megabyte_and_a_half_close_the_small_first_bucket_and_share_the_next():
-    layer = ParameterSize(3 * MIB // 2, "float32")
-    assert arrival_plan([layer] * 3, [2, 1, 0], bucket_caps(1)) == [[2], [1], [0]]
-    assert arrival_plan([layer] * 3, [2, 1, 0], bucket_caps()) == [[2], [1, 0]]
-
-
 # Times and sizes are small multiples of powers of two, so that sums of them are exact, and "fewest
 # buckets" is not a matter of rounding.
 EIGHTHS = st.integers(0, 40).map(lambda n: n / 8)
@@ -194,16 +188,6 @@ def test_a_finish_time_worked_by_hand():
     assert finish_time([[2, 1, 0]], sizes, ready, link) == pytest.approx(7.5)
     # Each bucket takes 0.25 s from backward: the last gradient comes at 4.5.
     assert finish_time([[2], [1], [0]], sizes, ready, LinkCost(0.5, 0.1, 0.25)) == pytest.approx(6)
-
-
-def test_on_a_slow_link_buckets_grow_as_fast_as_the_link_falls_behind():
-    layer = ParameterSize(4 * MIB, "float32")
-    ready = [0.01 * (12 - index) for index in range(12)]
-    one_gbit = LinkCost(1e-4, 8e-9)  # 34 ms a layer
-    plan = fastest_plan([layer] * 12, ready, one_gbit)
-    assert plan == [[11], [10, 9, 8], [7, 6, 5, 4, 3, 2, 1, 0]]
-    limit = 0.01 + 12 * layer.nbytes * 8e-9
-    assert finish_time(plan, [layer] * 12, ready, one_gbit) == pytest.approx(limit + 3e-4)
 
 
 def test_where_steps_differ_shorter_buckets_are_taken():

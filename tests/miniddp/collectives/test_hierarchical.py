@@ -91,15 +91,6 @@ def test_each_kind_of_link_carries_the_steps_and_bytes_of_the_docstring(shape):
         assert across == (2 * (ranks - 1) * length // ranks if count > 1 else 0)
 
 
-def test_a_length_that_does_not_divide_loses_and_doubles_nothing():
-    lengths = [0, 1, 3, 801, 805]
-    counted = run_ranks(count_messages, 8, 4, lengths)
-    for node in (counted[:4], counted[4:]):
-        for number, length in enumerate(lengths):
-            across = sum(rank[number]["hierarchical"]["across"] for rank in node)
-            assert across == length, "2(M - 1)/M · n for two nodes, whatever is left over"
-
-
 def uneven(rank: int, ranks_per_node: int) -> str:
     with pytest.raises(ValueError, match="do not divide evenly into nodes") as caught:
         Nodes.groups(ranks_per_node)

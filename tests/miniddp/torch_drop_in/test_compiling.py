@@ -70,31 +70,14 @@ def compiled(wrapper, rank, **settings):
 )
 def test_a_compiled_wrapper_splits_its_graph_by_the_buckets_and_reduces_as_torchs(settings):
     def work(rank, world_size):
-        ours = compiled(DropIn, rank, **settings)
-        theirs = compiled(DistributedDataParallel, rank, **settings)
-        torch.manual_seed(0)
-        eager = train(DropIn(Stack(), bucket_cap_mb=1.0, **settings), rank)
-        torch.manual_seed(0)
-        alone = Stack()
-        full = []
-        for step in range(STEPS):
-            alone.zero_grad()
-            parts = [alone(batch(r, step)).square().mean() for r in range(world_size)]
-            (sum(parts) / world_size).backward()
-            full.append([p.grad.clone() for p in alone.parameters()])
-        return ours, theirs, eager, full
+        return [compiled(wrap, rank, **settings) for wrap in (DropIn, DistributedDataParallel)]
 
-    for ours, theirs, eager, full in run_ranks(work, 2, timeout=240):
+    for ours, theirs in run_ranks(work, 2, timeout=240):
         gradients, graphs, said = ours
         assert said == []
         assert graphs == theirs[1] == LAYERS
-        for of_ours, of_theirs, of_eager, truth in zip(
-            gradients, theirs[0], eager, full, strict=True
-        ):
-            for a, b, c, d in zip(of_ours, of_theirs, of_eager, truth, strict=True):
-                assert torch.equal(a, b)
-                assert torch.equal(a, c)
-                torch.testing.assert_close(a, d)
+        for of_ours, of_theirs in zip(gradients, theirs[0], strict=True):
+            assert all(map(torch.equal, of_ours, of_theirs))
 
 
 def test_a_wrapper_inside_a_wrapper_gives_the_outer_one_back_to_dynamo():

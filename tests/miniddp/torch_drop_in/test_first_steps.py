@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.slow_link import SlowLink
-from labkit.testing.compare import gradients
 from miniddp.buckets import MIB, bucket_caps, sizes_of
 from miniddp.extras import comm_hooks
 from miniddp.extras.planner import LinkCost, measured_plan
@@ -112,43 +110,6 @@ def test_the_candidate_that_rank_0_found_fastest_is_kept_on_every_rank(fastest):
     assert tried[0] > 1
     assert tried[-1] == 1
     assert (first[-1] > 1) == (fastest == "planned")
-
-
-def gradients_beside_torchs(rank: int, views: bool):
-    """For each step: our gradients, torch's, and the full batch's."""
-    wrapped = DropIn(model(), bucket_plan="measured", gradient_as_bucket_view=views)
-    theirs = DistributedDataParallel(model(), gradient_as_bucket_view=views)
-    alone = model()
-    compared = []
-    with mock.patch.object(first_steps, "measure_link", return_value=ONE_GBIT):
-        for step in range(SETTLED + 2):
-            if step % 4 == 1:  # gradients may stay from the step before: they accumulate
-                for each in (wrapped, theirs, alone):
-                    each.zero_grad()
-            x = inputs(rank, step)
-            with mock.patch.object(first_steps, "perf_counter", clock(1e-5)):
-                wrapped(x).square().mean().backward()
-            theirs(x).square().mean().backward()
-            everything = torch.cat([inputs(r, step) for r in range(dist.get_world_size())])
-            alone(everything).square().mean().backward()
-            flat = [
-                torch.cat([g.flatten() for g in gradients(module)])
-                for module in (wrapped.module, theirs.module, alone)
-            ]
-            compared.append(torch.stack(flat))
-    return compared, len(plan_of(wrapped))
-
-
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_stay_those_of_torch_and_of_the_full_batch(world_size, views):
-    for steps, buckets in run_ranks(gradients_beside_torchs, world_size, views):
-        assert buckets > 1
-        for ours, theirs, full in steps:
-            if world_size == 2:
-                assert torch.equal(ours, theirs)
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-            torch.testing.assert_close(ours, full, rtol=1e-5, atol=1e-7)
 
 
 def hooks_and_life(rank: int):

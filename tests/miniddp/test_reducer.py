@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
@@ -107,23 +106,6 @@ def test_accumulation_communicates_in_the_last_micro_batch_only_and_views_stay_v
     for counts, are_views in run_ranks(collectives_of_a_window, 2):
         assert counts == [0, 0, 0, 1] * 2
         assert are_views
-
-
-def several_forwards(rank, world_size):
-    wrapped = DropIn(AnyOrder())
-    alone = AnyOrder()
-    torch.manual_seed(rank)
-    a, b = torch.randn(4, 8), torch.randn(4, 8)
-    for model in (wrapped, alone):
-        (model(a, [0, 1, 2, 3]).sum() + model(b, [3, 2, 1, 0]).pow(2).sum()).backward()
-    summed = torch.cat([p.grad.flatten() for p in alone.parameters()])
-    dist.all_reduce(summed)
-    return torch.cat([p.grad.flatten() for p in wrapped.parameters()]), summed / world_size
-
-
-def test_several_forwards_before_one_backward_are_averaged_once():
-    for found, expected in run_ranks(several_forwards, 3):
-        torch.testing.assert_close(found, expected)
 
 
 def after_an_exception(rank, world_size):

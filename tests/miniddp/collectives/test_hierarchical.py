@@ -2,7 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,20 +24,9 @@ from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 SHAPES = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (2, 4)]
 
 
-class NodesReduce(Protocol):
-    """As `hierarchical_all_reduce` is called."""
-
-    def __call__(self, tensor: Tensor, op: Any, *, nodes: Nodes) -> None: ...
-
-
-def on_nodes(
-    rank: int, ranks_per_node: int, todo: list[Case], how: NodesReduce
-) -> list[tuple[Tensor, Tensor]]:
-    return reduce_all(rank, todo, partial(how, nodes=Nodes.groups(ranks_per_node)))
-
-
-def check_on_nodes(shape: tuple[int, int], todo: list[Case], how: NodesReduce) -> None:
-    check(todo, run_ranks(on_nodes, shape[0] * shape[1], shape[1], todo, how))
+def on_nodes(rank: int, ranks_per_node: int, todo: list[Case]) -> list[tuple[Tensor, Tensor]]:
+    nodes = Nodes.groups(ranks_per_node)
+    return reduce_all(rank, todo, partial(hierarchical_all_reduce, nodes=nodes))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} x {shape[1]}")
@@ -46,7 +35,7 @@ def check_on_nodes(shape: tuple[int, int], todo: list[Case], how: NodesReduce) -
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
 @given(todo=st.lists(cases(), min_size=40, max_size=80))
 def test_the_result_is_that_of_dist_all_reduce_and_has_the_same_bits_on_every_rank(shape, todo):
-    check_on_nodes(shape, todo, hierarchical_all_reduce)
+    check(todo, run_ranks(on_nodes, shape[0] * shape[1], shape[1], todo))
 
 
 def count_messages(rank: int, ranks_per_node: int, lengths: list[int]) -> list[dict[str, Any]]:

@@ -200,20 +200,6 @@ def test_an_embedding_that_is_sparse_on_one_rank_only_is_named():
         assert "sparse gradients: [] on rank 0; ['words.weight'] on rank 1" in error
 
 
-def settings_that_may_differ(rank: int) -> float:
-    views = DropIn(linear(), gradient_as_bucket_view=rank == 1, batched_grad_copy=rank == 0)
-    plain = DropIn(linear())
-    for step in range(3):
-        for each in (views, plain):
-            each.zero_grad()
-            each(inputs(rank, step)).square().mean().backward()
-    return largest_difference(gradients(views), gradients(plain))
-
-
-def test_where_a_rank_keeps_its_gradients_is_its_own_affair():
-    assert run_ranks(settings_that_may_differ, 2, timeout=NO_HANG) == [0.0, 0.0]
-
-
 def one_rank_strays(rank: int) -> tuple[str, float]:
     ddp = DropIn(linear(), strict=True)
     ddp(inputs(rank)).sum().backward()

@@ -1,12 +1,10 @@
 """What the wrapper does besides averaging: verification, synchronization, copies and errors."""
 
 import copy
-import gc
 import inspect
 import io
 import pickle
 import warnings
-import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -66,24 +64,6 @@ def test_delayed_parameters_are_averaged_together_when_the_other_ones_gradient_a
     for pairs in run_ranks(delayed, 3):
         for gradient, expected in pairs:
             torch.testing.assert_close(gradient, expected)
-
-
-def hooks_after_the_wrapper_is_gone(rank, world_size):
-    module = nn.Sequential(linear(), nn.Linear(3, 2))
-    wrapped = DropIn(
-        module,
-        delay_all_reduce_named_params=[("1.bias", module[1].bias)],
-        param_to_hook_all_reduce=module[0].weight,
-    )
-    wrapped(batch(rank)).sum().backward()
-    seen = weakref.ref(wrapped)
-    del wrapped
-    gc.collect()
-    return len(module[0].weight._backward_hooks or ()), seen() is None
-
-
-def test_the_hook_of_delayed_parameters_goes_with_its_wrapper():
-    assert run_ranks(hooks_after_the_wrapper_is_gone, 2) == [(0, True)] * 2
 
 
 def sub_group(rank, world_size):

@@ -80,10 +80,10 @@ def one_batch(rank: int, world_size: int) -> dict[str, tuple[float, list[Tensor]
     """Value and gradient under torch's DDP and by hand, the rank's sentences as one batch."""
     tokens, targets = batch_of(sentences_of(rank, world_size))
     results = {}
-    model = language_model()
-    loss = global_mean(*token_cross_entropy(DistributedDataParallel(model)(tokens), targets))
+    ddp = DistributedDataParallel(language_model())
+    loss = global_mean(*token_cross_entropy(ddp(tokens), targets))
     loss.backward()
-    results["DDP"] = loss.item(), gradients(model)
+    results["DDP"] = loss.item(), gradients(ddp.module)
 
     by_hand = language_model()
     loss = global_mean(*token_cross_entropy(by_hand(tokens), targets))

@@ -19,7 +19,7 @@ from labkit.book.chapters import chapters_of
 from labkit.launch import ScriptError, project_root, run_ranks
 from labkit.scenarios.padded_captioner import count_tokens, draw_captions, seeded_captioner
 from labkit.scenarios.rare_samples import rare_samples
-from mean_of_means import WAYS, denominators, draw_digits, excess, steps_on_ranks, token_weights
+from mean_of_means import WAYS, denominators, excess, steps_on_ranks, token_weights
 from museum import caught_by
 from ten_thousand_ranks import GRADIENTS, compute, step_seconds
 from what_is_averaged import sample_weights
@@ -111,15 +111,6 @@ def test_the_excess_is_zero_for_one_step_and_minus_the_covariance_over_the_mean_
     means = sums / counts
     covariance = (counts * means).mean() - counts.mean() * means.mean()
     torch.testing.assert_close(found[:, 1], -(covariance / counts.mean()).double().expand(3))
-
-
-def test_digits_are_ten_different_shapes():
-    pictures, digits = draw_digits(300, seed=0, noise=0)
-    shapes = {}
-    for picture, digit in zip(pictures, digits.tolist(), strict=True):
-        assert torch.equal(shapes.setdefault(digit, picture), picture)
-    assert sorted(shapes) == list(range(10))
-    assert len({tuple(shape.flatten().tolist()) for shape in shapes.values()}) == 10
 
 
 def test_bypassed_ranks_end_as_single_processes_and_wrapped_ones_agree():

@@ -20,8 +20,6 @@ from labkit.scenarios.padded_captioner import (
     trained_captioner,
 )
 from labkit.scenarios.rare_samples import rare_samples
-from labkit.scenarios.toy_steps import loss_of, small_transformer, stack_of_linears
-from labkit.testing.compare import gradients, largest_difference
 
 # The known-answer vectors that come with the authors' own implementation, Random123.
 ANSWERS = {
@@ -126,21 +124,6 @@ def test_a_score_depends_on_its_picture_and_the_tokens_before_it_and_on_nothing_
     assert not torch.allclose(model(pixels.flip(0), tokens), scores, atol=1e-3)
     alone = model(pixels[:1], tokens[:1])
     assert torch.allclose(alone, scores[:1], atol=1e-12), "no mixing within the batch"
-
-
-@pytest.mark.parametrize("make", [stack_of_linears, small_transformer])
-def test_the_average_of_equal_shares_is_the_gradient_of_the_whole_batch(make):
-    model, inputs = make(samples=4)
-    parts = []
-    for share in (inputs, *inputs.chunk(2)):
-        model.zero_grad()
-        loss_of(model(share)).backward()
-        parts.append(gradients(model))
-    whole, one, other = parts
-    average = [(a + b) / 2 for a, b in zip(one, other, strict=True)]
-    largest = max(g.abs().max().item() for g in whole)
-    assert largest_difference(one, other) > 0.01 * largest, "shares that differ"
-    assert largest_difference(average, whole) < 1e-5 * largest
 
 
 def test_the_problem_is_the_same_in_every_process_and_the_last_rank_holds_the_rare_samples():

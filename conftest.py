@@ -12,7 +12,7 @@ from hypothesis import settings
 # of several processes on one core wait for each other in a loop: what takes a second takes ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Why: labkit/launch/scheduling.py. The processes that tests start inherit it.
+# Why: labkit.launch.forks.schedule_as_batch. The processes that tests start inherit it.
 if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -29,7 +29,7 @@ import warnings
 from typing import NamedTuple
 
 from labkit.launch.arguments import positive
-from labkit.launch.loading import loading
+from labkit.launch.memory import loading
 
 SEED = 42
 THREADS_SAMPLES = 4

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from labkit.launch.arguments import parse_arguments
-from labkit.launch.loading import loading
+from labkit.launch.memory import loading
 
 SEED = 0
 SEQUENCES = 16

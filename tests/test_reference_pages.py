@@ -11,7 +11,7 @@ from in_process import run_in_process
 from torch.distributed import utils
 
 from labkit.launch import project_root
-from labkit.launch.warm_torchrun import run_warm
+from labkit.launch.nodes import run_warm
 from miniddp import buckets, replicas
 from miniddp.ddp import MiniDDP
 from miniddp.reducer import Reducer

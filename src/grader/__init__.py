@@ -29,7 +29,7 @@ The files, in the order in which an assignment and then a submission pass throug
     report            grades.csv, statistics.csv, junit.xml, results.json for Gradescope
     feedback          the page that a student reads
     inside/zygote     in the sandbox: the fork server
-    inside/large_pages  the fork server's memory in pages of 2 MiB; labkit uses it, too
+    inside/large_pages  the fork server's memory in pages of 2 MiB
     inside/walls      limits and namespaces that each rank gets
     inside/rank       one rank: the student's cells and the check's part for ranks
     inside/link       torch.distributed over the trusted side

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from forked_rank import keep_groups_until_the_end
 
-from labkit.launch.loading import loading
+from labkit.launch.memory import loading
 from labkit.launch.nodes import reserved_port
 
 HERE = Path(__file__).resolve().parent

@@ -9,10 +9,9 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
-from labkit.launch.loading import loading
+from labkit.launch.memory import loading
 
 DESCRIPTION = """\
 Run PyTorch's own tests of DistributedDataParallel on a class of your choice: on the CPU over gloo,
@@ -38,7 +37,6 @@ def arguments() -> argparse.Namespace:
     add("--checkout", help="a checkout of PyTorch's repository: run its files that do not ship")
     add("-k", dest="names", action="append", default=[], help="part of a name, or a pattern with *")
     add("--runnable", action="store_true", help="only those that table.json calls runnable")
-    add("--every", action="store_true", help="also the tests that do not name the class")
     add(
         "--device",
         choices=list(TARGETS),
@@ -61,31 +59,18 @@ def arguments() -> argparse.Namespace:
         help="with --class torch: write table.json anew; with --checkout, for torch and miniddp: "
         "write what the class does into siblings.json",
     )
-    add("--list", action="store_true", help="only print the names")
     add("-v", dest="verbose", action="store_true", help="print failures whole")
     options = parser.parse_args()
-    if options.write_table and (
-        options.file or options.names or options.runnable or options.every or options.list
-    ):
-        parser.error("--write-table takes the tests as they are: leave out what chooses among them")
-    if options.write_table and options.cls not in ("torch", *["miniddp"] * bool(options.checkout)):
-        parser.error("--write-table needs --class torch or, with --checkout, also miniddp")
-    if options.write_table and options.device != "cpu":
-        parser.error("--write-table is for the CPU: its tables are those of --device cpu")
+    chosen = options.file or options.names or options.runnable or options.device != "cpu"
+    if options.write_table and (chosen or options.cls not in ("torch", "miniddp")):
+        parser.error("--write-table needs all tests, on the CPU, of torch's class or of miniddp's")
+    if options.write_table and options.cls == "miniddp" and not options.checkout:
+        parser.error("the table of the tests that ship is what --class torch does")
     if options.checkout and options.file:
         parser.error("either --checkout or --file")
     if options.checkout and not os.path.isdir(os.path.join(options.checkout, "test/distributed")):
         parser.error(f"{options.checkout} is no checkout of PyTorch: it has no test/distributed")
     return options
-
-
-def sources(options: argparse.Namespace) -> Sequence[str]:
-    """What `discover.load` is to load."""
-    from . import discover
-
-    if options.checkout:
-        return [os.path.join(options.checkout, file) for file in discover.SIBLINGS]
-    return options.file or discover.SHIPPED
 
 
 @loading()
@@ -107,10 +92,11 @@ def load(options: argparse.Namespace) -> tuple[list[tuple[type, str]], Any]:
     runner.fork_ranks()
     found = []
     with contextlib.nullcontext() if target is None else placement.nccl_announced():
-        for source in sources(options):
+        siblings = [os.path.join(options.checkout or "", file) for file in discover.SIBLINGS]
+        for source in siblings if options.checkout else options.file or discover.SHIPPED:
             module = discover.load(source)
             swap.swap(cls)
-            found += discover.tests(module, every=options.every)
+            found += discover.tests(module)
     return found, target
 
 
@@ -147,9 +133,6 @@ def main() -> int:
     if options.runnable:
         runnable = set(table.read()["runnable"])
         chosen = [test for test in chosen if runner.name_of(*test) in runnable]
-    if options.list:
-        print("\n".join(runner.name_of(*test) for test in chosen))
-        return 0
 
     def report(result: runner.Result) -> None:
         ended = f"{result.outcome:8}{result.seconds:6.1f} s"

@@ -11,9 +11,6 @@ from collections.abc import Iterator
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-SHIPPED = ("distributed_test", "ddp_under_dist_autograd_test", "rpc_test")
-"""The files with tests of the class that ship inside torch, under `torch.testing._internal`."""
-
 SIBLINGS = (
     "test/distributed/test_c10d_gloo.py",
     "test/distributed/test_c10d_nccl.py",
@@ -32,9 +29,7 @@ _NAMES = frozenset({"DistributedDataParallel", "DDP"})
 def load(source: str) -> types.ModuleType:
     """The module of one of `SHIPPED`, or of the file at that path."""
     if source in SHIPPED:
-        from . import shipped
-
-        return getattr(shipped, source)()
+        return SHIPPED[source]()
     folder, file = os.path.split(os.path.abspath(source))
     name = file.removesuffix(".py")
     for path in (folder, os.path.dirname(folder)):
@@ -43,24 +38,23 @@ def load(source: str) -> types.ModuleType:
     return importlib.import_module(name)
 
 
-def cases(module: types.ModuleType) -> dict[str, type[unittest.TestCase]]:
-    """The test classes of a module, by name, without those it imports from other modules."""
-    return {
-        name: value
-        for name, value in vars(module).items()
+def tests(module: types.ModuleType) -> list[tuple[type[unittest.TestCase], str]]:
+    """(class, method) for each test of a module that reaches `DistributedDataParallel`.
+
+    Without the classes that the module imports from others.
+    """
+    cases = [
+        value
+        for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, unittest.TestCase)
         and value.__module__ == module.__name__
-    }
-
-
-def tests(module: types.ModuleType, *, every: bool) -> list[tuple[type[unittest.TestCase], str]]:
-    """(class, method) for each test that reaches `DistributedDataParallel`, or for every test."""
+    ]
     return [
         (case, name)
-        for case in cases(module).values()
+        for case in cases
         for name in unittest.TestLoader().getTestCaseNames(case)
-        if every or reaches_ddp(case, getattr(case, name))
+        if reaches_ddp(case, getattr(case, name))
     ]
 
 
@@ -107,3 +101,62 @@ def _functions(used: object) -> Iterator[types.FunctionType]:
         yield from (f for f in vars(used).values() if isinstance(f, types.FunctionType))
     elif inspect.isfunction(inspect.unwrap(used)) if callable(used) else False:
         yield inspect.unwrap(used)
+
+
+# The tests that ship inside torch, made runnable as PyTorch's own test files do it.
+
+
+def _distributed_test() -> types.ModuleType:
+    """`DistributedTest._DistTestBase`, with processes that it starts itself."""
+    from torch.testing._internal.distributed import distributed_test as module
+
+    class TestDistBackendWithSpawn(module.TestDistBackend, module.DistributedTest._DistTestBase):
+        def setUp(self) -> None:
+            super().setUp()
+            self._spawn_processes()
+
+    return _module("distributed_test", TestDistBackendWithSpawn)
+
+
+def _ddp_under_dist_autograd_test() -> types.ModuleType:
+    """DDP inside of, and around, distributed autograd (RPC)."""
+    from torch.testing._internal.distributed import ddp_under_dist_autograd_test as module
+
+    return _rpc(
+        "ddp_under_dist_autograd_test",
+        module.DdpUnderDistAutogradTest,
+        module.DdpComparisonTest,
+        module.CudaDdpComparisonTest,
+    )
+
+
+def _rpc_test() -> types.ModuleType:
+    """The tests of RPC that wrap a module."""
+    from torch.testing._internal.distributed.rpc import rpc_test as module
+
+    return _rpc("rpc_test", module.RpcTest, module.CudaRpcTest, module.TensorPipeAgentRpcTest)
+
+
+def _rpc(name: str, *mixins: type) -> types.ModuleType:
+    from torch.testing._internal.distributed import rpc_utils
+    from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as fixture
+
+    agent = fixture.TensorPipeRpcAgentTestFixture
+    classes = rpc_utils.generate_tests("TensorPipe", agent, list(mixins), name)
+    return _module(name, *classes.values())
+
+
+def _module(name: str, *classes: type) -> types.ModuleType:
+    module = types.ModuleType(name)
+    for cls in classes:
+        cls.__module__ = name
+        setattr(module, cls.__name__, cls)
+    return module
+
+
+SHIPPED = {
+    "distributed_test": _distributed_test,
+    "ddp_under_dist_autograd_test": _ddp_under_dist_autograd_test,
+    "rpc_test": _rpc_test,
+}
+"""The files with tests of the class that ship inside torch, under `torch.testing._internal`."""

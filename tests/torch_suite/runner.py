@@ -1,8 +1,8 @@
-"""Runs the tests, each in a process of its own that is forked from one which has torch loaded.
+"""Runs the tests, each in a fork of this process, which has loaded torch (`labkit.launch.forks`).
 
 A fresh start costs a rank three seconds of import; a fork costs milliseconds. The parent has run
-no torch operation and no thread, so that the children inherit nothing but modules. A test and its
-ranks are one session of processes: at the timeout all of it is killed.
+no torch operation and no thread, so that the children inherit nothing but modules. At the timeout,
+a test and its ranks are killed.
 """
 
 import contextlib
@@ -12,20 +12,18 @@ import json
 import os
 import re
 import resource
-import shutil
-import signal
-import sys
 import tempfile
 import time
-import traceback
 import unittest
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch
 
-from labkit.launch.guard import die_with_parent
+from labkit.launch.forks import start_forked, stop_forked
+from labkit.launch.guard import adopt_orphans, die_with_parent, kill_descendants
 
 from . import placement
 from .swap import Constructions
@@ -79,10 +77,9 @@ class Result:
 class _Running:
     case: type[unittest.TestCase]
     method: str
-    pid: int
+    process: BaseProcess
     started: float
-    deadline: float
-    folder: str
+    folder: tempfile.TemporaryDirectory
 
 
 def fork_ranks() -> None:
@@ -108,6 +105,7 @@ def run(
 
     On `target` (`placement`), or where they put themselves if it is None.
     """
+    adopt_orphans()
     waiting = list(chosen)[::-1]  # the next one is taken from the end
     waiting.sort(key=lambda test: test[1] == _LONGEST)
     running: list[_Running] = []
@@ -115,19 +113,20 @@ def run(
     lost_races: Counter[str] = Counter()
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(_start(*waiting.pop(), timeout, target))
+            running.append(_start(*waiting.pop(), target))
         time.sleep(0.02)
         for test in list(running):
-            ended, _ = os.waitpid(test.pid, os.WNOHANG)
-            if ended or time.monotonic() > test.deadline:
+            late = time.monotonic() > test.started + timeout
+            if late or not test.process.is_alive():
                 running.remove(test)
-                result = _finish(test, late=not ended)
+                result = _finish(test)
                 if any(race in result.detail for race in _RACES) and lost_races[result.name] < 3:
                     lost_races[result.name] += 1
                     waiting.append((test.case, test.method))
                     continue
                 results.append(result)
                 report(result)
+    kill_descendants()
     return results
 
 
@@ -135,33 +134,17 @@ def name_of(case: type[unittest.TestCase], method: str) -> str:
     return f"{case.__module__}.{case.__name__}.{method}"
 
 
-def _start(
-    case: type[unittest.TestCase], method: str, timeout: float, target: torch.device | None
-) -> _Running:
-    folder = tempfile.mkdtemp(prefix="torch_suite_")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            _run_here(case, method, folder, target)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(0)
-    now = time.monotonic()
-    return _Running(case, method, pid, now, now + timeout, folder)
+def _start(case: type[unittest.TestCase], method: str, target: torch.device | None) -> _Running:
+    folder = tempfile.TemporaryDirectory(prefix="torch_suite_", ignore_cleanup_errors=True)
+    output = Path(folder.name, "output")
+    process = start_forked(_run_here, case, method, folder.name, target, stdout=output)
+    return _Running(case, method, process, time.monotonic(), folder)
 
 
 def _run_here(
     case: type[unittest.TestCase], method: str, folder: str, target: torch.device | None
 ) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    output = os.open(os.path.join(folder, "output"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
     os.environ["TEMP_DIR"] = tempfile.tempdir = folder
     os.environ["INIT_METHOD"] = f"file://{folder}/init"
     os.makedirs(os.path.join(folder, "barrier"))
@@ -181,30 +164,23 @@ def _run_here(
         "outcome": "failed" if bad else "skipped" if skipped else "passed",
         "detail": "\n".join(bad or skipped),
     }
-    with open(os.path.join(folder, "result"), "w") as file:
-        json.dump(result, file)
+    Path(folder, "result").write_text(json.dumps(result))
+    os._exit(0)  # a thread that a test left behind does not end
 
 
-def _finish(test: _Running, late: bool) -> Result:
+def _finish(test: _Running) -> Result:
     seconds = time.monotonic() - test.started
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(test.pid, signal.SIGKILL)
-    if late:
-        os.waitpid(test.pid, 0)
-    ended: dict[str, Any] = {"outcome": "timeout" if late else "crashed"}
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(test.folder, "result")) as file:
-        ended = json.load(file)
-    if ended["outcome"] in ("timeout", "crashed"):
-        with open(os.path.join(test.folder, "output"), errors="replace") as file:
-            ended["detail"] = file.read()[-4000:]
-    Constructions.path = os.path.join(test.folder, "constructed")
-    constructed = Constructions.count()
-    shutil.rmtree(test.folder, ignore_errors=True)
+    late = test.process.is_alive()
+    stop_forked(test.process)
+    with test.folder as folder:
+        output, file = (Path(folder, name) for name in ("output", "result"))
+        if file.exists():
+            ended = json.loads(file.read_text())
+        else:
+            said = output.read_text(errors="replace")[-4000:] if output.exists() else ""
+            ended = {"outcome": "timeout" if late else "crashed", "detail": said}
+        Constructions.path = os.path.join(folder, "constructed")
+        constructed = Constructions.count()
     gates = getattr(getattr(test.case, test.method), "gates", [])
-    return Result(
-        name_of(test.case, test.method),
-        seconds=seconds,
-        constructed=constructed,
-        gates=gates,
-        **ended,
-    )
+    name = name_of(test.case, test.method)
+    return Result(name, seconds=seconds, constructed=constructed, gates=gates, **ended)

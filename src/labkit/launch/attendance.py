@@ -26,6 +26,7 @@ note and two per second. A report takes up to 3 s after the collective has faile
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -35,16 +36,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from labkit.launch.rank_process import VICTIM
+from labkit.launch.supervisor import VICTIM
 
 PULSE = 0.5  # seconds
 _PATIENCE = timedelta(seconds=5)
 _LEFT = "left"
-_OF_A_COLLECTIVE = re.compile(rf"gloo|NCCL|[Tt]imed out|[Tt]imeout|{VICTIM.pattern}")
+_COLLECTIVE = re.compile(rf"gloo|NCCL|[Tt]imed out|[Tt]imeout|{VICTIM.pattern}")
 
 
 class Sign(NamedTuple):
@@ -75,11 +76,15 @@ def report_missing_ranks() -> Iterator[Callable[[str], None]]:
     pulse.start()
     try:
         yield register.note
-        register.finish()
+        with contextlib.suppress(RuntimeError):  # the store's rank may have left
+            register.write(finished=True)
     except RuntimeError as error:
-        if _is_of_a_collective(error) and (missing := register.missing()):
-            print(f"{missing}\n({_first_line(error)})", file=sys.stderr, flush=True)
-            register.leave()
+        of_a_collective = isinstance(error, dist.DistError) or _COLLECTIVE.search(str(error))
+        if of_a_collective and (missing := register.missing()):
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            print(f"{missing}\n({first_line})", file=sys.stderr, flush=True)
+            with contextlib.suppress(RuntimeError):
+                register.store.set(_LEFT, str(register.rank))
             raise SystemExit(1) from error
         raise
     finally:
@@ -95,14 +100,14 @@ def report(rank: int, signs: dict[int, Sign], later: dict[int, Sign]) -> str:
     lines = []
     for other, sign in later.items():
         what = f'rank {other} on {sign.host}, last seen at "{sign.last}"'
-        if other == rank:
+        behind = sign.notes < later[rank].notes
+        if other == rank or (sign.finished and not behind):
             continue
         if sign.finished:
-            if sign.notes < later[rank].notes:
-                lines.append(f"finished early: {what}")
+            lines.append(f"finished early: {what}")
         elif sign.beats == signs[other].beats:
             lines.append(f"gone: {what}")
-        elif sign.notes < later[rank].notes:
+        elif behind:
             lines.append(f"stuck: {what}")
     if not lines:
         return ""
@@ -115,8 +120,8 @@ class _Register:
 
     def __init__(self, life: str) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        host, port = self.where.rsplit(":", 1)
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        self.where = f"{host}:{port}"
         # A connection of its own: the process group's may be waiting in a collective.
         store = dist.TCPStore(host, int(port), is_master=False, timeout=_PATIENCE)
         self.store = dist.PrefixStore(f"attendance/{life}", store)
@@ -129,32 +134,27 @@ class _Register:
         if self.handles_sigterm:
             self.previous_handler = signal.signal(signal.SIGTERM, self._asked)
         self.sign = Sign(0, 0, socket.gethostname(), "the beginning")
-        self._write()
+        self.write()
         dist.barrier()  # from here on every rank has a sign
 
     def note(self, text: str) -> None:
         if self.asked_to_end:
             raise SystemExit(128 + signal.SIGTERM)
-        with self.lock:
-            self.sign = self.sign._replace(notes=self.sign.notes + 1, last=text)
-            self._write()
+        self.write(notes=self.sign.notes + 1, last=text)
 
-    def finish(self) -> None:
-        """The others need not look for this rank's heartbeat any more."""
-        with self.lock, contextlib.suppress(RuntimeError):  # the store's rank may have left
-            self.sign = self.sign._replace(finished=True)
-            self._write()
+    def write(self, **changes: Any) -> None:
+        with self.lock:
+            self.sign = self.sign._replace(**changes)
+            self.store.set(str(self.rank), json.dumps(self.sign))
 
     def beat(self) -> None:
         over_for = 0
         while not self.ended.wait(PULSE):
-            with self.lock:
-                self.sign = self.sign._replace(beats=self.sign.beats + 1)
-                try:
-                    self._write()
-                    over = self.store.check([_LEFT])
-                except RuntimeError:
-                    over = True
+            try:
+                self.write(beats=self.sign.beats + 1)
+                over = self.store.check([_LEFT])
+            except RuntimeError:
+                over = True
             over_for = over_for + 1 if over else 0
             # A waiting rank gets its own error and has time to explain it, less if torchrun is
             # also ending the rank.
@@ -164,10 +164,6 @@ class _Register:
                     f"rank {self.rank} on {self.sign.host} ends: the run is over", file=sys.stderr
                 )
                 os._exit(1)
-
-    def leave(self) -> None:
-        with self.lock, contextlib.suppress(RuntimeError):
-            self.store.set(_LEFT, str(self.rank))
 
     def restore_handler(self) -> None:
         if self.handles_sigterm:
@@ -188,25 +184,6 @@ class _Register:
     def _asked(self, *_: object) -> None:
         self.asked_to_end = True
 
-    def _write(self) -> None:
-        beats, notes, host, last, finished = self.sign
-        text = f"{beats}\n{notes}\n{int(finished)}\n{host}\n{last}"
-        self.store.set(str(self.rank), text)
-
     def _look(self) -> dict[int, Sign]:
-        with self.lock:
-            texts = self.store.multi_get([str(rank) for rank in range(self.world_size)])
-        signs = {}
-        for rank, text in enumerate(texts):
-            beats, notes, finished, host, last = text.decode().split("\n", 4)
-            signs[rank] = Sign(int(beats), int(notes), host, last, finished == "1")
-        return signs
-
-
-def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Whether waiting for another rank can have caused it. gloo raises plain RuntimeErrors."""
-    return isinstance(error, dist.DistError) or bool(_OF_A_COLLECTIVE.search(str(error)))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        texts = self.store.multi_get([str(rank) for rank in range(self.world_size)])
+        return {rank: Sign(*json.loads(text)) for rank, text in enumerate(texts)}

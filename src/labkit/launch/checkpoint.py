@@ -46,6 +46,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     say nothing about the file are raised unchanged: an OSError (no permission, a failing disk), a
     MemoryError, or a RuntimeError of torch's allocator.
     """
+    incomplete = f"{path} is not a complete checkpoint; move it away to start from step 0"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -56,14 +57,10 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
         if "DefaultCPUAllocator" in str(error):
             raise
         # Any unpickling error: the file is truncated or is not a checkpoint.
-        raise UnreadableCheckpointError(_none(path)) from error
+        raise UnreadableCheckpointError(incomplete) from error
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        raise UnreadableCheckpointError(_none(path))
+        raise UnreadableCheckpointError(incomplete)
     return state
-
-
-def _none(path: Path) -> str:
-    return f"{path} is not a complete checkpoint; move it away to start from step 0"
 
 
 def newest_checkpoint(path: Path, group: dist.ProcessGroup | None = None) -> Checkpoint | None:
@@ -77,14 +74,14 @@ def newest_checkpoint(path: Path, group: dist.ProcessGroup | None = None) -> Che
     """
     found: Checkpoint | None = None
     error: Exception | None = None
+    mine: int | str = -1
     try:
-        found = read_checkpoint(path)
+        if found := read_checkpoint(path):
+            mine = found["step"]
+    except UnreadableCheckpointError as raised:
+        error, mine = raised, str(raised)
     except Exception as raised:  # whatever it is: the others wait to hear of it
-        error = raised
-    mine: int | str = found["step"] if found else -1
-    if error:
-        own = isinstance(error, UnreadableCheckpointError)
-        mine = str(error) if own else f"cannot read {path}: {type(error).__name__}: {error}"
+        error, mine = raised, f"cannot read {path}: {type(raised).__name__}: {raised}"
     steps: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(steps, mine, group=group)
     for rank, step in enumerate(steps):

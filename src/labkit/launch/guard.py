@@ -10,20 +10,23 @@ caller and the work:
    closes, the caller has ended, for whatever reason. The guard then kills all its descendants and
    exits.
 
-`labkit.launch.fork_server` and `labkit.launch.ranks` build on these functions. `run_guarded` puts
-a guard around a command; `python -m labkit.launch.guard COMMAND…` is the guard itself.
+`labkit.launch.forks` builds on these functions. `run_guarded` puts a guard around a command;
+`python -m labkit.launch.guard COMMAND…` is the guard itself.
 
 Limits: macOS lacks step 2, so a daemon that changed its session may survive, and nothing here was
-tested there. Windows lacks steps 1 and 2.
+tested there.
 """
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -47,24 +50,34 @@ def adopt_orphans() -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent() -> bool:
-    """Have the kernel kill this process when its parent ends. Returns whether the system can do
-    that.
+def die_with_parent(parent: int | None = None) -> None:
+    """End this process when its parent ends, however that ends.
+
+    Linux does so at once: when the *thread* that started this process ends. Elsewhere, a thread of
+    this process looks every second whether its parent is still the same. `parent` is the parent's
+    process id if it is known: if that has ended already, so does this process now.
     """
-    return _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) if os.name == "posix" else False
+    parent = parent or os.getppid()
+    if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+    elif os.getppid() != parent:
+        os._exit(1)
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def own_session() -> None:
     """Leave the caller's session, so that its Ctrl-C and its killpg do not reach the guard."""
-    if hasattr(os, "setsid"):
-        with contextlib.suppress(PermissionError):  # already the leader of a session
-            os.setsid()
+    with contextlib.suppress(PermissionError):  # already the leader of a session
+        os.setsid()
 
 
 def has_children() -> bool:
     """Whether this process may have children, running or zombies; reaps the zombies."""
-    if not hasattr(os, "WNOHANG"):
-        return True
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -97,49 +110,29 @@ def run_guarded(
     """
     if isinstance(command, str) or not command:
         raise ValueError(f"the command has to be a list of words, got {command!r}")
-    guard = subprocess.Popen(
-        [sys.executable, "-m", "labkit.launch.guard", *command],
-        stdin=subprocess.PIPE,  # the pipe that tells the guard that we are gone
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        **options,
-    )
-    try:
-        # communicate() closes stdin at once, which would end the guard: read by hand instead.
-        streams = [_Drain(guard.stdout), _Drain(guard.stderr)]
-        guard.wait(timeout)
-        stdout, stderr = (stream.text() for stream in streams)
-        return subprocess.CompletedProcess(command, guard.returncode, stdout, stderr)
-    except subprocess.TimeoutExpired as expired:
-        guard.stdin.close()
-        guard.wait()
-        output, stderr = (stream.text() for stream in streams)
-        raise subprocess.TimeoutExpired(command, expired.timeout, output, stderr) from None
-    finally:
-        guard.stdin.close()
-        guard.wait()
-        guard.stdout.close()
-        guard.stderr.close()
-
-
-class _Drain(threading.Thread):
-    """Reads a pipe to its end, so that a command with much output never blocks on it."""
-
-    def __init__(self, pipe) -> None:
-        super().__init__(daemon=True)
-        self._pipe = pipe
-        self._text = ""
-        self.start()
-
-    def run(self) -> None:
-        self._text = self._pipe.read()
-
-    def text(self) -> str:
-        # Only a process that escaped the guard could hold the pipe open beyond it.
-        self.join(timeout=5)
-        return self._text
+    text = {"mode": "w+", "encoding": "utf-8", "errors": "replace"}
+    with tempfile.TemporaryFile(**text) as stdout, tempfile.TemporaryFile(**text) as stderr:
+        guard = subprocess.Popen(
+            [sys.executable, "-m", "labkit.launch.guard", *command],
+            stdin=subprocess.PIPE,  # the pipe that tells the guard that we are gone
+            stdout=stdout,
+            stderr=stderr,
+            **options,
+        )
+        try:
+            guard.wait(timeout)
+            late = False
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            guard.stdin.close()
+            guard.wait()
+        for file in (stdout, stderr):
+            file.seek(0)
+        said = stdout.read(), stderr.read()
+    if late:
+        raise subprocess.TimeoutExpired(command, timeout, *said)
+    return subprocess.CompletedProcess(command, guard.returncode, *said)
 
 
 def _guard(command: Sequence[str]) -> NoReturn:
@@ -155,7 +148,7 @@ def _guard(command: Sequence[str]) -> NoReturn:
 
     try:
         # If the guard itself is killed, the kernel ends the command. No thread runs here yet.
-        die = die_with_parent if os.name == "posix" else None
+        die = functools.partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGKILL)
         work = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die)
     except OSError as error:
         print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from labkit.launch.arguments import parse_arguments as parse_arguments
-from labkit.launch.scheduling import schedule_as_batch
+from labkit.launch.forks import schedule_as_batch
+from labkit.launch.guard import die_with_parent
 
 # Long enough for any lab's slowest rank. torch's own is half an hour.
 TIMEOUT = timedelta(minutes=5)
@@ -31,12 +32,9 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     """Join the ranks that torchrun started, on one or several nodes; leave them together at the
     end.
 
-    A collective that takes longer than `timeout` raises RuntimeError. The backend is NCCL with
-    `cuda:LOCAL_RANK` if this machine has one GPU per rank, and gloo on the CPU otherwise. The
-    environment variable LABKIT_DEVICE overrides this: "cpu"; or "cuda", and then ranks share the
-    GPUs over gloo if there are too few. Exits with an explanation if torchrun did not start the
-    script, or if that device is missing. `make gpu` runs it on
-    real GPUs, which has not been done yet.
+    A collective that takes longer than `timeout` raises RuntimeError. The environment variable
+    LABKIT_DEVICE chooses the device (`choose_devices`). Exits with an explanation if torchrun did
+    not start the script, or if that device is missing. The process ends if torchrun's agent does.
     """
     if "LOCAL_RANK" not in os.environ:
         script = os.path.relpath(sys.argv[0])
@@ -44,10 +42,14 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
             f"{script} runs as one of several ranks: start it with torchrun, for example\n"
             f"    torchrun --standalone --nproc-per-node 4 {script}"
         )
+    die_with_parent()
     _refuse_restarts_that_cannot_work()
-    device, backend = place_of_rank(
-        int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    )
+    asked, local_ranks = os.environ.get("LABKIT_DEVICE", "auto"), os.environ["LOCAL_WORLD_SIZE"]
+    try:
+        devices, backend = choose_devices(int(local_ranks), asked, "LABKIT_DEVICE")
+    except ValueError as error:
+        sys.exit(str(error))
+    device = torch.device(devices[int(os.environ["LOCAL_RANK"])])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -73,24 +75,26 @@ def leave_group() -> None:
     dist.destroy_process_group()
 
 
-def place_of_rank(local_rank: int, local_world_size: int) -> tuple[torch.device, str]:
-    """The device of a rank of this machine, and the backend that all of them can talk over.
+def choose_devices(ranks: int, asked: str, option: str) -> tuple[tuple[str, ...], str]:
+    """One device for each of the ranks of this machine, and the backend for all of them.
 
-    Exits with an explanation if LABKIT_DEVICE asks for a missing device. Tested with a
-    simulated number of GPUs; `make gpu` runs it with real ones, which has not been done yet.
+    `asked` is "auto": NCCL and `cuda:rank` if there are as many GPUs as ranks, and otherwise gloo
+    on the CPU; "cpu"; or "cuda", and then ranks share the GPUs over gloo if there are too few.
+    `option` is what the caller's user calls it. Raises ValueError for another value, or if there is
+    no GPU. Tested with a simulated number of GPUs; `make gpu` runs it with real ones, which has not
+    been done yet.
     """
-    asked = os.environ.get("LABKIT_DEVICE", "auto")
     if asked not in ("auto", "cpu", "cuda"):
-        sys.exit(f'LABKIT_DEVICE must be "auto", "cpu" or "cuda", and is {asked!r}')
+        raise ValueError(f'{option} must be "auto", "cpu" or "cuda", got {asked!r}')
     gpus = 0 if asked == "cpu" else torch.cuda.device_count()
     if asked == "cuda" and gpus == 0:
-        sys.exit('LABKIT_DEVICE is "cuda", and torch sees no GPU. Leave it out, or say "cpu".')
-    if gpus >= local_world_size:
+        raise ValueError(f'{option} is "cuda", and torch finds no GPU. Use "auto" or "cpu".')
+    if gpus >= ranks:
         # Both backends, so that small things may also be exchanged as CPU tensors.
-        return torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        return tuple(f"cuda:{rank}" for rank in range(ranks)), "cpu:gloo,cuda:nccl"
     if asked == "cuda":  # NCCL refuses two ranks on one GPU
-        return torch.device("cuda", local_rank % gpus), "gloo"
-    return torch.device("cpu"), "gloo"
+        return tuple(f"cuda:{rank % gpus}" for rank in range(ranks)), "gloo"
+    return ("cpu",) * ranks, "gloo"
 
 
 def _refuse_restarts_that_cannot_work() -> None:
@@ -133,16 +137,15 @@ def below_their_ranks(texts: Sequence[str]) -> str:
     return "\n\n".join(blocks)
 
 
-def largest_on_any_rank(*figures: float) -> float:
-    """The largest of the given numbers on any rank, the same on every rank; NaN if one of them is
-    NaN.
+def largest_on_any_rank(*numbers: float) -> float:
+    """The largest of the numbers on any rank, the same on every rank; NaN if one of them is NaN.
 
     Every rank must call it with the same count of numbers. Costs one all-gather of 8 bytes per
     number, on the CPU.
     """
     # No maximum of an all-reduce, and none of Python's: both may leave a NaN out, which is the
     # worst that a difference can be.
-    mine = torch.tensor(figures, dtype=torch.float64)
+    mine = torch.tensor(numbers, dtype=torch.float64)
     of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, mine)
     return torch.cat(of_ranks).max().item()

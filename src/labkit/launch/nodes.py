@@ -1,30 +1,158 @@
-"""Several nodes on one machine: one torchrun agent per node, without special rights.
+"""torchrun with forked ranks: one process imports torch, and every rank is a fork of it.
 
     python -m labkit.launch.nodes --nodes 2 --nproc-per-node 4 labs/accumulate_vs_ddp.py
 
-Each agent runs the command that a node of a cluster would run: `torchrun --nnodes 2 --rdzv-backend
-c10d --rdzv-endpoint HOST:PORT …`. The agents meet on the loopback interface and start their own
-ranks. A cluster also has different hostnames, addresses, and a network between its nodes;
-`labs/two_hosts.sh` provides these. `labkit.launch.warm_torchrun` runs the same agents as forks.
+One torchrun agent runs per node, without special rights. Each is given what a node of a cluster
+would be given: `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT …`, and the
+further options of the command. The agents meet on the loopback interface and start their own ranks.
+A cluster also has different hostnames, addresses, and a network between its nodes;
+`labs/two_hosts.sh` provides these.
+
+Two of torchrun's own options are added, `--run-path --start-method fork`, so that a rank is a fork
+of its agent instead of a new interpreter that imports torch again. This saves 4 s of processor time
+per rank, which is most of a lab's run time. Its limits:
+
+1. Forked ranks share one seed of string hashes, and therefore one order of sets.
+2. A rank ends without running its atexit handlers.
+3. The agent waits forever for a rank that ends with `os._exit(0)`.
+4. The first argument that ends in .py is taken as the script.
 
 The command ends when all agents have ended, with the exit code of the first one that failed. After
-a failure, the other agents get one minute to notice. If the command itself is interrupted or
-killed, the agents and their ranks end with it (`labkit.launch.guard`).
+a failure, the other agents get one minute to notice. However it ends, its agents end with it, and
+ranks end with their agent.
+
+`run_warm` captures the output, and forks the agents from a server that has loaded torch already
+(`labkit.launch.forks`): two ranks take about a second. torch reads some environment variables when
+it is loaded, there once, in the server: TORCH_CPP_LOG_LEVEL, for example.
 """
 
 import argparse
 import contextlib
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
 from labkit.launch.arguments import positive
+from labkit.launch.forks import forked, fresh_randomness, start_forked, stop_forked
+from labkit.launch.guard import die_with_parent
+from labkit.launch.memory import check_memory, loading
 
 GRACE = 60.0  # seconds
+LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"  # the interface's name
+AS_RANK = "--as-rank"  # what an agent starts this file with
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=positive, default=2, help="agents (default 2)")
+    parser.add_argument("--nproc-per-node", default="1", help="ranks of each agent (default 1)")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="further options of torchrun, and the script"
+    )
+    given, options = parser.parse_known_args()
+    ranks = given.nproc_per_node
+    try:
+        check_memory(given.nodes * int(ranks) if ranks.isdecimal() else 1)  # or "auto", or "gpu"
+    except ValueError as error:
+        sys.exit(str(error))
+    if given.nodes > 1:
+        # Otherwise torch warns at length that the agent that ended first no longer answers.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    load_torchrun()  # once, for all agents
+    with agents_of(given.nodes, os.environ) as (where, environment):
+        os.environ.update(environment)
+        command = [*where, "--nproc-per-node", ranks, *options, *given.arguments]
+        if given.nodes == 1:
+            agent(command)
+        else:
+            sys.exit(_end_of([start_forked(agent, command) for _ in range(given.nodes)]))
+
+
+def run_warm(
+    arguments: Sequence[str], timeout: float, cwd: Path, env: Mapping[str, str], nodes: int = 1
+) -> "subprocess.CompletedProcess[str]":
+    """Run torchrun with `arguments`, its options and the script; capture what it prints.
+
+    One agent runs for each of `nodes`. `arguments` must not say where they meet: this adds it.
+    Nothing that it started is left when this returns, raises, or when the caller is killed.
+    Raises subprocess.TimeoutExpired after `timeout` seconds, and
+    `labkit.launch.forks.NotStartedError` if no process can be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchrun-") as name, agents_of(nodes, env) as agents:
+        options, environment = agents
+        files = [Path(name, "stdout"), Path(name, "stderr")]
+        place = {"folder": cwd, "environment": environment, "stdout": files[0], "stderr": files[1]}
+        code = None
+        with forked(_supervise, [*options, *arguments], nodes, place) as supervisor:
+            if supervisor.poll(timeout):
+                try:
+                    code = supervisor.recv()
+                except EOFError:
+                    code = 128 + signal.SIGKILL  # a shell's code for a process that was killed
+        # Read only now: leaving the block ended every process that could still write.
+        said = [file.read_text("utf-8", "replace") if file.exists() else "" for file in files]
+    if code is None:
+        raise subprocess.TimeoutExpired(list(arguments), timeout, *said)
+    return subprocess.CompletedProcess(list(arguments), code, *said)
+
+
+def _supervise(caller: Connection, arguments: list[str], nodes: int, place: dict[str, Any]) -> None:
+    agents = [start_forked(_warm_agent, arguments, **place) for _ in range(nodes)]
+    caller.send(_end_of(agents, caller))
+
+
+def _warm_agent(arguments: list[str]) -> None:
+    import torch.distributed as dist
+
+    dist.set_debug_level_from_env()  # torch read it when it was loaded, in the fork server
+    sys.path.insert(0, "")  # as `python -m` does; a rank replaces it by the script's folder
+    agent(arguments)
+
+
+def _end_of(agents: list[BaseProcess], caller: Connection | None = None) -> int:
+    """The exit code of the agents, which have ended then. Raises EOFError if `caller` leaves."""
+
+    def pause() -> None:
+        running = [agent.sentinel for agent in agents if agent.is_alive()]
+        if caller and caller in wait([caller, *running], timeout=0.05):
+            caller.recv()  # it never sends: this raises EOFError
+        elif not caller:
+            wait(running, timeout=0.05)
+
+    try:
+        code = first_to_fail(lambda: [agent.exitcode for agent in agents], pause)
+    finally:
+        stop_forked(*agents)
+    return code if code >= 0 else 128 - code  # a shell's code for a signal
+
+
+def first_to_fail(
+    exit_codes: Callable[[], Sequence[int | None]], pause: Callable[[], object]
+) -> int:
+    """Wait until every exit code is known, but at most `GRACE` seconds after the first failure.
+
+    Returns the first exit code that is not 0, or 0. Calls `pause` between two looks.
+    """
+    failed, deadline = 0, math.inf
+    while None in (codes := exit_codes()) and time.monotonic() < deadline:
+        if not failed and (failed := next(filter(None, codes), 0)):
+            deadline = time.monotonic() + GRACE
+        pause()
+    return failed or next(filter(None, codes), 0)
 
 
 @contextlib.contextmanager
@@ -40,79 +168,92 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def agent_options(nodes: int, port: int) -> list[str]:
-    """What torchrun is told on each node: how many there are, and where they meet."""
-    return [
-        *("--nnodes", str(nodes), "--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
-        # How long an agent waits for a node that does not come, or does not come back.
-        *("--rdzv-conf", "join_timeout=60"),
-    ]
+@contextlib.contextmanager
+def agents_of(nodes: int, given: Mapping[str, str]) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """The options and the environment of each agent of a job; a port stays reserved meanwhile.
 
-
-def agent_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, with what agents on one machine need where it does not say otherwise."""
-    interface = "lo" if sys.platform.startswith("linux") else "lo0"
-    # The second is for --max-restarts: see labkit.launch.lab.join_ranks.
-    defaults = {"GLOO_SOCKET_IFNAME": interface, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    # Otherwise torch warns at length that the agent that ended first no longer answers. An agent
-    # that is forked from the warm server has loaded torch already, and does not read this.
-    defaults["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    return {**defaults, **given}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nodes", type=positive, default=2, help="agents (default 2)")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="further options of torchrun, and the script"
-    )
-    given, options = parser.parse_known_args()
+    One node needs no more than `given`. Several agents on one machine get what they need where
+    `given` does not say otherwise.
+    """
+    if nodes == 1:
+        yield ["--standalone"], dict(given)
+        return
+    defaults = {
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        # For --max-restarts: see labkit.launch.lab.join_ranks.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     with reserved_port() as port:
-        command = [sys.executable, "-m", "torch.distributed.run", *agent_options(given.nodes, port)]
-        command += options + given.arguments
-        agents = [start(command, agent_environment(os.environ)) for _ in range(given.nodes)]
-        sys.exit(first_failure(agents))
+        options = [
+            *("--nnodes", str(nodes), "--rdzv-backend", "c10d"),
+            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
+            # How long an agent waits for a node that does not come, or does not come back.
+            *("--rdzv-conf", "join_timeout=60"),
+        ]
+        yield options, {**defaults, **given}
 
 
-def start(
-    command: Sequence[str], environment: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start `command` under a guard that kills it and everything it started when stdin closes.
+def load_torchrun() -> types.ModuleType:
+    """torchrun's module, with what torch's DDP and optimizers import on first use."""
+    with loading():
+        import torch._dynamo  # noqa: F401
+        from torch.distributed import run
+    return run
 
-    stdin is a pipe whose other end only this process holds, so it closes when this process ends.
+
+def agent(arguments: list[str]) -> None:
+    """Run torchrun's agent with the command line that torchrun would be given."""
+    load_torchrun().main(["--run-path", "--start-method=fork", *through_this_file(arguments)])
+
+
+def through_this_file(arguments: Sequence[str]) -> list[str]:
+    """torchrun's arguments, changed so that each rank runs `rank` of this file."""
+    at = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
+    this = [str(Path(__file__).resolve()), AS_RANK, str(os.getpid())] if arguments[at:] else []
+    return [*arguments[:at], *this, *arguments[at:]]
+
+
+def rank(script: str, agent: int) -> None:
+    """Run `script` as a fresh interpreter would, until the process `agent` ends.
+
+    `sys.argv` begins with the script's path.
     """
-    guarded = [sys.executable, "-m", "labkit.launch.guard", *command]
-    return subprocess.Popen(guarded, stdin=subprocess.PIPE, env=environment)
+    import torch
 
-
-def first_failure(agents: list[subprocess.Popen[bytes]]) -> int:
-    """The exit code of the first agent that fails, or 0; no agent is running afterwards.
-
-    `agents` are the results of `start`.
-    """
-    failed = first_to_fail(lambda: [agent.poll() for agent in agents])
-    for agent in agents:
-        agent.stdin.close()  # ends those that are still running
-    for agent in agents:
-        agent.wait()
-    return failed
-
-
-def first_to_fail(exit_codes: Callable[[], Sequence[int | None]]) -> int:
-    """Wait until every exit code is known, but at most `GRACE` seconds after the first failure.
-
-    Returns the first exit code that is not 0, or 0.
-    """
-    failed, deadline = 0, math.inf
-    while None in (codes := exit_codes()) and time.monotonic() < deadline:
-        if not failed and (failed := next(filter(None, codes), 0)):
-            deadline = time.monotonic() + GRACE
+    die_with_parent(agent)
+    path = Path(script).resolve()
+    sys.path[0] = str(path.parent)
+    fresh_randomness()
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():  # set by torchrun: too late
+        torch.set_num_threads(int(threads))
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout.reconfigure(line_buffering=True)  # torchrun's ranks do not buffer at all
+    main = types.ModuleType("__main__")
+    main.__file__ = str(path)
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as leave:
+        if leave.code:  # None and False mean success, too, which torchrun does not know of a fork
+            raise
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception:  # torchrun would keep it for its own report, at the end of all
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        # gloo's thread may still wait for the interpreter's lock, to drop its last collective. If a
+        # DDP wrapper of the script is freed first, its destructor joins that thread with the lock
+        # held, and both wait forever (torch 2.13). Asleep, this thread holds no lock.
         time.sleep(0.05)
-    return failed or next(filter(None, codes), 0)
 
 
 if __name__ == "__main__":
-    main()
+    if AS_RANK in sys.argv[1:2]:
+        parent = int(sys.argv[2])
+        sys.argv = sys.argv[3:]
+        rank(sys.argv[0], parent)
+    else:
+        main()

@@ -14,10 +14,9 @@ the function is called.
 How it works, and where to read on:
 
 1. This module checks the call and pickles the function with cloudpickle.
-2. A supervisor is forked from a server that has loaded torch (`labkit.launch.fork_server`,
-   `labkit.launch.rank_supervisor`).
-3. The supervisor forks the ranks (`labkit.launch.rank_process`) and watches them and the caller.
-4. This module prints the ranks' output in rank order. It returns the results, or raises the first
+2. A supervisor is forked from a server that has loaded torch (`labkit.launch.forks`). It forks the
+   ranks, and watches them and the caller (`labkit.launch.supervisor`).
+3. This module prints the ranks' output in rank order. It returns the results, or raises the first
    failure together with the state of every other rank (`labkit.launch.rank_states`).
 
 A call with four ranks takes about 0.1 s on two cores. The first call takes one to two seconds more,
@@ -30,7 +29,7 @@ Only gloo listens, on the loopback interface and on ports that the system choose
 left behind, even if the caller is killed (`labkit.launch.guard`).
 
 Tested on Linux. macOS takes the same path without the Linux system calls; it was not tested. On
-Windows ranks are spawned: a call takes seconds, and the report of a hang does not name the line.
+Windows, use WSL.
 """
 
 import contextlib
@@ -41,19 +40,28 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any, NoReturn
 
 import cloudpickle
-import torch
 
-from labkit.launch.fork_server import NotStartedError, forked, has_fork_server
-from labkit.launch.rank_process import HANDED, VICTIM, Job, Report, bind, rebuild_exception
+from labkit.launch.forks import NotStartedError, forked
+from labkit.launch.lab import choose_devices
+from labkit.launch.memory import check_memory
+from labkit.launch.nodes import LOOPBACK
 from labkit.launch.rank_states import STARTING, is_under_work
-from labkit.launch.rank_supervisor import JOIN_WITHIN, Outcome, supervise
+from labkit.launch.supervisor import (
+    HANDED,
+    JOIN_WITHIN,
+    VICTIM,
+    Job,
+    Outcome,
+    Report,
+    bind,
+    rebuild_exception,
+    supervise,
+)
 
-_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _OWN = ("labkit", "miniddp")  # both start no thread when they are imported
 # Of failures within this many seconds the lowest rank's counts as the first, so that an error which
 # every rank raises is reported from the same rank at every run.
@@ -107,7 +115,8 @@ def run_ranks(
         env: environment variables for the ranks, added to the caller's.
 
     Raises:
-        ValueError, TypeError: `world_size`, `timeout`, `device`, or the arguments are not valid.
+        ValueError, TypeError: `world_size`, `timeout`, `device`, or the arguments are not valid, or
+            the memory does not hold so many ranks (`labkit.launch.memory.check_memory`).
         the rank's own exception: the first one that a rank raised. Its notes hold that rank's
             traceback and the state of the other ranks.
         RanksTimeoutError: the time is up, for joining or for the function. The text says for each
@@ -121,7 +130,8 @@ def run_ranks(
     storage with it (return a clone).
     """
     _check(fn, world_size, args, timeout)
-    devices, backend = _place(world_size, device)
+    check_memory(world_size)
+    devices, backend = choose_devices(world_size, device, "device")
     payload = _ship(fn, args)
     job = Job(
         payload=payload,
@@ -131,7 +141,6 @@ def run_ranks(
         timeout=float(timeout),
         environment=_environment(env),
         cells=_cells(),
-        start_method="fork" if has_fork_server() else "spawn",
         modules=_own_modules(payload),
     )
     outcome = _supervised(job)
@@ -167,25 +176,6 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
         ) from None
 
 
-def _place(world_size: int, device: str) -> tuple[tuple[str, ...], str]:
-    """One device per rank, and the backend for them.
-
-    Tested with a simulated number of GPUs; `make gpu` runs it with real ones, which has not been
-    done yet.
-    """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f'device must be "auto", "cpu" or "cuda", got {device!r}')
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    if device == "cuda" and gpus == 0:
-        raise ValueError('device="cuda" needs a GPU, and torch finds none. Use device="auto".')
-    if gpus >= world_size:
-        # Both backends, so that small things may also be exchanged as CPU tensors.
-        return tuple(f"cuda:{rank}" for rank in range(world_size)), "cpu:gloo,cuda:nccl"
-    if device == "cuda":  # NCCL refuses two ranks on one GPU
-        return tuple(f"cuda:{rank % gpus}" for rank in range(world_size)), "gloo"
-    return ("cpu",) * world_size, "gloo"
-
-
 def _cells() -> dict[str, str]:
     """The text of every cell run so far, by the temporary file name in its code objects."""
     return {
@@ -216,10 +206,8 @@ def _home(fn: Callable[..., Any]) -> str:
 
 
 def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    environment = dict(os.environ)
-    if sys.platform in _LOOPBACK:
-        # Otherwise gloo listens on the interface that the host's name resolves to.
-        environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK[sys.platform]
+    # Otherwise gloo listens on the interface that the host's name resolves to.
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK}
     for name, value in (env or {}).items():
         if not isinstance(value, str):
             raise TypeError(f"env[{name!r}] has to be a string, got {value!r}")
@@ -285,18 +273,10 @@ def _stands_alone(module: ModuleType) -> bool:
 def _supervised(job: Job) -> Outcome:
     """Run `job` under a supervisor. Afterwards the supervisor and its ranks are gone."""
     try:
-        with forked(supervise, job, name="labkit supervisor") as supervisor:
-            return _await(supervisor)
+        with forked(supervise, job) as supervisor:
+            return supervisor.recv()
     except NotStartedError as error:
-        raise RanksError(
-            f"no process could be started for the ranks ({error}). Restart the kernel or script; "
-            "if TMPDIR is a very long path, set it to a shorter one."
-        ) from error
-
-
-def _await(supervisor: Connection) -> Outcome:
-    try:
-        return supervisor.recv()
+        raise RanksError(f"no process could be started for the ranks ({error}).") from error
     except (EOFError, OSError):
         raise RanksError(
             "the ranks' supervisor ended without a result, as did its ranks: it was "

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from labkit.launch.fork_server import has_fork_server
 from labkit.launch.guard import run_guarded
-from labkit.launch.warm_torchrun import run_warm
+from labkit.launch.memory import check_memory
+from labkit.launch.nodes import run_warm
 
 # gloo reports each connection on stdout, in an order that varies.
 _NOISE = re.compile(r"^\[Gloo\] Rank \d+ is connected.*\n?", re.MULTILINE)
@@ -60,17 +60,17 @@ def run_script(
         script: its path from the project's root, for example "labs/accumulate_vs_ddp.py".
         args: its command-line arguments; numbers are converted to text.
         ranks: run this many ranks of it under torchrun; None runs it as a plain script.
-        fresh: start each rank as a new interpreter, as torchrun does by default. Otherwise a rank
+        fresh: start each rank as a new interpreter on one node, as torchrun does. Otherwise a rank
             and torchrun's agent are forks of a server that has loaded torch
-            (`labkit.launch.warm_torchrun`), which takes a tenth of the time.
+            (`labkit.launch.nodes`), which takes a tenth of the time.
         timeout: seconds, after which the script and everything it started are stopped.
         nodes: start this many torchrun agents with `ranks` ranks each, as on a cluster.
         max_restarts: how often torchrun may restart all ranks after one has failed.
 
     Raises FileNotFoundError if the script does not exist. Raises ScriptError, with the end of the
-    output, if the script fails or does not end in time. Raises
-    `labkit.launch.fork_server.NotStartedError` if no process can be started. Two ranks of a lab
-    take about a second, or about 15 s with `fresh`, mostly for importing torch.
+    output, if the script fails or does not end in time. Raises ValueError if the memory does not
+    hold so many ranks, and `labkit.launch.forks.NotStartedError` if no process can be started. Two
+    ranks of a lab take about a second, or about 15 s with `fresh`, mostly for importing torch.
     """
     root = project_root()
     if not (root / script).is_file():
@@ -80,13 +80,14 @@ def run_script(
     if ranks is None:
         words = [sys.executable, *words]
     else:
+        check_memory(ranks * nodes)
         words = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", *words]
-        if not fresh and has_fork_server():
-            run = functools.partial(run_warm, nodes=nodes)
-        elif nodes > 1:
-            words = [sys.executable, "-m", "labkit.launch.nodes", f"--nodes={nodes}", *words]
-        else:
+        if fresh and nodes > 1:
+            raise ValueError(f"fresh ranks run on one node, not on {nodes}: leave fresh out")
+        if fresh:
             words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+        else:
+            run = functools.partial(run_warm, nodes=nodes)
     # Threads change the last digits, and ranks that share a few cores only slow each other down.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if max_restarts:  # see labkit.launch.lab: restarted ranks need a store of their own

@@ -2,18 +2,17 @@
 
 import functools
 import linecache
-import multiprocessing.forkserver
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +21,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from large_pages import ON_REQUEST, mib_in_large_pages
 from processes import all_gone, processes_with
 
-from labkit.launch.rank_process import Report
 from labkit.launch.rank_states import STARTING
-from labkit.launch.rank_supervisor import Outcome
 from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 from labkit.launch.scripts import run_script
+from labkit.launch.supervisor import Outcome, Report
 
 
 @dataclass
@@ -47,7 +44,7 @@ class OwnError(Exception):
 # What a rank is given, and what comes back
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_results_come_back_in_rank_order_after_a_real_all_reduce(world_size):
     def work(rank, world_size, device, scale):
         x = torch.tensor([float(rank + 1)], device=device)
@@ -58,60 +55,30 @@ def test_results_come_back_in_rank_order_after_a_real_all_reduce(world_size):
     assert run_ranks(work, world_size, 10.0) == [Sum(r, wanted) for r in range(world_size)]
 
 
-@pytest.mark.skipif(not ON_REQUEST, reason="needs Linux 6.1, and pages of 2 MiB on request")
-def test_the_fork_server_of_ranks_lies_in_large_pages():
-    run_ranks(lambda: None, 2)
-    assert mib_in_large_pages(multiprocessing.forkserver._forkserver._forkserver_pid) > 50
-
-
 def test_rank_world_size_and_device_are_handed_over_by_name_wherever_they_stand():
     def work(a, device, b, *rest, world_size, rank=99):
         return a, b, rest, rank, world_size, device.type, dist.get_rank(), dist.get_world_size()
 
     results = run_ranks(work, 2, "a", "b", "c", "d", device="cpu")
     assert results == [("a", "b", ("c", "d"), r, 2, "cpu", r, 2) for r in range(2)]
-
-
-def test_functions_without_a_name_and_with_a_default_can_be_run():
-    offset = 100
-    assert run_ranks(lambda rank: rank + offset, 2) == [100, 101]
     assert run_ranks(functools.partial(lambda x, rank, y=5: (x, rank, y), 1), 2) == [
         (1, 0, 5),
         (1, 1, 5),
     ]
 
 
-def test_tensors_and_objects_of_a_test_module_survive_the_way_back():
-    def work(rank):
-        return {"x": torch.full((2, 3), float(rank), dtype=torch.bfloat16), "sum": Sum(rank, 0.5)}
-
-    results = run_ranks(work, 2)
-    for rank, result in enumerate(results):
-        assert torch.equal(result["x"], torch.full((2, 3), float(rank), dtype=torch.bfloat16))
-        assert isinstance(result["sum"], Sum)
-        assert result["sum"].rank == rank
-
-
-def test_every_call_starts_fresh_processes_that_share_no_state():
-    def work(rank):
-        seen = os.environ.get("LEFT_BEHIND"), getattr(torch, "left_behind", None)
-        os.environ["LEFT_BEHIND"] = torch.left_behind = str(rank)
-        return os.getpid(), seen
-
-    first, second = run_ranks(work, 2), run_ranks(work, 2)
-    pids = {pid for pid, _ in first + second}
-    assert len(pids) == 4
-    assert os.getpid() not in pids
-    assert [seen for _, seen in first + second] == [(None, None)] * 4
-
-
-def test_unseeded_ranks_draw_different_numbers_as_processes_under_torchrun_do():
+def test_ranks_are_new_processes_that_draw_numbers_of_their_own():
     def work():
-        return torch.rand(1).item(), random.random(), np.random.rand()
+        left = os.environ.get("LEFT_BEHIND"), getattr(torch, "left_behind", None)
+        os.environ["LEFT_BEHIND"] = torch.left_behind = "here"
+        imported = "pytest" in sys.modules or "test_ranks" in sys.modules
+        return os.getpid(), torch.rand(1).item(), random.random(), np.random.rand(), left, imported
 
-    results = run_ranks(work, 3) + run_ranks(work, 3)
-    for drawn in zip(*results, strict=True):
-        assert len(set(drawn)) == 6
+    results = run_ranks(work, 2) + run_ranks(work, 2)
+    *pids_and_numbers, left, imported = zip(*results, strict=True)
+    assert [len(set(different)) for different in pids_and_numbers] == [4] * 4
+    assert set(left) == {(None, None)}
+    assert set(imported) == {False}
 
 
 def test_ranks_run_with_one_thread_in_the_callers_folder_and_environment(monkeypatch, tmp_path):
@@ -147,25 +114,15 @@ def test_ranks_listen_on_the_loopback_interface_only():
     assert {ip for ip, _ in listening} <= {"127.0.0.1", "::1"}
 
 
-def test_run_ranks_works_in_a_thread_and_several_times_at_once():
+def test_run_ranks_works_in_threads_at_once():
     def work(rank, number):
         x = torch.tensor([float(rank * number)])
         dist.all_reduce(x)
         return x.item()
 
-    found: dict[int, list[float]] = {}
-    main = sys.modules["__main__"]
-
-    def call(number: int) -> None:
-        found[number] = run_ranks(work, 2, number)
-
-    threads = [threading.Thread(target=call, args=(n,)) for n in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sys.modules["__main__"] is main
-    assert found == {n: [float(n)] * 2 for n in (1, 2, 3)}
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(lambda number: run_ranks(work, 2, number), range(3)))
+    assert found == [[float(number)] * 2 for number in range(3)]
 
 
 # What is shown
@@ -189,26 +146,22 @@ def test_prints_are_shown_in_rank_order_and_marked_the_same_at_every_run(capfd):
     assert err.splitlines() == [f"[rank {r}] trouble {r}" for r in range(3)]
 
 
-def test_what_a_failing_rank_printed_is_shown_before_its_error(capfd):
-    def work(rank):
-        print("before")
-        if rank == 1:
-            os._exit(3)
-
-    with pytest.raises(RanksError):
-        run_ranks(work, 2)
-    assert "[rank 1] before" in capfd.readouterr().out
-
-
-def test_a_flood_of_output_is_cut_and_counted(capfd):
+def test_lines_are_shown_as_a_terminal_leaves_them_without_noise_and_not_without_end(capfd):
     def work():
+        sys.stdout.write("  0%|  \r 50%|= \r100%|==\nform\x0cfeed\n")
+        sys.stdout.flush()
+        os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number is : 1\n")
+        os.write(2, b"[W1121 02:10:28.123456789 ProcessGroup.cpp:1] Warning: a time\nkept")
         for _ in range(3000):
             print("x" * 999)
 
     run_ranks(work, 1)
-    out = capfd.readouterr().out
+    out, err = capfd.readouterr()
+    first, second, *_, last = out.removesuffix("\n").split("\n")
+    assert (first, second) == ("[rank 0] 100%|==", "[rank 0] form\x0cfeed")
+    assert re.fullmatch(r"\[rank 0\] … 2,8\d\d,\d+ more bytes, not shown", last)
     assert len(out) < 300_000
-    assert out.splitlines()[-1] == "[rank 0] … 2,800,000 more bytes, not shown"
+    assert err == "[rank 0] kept\n"
 
 
 # What goes wrong
@@ -260,48 +213,45 @@ def test_of_a_dead_rank_and_its_victims_the_dead_one_is_named():
     assert re.search(r"rank 0: waits in all_reduce, at .* line \d+: dist\.all_reduce", said.pop())
 
 
-def test_a_rank_that_calls_sys_exit_is_named_with_the_next_action():
+def leave(how: str) -> object:
+    if how == "exit":
+        sys.exit("enough")
+    if how == "signal":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "child holds the pipe" and os.fork() == 0:
+        time.sleep(60)
+    if how.startswith("child"):
+        os._exit(5)
+    if how == "lock":
+        return threading.Lock()
+
+    class CannotBeRebuilt:
+        def __reduce__(self):
+            return int, ("not a number",)
+
+    return CannotBeRebuilt()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exit", r"rank 1 of 2 called sys.exit\('enough'\).*Next: let"),
+        ("signal", "rank 1 of 2 was killed by SIGKILL.*memory.*Next:"),
+        ("child holds the pipe", "rank 1 of 2 ended without a result, with exit code 5"),
+        ("lock", "rank 1 of 2 returned a lock, which cannot.*Next:"),
+        ("nothing to rebuild", "rank 1 returned something that cannot be rebuilt"),
+    ],
+)
+def test_a_rank_without_a_result_is_named_with_the_reason(how, said):
     def work(rank):
         if rank == 1:
-            sys.exit("enough")
-        dist.all_reduce(torch.ones(1))
+            print("before")
+            return leave(how)
+        if how not in ("lock", "nothing to rebuild"):
+            dist.all_reduce(torch.ones(1))
+        return None
 
-    with pytest.raises(RanksError, match=r"(?s)rank 1 of 2 called sys.exit\('enough'\).*Next: let"):
-        run_ranks(work, 2)
-
-
-def test_a_killed_rank_is_named_with_its_signal():
-    def work(rank):
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.ones(1))
-
-    with pytest.raises(RanksError, match=r"(?s)rank 0 of 2 was killed by SIGKILL.*memory.*Next:"):
-        run_ranks(work, 2)
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="has no real-time signals")
-def test_a_rank_killed_by_a_signal_without_a_name_is_named_with_its_number():
-    number = signal.SIGRTMIN + 6
-
-    def work(rank):
-        if rank == 1:
-            signal.raise_signal(number)
-        dist.all_reduce(torch.ones(1))
-
-    with pytest.raises(RanksError, match=rf"rank 1 of 2 was killed by signal {number}\."):
-        run_ranks(work, 2)
-
-
-def test_a_dead_rank_is_noticed_although_a_child_of_it_holds_its_pipes_open():
-    def work(rank):
-        if rank == 1:
-            if os.fork() == 0:
-                time.sleep(60)
-            os._exit(5)
-        dist.all_reduce(torch.ones(1))
-
-    with pytest.raises(RanksError, match="rank 1 of 2 ended without a result, with exit code 5"):
+    with pytest.raises(RanksError, match=f"(?s){said}"):
         run_ranks(work, 2, timeout=30)
 
 
@@ -313,10 +263,12 @@ def test_a_hang_is_stopped_and_each_rank_is_described():
             time.sleep(100)
         elif rank == 3:
             dist.all_reduce(torch.ones(3), async_op=True).wait()
+        elif rank == 4:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     start = time.monotonic()
     with pytest.raises(RanksTimeoutError) as caught:
-        run_ranks(work, 4, timeout=1.5)
+        run_ranks(work, 5, timeout=1.5)
     assert time.monotonic() - start < 45
     assert isinstance(caught.value, TimeoutError)
     here = r"at .*test_ranks.py line \d+: "
@@ -325,30 +277,31 @@ def test_a_hang_is_stopped_and_each_rank_is_described():
         rf"rank 1: waits in broadcast_object_list, {here}dist.broadcast_object_list",
         rf"rank 2: still runs, {here}time.sleep\(100\)",
         rf"rank 3: waits for a collective that it launched earlier, {here}dist.all_reduce",
+        "rank 4: does not answer: it is starting, is stopped",
     ]
-    assert len(caught.value.states) == 4
+    assert len(caught.value.states) == 5
     for pattern, state in zip(patterns, caught.value.states, strict=True):
         assert re.match(pattern, state)
         assert state in str(caught.value)
-    assert "3 of 4 ranks did not finish within 1.5 s" in str(caught.value)
+    assert "4 of 5 ranks did not finish within 1.5 s" in str(caught.value)
     assert "Next: every rank has to call the same collectives" in str(caught.value)
 
 
 RANK_1_STARTS_LATE = """
 import multiprocessing, os, sys, time
 import cloudpickle
-from labkit.launch import rank_supervisor
-from labkit.launch.rank_process import Job, run_rank
+from labkit.launch import supervisor
+from labkit.launch.supervisor import Job, run_rank
 
 def hold_back(rank, *rest):
     time.sleep(float(sys.argv[1]) * rank)
     run_rank(rank, *rest)
 
-rank_supervisor.run_rank = hold_back
+supervisor.run_rank = hold_back
 payload = cloudpickle.dumps((lambda rank: rank, ()))
-job = Job(payload, "", ("cpu", "cpu"), "gloo", 1.0, dict(os.environ), {}, "fork")
+job = Job(payload, "", ("cpu", "cpu"), "gloo", 1.0, dict(os.environ), {})
 ours, theirs = multiprocessing.Pipe()
-rank_supervisor.supervise(theirs, job)
+supervisor.supervise(theirs, job)
 print([report.status for report in ours.recv().reports])
 """
 
@@ -356,36 +309,6 @@ print([report.status for report in ours.recv().reports])
 def test_the_time_that_ranks_take_to_join_does_not_count(script):
     said = run_script(script(RANK_1_STARTS_LATE), 2.5, ranks=1, timeout=100)
     assert said == "['returned', 'returned']"
-
-
-NO_MORE_PROCESSES = """
-import multiprocessing, os
-import cloudpickle
-from multiprocessing.context import ForkProcess
-from labkit.launch import rank_supervisor
-from labkit.launch.rank_process import Job
-
-start, started = ForkProcess.start, []
-
-def start_two(process):
-    if len(started) == 2:
-        raise BlockingIOError("no more processes")
-    started.append(start(process))
-
-ForkProcess.start = start_two
-payload = cloudpickle.dumps((lambda rank: rank, ()))
-job = Job(payload, "", ("cpu",) * 3, "gloo", 30.0, dict(os.environ), {}, "fork")
-ours, theirs = multiprocessing.Pipe()
-try:
-    rank_supervisor.supervise(theirs, job)
-except BlockingIOError as error:
-    print(error, len(started), len(multiprocessing.active_children()))
-"""
-
-
-def test_if_the_system_refuses_to_start_a_rank_those_that_wait_for_it_are_ended(script):
-    said = run_script(script(NO_MORE_PROCESSES), ranks=1, timeout=100)
-    assert said == "no more processes 2 0"
 
 
 def test_to_ask_a_rank_that_is_starting_for_its_stack_does_not_kill_it(script, monkeypatch):
@@ -402,33 +325,6 @@ def test_ranks_that_could_not_start_are_told_from_a_function_that_takes_too_long
         RanksTimeoutError, match=r"2 of 2 ranks did not start within 30 s(.|\n)*busy"
     ):
         run_ranks(lambda: None, 2, timeout=1)
-
-
-def test_a_rank_that_dies_after_its_report_costs_no_result():
-    def work(rank):
-        if rank == 0:
-            threading.Timer(0.5, os._exit, [3]).start()
-        else:
-            time.sleep(1.5)
-        return rank
-
-    assert run_ranks(work, 2) == [0, 1]
-
-
-@pytest.mark.parametrize("kind", [ConnectionRefusedError, RuntimeError])
-def test_a_rank_whose_own_connection_was_refused_is_not_said_to_run(kind):
-    def work(rank):
-        with socket.socket() as unused:
-            unused.bind(("127.0.0.1", 0))  # nobody listens there
-            try:
-                socket.create_connection(unused.getsockname())
-            except ConnectionRefusedError as error:
-                raise kind(str(error)) from error
-
-    with pytest.raises(kind) as caught:
-        run_ranks(work, 2)
-    last = caught.value.__notes__[0].splitlines()[-1]
-    assert last.startswith(f"  rank 1: raised {kind.__name__}: ")
 
 
 def test_a_rank_that_lost_its_peer_while_it_was_wrapped_is_told_by_its_line():
@@ -457,123 +353,62 @@ def test_a_hang_inside_backward_is_told_as_such():
         run_ranks(work, 2, timeout=2)
 
 
-def test_different_collectives_on_two_ranks_end_in_bounded_time_with_both_ranks_named():
+def two_more(rank, x, y):
+    return x
+
+
+def holds_a_lock(lock=threading.Lock()):  # noqa: B008
+    return lock
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "fn", "world_size", "args", "options"),
+    [
+        (ValueError, "world_size must be at least 1, got 0", two_more, 0, (1, 2), {}),
+        (TypeError, "world_size is the number of ranks, an int, got", two_more, "2", (1, 2), {}),
+        (TypeError, "world_size is the number of ranks, an int, got", two_more, True, (1, 2), {}),
+        (ValueError, "timeout must be a positive, finite", two_more, 2, (1, 2), {"timeout": 0}),
+        (ValueError, "timeout must be a pos", two_more, 2, (1, 2), {"timeout": float("nan")}),
+        (ValueError, 'device must be "auto", "cpu" or', two_more, 2, (1, 2), {"device": "tpu"}),
+        (TypeError, r"cannot call two_more with 1 arg.*parameter 'y'", two_more, 2, (1,), {}),
+        (TypeError, r"cannot call two_more with 4 arg.*: 2 more", two_more, 2, (1, 2, 3, 4), {}),
+        (TypeError, "needs a function, got int", 7, 2, (), {}),
+        (TypeError, "wrap it in a function of yours", torch.ones, 2, (3,), {}),
+        (
+            TypeError,
+            r"env\['A'\] has to be a string, got 1",
+            two_more,
+            2,
+            (1, 2),
+            {"env": {"A": 1}},
+        ),
+        (RanksError, "cannot be sent to the ranks.*created inside the", holds_a_lock, 2, (), {}),
+    ],
+)
+def test_what_cannot_be_called_is_refused_before_anything_starts(
+    error, said, fn, world_size, args, options
+):
+    with pytest.raises(error, match=said):
+        run_ranks(fn, world_size, *args, **options)
+
+
+def test_where_processes_cannot_be_forked_the_error_says_where_they_can(monkeypatch):
+    monkeypatch.delattr(os, "fork")
+    with pytest.raises(RanksError, match="on Windows, use WSL"):
+        run_ranks(lambda: None, 2)
+
+
+def test_a_function_may_close_its_output_and_end_the_process_group():
     def work(rank):
-        x = torch.full((4,), float(rank))
-        if rank == 0:
-            dist.all_reduce(x)
+        dist.destroy_process_group()
+        if rank:
+            sys.stdout.close()
         else:
-            dist.barrier()
-            dist.all_gather_object([None, None], "x")
+            sys.stdout = None
+        return rank
 
-    start = time.monotonic()
-    with pytest.raises((RuntimeError, TimeoutError)) as caught:
-        run_ranks(work, 2, timeout=3)
-    assert time.monotonic() - start < 45
-    said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
-    assert "rank 0" in said
-    assert "rank 1" in said
-
-
-def test_all_reduces_of_different_lengths_end_in_bounded_time():
-    def work(rank):
-        dist.all_reduce(torch.ones(1000 * (rank + 1)))
-        dist.barrier()
-
-    start = time.monotonic()
-    with pytest.raises((RuntimeError, TimeoutError)) as caught:
-        run_ranks(work, 2, timeout=3)
-    assert time.monotonic() - start < 45
-    assert "rank" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
-
-
-def test_a_function_that_holds_a_lock_cannot_be_shipped_and_the_error_says_what_to_do():
-    lock = threading.Lock()
-
-    def work():
-        with lock:
-            return 1
-
-    with pytest.raises(
-        RanksError, match=r"work cannot be sent to the ranks.*lock.*created inside the function"
-    ):
-        run_ranks(work, 2)
-
-
-def test_a_result_that_cannot_be_sent_back_names_the_rank_and_its_type():
-    def work(rank):
-        return threading.Lock() if rank == 1 else rank
-
-    with pytest.raises(RanksError, match=r"(?s)rank 1 of 2 returned a lock, which cannot.*Next:"):
-        run_ranks(work, 2)
-
-
-def test_a_result_that_cannot_be_rebuilt_names_the_rank():
-    def work(rank):
-        class Broken:
-            def __reduce__(self):
-                return int, ("not a number",)
-
-        return Broken() if rank == 1 else rank
-
-    with pytest.raises(RanksError, match=r"rank 1 returned something that cannot be rebuilt"):
-        run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("world_size", [0, -1])
-def test_a_world_of_no_ranks_is_refused(world_size):
-    with pytest.raises(ValueError, match=f"world_size must be at least 1, got {world_size}"):
-        run_ranks(lambda rank: rank, world_size)
-
-
-@pytest.mark.parametrize("world_size", [True, 2.0, "2", None])
-def test_a_world_size_that_is_not_a_number_of_ranks_is_refused(world_size):
-    with pytest.raises(TypeError, match="world_size is the number of ranks, an int, got"):
-        run_ranks(lambda rank: rank, world_size)
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), "10", None])
-def test_a_timeout_that_is_not_a_positive_time_is_refused(timeout):
-    with pytest.raises(ValueError, match="timeout must be a positive, finite number of seconds"):
-        run_ranks(lambda rank: rank, 2, timeout=timeout)
-
-
-def test_a_device_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match='device must be "auto", "cpu" or "cuda"'):
-        run_ranks(lambda rank: rank, 2, device="tpu")
-
-
-def test_arguments_that_do_not_fit_the_function_are_refused_before_anything_starts():
-    def work(rank, x, y):
-        return x
-
-    with pytest.raises(TypeError, match=r"cannot call work with 1 argument\(s\): .*parameter 'y'"):
-        run_ranks(work, 2, 1)
-    with pytest.raises(TypeError, match=r"cannot call work with 4 argument\(s\): 2 more"):
-        run_ranks(work, 2, 1, 2, 3, 4)
-    with pytest.raises(TypeError, match="needs a function, got int"):
-        run_ranks(7, 2)
-
-
-@pytest.mark.parametrize(("gpus", "world_size"), [(4, 4), (8, 2)])
-def test_with_enough_gpus_every_rank_gets_its_own_and_nccl(monkeypatch, gpus, world_size):
-    from labkit.launch import ranks
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    devices, backend = ranks._place(world_size, "auto")
-    assert devices == tuple(f"cuda:{r}" for r in range(world_size))
-    assert "cuda:nccl" in backend
-
-
-def test_with_too_few_gpus_ranks_take_the_cpu_unless_they_are_asked_to_share(monkeypatch):
-    from labkit.launch import ranks
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert ranks._place(2, "auto") == (("cpu", "cpu"), "gloo")
-    assert ranks._place(2, "cuda") == (("cuda:0", "cuda:0"), "gloo")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="torch finds none"):
-        ranks._place(2, "cuda")
+    for _ in range(3):
+        assert run_ranks(work, 4) == [0, 1, 2, 3]
 
 
 def test_errors_show_the_text_of_a_notebook_cell_and_not_the_kernels_temporary_file():
@@ -590,20 +425,6 @@ def test_errors_show_the_text_of_a_notebook_cell_and_not_the_kernels_temporary_f
     [note] = caught.value.__notes__
     assert 'File "<cell>", line 3, in work\n    raise ValueError' in note
     assert "ipykernel" not in note
-
-
-def test_without_a_fork_server_ranks_are_spawned_and_the_reader_is_told_what_is_missing(
-    monkeypatch,
-):
-    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["spawn"])
-
-    def work(rank):
-        x = torch.tensor([float(rank)])
-        dist.all_reduce(x)
-        return x.item()
-
-    with pytest.warns(UserWarning, match="no fork server.*takes seconds"):
-        assert run_ranks(work, 2) == [1.0, 1.0]
 
 
 # What is left behind: nothing
@@ -675,8 +496,8 @@ def test_no_process_is_left_when_the_calling_script_ends_in_the_middle(tmp_path)
                 time.sleep(0.05)
             [caller] = psutil.Process(callers.pid).children()
             marker = str(ready)
-            # Supervisor, ranks, the fork server and its tracker, and at least one sleep.
-            assert len(processes_with(marker)) >= 7, name
+            # The caller, the fork server, three ranks, and at least one sleep.
+            assert len(processes_with(marker)) >= 6, name
             send(caller.pid, end)
             caller.wait(timeout=20)
             assert all_gone(marker), name
@@ -685,26 +506,6 @@ def test_no_process_is_left_when_the_calling_script_ends_in_the_middle(tmp_path)
         output, _ = callers.communicate()
     # The script has no `if __name__ == "__main__"`: it must not have been imported again.
     assert output.splitlines() == ["imported __main__"]
-
-
-def test_a_test_module_is_not_imported_again_in_the_ranks():
-    def work():
-        return [name for name in ("pytest", "test_ranks", __name__) if name in sys.modules]
-
-    assert run_ranks(work, 2) == [[], []]
-
-
-def test_of_a_progress_bar_the_last_state_is_shown_and_noise_of_the_libraries_is_not(capfd):
-    def work():
-        sys.stdout.write("  0%|  \r 50%|= \r100%|==\nform\x0cfeed\nno end of line")
-        sys.stdout.flush()
-        os.write(1, b"\n[Gloo] Rank 0 is connected to 1 peer ranks. Expected number is : 1\n")
-        os.write(2, b"[W1121 02:10:28.123456789 ProcessGroup.cpp:1] Warning: a time\nkept\n")
-
-    run_ranks(work, 1)
-    out, err = capfd.readouterr()
-    assert out == "[rank 0] 100%|==\n[rank 0] form\x0cfeed\n[rank 0] no end of line\n"
-    assert err == "[rank 0] kept\n"
 
 
 def test_a_temporary_folder_with_a_space_and_an_umlaut_will_do_and_none_is_left_in_it():
@@ -725,26 +526,6 @@ def test_a_temporary_folder_with_a_space_and_an_umlaut_will_do_and_none_is_left_
         assert [p.name for p in Path(folder).iterdir() if p.name.startswith("ranks-")] == []
 
 
-def test_a_function_may_end_the_process_group_itself():
-    def work(rank):
-        dist.destroy_process_group()
-        return rank
-
-    for _ in range(5):
-        assert run_ranks(work, 4) == [0, 1, 2, 3]
-
-
-def test_a_rank_that_closes_its_output_still_returns_its_result():
-    def work(rank):
-        if rank:
-            sys.stdout.close()
-        else:
-            sys.stdout = None
-        return rank
-
-    assert run_ranks(work, 2) == [0, 1]
-
-
 def test_the_other_ranks_exceptions_are_told_in_one_line():
     def work(rank):
         if rank == 1:
@@ -757,38 +538,6 @@ def test_the_other_ranks_exceptions_are_told_in_one_line():
     assert caught.value.__notes__[0].splitlines()[-1] == "  rank 1: raised ExceptionGroup: two"
 
 
-def test_a_stopped_rank_is_told_from_one_that_never_started():
-    def work(rank):
-        if rank == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    with pytest.raises(
-        RanksTimeoutError, match="rank 0: does not answer: it is starting, is stopped"
-    ):
-        run_ranks(work, 2, timeout=1.5)
-
-
-def test_a_rank_that_gets_no_core_for_a_moment_is_waited_for():
-    def work(rank):
-        if rank == 0:
-            subprocess.Popen(["sh", "-c", f"sleep 1.6; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)  # past the moment at which it is asked
-            time.sleep(100)
-
-    with pytest.raises(RanksTimeoutError, match="rank 0: still runs, at"):
-        run_ranks(work, 2, timeout=1.5)
-
-
-def test_an_environment_variable_that_is_no_string_is_named():
-    with pytest.raises(TypeError, match=r"env\['A'\] has to be a string, got 1"):
-        run_ranks(lambda: None, 1, env={"A": 1})
-
-
-def test_a_builtin_whose_parameters_cannot_be_read_is_refused_in_words():
-    with pytest.raises(TypeError, match="wrap it in a function of yours"):
-        run_ranks(torch.ones, 2, 3)
-
-
 def test_if_the_supervisor_itself_is_killed_its_ranks_die_with_it():
     marker = uuid.uuid4().hex
 
@@ -799,14 +548,6 @@ def test_if_the_supervisor_itself_is_killed_its_ranks_die_with_it():
     with pytest.raises(RanksError, match="the ranks' supervisor ended without a result"):
         run_ranks(work, 2, env={"MARKER": marker})
     assert all_gone(marker)
-
-
-def test_after_the_fork_server_was_killed_the_next_call_starts_another():
-    run_ranks(lambda: None, 1)
-    server = multiprocessing.forkserver._forkserver._forkserver_pid
-    os.kill(server, signal.SIGKILL)
-    assert run_ranks(lambda rank: rank, 2) == [0, 1]
-    assert multiprocessing.forkserver._forkserver._forkserver_pid != server
 
 
 INTERRUPTED = """
@@ -833,3 +574,24 @@ def test_after_an_interrupted_first_call_the_next_one_works():
     each = "interrupted after {}\n[0, 1]\n"
     assert done.stdout == "".join(map(each.format, (0.2, 1.0, 1.6))), done.stderr
     assert done.stderr == ""
+
+
+POLICIES = """
+import os
+from labkit.launch.ranks import run_ranks
+
+os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # pytest's own is inherited
+
+def policies():
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+print(*run_ranks(policies, 2), policies())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+def test_every_thread_of_a_rank_is_scheduled_as_batch_and_the_caller_as_before():
+    command = [sys.executable, "-c", POLICIES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    batch, other = {os.SCHED_BATCH}, {os.SCHED_OTHER}
+    assert done.stdout == f"{batch} {batch} {other}\n", done.stderr

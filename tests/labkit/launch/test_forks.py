@@ -1,0 +1,194 @@
+"""Functions in forked processes: where their output goes, and that they leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+from large_pages import ON_REQUEST, mib_in_large_pages
+from processes import all_gone, processes_with
+
+from labkit.launch import forks
+from labkit.launch.forks import ForkServer, NotStartedError, forked, start_forked, stop_forked
+from labkit.launch.kernels import KernelThroughFiles
+
+
+def say_and_end(number: int) -> None:
+    print("from", number)
+    os.system("echo from a program; echo trouble >&2")
+    print(os.environ["ONLY"], os.getcwd(), os.getpid() == os.getsid(0), file=sys.stderr)
+    if number > 1:
+        raise ValueError(number)
+    sys.exit(number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(0, 0), (1, 1), (2, 1)])
+def test_a_fork_has_its_own_session_output_folder_and_environment(number, code, tmp_path):
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = start_forked(
+        say_and_end, number, stdout=out, stderr=err, folder=tmp_path, environment={"ONLY": "this"}
+    )
+    process.join(20)
+    assert process.exitcode == code
+    assert out.read_text() == f"from {number}\nfrom a program\n"
+    assert err.read_text().startswith(f"trouble\nthis {tmp_path} True\n")
+    assert err.read_text().endswith("ValueError: 2\n" if number == 2 else "True\n")
+
+
+def start_others_and_wait() -> None:
+    subprocess.Popen(["sleep", "300"])
+    subprocess.Popen(["sleep", "300"], start_new_session=True)
+    print("started", flush=True)
+    time.sleep(300)
+
+
+def wait_for(text: str, file: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not (file.exists() and text in file.read_text()):
+        assert time.monotonic() < deadline, f"{file} has no {text!r}"
+        time.sleep(0.05)
+
+
+def test_to_stop_a_fork_ends_what_it_started_in_whichever_session(tmp_path):
+    environment = {**os.environ, "MARKER": (marker := uuid.uuid4().hex)}
+    out = tmp_path / "out"
+    process = start_forked(start_others_and_wait, stdout=out, environment=environment)
+    wait_for("started", out)
+    process.join(0.1)
+    assert process.exitcode is None
+    assert len(processes_with(marker)) >= 2  # a fork's own environment is that of its parent
+    stop_forked(process)
+    assert process.exitcode == -signal.SIGKILL
+    assert all_gone(marker)
+
+
+def fork_and_end(caller: Connection, marker: str) -> None:
+    os.environ["MARKER"] = marker
+    start_forked(start_others_and_wait, stdout=Path(os.devnull))
+    daemon = "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\ntime.sleep(300)"
+    subprocess.run([sys.executable, "-c", daemon], check=True)
+    caller.send((os.getpid(), "torch._dynamo" in sys.modules))
+
+
+def test_a_fork_of_the_server_has_loaded_torch_and_leaves_nothing_when_it_ends():
+    with forked(fork_and_end, marker := uuid.uuid4().hex) as connection:
+        pid, loaded = connection.recv()
+    assert loaded
+    assert ends(pid)
+    assert processes_with(marker) == []
+
+
+def be_killed(caller: Connection) -> None:
+    child = start_forked(time.sleep, 300)
+    caller.send(child.pid)
+    time.sleep(0.3)  # meanwhile the child asks the kernel to end with its parent
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ends(pid: int, within: float = 10) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_fork_ends_when_its_parent_is_killed():
+    with forked(be_killed) as connection:
+        child = connection.recv()
+        with pytest.raises(EOFError):
+            connection.recv()
+    assert ends(child)
+
+
+CHECKS_ITS_PARENT = """
+import os, sys, time
+from labkit.launch import guard
+guard._prctl = lambda *_: False  # as on macOS
+if os.fork() == 0:
+    guard.die_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+time.sleep(1)
+"""
+
+
+def test_without_the_systems_help_too():
+    with subprocess.Popen(
+        [sys.executable, "-c", CHECKS_ITS_PARENT], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        child = int(parent.stdout.readline())
+        assert not ends(child, within=0.1)
+        parent.kill()
+        assert ends(child)
+
+
+def answer(caller: Connection, *names: str) -> None:
+    caller.send([name in sys.modules for name in names])
+
+
+def test_a_server_of_its_own_has_more_modules_and_is_replaced_after_it_was_killed():
+    server = ForkServer("wave")
+    try:
+        with server.forked(answer, "torch", "wave", "chunk") as connection:
+            assert connection.recv()[:2] == [True, True]
+        os.kill(killed := server.pid, signal.SIGKILL)
+        with server.forked(answer, "wave") as connection:
+            assert connection.recv() == [True]
+        assert server.pid != killed
+    finally:
+        server.stop()
+    assert ends(server.pid)
+
+
+def test_if_no_server_can_be_started_the_reason_is_given(monkeypatch):
+    monkeypatch.setattr(forks, "_SERVER", "raise SystemExit(3)")
+    with pytest.raises(NotStartedError), ForkServer().forked(answer):
+        pass
+
+
+@pytest.mark.skipif(not ON_REQUEST, reason="needs Linux 6.1, and pages of 2 MiB on request")
+def test_the_server_lies_in_large_pages():
+    with forked(answer, "torch") as connection:
+        assert connection.recv() == [True]
+    assert mib_in_large_pages(forks._SHARED.pid) > 50
+
+
+IN_A_KERNEL = """
+import atexit
+from pathlib import Path
+from labkit.launch import run_ranks
+
+atexit.register(Path("ended_by_itself").touch)
+assert run_ranks(lambda rank: rank, 2) == [0, 1]
+"""
+# Seconds. Jupyter sends SIGTERM after half of them; the kernel needs about one. Keep it below 28:
+# after 14 s ipykernel kills its children, and a kernel that waits for them would pass.
+PATIENCE = 20
+
+
+def test_a_kernel_that_has_run_ranks_ends_by_itself_and_leaves_no_file(tmp_path, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        kernel = KernelThroughFiles(kernel_name="python3", shutdown_wait_time=PATIENCE)
+        kernel.start_kernel(cwd=str(tmp_path))
+        client = kernel.client()
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=60)
+            reply = client.execute_interactive(IN_A_KERNEL, timeout=60)
+        finally:
+            client.stop_channels()
+            kernel.shutdown_kernel()
+        assert reply["content"]["status"] == "ok", reply
+        assert (tmp_path / "ended_by_itself").exists()
+        left = [path.name for path in Path(temporary).iterdir()]
+        assert [name for name in left if name.startswith(("pymp-", "ranks-"))] == []

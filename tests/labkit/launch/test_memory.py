@@ -1,0 +1,113 @@
+"""No more ranks than memory holds, and imports without the garbage collector."""
+
+import gc
+import importlib
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from labkit.launch import memory
+from labkit.launch.make_lab import main as make_lab
+from labkit.launch.memory import available_memory, check_memory, loading
+from labkit.launch.ranks import run_ranks
+from labkit.launch.scripts import run_script
+
+SENTENCE = (
+    r"^8 ranks need about 1.2 GB of memory \(150 MB each\), and 0.6 GB are available, "
+    "enough for 4: start fewer, or set LABKIT_MAX_RANKS=8 to start them anyway.$"
+)
+
+
+@pytest.fixture
+def room_for_four(monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 6.1e8)
+
+
+def test_more_ranks_than_memory_holds_are_refused_in_one_sentence(room_for_four, capsys):
+    check_memory(4)
+    with pytest.raises(ValueError, match=SENTENCE):
+        run_ranks(lambda rank: rank, 8)
+    for nodes in (1, 2):
+        with pytest.raises(ValueError, match=SENTENCE):
+            run_script("labs/accumulate_vs_ddp.py", ranks=8 // nodes, nodes=nodes)
+    assert make_lab("8", "labs/accumulate_vs_ddp.py") == 2
+    assert capsys.readouterr().err.startswith("8 ranks need about 1.2 GB")
+
+
+def test_a_variable_overrides_the_refusal_up_to_its_number(room_for_four, monkeypatch):
+    monkeypatch.setenv(memory.OVERRIDE, "8")
+    check_memory(8)
+    with pytest.raises(ValueError, match="LABKIT_MAX_RANKS=9 to start them anyway"):
+        check_memory(9)
+
+
+def test_one_rank_is_never_refused(monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 0)
+    check_memory(1)
+
+
+# No machine has room for as many, and the commands are never to start one.
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["labkit.launch.make_lab", "999999"],
+        ["labkit.launch.nodes", "--nproc-per-node", "999999"],
+    ],
+    ids=lambda command: command[0].rpartition(".")[2],
+)
+def test_each_command_that_starts_ranks_refuses(command):
+    program = [sys.executable, "-m", *command, "labs/none.py"]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    assert ended.returncode in (1, 2)
+    assert "99 ranks need" in ended.stderr.replace("1999998", "99").replace("999999", "99")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "limit", "used", "cache"),
+    [
+        ("0::/a/b", "a", "memory.max", "memory.current", "inactive_file 30"),
+        (
+            *("4:cpu,memory:/a/b", "memory/a/b", "memory.limit_in_bytes"),
+            *("memory.usage_in_bytes", "total_inactive_file 30"),
+        ),
+    ],
+    ids=["version 2, limit of a group above", "version 1"],
+)
+def test_the_limit_of_a_control_group_counts(
+    monkeypatch, tmp_path, line, folder, limit, used, cache
+):
+    (tmp_path / "self").write_text(f"7:pids:/\n{line}\n")
+    (group := tmp_path / folder).mkdir(parents=True)
+    (group / limit).write_text("1000\n")
+    (group / used).write_text("400\n")
+    (group / "memory.stat").write_text(f"anon 5\n{cache}\n")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "self")
+    assert available_memory() == 630
+    (group / limit).write_text("max\n")
+    assert available_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+@pytest.fixture
+def collector():
+    was_on = gc.isenabled()
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as conftest.py left it: what was collected is not walked again
+    (gc.enable if was_on else gc.disable)()
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_off_while_loading_and_afterward_as_before(was_on, collector):
+    (gc.enable if was_on else gc.disable)()
+    with loading():
+        with pytest.raises(ModuleNotFoundError), loading():
+            importlib.import_module("no_such_module")
+        assert not gc.isenabled()
+        loaded = [[]]
+    assert gc.isenabled() == was_on
+    assert all(one is not loaded for one in gc.get_objects())  # not walked again

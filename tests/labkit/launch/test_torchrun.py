@@ -1,0 +1,274 @@
+"""Ranks below torchrun: forked or new, on one node or several, in `make lab` and `run_script`."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import all_gone, processes_with
+
+from labkit.launch import nodes
+from labkit.launch.guard import run_guarded
+from labkit.launch.make_lab import main as make_lab
+from labkit.launch.scripts import ScriptError, project_root, run_script
+
+# What a rank can see
+
+
+PROBE = """
+import json, os, random, signal, sys
+def annotated(number: int): pass
+import numpy, torch
+
+ends = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+seen = {
+    "argv": sys.argv,
+    "path": sys.path[0],
+    "name": __name__,
+    "annotation": str(annotated.__annotations__),
+    "file": __file__,
+    "main": sys.modules["__main__"].__dict__ is globals(),
+    "ends": {name: str(signal.getsignal(getattr(signal, name))) for name in ends},
+    "threads": torch.get_num_threads(),
+    "rank": [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")],
+    "names": sorted(name for name in os.environ if name.startswith("TORCHELASTIC_USE")),
+}
+drawn = [torch.rand(1).item(), random.random(), numpy.random.random()]
+print(json.dumps([seen, drawn]) + "\\n", end="", flush=True)
+"""
+
+
+def test_a_forked_rank_sees_what_a_fresh_one_sees_and_draws_numbers_of_its_own(script):
+    seen, drawn = {}, []
+    for fresh in (False, True):
+        lines = run_script(script(PROBE), "--a", "b.py", ranks=2, fresh=fresh).splitlines()
+        ranks = sorted((json.loads(line) for line in lines), key=lambda rank: rank[0]["rank"])
+        seen[fresh] = [rank[0] for rank in ranks]
+        drawn += [number for rank in ranks for number in rank[1]]
+    assert seen[False] == seen[True]
+    assert seen[False][1]["rank"] == ["1", "1", "2"]
+    assert seen[False][1]["argv"] == ["labs/script.py", "--a", "b.py"]
+    assert len(set(drawn)) == 2 * 2 * 3
+
+
+def test_a_rank_gets_the_environment_and_the_folder_of_the_call(script, monkeypatch):
+    text = "import os; print(os.environ['LATE'], os.path.isdir('labs'), 'GONE' in os.environ)"
+    name = script(text)
+    monkeypatch.setenv("GONE", "yes")
+    monkeypatch.setenv("LATE", "first")
+    run_script(name, ranks=1)  # the fork server has started, with these variables
+    monkeypatch.delenv("GONE")
+    monkeypatch.setenv("LATE", "second")
+    assert run_script(name, ranks=1) == "second True False"
+
+
+def test_started_without_a_number_of_threads_each_forked_rank_has_one(script, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    command = [sys.executable, "-m", "labkit.launch.nodes", "--nodes=1"]
+    probe = script("import torch\nprint(f'{torch.get_num_threads()}\\n', end='', flush=True)\n")
+    done = run_guarded([*command, "--nproc-per-node=2", probe], 100, cwd=project_root())
+    assert done.stdout.split() == ["1", "1"], done.stderr
+
+
+def test_the_callers_process_need_not_load_torch():
+    check = "import sys, labkit.launch.scripts; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
+
+
+# How it ends
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("raise ValueError('the reason')", "ValueError: the reason"),
+        ("import sys; sys.exit('the reason')", "the reason"),
+    ],
+)
+def test_what_ends_one_forked_rank_is_said_and_ends_the_others(script, what, said):
+    text = "import os, time\nif os.environ['RANK'] == '1':\n    " + what + "\ntime.sleep(600)\n"
+    with pytest.raises(ScriptError) as caught:
+        run_script(script(text), ranks=2, timeout=100)
+    assert said in str(caught.value)
+    assert "SignalException" not in caught.value.said
+    assert "had not ended" not in str(caught.value)
+
+
+def test_a_forked_rank_that_is_killed_starts_anew_with_the_others(script):
+    text = (
+        "import os, signal\n"
+        "life = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "if life == '0' and os.environ['RANK'] == '0':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print(f'life {life}\\n', end='', flush=True)\n"
+    )
+    output = run_script(script(text), ranks=2, max_restarts=1)
+    assert output.count("life 1") == 2
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "sys.exit(None or False)"])
+def test_a_forked_rank_that_ends_well_ends_the_run(script, end):
+    text = f"import sys\nprint('done\\n', end='', flush=True)\n{end}\n"
+    assert run_script(script(text), ranks=2, timeout=60).count("done") == 2
+
+
+def test_the_exit_code_of_several_agents_is_torchruns(script):
+    with pytest.raises(ScriptError) as caught:
+        run_script(script("raise SystemExit(3)\n"), ranks=1, nodes=2)
+    assert caught.value.exit_code == 1  # torchrun's own, whatever a rank's
+    assert "exitcode  : 3" in caught.value.said
+    assert run_script(script("print('well')\n"), ranks=1, nodes=2) == "well\nwell"
+
+
+@pytest.mark.parametrize(
+    ("looks", "code"),
+    [
+        ([[None, None, None], [None, 7, 0]], 7),  # the first one never ends
+        ([[None, 0], [3, 0]], 3),
+        ([[0, None], [0, 0]], 0),
+        ([[None, None], [-9, 1]], -9),
+    ],
+)
+def test_the_exit_code_is_the_first_failing_agents(looks, code, monkeypatch):
+    monkeypatch.setattr(nodes, "GRACE", 0.1)
+    last = looks[-1]
+    assert nodes.first_to_fail(lambda: looks.pop(0) if looks else last, lambda: None) == code
+
+
+def test_a_reserved_port_can_be_listened_at_and_is_given_to_nobody_else():
+    with nodes.reserved_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            with socket.create_connection(("127.0.0.1", port)):
+                server.accept()[0].close()
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1", "abc", "1.5", "", "²"])
+def test_a_number_of_ranks_that_is_none_is_refused_in_one_sentence(ranks, capsys):
+    assert make_lab(ranks, "labs/accumulate_vs_ddp.py") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert f"RANKS is {ranks!r}" in said.err
+
+
+LAB = """
+import os, sys
+if os.environ["WORLD_SIZE"] != "1":
+    if os.environ["RANK"] == "0":
+        print("this lab has one rank, and not", os.environ["WORLD_SIZE"], *sys.argv[1:])
+    sys.exit(3)
+print("done with", *sys.argv[1:], os.environ["OMP_NUM_THREADS"])
+"""
+
+
+def test_a_lab_that_fails_is_the_only_one_to_speak_and_its_exit_code_is_handed_on(tmp_path: Path):
+    (tmp_path / "lab.py").write_text(LAB)
+    command = [sys.executable, "-m", "labkit.launch.make_lab"]
+    failed = run_guarded([*command, "2", tmp_path / "lab.py", "--seed", "7"], 120)
+    assert failed.returncode == 3
+    assert failed.stdout == "this lab has one rank, and not 2 --seed 7\n"
+    assert failed.stderr == ""
+    done = run_guarded([*command, "1", tmp_path / "lab.py", "--seed", "7"], 120)
+    assert (done.returncode, done.stdout) == (0, "done with --seed 7 1\n")
+
+
+# What is left behind: nothing
+
+
+# A process that is found by the variable MARKER, and that no signal to its rank reaches.
+DAEMON = "import subprocess; subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+
+
+@pytest.fixture
+def marker(script, monkeypatch):
+    """The value of MARKER in every process that a script starts, and in no other."""
+    run_script(script("pass"), ranks=1)  # starts the fork server, which outlives a run
+    marker = uuid.uuid4().hex
+    monkeypatch.setenv("MARKER", marker)
+    return marker
+
+
+def test_a_run_leaves_no_process_of_a_rank_whether_it_ends_or_is_late(script, marker):
+    assert run_script(script(DAEMON), ranks=2) == ""
+    assert processes_with(marker) == []
+    name = script(DAEMON + "import time; print('waiting', flush=True); time.sleep(300)")
+    with pytest.raises(ScriptError, match=r"(?s)had not ended after 3 s.*waiting"):
+        run_script(name, ranks=2, timeout=3)
+    assert processes_with(marker) == []
+
+
+RANK_THAT_WAITS = """
+import os, time
+from pathlib import Path
+from labkit.launch.lab import join_ranks
+
+with join_ranks():
+    Path(os.environ["MARKER"], os.environ["RANK"]).touch()
+    time.sleep(600)
+"""
+WARM = "from labkit.launch.scripts import run_script; run_script('labs/script.py', ranks=2, {})"
+COMMANDS = {
+    "make lab": ["-m", "labkit.launch.make_lab", "2", "labs/script.py"],
+    "two new nodes": ["-m", "labkit.launch.nodes", "--nproc-per-node=1", "labs/script.py"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "labs/script.py"],
+    "run_script": ["-c", WARM.format("nodes=1")],
+    "run_script on two nodes": ["-c", WARM.format("nodes=2")],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_is_killed_leaves_no_agent_and_no_rank(name, script, tmp_path):
+    script(RANK_THAT_WAITS)
+    (seen := tmp_path / "seen").mkdir()
+    environment = {**os.environ, "MARKER": str(seen)}
+    with subprocess.Popen(
+        [sys.executable, *COMMANDS[name]],
+        cwd=project_root(),
+        env=environment,
+        stderr=subprocess.DEVNULL,
+    ) as command:
+        ranks = 4 if name == "run_script on two nodes" else 2
+        deadline = time.monotonic() + 100
+        while len(list(seen.iterdir())) < ranks and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(list(seen.iterdir())) == ranks
+        command.kill()
+    assert all_gone(str(seen))
+
+
+# Below the supervisor are, for each node, an agent and two ranks.
+@pytest.mark.parametrize(("nodes", "below"), [(1, 3), (2, 6)])
+def test_if_the_supervisor_itself_is_killed_no_agent_and_no_rank_stays(
+    script, tmp_path, nodes, below
+):
+    found = tmp_path / "found"
+    name = script(
+        "import json, os, pathlib, psutil, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    supervisor = psutil.Process().parents()[1]\n"
+        "    pids = []\n"
+        f"    while len(pids) < {below}:  # the other ranks are still being started\n"
+        "        pids = [one.pid for one in supervisor.children(recursive=True)]\n"
+        f"    pathlib.Path({str(found)!r}).write_text(json.dumps(pids))\n"
+        "    time.sleep(1)  # meanwhile they ask the kernel to end with their parents\n"
+        "    supervisor.kill()\n"
+        "time.sleep(300)"
+    )
+    with pytest.raises(ScriptError, match="137"):
+        run_script(name, ranks=2, nodes=nodes, timeout=60)
+    _, running = psutil.wait_procs(
+        [psutil.Process(pid) for pid in json.loads(found.read_text()) if psutil.pid_exists(pid)],
+        timeout=10,
+    )
+    assert running == []

@@ -45,7 +45,7 @@ def loss_curves(steps: int) -> dict[str, Curve]:
     by more than rounding, in any step and on any rank.
     """
     data = trial.draw_batches(2)
-    of_ranks = run_ranks(_train_all, 2, steps, device="cpu")
+    of_ranks = run_ranks(_train_all, 2, steps, timeout=240, device="cpu")
     curves = {"one process": run_ranks(_train_alone, 1, steps, data, device="cpu")[0]}
     for name in of_ranks[0]:
         found = [one[name] for one in of_ranks]
@@ -80,7 +80,7 @@ def caught_by(tests: Sequence[Test]) -> dict[str, set[str]]:
     A test is called on every rank as `test(wrap, rank, world_size)`, and fails by
     AssertionError.
     """
-    of_ranks = run_ranks(_failures, 2, tests, device="cpu")
+    of_ranks = run_ranks(_failures, 2, tests, timeout=240, device="cpu")
     return {
         t.__name__: set().union(*(one[t.__name__] for one in of_ranks)) for t in tests
     }

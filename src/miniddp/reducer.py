@@ -208,7 +208,7 @@ class Reducer:
 
     # 4. Launch ------------------------------------------------------------------------------------
 
-    @torch.no_grad()  # backward(create_graph=True) turns gradients on
+    @torch.no_grad()  # backward(create_graph=True) runs hooks in grad mode
     def mark_bucket_ready(self) -> None:
         """Launch every full bucket whose turn has come; the last one queues `finalize_backward`."""
         while self.next_bucket < len(self.buckets):

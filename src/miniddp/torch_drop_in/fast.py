@@ -174,7 +174,7 @@ class FastReducer(Reducer):
             if bucket.pending == 0:
                 self.mark_bucket_ready()
 
-    @torch.no_grad()  # backward(create_graph=True) turns gradients on
+    @torch.no_grad()  # backward(create_graph=True) runs hooks in grad mode
     def copy_part_in(self, bucket: Bucket, part: Part) -> None:
         """Copy a part's gradients into the bucket's buffer."""
         bucket.wait_for_streams()

@@ -32,8 +32,7 @@ LONGEST_FIRST = (
     "tests/grader/test_assignments.py",
     "tests/test_benchmarks.py",
     "tests/miniddp/test_ladder.py",
-    "tests/test_lab_buckets_that_overlap.py",
-    "tests/test_lab_when_a_node_fails.py",
+    "tests/test_lab_results.py",
     "book/puzzles/accumulate_vs_ddp.ipynb",
     "book/start/what_is_averaged.ipynb",
     "book/surprises/museum.ipynb",
@@ -41,7 +40,6 @@ LONGEST_FIRST = (
     "book/speed/buckets_that_overlap.ipynb",
     "tests/labkit/testing/test_museum.py",
     "tests/labkit/launch/test_ranks.py",
-    "tests/test_lab_mean_of_means.py",
 )
 
 

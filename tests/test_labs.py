@@ -1,4 +1,4 @@
-"""Every lab explains itself; the first two threads' labs print what they promise."""
+"""Every lab explains itself, refuses what makes no sense, and fails if its numbers are wrong."""
 
 import os
 import re
@@ -6,168 +6,59 @@ import subprocess
 import sys
 import time
 
-import nbformat
 import pytest
 from in_process import run_in_process
 
 from labkit.launch.guard import run_guarded
 from labkit.launch.lab import below_their_ranks
 from labkit.launch.scripts import ScriptError, project_root, run_script
-from labkit.scenarios.toy_captioner import PRINTED
 
 ROOT = project_root()
-LAB = "labs/accumulate_vs_ddp.py"
-
-
-def blocks(output: str) -> dict[str, dict[str, list[str]]]:
-    """The lab's output as {heading: {parameter: the three norms}}, in the order of printing."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for line in output.splitlines():
-        if re.fullmatch(r"(equal on )?ranks? [\d, –]+( of \d+)?", line):
-            found[line] = current = {}
-        elif line.startswith(("encoder.", "decoder.")):
-            name, *norms = line.split()
-            current[name] = norms
-    return found
-
-
-LABS = sorted(p.name for p in (ROOT / "labs").glob("*.py"))
-BENCHMARKS = sorted(p.name for p in (ROOT / "labs" / "benchmarks").glob("*.py"))
-
+ACCUMULATE = "labs/accumulate_vs_ddp.py"
 LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
-# Started by torchrun, or able to be: all but Lightning's, which starts its ranks itself.
-UNDER_TORCHRUN = [name for name in LABS if f"labs/{name}" != LIGHTNING]
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("labs", "labs/benchmarks")
+    for path in (ROOT / folder).glob("*.py")
+)
 
-
-@pytest.mark.parametrize("script", LABS)
-def test_help_explains_the_script_and_how_to_start_it(script):
-    ended = run_in_process(f"labs/{script}", "--help")
-    assert ended.code == 0
-    assert f"labs/{script}" in ended.stdout
-    assert "--seed" in ended.stdout
-
-
-HELP_OF_ALL = """
-import contextlib, runpy, sys
+HELP_AND_A_WRONG_OPTION = """
+import runpy, sys
 for script in sys.argv[1:]:
-    sys.argv = [script, "--help"]
-    with contextlib.suppress(SystemExit):
-        runpy.run_path(script, run_name="__main__")
+    for option, code in (("--help", 0), ("--no-such-option", 2)):
+        sys.argv = [script, option]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as leave:
+            assert leave.code == code, (script, option, leave.code)
+        else:
+            raise AssertionError(f"{script} {option} did not exit")
     assert "torch" not in sys.modules, script
 """
 
 
-def test_help_does_not_wait_for_the_import_of_torch():
-    scripts = [*LABS, *(f"benchmarks/{name}" for name in BENCHMARKS)]
-    command = [sys.executable, "-c", HELP_OF_ALL, *(f"labs/{name}" for name in scripts)]
-    done = run_guarded(command, 60, cwd=ROOT)
+def test_every_script_explains_itself_and_refuses_options_before_it_imports_torch():
+    command = [sys.executable, "-c", HELP_AND_A_WRONG_OPTION, *SCRIPTS]
+    done = run_guarded(command, 120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage:") == len(scripts)
+    assert [script for script in SCRIPTS if f" {script}" not in done.stdout] == []
+    assert done.stderr.count("error: unrecognized arguments: --no-such-option") == len(SCRIPTS)
 
 
-@pytest.mark.parametrize("script", UNDER_TORCHRUN)
-def test_help_and_errors_are_printed_by_the_first_rank_only(script, monkeypatch):
+def test_help_and_errors_are_printed_by_the_first_rank_only(monkeypatch):
     naps: list[float] = []
     monkeypatch.setattr(time, "sleep", naps.append)
-    for arguments, code in ((("--help",), 0), (("--seed", "no number"), 2)):
-        first, second = (run_in_process(f"labs/{script}", *arguments, RANK=r) for r in "01")
+    for arguments, code in (
+        (("--help",), 0),
+        (("--seed", "no number"), 2),
+        (("--accumulate", "0"), 2),
+    ):
+        first, second = (run_in_process("labs/mean_of_means.py", *arguments, RANK=r) for r in "01")
         assert (first.code, second.code) == (code, code)
         assert (first.stdout + first.stderr).count("usage:") == 1
         assert second.stdout + second.stderr == ""
-    assert "error: argument --seed: invalid int value: 'no number'" in first.stderr
-    assert naps == [5], "the second rank lets the first one fail before it"
-
-
-@pytest.mark.parametrize(
-    ("script", "option"),
-    [
-        ("mean_of_means.py", "--accumulate"),
-        ("mean_of_means.py", "--captions"),
-        ("two_nodes.py", "--repeat"),
-        ("when_a_node_fails.py", "--every"),
-    ],
-)
-def test_a_count_of_zero_is_refused_by_the_first_rank_only(script, option, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    first, second = (run_in_process(f"labs/{script}", option, 0, RANK=r) for r in "01")
-    assert (first.code, second.code) == (2, 2)
-    assert f"error: argument {option}: 0 is less than 1" in first.stderr
-    assert second.stdout + second.stderr == ""
-
-
-def test_help_and_errors_under_torchrun_are_printed_once():
-    assert run_script(LAB, "--help", ranks=2).count("usage:") == 1
-    with pytest.raises(ScriptError) as caught:
-        run_script(LAB, "--seed", "no number", ranks=2, timeout=60)
-    assert caught.value.said.count("error: argument --seed: invalid int value: 'no number'") == 1
-
-
-def test_the_lab_prints_the_threads_table_once_if_it_is_the_same_on_all_four_ranks():
-    found = blocks(run_script(LAB, ranks=4))
-    threads = {name: [f"{norm:.4f}"] * 3 for name, norm in PRINTED.items()}
-    assert found == {"equal on ranks 0–3": threads}
-
-
-def test_the_lab_prints_the_same_on_forked_ranks_as_on_those_that_torchrun_starts():
-    forked, started = (run_script(LAB, ranks=2, fresh=fresh) for fresh in (False, True))
-    assert list(blocks(forked)) == ["equal on ranks 0–1"]
-    assert started == forked
-
-
-def test_where_ranks_differ_each_table_is_below_the_ranks_that_have_it():
-    assert below_their_ranks(["a", "a", "a"]) == "equal on ranks 0–2\na"
-    assert below_their_ranks(["a", "b", "a"]) == "ranks 0, 2 of 3\na\n\nrank 1 of 3\nb"
-    assert below_their_ranks(["a"]) == "rank 0 of 1\na"
-
-
-def test_with_another_seed_every_column_changes_and_all_still_agree():
-    output = run_script(LAB, "--seed", "7", ranks=4)
-    assert "largest difference between the three, on any rank: < 1e-06" in output
-    found = blocks(output)
-    assert list(found) == ["equal on ranks 0–3"]
-    for norms in found.values():
-        for name, printed in PRINTED.items():
-            assert len(set(norms[name])) == 1
-            assert norms[name][0] != f"{printed:.4f}"
-
-
-def test_unseeded_data_differ_between_ranks_and_runs_and_the_columns_do_not_agree():
-    first, second = (blocks(run_script(LAB, "--unseeded", ranks=2)) for _ in range(2))
-    assert list(first) == list(second) == ["rank 0 of 2", "rank 1 of 2"]
-    assert first != second, "other data at every run"
-    weights = [norms["encoder.weight"] for norms in first.values()]
-    assert len({accumulated for accumulated, _, _ in weights}) == 2, "other data on every rank"
-    assert len({by_hand for _, by_hand, _ in weights}) == 1
-    assert len({ddp for _, _, ddp in weights}) == 1
-
-
-@pytest.mark.parametrize(
-    ("right", "broken"),
-    [
-        # Every column but one is then as many times too large as there are ranks.
-        ("average_gradients(by_hand)\n", 'average_gradients(by_hand, combine="sum")\n'),
-        (
-            "average_gradients(by_hand)\n",
-            "average_gradients(by_hand)\n    by_hand.decoder.bias.grad.fill_(torch.nan)\n",
-        ),
-        (
-            "    ddp(pixels, captions).backward()\n",
-            "    ddp(pixels, captions).backward()\n"
-            "    if rank == 1:\n        ddp.module.decoder.bias.grad.fill_(torch.nan)\n",
-        ),
-    ],
-)
-def test_the_lab_fails_if_the_three_do_not_agree_or_are_no_numbers(
-    right, broken, monkeypatch, tmp_path
-):
-    text = (ROOT / LAB).read_text()
-    assert text.count(right) == 1
-    (tmp_path / "labs").mkdir()
-    (tmp_path / "pyproject.toml").touch()
-    (tmp_path / LAB).write_text(text.replace(right, broken))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ScriptError, match="accumulated and distributed gradients do not agree"):
-        run_script(LAB, ranks=2)
+    assert "error: argument --accumulate: 0 is less than 1" in first.stderr
+    assert naps == [5, 5], "the second rank lets the first one fail before it"
 
 
 FIRST_RANK_IS_SLOW = """
@@ -180,110 +71,156 @@ parse_arguments(parser)
 """
 
 
-def test_what_is_wrong_with_the_arguments_is_said_even_if_the_first_rank_is_the_last_to_start(
-    monkeypatch, tmp_path
+@pytest.fixture
+def lab_of_ones_own(monkeypatch, tmp_path):
+    """Write a lab into a checkout that is the current folder."""
+
+    def write(script: str, text: str) -> None:
+        (tmp_path / "labs").mkdir()
+        (tmp_path / "pyproject.toml").touch()
+        (tmp_path / script).write_text(text)
+        monkeypatch.chdir(tmp_path)
+
+    return write
+
+
+def test_a_wrong_argument_is_named_once_even_if_the_first_rank_is_the_last_to_start(
+    lab_of_ones_own,
 ):
-    (tmp_path / "labs").mkdir()
-    (tmp_path / "pyproject.toml").touch()
-    (tmp_path / LAB).write_text(FIRST_RANK_IS_SLOW)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ScriptError, match="invalid int value: 'no number'"):
-        run_script(LAB, "--seed", "no number", ranks=2, timeout=60)
-
-
-def test_lightnings_script_says_that_torchrun_is_not_for_it():
-    ended = run_in_process(LIGHTNING, TORCHELASTIC_RUN_ID="of torchrun")
-    assert ended.code == 1
-    assert "without torchrun" in ended.stderr
-
-
-def test_without_torchrun_the_lab_says_how_to_start_it():
-    ended = run_in_process(LAB)
-    assert ended.code == 1
-    said = r"start it with torchrun.*\n.*--nproc-per-node 4 labs/accumulate_vs_ddp"
-    assert re.search(said, ended.stderr)
-
-
-def test_a_lab_that_fails_on_one_rank_fails_as_a_whole_in_bounded_time():
+    lab_of_ones_own(ACCUMULATE, FIRST_RANK_IS_SLOW)
     with pytest.raises(ScriptError, match="exit code 1") as caught:
-        run_script(LAB, "--seed", "not a number", ranks=2, timeout=60)
-    assert caught.value.exit_code == 1
-
-
-AS_ONE_PROCESS = ["0.374", "0.161", "0.371", "0.250"]  # the gradient of sample 2
-
-
-def lightning_norms(output: str) -> dict[str, dict[str, list[str]]]:
-    """The summary's norms on rank 0 as {version: {"accumulated": [...], "DDP": [...]}}."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for line in output.split("norm on rank 0")[1].splitlines():
-        words = line.split()
-        if "accumulated" in words:
-            found[words[0]] = {"accumulated": words[2:]}
-            version = words[0]
-        elif words[:1] == ["DDP"]:
-            found[version]["DDP"] = words[1:]
-    return found
-
-
-def what_the_chapter_prints(chapter: str, code: str) -> str:
-    """The stored output of the cell with exactly this code, which every test run compares."""
-    cells = nbformat.read(ROOT / "book" / chapter, as_version=4).cells
-    (cell,) = (c for c in cells if c.cell_type == "code" and c.source == code)
-    return "".join(output.text for output in cell.outputs)
-
-
-def test_only_with_both_fixes_do_the_forum_programs_two_trainers_agree():
-    output = what_the_chapter_prints(
-        "puzzles/accumulate_vs_ddp.ipynb", f'print(run_script("{LIGHTNING}"))'
-    )
-    processes = {
-        line.split()[0]: line
-        for line in output.splitlines()
-        if "batch_idx" in line and "GPU" in line
-    }
-    assert {v: line.split("GPU ")[1] for v, line in processes.items()} == {
-        "as-asked": "0: batch_idx: 0",
-        "seed-moved": "0: batch_idx: 0",
-        "strategy-removed": "0 … 3: batch_idx: 0",
-        "both-fixed": "0 … 3: batch_idx: 0",
-    }
-    norms = lightning_norms(output)
-    threads = [f"{norm:.4f}" for norm in PRINTED.values()]
-    assert norms["both-fixed"] == {"accumulated": threads, "DDP": threads}
-    assert norms["seed-moved"] == {"accumulated": threads, "DDP": AS_ONE_PROCESS}
-    for version in ("as-asked", "strategy-removed"):
-        assert norms[version]["accumulated"] != norms[version]["DDP"]
-        assert norms[version]["accumulated"] != threads
-
-
-def test_two_devices_that_accumulate_two_batches_agree_too_on_every_rank():
-    options = ["--version", "both-fixed", "--devices", "2", "--accumulate", "2"]
-    output = run_script(LIGHTNING, *options)
-    assert re.findall(r"^GPU .*", output, re.M) == [
-        f"GPU {rank}: batch_idx: {index}" for rank in (0, 1) for index in (0, 1)
-    ]
-    for name, printed in PRINTED.items():
-        row = [line for line in output.splitlines() if line.startswith(f"{name} ")][-1]
-        assert row.split()[1:] == [f"{printed:.4f}"] * 4
+        run_script(ACCUMULATE, "--seed", "no number", ranks=2, timeout=60)
+    assert caught.value.said.count("error: argument --seed: invalid int value: 'no number'") == 1
 
 
 @pytest.mark.parametrize(
-    ("right", "broken"),
+    ("script", "environment", "said"),
     [
-        ('"both-fixed": (False, True)', '"both-fixed": (True, True)'),
-        ('"both-fixed": (False, True)', '"both-fixed": (False, False)'),
+        (LIGHTNING, {"TORCHELASTIC_RUN_ID": "of torchrun"}, "without torchrun"),
+        (ACCUMULATE, {}, r"start it with torchrun.*\n.*--nproc-per-node 4 labs/accumulate_vs_ddp"),
     ],
 )
-def test_the_lightning_lab_fails_if_a_fix_is_missing(right, broken, monkeypatch, tmp_path):
-    text = (ROOT / LIGHTNING).read_text()
-    assert text.count(right) == 1
-    (tmp_path / "labs").mkdir()
-    (tmp_path / "pyproject.toml").touch()
-    (tmp_path / LIGHTNING).write_text(text.replace(right, broken))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ScriptError, match="does not agree with itself"):
-        run_script(LIGHTNING, "--version", "both-fixed", "--devices", "2")
+def test_a_lab_that_was_started_the_wrong_way_says_how_to_start_it(script, environment, said):
+    ended = run_in_process(script, **environment)
+    assert ended.code == 1
+    assert re.search(said, ended.stderr)
+
+
+@pytest.mark.parametrize(
+    ("lab", "arguments", "ranks", "said"),
+    [
+        ("bypassed_wrapper", (), 3, r"has 2 ranks, not 3\. Start it with"),
+        ("sum_or_average", (), 3, r"evenly among 3 ranks\. Start it on 1, 2, 4"),
+        ("buckets_that_overlap", ("--gbit", "0"), 2, "needs a positive rate"),
+    ],
+)
+def test_ranks_and_values_that_a_lab_cannot_use_are_refused_in_words(lab, arguments, ranks, said):
+    with pytest.raises(ScriptError, match=said):
+        run_script(f"labs/{lab}.py", *arguments, ranks=ranks, timeout=60)
+
+
+def test_where_ranks_differ_each_table_is_below_the_ranks_that_have_it():
+    assert below_their_ranks(["a", "a", "a"]) == "equal on ranks 0–2\na"
+    assert below_their_ranks(["a", "b", "a"]) == "ranks 0, 2 of 3\na\n\nrank 1 of 3\nb"
+    assert below_their_ranks(["a"]) == "rank 0 of 1\na"
+
+
+BY_HAND = "average_gradients(by_hand)\n"
+DDP = "    ddp(pixels, captions).backward()\n"
+NAN_ON_RANK_1 = "    if rank == 1:\n        ddp.module.decoder.bias.grad.fill_(torch.nan)\n"
+QUICK = ("trained_captioner()", "trained_captioner(steps=1)")
+SCALE = "return [loss_scale(sum(counts), device=device)] * len(counts)"
+LOGGED = "return global_mean(logged, sum(counts)).item()"
+FOUND = "found = gradients(replica)"
+NAN_FOUND = "found = [g + (torch.nan if place.rank else 0) for g in gradients(replica)]"
+WRAPPED = "wrapped = wrap(seeded_model(seed).to(device))"
+NAN_UNDER_TORCH = """
+    if wrap is DistributedDataParallel:
+        wrapped.module[0].weight.register_hook(lambda g: g * torch.nan)"""
+FINISH = f"{16 * ' '}self.averager.finish()\n"
+TWO_ARE_OFF = f"""{FINISH}
+                weight = self.module[0].weight.grad
+                if type(self.averager) is Flat:
+                    weight.mul_(1.001)  # on every rank alike
+                if type(self.averager) is Bucketed:  # the last bit of one number
+                    weight.view(-1)[0].mul_(1 + 2**-23 * dist.get_rank())
+"""
+WHOLE_STEP = "whole-step does not give the gradient of the full batch"
+APART = "accumulated and distributed gradients do not agree"
+
+# A lab, changes to it, arguments, and what it says.
+BROKEN = {
+    "a sum": (
+        "accumulate_vs_ddp",
+        [(BY_HAND, BY_HAND.replace(")", ', combine="sum")'))],
+        (),
+        APART,
+    ),
+    "a NaN": ("accumulate_vs_ddp", [(DDP, DDP + NAN_ON_RANK_1)], (), APART),
+    "a factor": (
+        "mean_of_means",
+        [QUICK, (SCALE, SCALE.replace("device)]", "device) / 2]"))],
+        (),
+        WHOLE_STEP,
+    ),
+    "a NaN on rank 1": ("mean_of_means", [QUICK, (FOUND, NAN_FOUND)], (), WHOLE_STEP),
+    "a logged NaN": (
+        "mean_of_means",
+        [QUICK, (LOGGED, "return torch.nan")],
+        (),
+        "The logged loss is not the mean over all tokens",
+    ),
+    "a wrong variant": (
+        "mean_of_means",
+        [QUICK],
+        ("--variant", "own-window"),
+        "own-window does not give the gradient of the full",
+    ),
+    "an average for a sum": (
+        "sum_or_average",
+        [("hook(None, total)", "hook(None, average)"), ("import total", "import average, total")],
+        (),
+        "not what one process does: mean loss, sum",
+    ),
+    "a NaN under torch's DDP": (
+        "sum_or_average",
+        [(WRAPPED, WRAPPED + NAN_UNDER_TORCH)],
+        (),
+        "not what one process does: mean loss, average",
+    ),
+    "two rungs": (
+        "buckets_that_overlap",
+        [(FINISH, TWO_ARE_OFF)],
+        ("--steps", 1, "--samples", 8),
+        "gradient of the full batch: flat, buckets\n",
+    ),
+    "no fix": (
+        "bypassed_wrapper",
+        [],
+        ("--fix", "none"),
+        r"Not every number is the one that the pull request printed.\n\nThe fixed replicas diverge",
+    ),
+    "a fix that is missing": (
+        "accumulate_vs_ddp_lightning",
+        [('"both-fixed": (False, True)', '"both-fixed": (True, True)')],
+        ("--version", "both-fixed", "--devices", "2"),
+        "does not agree with itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_lab_fails_if_its_numbers_do_not_agree_or_are_no_numbers(fault, lab_of_ones_own):
+    lab, changes, arguments, said = BROKEN[fault]
+    script = f"labs/{lab}.py"
+    text = (ROOT / script).read_text()
+    for right, broken in changes:
+        assert right in text
+        text = text.replace(right, broken)
+    lab_of_ones_own(script, text)
+    ranks = None if script == LIGHTNING else 2
+    with pytest.raises(ScriptError, match=said):
+        run_script(script, *arguments, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -311,9 +248,8 @@ def test_an_old_python_is_refused_by_name(tmp_path):
         'sys.version = \'3.9.2 (old)\'; exec(sys.argv[1])" "$2"\n'
     )
     old.chmod(0o755)
-    (tmp_path / "requirements.txt").touch()
-    (tmp_path / "constraints.txt").touch()
-    (tmp_path / "pyproject.toml").touch()
+    for name in ("requirements.txt", "constraints.txt", "pyproject.toml"):
+        (tmp_path / name).touch()
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
     done = subprocess.run(
         ["make", "book", f"PYTHON={old}"],

@@ -1,9 +1,9 @@
-"""Tables and a figure from the JSON files of the benchmarks, and which goals were reached.
+"""Tables and a figure of the race and of memory, and which goals were reached.
 
     python labs/benchmarks/report.py [FOLDER] [--figure FILE]
 
-FOLDER (default: labs/benchmarks/results) holds step_time.json, memory.json, and so on, each named
-after its script and written by its `--json`. Missing files are left out.
+FOLDER (default: labs/benchmarks/results) holds step_time.json, memory.json, or both, which the
+scripts of these names write with `--json`.
 
 Two ratios are shown for each contender. The median over the rounds of its time divided by torch
 DDP's time in the same round is reliable on an idle machine. On a busy machine, the *calm* ratio is
@@ -14,7 +14,7 @@ better: it compares the fastest quarter of the rounds of both.
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,45 +154,12 @@ def _goal(name: str, value: float, sign: str, goal: float) -> list[Any]:
     return [name, f"{sign} {goal:.2f}", f"{value:.2f}", met, ""]
 
 
-def times(figures: dict[str, Any]) -> str:
-    """A row for each thing that was timed, in each cell where there are several."""
-    timed: Seconds = figures.get("seconds", {})
-    for cell, seconds in figures.get("cells", {}).items():
-        timed |= {f"{cell}, {name}": taken for name, taken in seconds.items()}
-    rows = [
-        [name, len(taken), *(1e3 * of(taken) for of in (statistics.median, calm, min))]
-        for name, taken in timed.items()
-    ]
-    return table(["", "times", "median, ms", "calm, ms", "least, ms"], rows, digits=1)
-
-
 def sizes(figures: dict[str, Any]) -> str:
     """A row for each model and wrapper, in multiples of the parameters' bytes."""
     columns = ("steady", "rebuild", "later")
     rows = [[name, *(cell.get(c, "") for c in columns)] for name, cell in figures["cells"].items()]
     headers = ["", "gradients + buckets", "peak of the rebuild", "peak of a later step"]
     return table(headers, rows, digits=2)
-
-
-def simulated(figures: dict[str, Any]) -> str:
-    """How far the cost model was off in each cell, and what it said beyond this machine."""
-    cells = figures["cells"]
-    steps = [[cell, *step.values()] for cell in cells for step in cells[cell]["steps"]]
-    off = table(["", "", "simulated ms", "measured ms", "error, %"], steps, digits=1)
-    beyond = figures["simulated"]
-    there = table(list(beyond[0]), [list(row.values()) for row in beyond], digits=0)
-    return f"{off}\n\nSIMULATED, in ms, on links and with ranks that are not here\n{there}"
-
-
-# What is shown of the scripts beside the race, and how.
-OTHERS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "memory": ("bytes ÷ parameter bytes", sizes),
-    "overhead": ("a step of many small tensors on one rank", times),
-    "construction": ("to wrap a module", times),
-    "start_ranks": ("to start fresh ranks", times),
-    "simulated_steps": ("the cost model against the clock", simulated),
-    "grade_many": ("to grade a submission", times),
-}
 
 
 def draw_race(cells: Cells, path: Path) -> None:
@@ -223,14 +190,12 @@ def draw_race(cells: Cells, path: Path) -> None:
 
 
 def main(given: argparse.Namespace) -> None:
-    paths = {name: given.folder / f"{name}.json" for name in ("step_time", *OTHERS)}
-    found = {name: json.loads(p.read_text()) for name, p in paths.items() if p.exists()}
-    if not found:
-        names = ", ".join(path.name for path in paths.values())
-        raise SystemExit(f"{given.folder} holds none of {names}; run some of their scripts first")
-    race = found.get("step_time", {})
+    paths = [given.folder / f"{name}.json" for name in ("step_time", "memory")]
+    race, memory = (json.loads(p.read_text()) if p.exists() else {} for p in paths)
+    if not race and not memory:
+        names = " nor ".join(path.name for path in paths)
+        raise SystemExit(f"{given.folder} holds neither {names}; run one of their scripts first")
     cells: Cells = race.get("cells", {})
-    memory: Cells = found.get("memory", {}).get("cells", {})
     if cells:
         rounds = {len(cell["seconds"][TORCH]) for cell in cells.values()}
         print(
@@ -240,11 +205,9 @@ def main(given: argparse.Namespace) -> None:
         print(f"step ÷ torch DDP's, calm\n{ratios(cells, True)}\n")
         if given.figure:
             draw_race(cells, given.figure)
-    if cells or memory:
-        print(f"{reached(cells, memory)}\n")
-    for name, (title, shown) in OTHERS.items():
-        if name in found:
-            print(f"{name}.py: {title}\n{shown(found[name])}\n")
+    print(f"{reached(cells, memory.get('cells', {}))}\n")
+    if memory:
+        print(f"memory.py: bytes ÷ parameter bytes\n{sizes(memory)}\n")
 
 
 if __name__ == "__main__":

@@ -31,13 +31,16 @@ each cell to FILE and keeps the cells that are already there; `report.py` prints
 
 # ruff: noqa: E402
 import argparse
+import importlib
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from labkit.launch.arguments import positive
@@ -108,7 +111,6 @@ from labkit.profiling.benchmark import (
     take_turns,
     write_json,
 )
-from labkit.profiling.other_checkout import import_from
 from labkit.profiling.slow_link import SlowLink
 from miniddp import MiniDDP
 from miniddp.buckets import MIB
@@ -121,6 +123,28 @@ WARM_UP = 2  # rounds that do not count
 REFERENCE = "torch DDP"
 CONTROL = "torch DDP, again"
 StepProgram = Callable[[], object]
+
+
+def mini_ddp_of(src: Path) -> type[nn.Module]:
+    """`MiniDDP` of another checkout's src folder; later imports find the installed one again.
+
+    Raises FileNotFoundError if the folder has no package miniddp.
+    """
+    if not (src / "miniddp" / "__init__.py").is_file():
+        raise FileNotFoundError(f"{src} has no package miniddp: name a checkout's src folder")
+
+    def take_out() -> dict[str, ModuleType]:
+        names = [name for name in sys.modules if name.partition(".")[0] == "miniddp"]
+        return {name: sys.modules.pop(name) for name in names}
+
+    installed = take_out()
+    sys.path.insert(0, str(src))
+    try:
+        return importlib.import_module("miniddp").MiniDDP
+    finally:
+        sys.path.remove(str(src))
+        take_out()
+        sys.modules.update(installed)
 
 
 def race(
@@ -186,7 +210,7 @@ def race(
     if device.type == "cpu":
         contenders["MiniDDP, planned"] = lambda: again(measured, SETTLED_AFTER)
     if before is not None:
-        earlier = import_from(before, "miniddp", "miniddp_before").MiniDDP
+        earlier = mini_ddp_of(before)
         for name, views in (("MiniDDP before", False), ("MiniDDP before, views", True)):
             contenders[name] = lambda views=views: contender(
                 lambda m: earlier(m, process_group=link, gradient_as_bucket_view=views)

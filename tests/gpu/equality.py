@@ -1,135 +1,365 @@
-"""MiniDDP on a GPU: in every step the gradients and parameters of torch's DDP."""
+"""On a GPU, our wrappers, rungs, and hooks train as torch's DDP does, and as one process does.
 
-import inspect
-from collections.abc import Iterator
+A `Case` names a way to train by ours and by torch's DDP. Both train the same models for three steps
+on batches that differ between ranks. The gradients and the state of each step are compared with
+torch's, and the gradients of the first step with those of one process that has all batches.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision  # by this name only
 
 from labkit.book.tables import bound
 from miniddp import MiniDDP
+from miniddp.extras import comm_hooks
+from miniddp.ladder import RUNGS, Rung
+from miniddp.manual import average_gradients
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.training import MiniDataParallel
 from tests.ddp_models import MODELS, loss_of
 
-from .machine import Group, Machine, deterministic
-from .proofs import Evidence
-from .training import Distance, batches, both, close, distance, gradients, model
+from .machine import CannotProveError, Evidence, Group, Machine, deterministic
 
-BY_IDS = "inputs moved by device_ids"
-MODES: dict[str, dict[str, object]] = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "accumulation of 4": {},
-    "unused parameters": {"find_unused_parameters": True},
-    "static graph": {"static_graph": True},
-    "small buckets": {"bucket_cap_mb": 0.001},
-    BY_IDS: {},
-}
-FEW = ("mlp", "sparse embedding", "transformer", "batch norm")
+STEPS = 3
+ROUNDING = 1e-5
+"""Of a norm: how far float32 gradients may be apart that are the same but for rounding."""
+COARSE = {"mixed dtypes": 2e-2}
+"""By model; one of its layers computes in bfloat16."""
+
+REHEARSED = ("mlp", "sparse embedding", "transformer", "branches")
+"""The models that a CPU trains."""
+
+Tensors = list[Tensor | None]
+Wrap = Callable[[nn.Module], Any]
 
 
-WRAPPERS: dict[str, type[nn.Module]] = {"MiniDDP": MiniDDP, "drop-in": DropIn}
+class Case(NamedTuple):
+    """A way to train, by ours and by torch's DDP.
+
+    `within` bounds the distance of the first gradients to one process's, and `to_torch` that of
+    all steps to torch's. `bitwise`: these also have torch's bits, where the order of a sum has no
+    effect.
+    """
+
+    ours: Wrap
+    theirs: Wrap
+    models: tuple[str, ...]
+    within: float = ROUNDING
+    to_torch: float = ROUNDING
+    bitwise: bool = True
+    micro_batches: int = 1
+    autocast: bool = False
+    sums: bool = False
+    moves_inputs: bool = False
+    theirs_on_cpu: bool = True
 
 
-def modes(wrapper: str) -> list[str]:
-    """The modes that a wrapper has: rare keywords are the drop-in's."""
-    known = inspect.signature(WRAPPERS[wrapper]).parameters
-    return [
-        mode
-        for mode, options in MODES.items()
-        if known.keys() >= options.keys() and (mode != BY_IDS or "device_ids" in known)
-    ]
+class Distance(NamedTuple):
+    """How far two lists of tensors are apart: in bits, and as a part of the second one's norm."""
+
+    bitwise: bool
+    relative: float
+
+
+def distance(ours: Tensors, theirs: Tensors) -> Distance:
+    """The distance of two lists; infinite where one has a tensor and the other None, or a NaN."""
+    bitwise, squares, norm = True, 0.0, 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return Distance(False, float("inf"))
+            continue
+        bitwise &= torch.equal(a, b)
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        squares += (a.to(wide) - b.to(wide)).abs().pow(2).sum().item()
+        norm += b.to(wide).abs().pow(2).sum().item()
+    relative = (squares / norm) ** 0.5 if norm else float(squares > 0)
+    return Distance(bitwise, relative if relative == relative else float("inf"))
+
+
+def gradients(module: nn.Module) -> Tensors:
+    """A copy of each gradient, dense."""
+    found = [parameter.grad for parameter in module.parameters()]
+    return [g if g is None else (g.to_dense() if g.is_sparse else g).clone() for g in found]
+
+
+def model(name: str, device: torch.device) -> nn.Module:
+    """One of `MODELS`, the same on every rank and on every device."""
+    torch.manual_seed(7)
+    return MODELS[name].build().to(device)
+
+
+def batches(name: str, rank: int, step: int, micro_batches: int = 1) -> list[Tensor]:
+    """A rank's micro-batches of one step, drawn on the CPU; their sizes differ."""
+    torch.manual_seed(1000 * rank + step)
+    return [MODELS[name].batch(5 + micro) for micro in range(micro_batches)]
+
+
+def train(
+    wrapped: Any, name: str, rank: int, inputs: torch.device, case: Case
+) -> tuple[Tensors, Tensors]:
+    """Train for STEPS steps. Returns the first gradients, and all gradients and states."""
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    kind = next(wrapped.parameters()).device.type
+    scaler = torch.amp.GradScaler(kind, init_scale=2.0**10, enabled=case.autocast)
+    seen: Tensors = []
+    first: Tensors = []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        micro_batches = batches(name, rank, step, case.micro_batches)
+        for number, batch in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
+            with nullcontext() if last else wrapped.no_sync():
+                with torch.autocast(kind, torch.float16, enabled=case.autocast):
+                    loss = loss_of(wrapped(batch.to(inputs)))
+                scaler.scale(loss).backward()
+        if isinstance(wrapped, Finishing):
+            wrapped.rung.finish()
+        scaler.unscale_(optimizer)
+        first = first or gradients(wrapped)
+        seen += gradients(wrapped)
+        scaler.step(optimizer)
+        scaler.update()
+        seen += [tensor.detach().clone() for tensor in wrapped.state_dict().values()]
+    return first, seen
+
+
+def full_batch(name: str, world_size: int, device: torch.device, case: Case) -> Tensors:
+    """One process with the batches of all ranks: the gradients of the first step."""
+    module = model(name, device)
+    divisor = 1 if case.sums else world_size
+    for rank in range(world_size):
+        for batch in batches(name, rank, 0, case.micro_batches):
+            (loss_of(module(batch.to(device))) / divisor).backward()
+    return gradients(module)
+
+
+def compare(
+    rank: int, world_size: int, device: torch.device, kind: str, name: str, models: tuple[str, ...]
+) -> dict[str, tuple[Distance, Distance]]:
+    """On each rank: by model, the distances of one case to torch's DDP and to one process."""
+    deterministic(device)
+    case = CASES[kind](device)[name]
+    inputs = torch.device("cpu") if case.moves_inputs else device
+    found = {}
+    for one in models:
+        module = model(one, device)
+        first, ours = train(case.ours(copy.deepcopy(module)), one, rank, inputs, case)
+        to_one = distance(first, full_batch(one, world_size, device, case))
+        theirs = ours
+        if case.theirs_on_cpu or device.type == "cuda":
+            _, theirs = train(case.theirs(copy.deepcopy(module)), one, rank, inputs, case)
+        found[one] = (distance(ours, theirs), to_one)
+    return found
+
+
+def find(machine: Machine, kind: str) -> Iterator[Evidence]:
+    """All cases of one kind of `CASES`, on all groups of ranks."""
+    for group in machine.groups():
+        for name, case in CASES[kind](torch.device("cpu")).items():
+            # NCCL has no all-reduce of sparse tensors; torch's DDP fails there as well.
+            left_out = "sparse embedding" if "NCCL" in group.label else None
+            kept = MODELS if machine.kind == "cuda" else REHEARSED
+            models = tuple(one for one in case.models if one in kept and one != left_out)
+            of_ranks = group.run(compare, kind, name, models)
+            yield judge(name, group, case, of_ranks)
+
+
+def judge(
+    name: str, group: Group, case: Case, of_ranks: list[dict[str, tuple[Distance, Distance]]]
+) -> Evidence:
+    """All ranks' distances as one line."""
+    differing = {one for found in of_ranks for one in found if not found[one][0].bitwise}
+    wrong = {
+        one
+        for found in of_ranks
+        for one, (to_torch, to_one) in found.items()
+        if to_torch.relative > max(case.to_torch, COARSE.get(one, 0))
+        or to_one.relative > max(case.within, COARSE.get(one, 0))
+    }
+    if group.exact and case.bitwise:
+        wrong |= differing
+    worst = max(to_one.relative for found in of_ranks for _, to_one in found.values())
+    count = len(of_ranks[0])
+    same = f"{count - len(differing)} of {count} models bitwise torch's"
+    if not case.theirs_on_cpu and group.kind == "cpu":
+        same = "torch's needs a GPU"
+    failing = f"; not equal: {', '.join(sorted(wrong))}" if wrong else ""
+    return Evidence(name, group.label, not wrong, f"{same}; one process: {bound(worst)}{failing}")
+
+
+# 1. The wrappers in their modes -------------------------------------------------------------------
 
 
 def applies(wrapper: str, name: str, mode: str) -> bool:
-    """Which cases exist at all: torch itself refuses, or raises in, the others."""
+    """Whether the case exists: torch itself refuses, or raises in, the others."""
     if name == "sparse embedding" and wrapper == "MiniDDP":
         return False
     if name == "branches":
         return mode.startswith("unused")
     if name == "checkpointed, reentrant":
         return not mode.startswith("unused")
-    if name == "nested outputs":
-        return not mode.startswith("static graph")
-    return True
+    return name != "nested outputs" or mode != "static graph"
 
 
-def compare(
-    rank: int, world_size: int, device: torch.device, wrapper: str, mode: str, names: list[str]
-) -> dict[str, tuple[Distance, Distance]]:
-    """On each rank: by model, how far we are from torch's DDP, and from one process."""
-    deterministic(device)
-    options, where = dict(MODES[mode]), device
-    if mode == BY_IDS and device.type == "cuda":
-        options["device_ids"], where = [device.index], torch.device("cpu")
+def wrapper_cases(device: torch.device) -> dict[str, Case]:
+    by_ids = "inputs moved by device_ids"
+    modes: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "views": {"gradient_as_bucket_view": True},
+        "accumulation of 4": {},
+        "unused parameters": {"find_unused_parameters": True},
+        "static graph": {"static_graph": True},
+        "small buckets": {"bucket_cap_mb": 0.001},
+        by_ids: {"device_ids": [device.index] if device.type == "cuda" else None},
+    }
     return {
-        name: both(
-            lambda module: WRAPPERS[wrapper](module, **options),
-            lambda module: DistributedDataParallel(module, **options),
-            name,
-            (rank, world_size, device),
-            where,
-            4 if mode.startswith("accumulation") else 1,
+        f"{wrapper}, {mode}": Case(
+            partial(cls, **options),
+            partial(DistributedDataParallel, **options),
+            tuple(name for name in MODELS if applies(wrapper, name, mode)),
+            micro_batches=4 if mode.startswith("accumulation") else 1,
+            moves_inputs=mode == by_ids,
         )
-        for name in names
+        for wrapper, cls in (("MiniDDP", MiniDDP), ("drop-in", DropIn))
+        for mode, options in modes.items()
+        if signature(cls).parameters.keys() >= options.keys()
     }
 
 
-def judge(
-    what: str, group: Group, of_ranks: list[dict[str, tuple[Distance, Distance]]]
-) -> Evidence:
-    """All ranks' distances as one line."""
-    differing = {name for found in of_ranks for name in found if not found[name][0].bitwise}
-    wrong = {
-        name
-        for found in of_ranks
-        for name, (to_torch, to_one) in found.items()
-        if not (close(name, to_torch) and close(name, to_one))
-    } | (differing if group.exact else set())
-    worst = max(to_one.relative for found in of_ranks for _, to_one in found.values())
-    count = len(of_ranks[0])
-    same = f"{count - len(differing)} of {count} models bitwise torch's"
-    failing = f"; not equal: {', '.join(sorted(wrong))}" if wrong else ""
-    detail = f"{same}; one process: {bound(worst)}{failing}"
-    return Evidence(what, group.label, not wrong, detail)
+# 2. The rungs of the ladder, and the average by hand ----------------------------------------------
 
 
-def find(machine: Machine) -> Iterator[Evidence]:
-    for group in machine.groups():
-        for wrapper in WRAPPERS:
-            for mode in modes(wrapper):
-                chosen = list(MODELS) if machine.kind == "cuda" else FEW
-                # NCCL has no all-reduce of sparse tensors; torch's DDP fails there as well.
-                no_sparse = "NCCL" in group.label
-                names = [
-                    name
-                    for name in chosen
-                    if applies(wrapper, name, mode)
-                    and not (no_sparse and name == "sparse embedding")
-                ]
-                of_ranks = group.run(compare, wrapper, mode, names)
-                yield judge(f"{wrapper}, {mode}", group, of_ranks)
+class Finishing(nn.Module):
+    """A rung, used like a wrapper; `train` calls its `finish` after the last micro-batch."""
+
+    def __init__(self, rung: Rung) -> None:
+        super().__init__()
+        self.module, self.rung = rung.module, rung
+        self.no_sync = rung.no_sync
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.rung(*inputs)
 
 
-def data_parallel(rank: int, device: torch.device) -> dict[str, tuple[Distance, Distance]]:
-    """Two replicas on this device, which sum: beside one process with the whole batch."""
-    deterministic(device)
+class ByHand(Rung):
+    """`average_gradients`, with the interface of a rung."""
+
+    flat = False
+
+    def finish(self) -> None:
+        average_gradients(self.module, flat=self.flat, group=self.group)
+
+
+class ByHandFlat(ByHand):
+    """The same, with one message for all gradients."""
+
+    flat = True
+
+
+def rung_cases(device: torch.device) -> dict[str, Case]:
+    def theirs(module: nn.Module) -> nn.Module:
+        return DistributedDataParallel(module, find_unused_parameters=hasattr(module, "never"))
+
+    return {
+        rung.__name__: Case(
+            lambda module, rung=rung: Finishing(rung(module)),
+            theirs,
+            ("mlp", "transformer", "branches"),
+            micro_batches=2,
+        )
+        for rung in (ByHand, ByHandFlat, *RUNGS)
+    }
+
+
+# 3. Comm hooks, and half precision ----------------------------------------------------------------
+
+
+def hook_cases(device: torch.device) -> dict[str, Case]:
+    def wrap(cls: type, hook: str, module: nn.Module) -> nn.Module:
+        wrapped = cls(module, bucket_cap_mb=0.002)
+        state = comm_hooks.PowerSGDState() if hook == "power_sgd" else None
+        wrapped.register_comm_hook(state, getattr(comm_hooks, hook))
+        return wrapped
+
+    # How far the first gradients may be from the true average; PowerSGD is exact for two steps.
+    within = {"fp16_compress": 2e-3, "bf16_compress": 1e-2}
+    return {
+        hook: Case(
+            partial(wrap, DropIn, hook),
+            partial(wrap, DistributedDataParallel, hook),
+            ("transformer",),
+            within.get(hook, ROUNDING),
+            bitwise=False,
+            sums=hook == "total",
+        )
+        for hook in ("average", "total", *within, "power_sgd")
+    }
+
+
+def precision_cases(device: torch.device) -> dict[str, Case]:
     found = {}
-    for name in ("mlp", "convolution"):
-        batch = next(batches(name, rank, 0, 1)).to(device)
-        module, alone = model(name, device), model(name, device)
-        loss_of(MiniDataParallel(module, [device, device])(batch)).backward()
-        loss_of(alone(batch)).backward()
-        apart = distance(gradients(module), gradients(alone))
-        found[name] = (apart, apart)
+    for dtype, within in ((torch.float16, 1e-2), (torch.bfloat16, 5e-2)):
+        narrow = _MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
+        ours, theirs = (
+            partial(cls, mixed_precision=narrow) for cls in (DropIn, DistributedDataParallel)
+        )
+        found[f"mixed_precision, {dtype}"] = Case(
+            ours, theirs, ("mlp",), within, to_torch=within, bitwise=False, theirs_on_cpu=False
+        )
+    ours, theirs = (
+        partial(cls, gradient_as_bucket_view=True) for cls in (DropIn, DistributedDataParallel)
+    )
+    found["autocast and GradScaler"] = Case(ours, theirs, ("mlp",), within=1e-2, autocast=True)
     return found
 
 
-def find_data_parallel(machine: Machine) -> Iterator[Evidence]:
-    group = Group("2 replicas on one device", 1, machine.kind, exact=False)
-    of_ranks = group.run(data_parallel)
-    worst = max(apart.relative for found in of_ranks for apart, _ in found.values())
-    right = all(close(name, apart) for found in of_ranks for name, (apart, _) in found.items())
-    yield Evidence("MiniDataParallel sums", group.label, right, f"one process: {bound(worst)}")
+CASES: dict[str, Callable[[torch.device], dict[str, Case]]] = {
+    "wrappers": wrapper_cases,
+    "rungs": rung_cases,
+    "hooks": hook_cases,
+    "precision": precision_cases,
+}
+
+
+# 4. One process with several replicas -------------------------------------------------------------
+
+
+def data_parallel(rank: int, device: torch.device, devices: list[str]) -> dict[str, Distance]:
+    """By model and way: the distance of a step on several replicas to one without replicas."""
+    deterministic(device)
+    found = {}
+    ways = [MiniDataParallel] + [nn.DataParallel] * (len(set(devices)) > 1)
+    for name in ("mlp", "convolution", "dense embedding"):
+        [batch] = batches(name, rank, 0)
+        of_ways = []
+        for wrap in (None, *ways):
+            module = model(name, device)
+            loss_of((wrap(module, devices) if wrap else module)(batch.to(device))).backward()
+            of_ways.append(gradients(module))
+        alone, *several = of_ways
+        for wrap, ours in zip(ways, several, strict=True):
+            found[f"{name}, {wrap.__name__}"] = distance(ours, alone)
+        if len(several) > 1 and not distance(*several).bitwise:
+            raise AssertionError(f"{name}: MiniDataParallel and DataParallel differ in their bits")
+    return found
+
+
+def find_replicas(machine: Machine, devices: int) -> Iterator[Evidence]:
+    """Two replicas on one device, or on two devices and then beside torch's DataParallel."""
+    if devices > 1 and machine.kind == "cpu":
+        raise CannotProveError("a CPU is one device: it has no second one")
+    places = [f"cuda:{i % devices}" if machine.kind == "cuda" else "cpu" for i in range(2)]
+    label = "2 replicas on " + ("one device" if devices == 1 else "2 GPUs")
+    [found] = Group(label, 1, machine.kind, exact=False).run(data_parallel, places)
+    worst = max(apart.relative for apart in found.values())
+    said = f"{', '.join(found)}; no replicas: {bound(worst)}"
+    yield Evidence("MiniDataParallel sums", label, worst <= ROUNDING, said)

@@ -1,8 +1,7 @@
-"""The machine: its GPUs, and the groups of ranks that they allow."""
+"""The machine: its GPUs, the groups of ranks that they allow, and what a part reports."""
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -10,6 +9,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from labkit.launch.ranks import run_ranks
+
+
+class Evidence(NamedTuple):
+    """What a part found out on one group of ranks: whether the claim holds, and the numbers."""
+
+    what: str
+    on: str
+    holds: bool
+    detail: str
+
+
+class CannotProveError(Exception):
+    """Raised by a part that can say nothing about its claim on this machine; the text says why."""
+
 
 # cuBLAS has deterministic results only with a workspace of its own for each stream.
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -57,7 +70,7 @@ class Machine:
         found = {"GPUs": ", ".join(self.gpus) or "none", "torch": torch.__version__}
         if self.gpus:
             nccl = ".".join(map(str, torch.cuda.nccl.version()))
-            found |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "driver": _driver()}
+            found |= {"CUDA": str(torch.version.cuda), "NCCL": nccl}
         return found | {"Python": platform.python_version(), "system": platform.platform()}
 
 
@@ -80,20 +93,5 @@ def deterministic(device: torch.device) -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all that is queued on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _names() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"unknown ({type(error).__name__})"
-    return said.stdout.split("\n", maxsplit=1)[0].strip()

@@ -12,8 +12,7 @@ default one, while that one is kept busy.
 *Thread.* Autograd calls hooks in a thread of its own for each GPU. The gradients have to be right
 when `backward()` returns, also to a thread that is not the main one.
 
-On a CPU the same two layers run on simulated streams (`simulated_streams`), which find a missing
-wait by the order of events and not by its consequences.
+On a CPU, `tests/miniddp/test_streams.py` finds a missing wait on simulated streams.
 """
 
 import threading
@@ -29,8 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from miniddp.extras.comm_hooks import average
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
-from .machine import Group, Machine
-from .proofs import Evidence
+from .machine import Evidence, Group, Machine
 
 WIDTH, WIDE, STEPS = 64, 1024, 4
 CYCLES = 200_000_000
@@ -130,7 +128,7 @@ def on_a_side_stream(rank: int, device: torch.device, hooked: bool) -> int:
 
 
 def in_a_thread(rank: int, device: torch.device) -> tuple[bool, bool]:
-    """On each rank: whether hooks ran in another thread than backward, and the gradients' truth."""
+    """On each rank: whether hooks ran in another thread than backward; whether all was right."""
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, WIDTH, bias=False).to(device)
     wrapped = DropIn(layer)
@@ -156,12 +154,9 @@ def in_a_thread(rank: int, device: torch.device) -> tuple[bool, bool]:
 
 
 def find(machine: Machine) -> Iterator[Evidence]:
-    if machine.kind == "cuda":
-        for group in machine.groups():
-            yield from find_order(group)
-    else:
-        yield from find_simulated(machine.pair())
     for group in machine.groups():
+        if machine.kind == "cuda":
+            yield from find_order(group)
         of_ranks = group.run(in_a_thread)
         elsewhere = all(found[0] for found in of_ranks)
         right = all(found[1] for found in of_ranks)
@@ -185,18 +180,3 @@ def find_order(group: Group) -> Iterator[Evidence]:
         wrong = sum(group.run(on_a_side_stream, hooked))
         name = "a step on a side stream" + (", comm hook" if hooked else "")
         yield Evidence(name, group.label, wrong == 0, f"{wrong} steps with wrong gradients")
-
-
-def find_simulated(group: Group) -> Iterator[Evidence]:
-    """The same order on simulated streams."""
-    from .simulated_streams import WAITS, race_of_a_step
-
-    for removed in (None, *WAITS):
-        races = group.run(race_of_a_step, removed)
-        caught = [race for race in races if race is not None]
-        holds = not caught if removed is None else len(caught) == group.ranks
-        name = "simulated streams" + (f" without {removed.split('.')[-1]}" if removed else "")
-        said = f"{len(caught)} of {group.ranks} ranks race" + (
-            "" if removed is None else ", as they should"
-        )
-        yield Evidence(name, group.label, holds, said)

@@ -8,7 +8,7 @@ from torch import nn
 
 from labkit.launch.ranks import run_ranks
 from miniddp.torch_drop_in.sparse import SparseBucket
-from tests.gpu.simulated_streams import (
+from tests.miniddp.simulated_streams import (
     STEPS,
     WAITS,
     Stream,
@@ -22,7 +22,10 @@ from tests.gpu.simulated_streams import (
 def test_no_gradient_is_sent_or_handed_out_before_the_stream_that_computes_it_is_done(
     views, on_default
 ):
-    of_ranks = run_ranks(train_two_branches, 2, views, on_default)
+    def work(rank):
+        return train_two_branches(rank, views, on_default)
+
+    of_ranks = run_ranks(work, 2)
     mean = sum(local for _, local in of_ranks) / 2
     for seen, _ in of_ranks:
         assert len(seen) == STEPS
@@ -40,7 +43,10 @@ def test_no_gradient_is_sent_or_handed_out_before_the_stream_that_computes_it_is
 )
 @pytest.mark.parametrize("views", [False, True])
 def test_without_either_wait_every_rank_has_a_race(views, removed, said):
-    for race in run_ranks(race_of_a_step, 2, removed, views):
+    def work(rank):
+        return race_of_a_step(rank, removed, views)
+
+    for race in run_ranks(work, 2):
         assert race is not None
         assert re.search(said, race)
 

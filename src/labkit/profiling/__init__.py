@@ -6,7 +6,7 @@ __getattr__, __all__ = offer(
     __name__,
     {
         "recording": ["Recorder", "Recording", "merge"],
-        "timeline": ["draw", "draw_together", "save_trace"],
+        "timeline": ["draw_together", "save_trace"],
         "slow_link": ["SlowLink"],
         "cost_model": [
             "Backward",

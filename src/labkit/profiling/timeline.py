@@ -1,11 +1,10 @@
-"""Draw a recording as a figure, or write it as a file for a trace viewer.
+"""Draw recordings as a figure, or write one as a file for a trace viewer.
 
-`draw` shows two lanes per rank. The upper lane shows computation: forward, then backward with one
-tick per gradient. The lower lane shows the rank's collectives, with a color and a number for each
-bucket. A thin line above a bar begins at the launch, while the collective waits for the previous
-one. Communication that is still in flight after backward is *exposed*: it makes the step longer.
-It is underlined, and its total is printed. `draw_together` shows one rank of several recordings,
-one below the other.
+`draw_together` shows two lanes per recording. The upper lane shows computation: forward, then
+backward with one tick per gradient. The lower lane shows the rank's collectives, with a color and
+a number for each bucket. A bar begins at its launch or at the end of the previous one, whichever
+is later; a thin line above it begins at the launch. Communication that is still in flight after
+backward is *exposed*: it makes the step longer. It is underlined, and its total is printed.
 
 `save_trace` writes the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing
 open.
@@ -14,7 +13,7 @@ Both show times, which differ in every run: never compare their text.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -37,34 +36,20 @@ _HEIGHT = 0.36
 _LETTER = 0.012  # of the width of the figure
 
 
-def draw(recording: Recording, title: str | None = None) -> Figure:
-    """Draw the step, with time in ms on the horizontal axis and two lanes per rank.
-
-    A bar in the lower lane begins at its launch or at the end of the previous one, whichever is
-    later. The thin line above begins at the launch. The background is white, so that the figure is
-    legible on a dark page.
-    """
-    ranks = recording.ranks
-    lanes = [f"rank {one.rank} {lane}" for one in ranks for lane in ("computes", "sends")]
-    return _draw_rows(ranks, lanes, title or _sentence(recording))
-
-
 def draw_together(
     recordings: Mapping[str, Recording], rank: int = 0, title: str | None = None
 ) -> Figure:
-    """Draw one rank's step of several recordings, one below the other, on one time axis.
+    """Draw one rank's step of several recordings, one below the other, on one time axis in ms.
+
+    The background is white, so that the figure is legible on a dark page.
 
     Args:
         recordings: by name, from top to bottom; each begins at 0.
         rank: which rank of each. A rank that begins early waits for the others in its first
             collective, so put a barrier before `with recorder:`.
     """
-    steps = [recording.ranks[rank] for recording in recordings.values()]
+    steps = [one.shifted(-one.begin) for one in (r.ranks[rank] for r in recordings.values())]
     lanes = [lane for name in recordings for lane in (name, "sends")]
-    return _draw_rows([one.shifted(-one.begin) for one in steps], lanes, title)
-
-
-def _draw_rows(steps: Sequence[RankRecording], lanes: Sequence[str], title: str | None) -> Figure:
     figure, axes = plt.subplots(
         figsize=(7.6, 1.1 + 0.95 * len(steps)), layout="constrained", facecolor="white"
     )
@@ -148,13 +133,6 @@ def _size(nbytes: int) -> str:
     if nbytes < 2**10:
         return f"{nbytes} B"
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 / 10 else f"{nbytes / 2**10:.1f} KiB"
-
-
-def _sentence(recording: Recording) -> str:
-    buckets = len(recording.ranks[0].buckets())
-    worst = max(one.exposed_seconds() for one in recording.ranks) * _MS
-    collectives = "collective" if buckets == 1 else "collectives"
-    return f"{buckets} {collectives} of gradients; at most {worst:.1f} ms exposed"
 
 
 def _legend() -> list[Any]:

@@ -83,38 +83,33 @@ class _HeldBack:
             time.sleep(0.002)
 
     def error(self) -> InvariantError | None:
-        if not self.launched_at:
-            return InvariantError(
-                "communication_overlaps_backward",
-                self.rank,
-                "the module that was wrapped",
-                "no gradient arrived in it",
-                "one for each of its parameters",
+        last = next(reversed(self.launched_at), None)
+        if last is None:
+            where, found = "the module that was wrapped", "no gradient arrived in it"
+            expected = "one for each of its parameters"
+            cause = (
                 "what is trained is a copy of the module. Wrap the module itself: its parameters "
-                "are those that the optimizer has.",
+                "are those that the optimizer has."
             )
-        last = list(self.launched_at)[-1]
-        if self.launched_at[last] == self.launched_before:
-            return InvariantError(
-                "communication_overlaps_backward",
-                self.rank,
-                f"{last}.grad, the last to arrive",
-                "no collective had been launched when it arrived",
-                "at least one",
+        elif self.launched_at[last] == self.launched_before:
+            where = f"{last}.grad, the last to arrive"
+            found, expected = "no collective had been launched when it arrived", "at least one"
+            cause = (
                 "communication begins when backward has ended: one bucket for everything, or an "
-                "all-reduce after backward. Launch from a hook, bucket by bucket.",
+                "all-reduce after backward. Launch from a hook, bucket by bucket."
             )
-        if self.waited_in_vain:
-            return InvariantError(
-                "communication_overlaps_backward",
-                self.rank,
-                "the other ranks' backward",
-                "waited, in a collective, for this rank's share",
-                "went on to its last gradient while the collective was under way",
+        elif self.waited_in_vain:
+            where = "the other ranks' backward"
+            found = "waited, in a collective, for this rank's share"
+            expected = "went on to its last gradient while the collective was under way"
+            cause = (
                 "the hook waits for what it launched. Launch with async_op=True, keep the handle, "
-                "and wait for all of them when backward has ended.",
+                "and wait for all of them when backward has ended."
             )
-        return None
+        else:
+            return None
+        name = communication_overlaps_backward.__name__
+        return InvariantError(name, self.rank, where, found, expected, cause)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.cost_model import (
@@ -23,19 +22,16 @@ from labkit.profiling.cost_model import (
     least_bytes,
     lower_limit,
     measure_all_reduce,
-    recursive_doubling,
     ring,
     simulate,
     tree,
 )
-from labkit.profiling.recording import Recorder
-from labkit.profiling.slow_link import link_seconds
+from labkit.profiling.recording import Gradient, RankRecording, Recording
 from miniddp.collectives import (
     naive_all_reduce,
     recursive_doubling_all_reduce,
     ring_all_reduce,
 )
-from miniddp.ladder import Flat
 
 OURS = {
     "naive": naive_all_reduce,
@@ -81,17 +77,8 @@ def test_none_sends_less_than_the_bound_and_the_rings_send_just_that(world_size,
 
 
 def test_gloo_cuts_its_chunks_into_two_segments_or_more_of_at_most_a_mebibyte():
-    assert gloo(4, 100).steps == ring(4, 100).steps == 6
-    assert gloo(2, 4 * MIB).steps == 2
-    assert gloo(2, 4 * MIB + 1).steps == 3
-    assert gloo(4, 100 * MIB).steps == 3 * 25
-
-
-@given(st.integers(1, 1000), st.integers(0, 10**10), st.floats(0.01, 1000), st.floats(0, 1000))
-def test_a_link_is_the_slow_link_of_the_same_figures(world_size, nbytes, gbit, latency):
-    ours = Link.of(gbit, latency).seconds(ring(world_size, nbytes))
-    theirs = link_seconds("all_reduce", nbytes, world_size, gbit * 1e9 / 8, latency * 1e-6)
-    assert ours == pytest.approx(theirs)
+    steps = [gloo(w, n).steps for w, n in ((4, 100), (2, 4 * MIB), (2, 4 * MIB + 1))]
+    assert [*steps, gloo(4, 100 * MIB).steps] == [6, 2, 3, 75]
 
 
 def measurements(link: Link, factors: list[float], world_size: int = 4) -> list[Measurement]:
@@ -109,42 +96,6 @@ def test_a_fit_finds_the_link_that_made_the_times(latency, seconds_per_byte, wor
     fitted = fit(measurements(link, [1.0] * 5, world_size))
     assert fitted.link == pytest.approx(link, rel=1e-6)
     assert fitted.worst() < 1e-6
-
-
-def test_residuals_are_relative_and_no_other_link_fits_better():
-    link = Link(2e-5, 1e-9)
-    measured = measurements(link, [1.1, 0.9, 1.2, 1.0, 0.8])
-    fitted = fit(measured)
-    assert 0.05 < fitted.worst() < 0.3
-
-    def squares(latency: float, seconds_per_byte: float) -> float:
-        tried = Link(latency, seconds_per_byte)
-        return sum(
-            (tried.seconds(ALGORITHMS[m.algorithm](m.world_size, m.bytes)) / m.seconds - 1) ** 2
-            for m in measured
-        )
-
-    alpha, beta = fitted.link
-    best = squares(alpha, beta)
-    assert best == pytest.approx(sum(r * r for r in fitted.residuals))
-    for a, b in ((1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99)):
-        assert squares(alpha * a, beta * b) > best
-
-
-def test_neither_alpha_nor_beta_is_negative():
-    falling = [Measurement("ring", 2, 1000, 2e-3), Measurement("ring", 2, 100_000, 1e-3)]
-    assert fit(falling).link.seconds_per_byte == 0
-    steep = [Measurement("ring", 2, 1000, 1e-6), Measurement("ring", 2, 10_000, 1e-3)]
-    assert fit(steep).link.latency == 0
-
-
-def test_measurements_that_tell_nothing_are_refused():
-    one = Measurement("ring", 2, 1000, 1e-3)
-    for few in ([], [one], [one, one._replace(seconds=2e-3)]):
-        with pytest.raises(ValueError, match="cannot tell latency from bandwidth"):
-            fit(few)
-    with pytest.raises(ValueError, match="is not positive"):
-        fit([one, one._replace(bytes=10, seconds=0.0)])
 
 
 def measured_twice() -> tuple[list[Measurement], list[Measurement]]:
@@ -175,25 +126,6 @@ FLAT, EACH = [[0, 1, 2]], [[0], [1], [2]]
 
 def slow(nbytes: int) -> float:
     return 0.5 + 0.1 * nbytes
-
-
-def test_flat_begins_when_backward_ends():
-    step = simulate(THREE, FLAT, slow)
-    assert step.sent == ((4.0, 4.0, 7.5),)
-    assert (step.compute_end, step.end, step.exposed) == (4.0, 7.5, 3.5)
-    assert simulate(THREE, EACH, slow, overlap=False).end == pytest.approx(4 + 3 * 1.5)
-
-
-def test_a_bucket_waits_for_the_one_before_it_on_the_link():
-    step = simulate(THREE, EACH, slow)
-    assert step.sent == ((1.0, 1.0, 2.5), (2.0, 2.5, 4.0), (4.0, 4.0, 5.5))
-    assert step.exposed == 1.5
-    assert step.error(5.0) == pytest.approx(0.1)
-
-
-def test_a_full_bucket_waits_for_its_turn():
-    step = simulate(THREE, [[2], [0, 1]], slow)
-    assert step.sent[1][0] == 4.0
 
 
 def test_communication_that_needs_the_processor_delays_what_is_computed():
@@ -235,14 +167,6 @@ def test_the_critical_path_is_computing_until_a_launch_and_all_messages_from_the
         assert step.sent[first - 1][2] < step.sent[first][0]
 
 
-def test_the_critical_path_begins_where_the_link_last_rested():
-    assert simulate(THREE, EACH, slow).critical_bucket == 0
-    assert simulate(THREE, EACH, lambda nbytes: 0.3).critical_bucket == 2
-    early = Backward((1.0, 2.0, 2.5), (10, 10, 10))
-    assert simulate(early, EACH, lambda nbytes: 0.9).critical_bucket == 1
-    assert simulate(THREE, FLAT, slow).critical_bucket == 0
-
-
 @given(steps(), SHARES)
 def test_no_plan_beats_the_limit_and_none_is_worse_than_waiting_for_everything(case, share):
     backward, plan, alpha, beta = case
@@ -258,61 +182,10 @@ def test_no_plan_beats_the_limit_and_none_is_worse_than_waiting_for_everything(c
     assert step.exposed >= 0
 
 
-@given(steps())
-def test_where_communication_takes_the_whole_processor_nothing_is_hidden(case):
-    backward, plan, alpha, beta = case
-    step = simulate(backward, plan, lambda nbytes: alpha + beta * nbytes, cpu_share=1)
-    total = len(plan) * alpha + beta * sum(backward.bytes)
-    assert step.end == pytest.approx(backward.end + total)
-
-
 @pytest.mark.parametrize("plan", [[[0, 1]], [[0, 1], [1, 2]], [[0], [1], [2], [3]]])
 def test_a_plan_that_is_not_of_this_backward_is_refused(plan):
     with pytest.raises(ValueError, match="each place in the order of arrival once"):
         simulate(THREE, plan, slow)
-
-
-def flat_steps(rank: int):
-    torch.manual_seed(0)
-    module = nn.Sequential(*(nn.Linear(20, 20) for _ in range(3)))
-    recorder = Recorder(module)
-    averager = Flat(module, recorder)
-    with recorder:
-        torch.manual_seed(rank)
-        averager(torch.randn(4, 20)).square().sum().backward()
-        averager.finish()
-    return recorder.gather(), [p.nbytes for p in module.parameters()]
-
-
-def test_a_backward_is_taken_from_the_slowest_rank_gradient_by_gradient():
-    for recording, sizes in run_ranks(flat_steps, 2):
-        backward = backward_of(recording)
-        assert sorted(backward.bytes) == sorted(sizes)
-        for place, ready in enumerate(backward.ready):
-            of_ranks = [one.gradients[place].ready - one.begin for one in recording.ranks]
-            assert ready == max(of_ranks)
-        assert backward_of(recording.ranks[1]).end == pytest.approx(
-            recording.ranks[1].compute_end() - recording.ranks[1].begin
-        )
-
-
-def test_ranks_that_disagree_on_the_order_are_refused():
-    ((recording, _), *_) = run_ranks(flat_steps, 2)
-    first, second = recording.ranks
-    turned = recording.__class__(
-        (first, second.__class__(**{**vars(second), "gradients": second.gradients[::-1]}))
-    )
-    with pytest.raises(ValueError, match="the same order on every rank; found 2"):
-        backward_of(turned)
-
-
-def test_at_thousands_of_ranks_the_latency_of_a_ring_outweighs_its_bytes():
-    link = Link.of(gbit_per_s=10, latency_us=20)
-    few, many = (simulate(THREE, FLAT, lambda n, w=w: link.seconds(ring(w, n))) for w in (4, 4096))
-    assert few.exposed == pytest.approx(6 * 20e-6, rel=1e-3)
-    assert many.exposed == pytest.approx(8190 * 20e-6, rel=1e-3)
-    assert link.seconds(recursive_doubling(4096, 30)) < link.seconds(ring(4096, 30)) / 100
-    assert few.end < many.end
 
 
 def test_over_two_kinds_of_links_the_hierarchical_one_is_a_ring_inside_and_a_ring_across():
@@ -333,3 +206,43 @@ def test_a_tree_is_as_deep_as_the_logarithm_and_passes_every_byte_twice(world_si
     cost = tree(world_size, 1000)
     assert cost == (2 * depth, 2000 if depth else 0, 2000 if depth else 0)
     assert cost.sent >= least_bytes(world_size, 1000)
+
+
+def test_a_bucket_waits_for_its_gradients_for_its_turn_and_for_the_link():
+    step = simulate(THREE, EACH, slow)
+    assert step.sent == ((1.0, 1.0, 2.5), (2.0, 2.5, 4.0), (4.0, 4.0, 5.5))
+    assert (step.exposed, step.critical_bucket) == (1.5, 0)
+    assert step.error(5.0) == pytest.approx(0.1)
+    assert simulate(THREE, [[2], [0, 1]], slow).sent[1][0] == 4.0
+    assert simulate(THREE, EACH, lambda nbytes: 0.3).critical_bucket == 2
+    flat = simulate(THREE, FLAT, slow)
+    assert (flat.sent, flat.compute_end, flat.exposed) == (((4.0, 4.0, 7.5),), 4.0, 3.5)
+    assert simulate(THREE, EACH, slow, overlap=False).end == pytest.approx(4 + 3 * 1.5)
+
+
+def test_a_backward_is_taken_from_the_slowest_rank_and_needs_one_order_on_all():
+    def rank(number: int, names: str, ready: tuple[float, ...]) -> RankRecording:
+        gradients = tuple(Gradient(n, 4, moment) for n, moment in zip(names, ready, strict=True))
+        return RankRecording(number, 0.5, 9.0, (), gradients, ())
+
+    ranks = (rank(0, "ab", (1.0, 4.0)), rank(1, "ab", (2.0, 3.0)))
+    assert backward_of(Recording(ranks)) == Backward((1.5, 3.5), (4, 4))
+    with pytest.raises(ValueError, match="the same order on every rank; found 2"):
+        backward_of(Recording((*ranks, rank(2, "ba", (1.0, 2.0)))))
+
+
+def test_measurements_that_tell_nothing_are_refused_and_no_part_of_a_link_is_negative():
+    one = Measurement("ring", 2, 1000, 1e-3)
+    for few in ([], [one], [one, one._replace(seconds=2e-3)]):
+        with pytest.raises(ValueError, match="cannot tell latency from bandwidth"):
+            fit(few)
+    with pytest.raises(ValueError, match="is not positive"):
+        fit([one, one._replace(bytes=10, seconds=0.0)])
+    assert fit([one, one._replace(bytes=100_000, seconds=1e-4)]).link.seconds_per_byte == 0
+    assert fit([one._replace(seconds=1e-6), one._replace(bytes=10_000)]).link.latency == 0
+
+
+def test_residuals_are_relative_and_the_fit_is_between_the_measurements():
+    fitted = fit(measurements(Link(2e-5, 1e-9), [1.1, 0.9, 1.2, 1.0, 0.8]))
+    assert 0.05 < fitted.worst() < 0.3
+    assert min(fitted.residuals) < 0 < max(fitted.residuals)

@@ -10,10 +10,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
@@ -43,22 +40,12 @@ def step(averager, module, rank) -> None:
         averager.finish()
 
 
-def test_the_model_is_the_ring():
-    gbit = 125 * MB  # bytes a second
-    assert link_seconds("all_reduce", 125 * MB, 2, gbit, 0) == 1.0
-    assert link_seconds("all_reduce", 125 * MB, 4, gbit, 0.001) == pytest.approx(1.5 + 0.006)
-    assert link_seconds("broadcast", 125 * MB, 4, gbit, 0.001) == pytest.approx(1.003)
-    assert link_seconds("all_reduce", 125 * MB, 1, gbit, 0.001) == 0
-    assert link_seconds("broadcast", 125 * MB, 1, gbit, 0.001) == 0
+def test_other_collectives_cost_what_they_cost_on_a_ring():
+    gbit = 125 * MB  # bytes per second
+    costs = [link_seconds(op, gbit, 4, gbit, 0.001) for op in ("broadcast", "all_gather")]
+    assert costs == pytest.approx([1.003, 3.003])
     assert link_seconds("barrier", 0, 3, gbit, 0.001) == pytest.approx(0.004)
-
-
-@given(st.integers(1, 10_000), st.integers(0, 10**9), st.floats(1, 1e12), st.floats(0, 1))
-def test_an_all_reduce_costs_a_reduce_scatter_and_an_all_gather(world_size, nbytes, rate, latency):
-    both = link_seconds("reduce_scatter", nbytes, world_size, rate, latency)
-    both += link_seconds("all_gather", nbytes / world_size, world_size, rate, latency)
-    whole = link_seconds("all_reduce", nbytes, world_size, rate, latency)
-    assert whole == pytest.approx(both, rel=1e-9)
+    assert link_seconds("broadcast", gbit, 1, gbit, 0.001) == 0
 
 
 def timed(rank, world_size, repeats):
@@ -155,21 +142,6 @@ def test_other_collectives_give_what_they_give_without_it():
         assert [launch.bytes for launch in order[:4]] == [24] * 4
 
 
-def test_a_link_of_some_ranks_only_is_a_link_of_that_many():
-    def work(rank):
-        some = dist.new_group([2, 1])
-        x = torch.full((3,), float(rank))
-        if rank == 0:
-            return x.tolist(), None
-        link = SlowLink(gbit_per_s=8, latency_us=0, group=some)
-        dist.all_reduce(x, group=link)
-        dist.broadcast(x, src=2, group=link)  # the rank in the world, as without a link
-        assert (dist.get_backend(link), dist.get_process_group_ranks(link)) == ("gloo", [1, 2])
-        return x.tolist(), link.seconds("all_reduce", 10**9)
-
-    assert run_ranks(work, 3, device="cpu") == [([0.0] * 3, None), *[([3.0] * 3, 1.0)] * 2]
-
-
 def test_backward_goes_on_while_the_link_is_busy():
     def work(rank):
         link, recorded = SlowLink(gbit_per_s=0.02), []  # the first bucket takes 0.4 s
@@ -193,27 +165,6 @@ def test_backward_goes_on_while_the_link_is_busy():
             wire = 0.02e9 / 8
             assert last.done - one.begin > (first.bytes + last.bytes) / wire
             assert one.exposed_seconds() > last.bytes / wire
-
-
-def test_a_communication_hook_goes_over_it_with_the_bytes_that_the_hook_sends():
-    def work(rank):
-        link, recorded = SlowLink(gbit_per_s=10), []
-        for make in AVERAGERS[-2:]:
-            module = model()
-            recorder = Recorder(module, link)
-            averager = make(module, recorder)
-            averager.register_comm_hook(recorder, default_hooks.fp16_compress_hook)
-            for _ in range(2):
-                with recorder:
-                    step(averager, module, rank)
-            recorded.append((recorder.recorded, module[0].weight.grad))
-        return recorded
-
-    for (ours, our_gradient), (torchs, gradient) in run_ranks(work, 2, device="cpu"):
-        halved = sum(collective.bytes for collective in torchs.buckets())
-        assert halved == sum(parameter.numel() * 2 for parameter in model().parameters())
-        assert [c.bytes for c in ours.buckets()] == [c.bytes for c in torchs.buckets()]
-        assert torch.equal(our_gradient, gradient)
 
 
 def test_an_error_of_the_collective_comes_out_of_the_handle_and_of_backward():
@@ -240,26 +191,6 @@ def test_an_error_of_the_collective_comes_out_of_the_handle_and_of_backward():
     messages = run_ranks(work, 2, device="cpu")[0]
     assert len(messages) == 3
     assert all("imed out" in message for message in messages)
-
-
-def test_what_it_cannot_carry_it_names():
-    def work(rank):
-        link = SlowLink(gbit_per_s=1)
-        with pytest.raises(NotImplementedError, match=r"SlowLink .* asked to send"):
-            dist.send(torch.ones(1), 1 - rank, group=link)
-        with pytest.raises(NotImplementedError, match="no cost for scatter; it knows all_reduce"):
-            dist.scatter(torch.ones(1), [torch.ones(1)] * 2 if rank == 0 else None, group=link)
-        with pytest.raises(NotImplementedError, match=r'one on meta.*device="cpu"'):
-            dist.all_reduce(torch.ones(1, device="meta"), group=link)
-        with pytest.raises(ValueError, match=r"gbit_per_s=0, .* needs a positive rate"):
-            SlowLink(0)
-        with pytest.raises(ValueError, match=r"latency_us=-1"):
-            SlowLink(1, -1)
-        link.close()
-        with pytest.raises(RuntimeError, match="link is closed"):
-            dist.all_reduce(torch.ones(1), group=link)
-
-    run_ranks(work, 2, device="cpu")
 
 
 def test_nothing_is_left_behind(tmp_path):

@@ -5,22 +5,16 @@ from itertools import pairwise
 
 import matplotlib
 import pytest
-import torch
 from matplotlib import pyplot as plt
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from labkit.launch.ranks import run_ranks
 from labkit.profiling.recording import (
     Collective,
     Gradient,
     RankRecording,
-    Recorder,
     Recording,
     merge,
 )
-from labkit.profiling.slow_link import SlowLink
-from labkit.profiling.timeline import draw, draw_together, save_trace
+from labkit.profiling.timeline import draw_together, save_trace
 
 matplotlib.use("agg")
 MIB = 2**20
@@ -46,38 +40,6 @@ def recording() -> Recording:
         )
 
     return merge([one(1), one(0)])
-
-
-@pytest.fixture
-def figure(recording):
-    yield (figure := draw(recording))
-    plt.close(figure)
-
-
-def test_the_figure_labels_lanes_and_buckets_and_sums_what_is_exposed(figure):
-    (axes,) = figure.axes
-    lanes = [label.get_text() for label in axes.get_yticklabels()]
-    assert lanes == ["rank 0 computes", "rank 0 sends", "rank 1 computes", "rank 1 sends"]
-    assert [text.get_text() for text in axes.texts] == [
-        *("0: 1.0 MiB", "1: 3.0 MiB", "exposed 35.0 ms"),
-        *("0: 1.0 MiB", "1: 3.0 MiB", "exposed 34.0 ms"),
-    ]
-    assert axes.get_xlabel() == "ms"
-    assert "2 collectives of gradients; at most 35.0 ms exposed" in axes.get_title(loc="left")
-    assert axes.get_xlim()[1] >= 80
-
-
-def test_a_bar_begins_where_the_one_before_ends_and_exposed_ones_where_backward_ends(figure):
-    bars = [(b.get_x(), b.get_width(), b.get_facecolor()) for b in figure.axes[0].patches]
-    rank_0 = [(pytest.approx(x), pytest.approx(width)) for x, width, _ in bars[: len(bars) // 2]]
-    assert rank_0 == [
-        *((2, 8), (10, 30)),  # forward; backward, until its last gradient
-        *((1, 0.5), (21, 29), (50, 25)),  # the third was launched at 41, behind the second
-        (40, 35),  # exposed
-    ]
-    colors = [color for _, _, color in bars[: len(bars) // 2]]
-    assert len(set(colors)) == len(colors), "each kind and each bucket has a color of its own"
-    assert figure.get_facecolor() == (1, 1, 1, 1), "legible on a dark page"
 
 
 def test_one_rank_of_several_recordings_is_drawn_from_zero_on_one_axis(recording):
@@ -129,38 +91,3 @@ def test_the_trace_holds_every_event_in_microseconds(recording, tmp_path):
         for rank in (0, 1)
         for tid, name in enumerate(("computes", "sends 1", "sends 2", "exposed"))
     }
-
-
-def test_a_real_step_of_torchs_ddp_over_a_slow_link_is_drawn_and_saved(tmp_path):
-    def work(rank):
-        torch.manual_seed(0)
-        module = nn.Sequential(*(nn.Linear(300, 300) for _ in range(5)))
-        recorder = Recorder(module, SlowLink(gbit_per_s=1))
-        averager = DistributedDataParallel(module, process_group=recorder)
-        for _ in range(2):
-            with recorder:
-                inputs = torch.randn(4, 300, generator=torch.Generator().manual_seed(rank))
-                averager(inputs).square().sum().backward()
-        return recorder.recorded
-
-    recording = merge(run_ranks(work, 2, device="cpu"))
-    figure = draw(recording, "torch")
-    figure.savefig(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 5000
-    assert figure.axes[0].get_title(loc="left") == "torch"
-    plt.close(figure)
-    save_trace(recording, tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    check_events(events)
-    for rank in (0, 1):
-        names = [e["name"] for e in events if e["pid"] == rank and e["ph"] == "X"]
-        assert {"forward", "backward", "all_reduce 0", "all_reduce 1", "exposed"} <= set(names)
-
-
-def test_a_recording_without_collectives_or_forward_can_be_drawn(tmp_path):
-    alone = RankRecording(0, 0.0, 0.01, (), (Gradient("w", 4, 0.005),), ())
-    figure = draw(merge([alone]))
-    assert "0 collectives" in figure.axes[0].get_title(loc="left")
-    plt.close(figure)
-    save_trace(merge([alone]), tmp_path / "trace.json")
-    check_events(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])

@@ -80,26 +80,12 @@ def test_infinities_zeros_and_nans_are_verdicts_and_a_truth_of_zeros_an_error():
         verdicts(on_ranks(TRUE, TRUE), zeros)
 
 
-def test_a_truth_of_zeros_is_an_error_even_if_the_found_gradient_is_zero_too():
-    zeros = [torch.zeros_like(g) for g in TRUE]
-    with pytest.raises(ValueError, match="true gradient is zero"):
-        verdicts(on_ranks(zeros, zeros), zeros)
-
-
 def test_other_variants_or_shapes_are_refused_by_name():
     with pytest.raises(ValueError, match=r"rank 0 tried \['a'\], rank 1 \['b'\]"):
         verdicts([{"a": TRUE}, {"b": TRUE}], TRUE)
     for found in ([TRUE[0]], [torch.zeros(3), torch.zeros(1, 1)]):
         with pytest.raises(ValueError, match="different shapes"):
             verdicts(on_ranks(found), TRUE)
-
-
-def test_a_truth_of_its_own_for_each_variant():
-    doubled = [2 * g for g in TRUE]
-    found = [{"one": TRUE, "two": doubled}] * 2
-    judged = verdicts(found, {"one": TRUE, "two": doubled})
-    assert [v.kind for v in judged] == ["right", "right"]
-    assert [v.kind for v in verdicts(found, TRUE)] == ["right", "scale bug"]
 
 
 def test_gradient_of_leaves_the_model_alone_and_moved_is_the_way_from_the_start():

@@ -1,0 +1,310 @@
+"""What the labs print: each one's numbers, once, on forked ranks, and what their options change."""
+
+import json
+import re
+
+import nbformat
+import pytest
+import torch
+from torch import nn
+
+from labkit.launch.scripts import ScriptError, project_root, run_script
+from labkit.scenarios.toy_captioner import PRINTED
+from labkit.scenarios.unwrapped_loss import (
+    LEARNING_RATE,
+    PRINTED_DRIFT,
+    PRINTED_GRADIENTS,
+    draw_inputs_and_targets,
+)
+
+ACCUMULATE = "labs/accumulate_vs_ddp.py"
+LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
+BYPASSED = "labs/bypassed_wrapper.py"
+NODE_FAILS = "labs/when_a_node_fails.py"
+THREADS = [f"{norm:.4f}" for norm in PRINTED.values()]
+AS_ONE_PROCESS = ["0.374", "0.161", "0.371", "0.250"]  # the gradient of sample 2
+
+
+def printed_in(chapter: str, code: str) -> str:
+    """The stored output of the cell that runs `code`, which every test run compares."""
+    cells = nbformat.read(project_root() / "book" / chapter, as_version=4).cells
+    (cell,) = (c for c in cells if c.cell_type == "code" and c.source.endswith(code))
+    return "".join(output.text for output in cell.outputs)
+
+
+# 1. Accumulation and DDP --------------------------------------------------------------------------
+
+
+def blocks(output: str) -> dict[str, list[list[str]]]:
+    """{"equal on ranks 0–3": a parameter's three norms by row}, in the order of printing."""
+    found: dict[str, list[list[str]]] = {}
+    for line in output.splitlines():
+        if re.fullmatch(r"(equal on )?ranks? [\d, –]+( of \d+)?", line):
+            found[line] = rows = []
+        elif line.startswith(("encoder.", "decoder.")):
+            rows.append(line.split()[1:])
+    return found
+
+
+def test_the_threads_table_is_the_same_on_forked_ranks_and_on_those_that_torchrun_starts():
+    for fresh in (False, True):
+        found = blocks(run_script(ACCUMULATE, ranks=4, fresh=fresh))
+        assert found == {"equal on ranks 0–3": [[norm] * 3 for norm in THREADS]}
+
+
+def test_with_another_seed_all_columns_change_and_agree():
+    output = run_script(ACCUMULATE, "--seed", "7", ranks=2)
+    assert "largest difference between the three, on any rank: < 1e-06" in output
+    (rows,) = blocks(output).values()
+    assert all(len(set(norms)) == 1 and norms[0] not in THREADS for norms in rows)
+
+
+def test_unseeded_data_differ_between_ranks_and_runs_and_the_columns_do_not_agree():
+    first, second = (blocks(run_script(ACCUMULATE, "--unseeded", ranks=2)) for _ in range(2))
+    assert list(first) == list(second) == ["rank 0 of 2", "rank 1 of 2"]
+    assert first != second
+    accumulated, by_hand, ddp = (
+        {norms[0][column] for norms in first.values()} for column in range(3)
+    )
+    assert [len(accumulated), len(by_hand), len(ddp)] == [2, 1, 1]
+
+
+def test_only_with_both_fixes_do_the_forum_programs_two_trainers_agree():
+    code = f'print(run_script("{LIGHTNING}"))'
+    output = printed_in("puzzles/accumulate_vs_ddp.ipynb", code)
+    norms: dict[str, list[list[str]]] = {}
+    for line in output.split("norm on rank 0")[1].splitlines():
+        if "accumulated" in line:
+            version, _, *found = line.split()
+            norms[version] = [found]
+        elif line.split()[:1] == ["DDP"]:
+            norms[version].append(line.split()[1:])
+    assert norms["both-fixed"] == [THREADS, THREADS]
+    assert norms["seed-moved"] == [THREADS, AS_ONE_PROCESS]
+    for accumulated, ddp in (norms["as-asked"], norms["strategy-removed"]):
+        assert accumulated not in (ddp, THREADS)
+
+
+def test_two_devices_that_accumulate_two_batches_agree_too_on_every_rank():
+    options = ["--version", "both-fixed", "--devices", "2", "--accumulate", "2"]
+    output = run_script(LIGHTNING, *options)
+    assert re.findall(r"^GPU .*", output, re.M) == [
+        f"GPU {rank}: batch_idx: {index}" for rank in (0, 1) for index in (0, 1)
+    ]
+    for name, norm in zip(PRINTED, THREADS, strict=True):
+        row = [line for line in output.splitlines() if line.startswith(f"{name} ")][-1]
+        assert row.split()[1:] == [norm] * 4
+
+
+# 2. The other puzzles -----------------------------------------------------------------------------
+
+
+def on_one_process(seed: int) -> list[str]:
+    """The gradient of weight[0] at each step, from both ranks' batches together."""
+    torch.manual_seed(seed)
+    module = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    found = []
+    for step in range(5):
+        of_ranks = [draw_inputs_and_targets(rank, step) for rank in (0, 1)]
+        x, y = (torch.cat(parts) for parts in zip(*of_ranks, strict=True))
+        optimizer.zero_grad()
+        ((module(x) - y) ** 2).mean().backward()
+        found.append(f"{module.weight.grad.flatten()[0].item():.5f}")
+        optimizer.step()
+    return found
+
+
+def test_the_bypassed_wrapper_prints_the_thirty_numbers_again():
+    lines = run_script(BYPASSED, "--fix", "wrapper", ranks=2).splitlines()
+    rows = [line.split() for line in lines if line.startswith(("bypassed", "fixed: wrapper"))]
+    printed = [f"{g:.5f}" for name in PRINTED_GRADIENTS for s in PRINTED_GRADIENTS[name] for g in s]
+    printed += [f"{drift:.6f}" for name in PRINTED_DRIFT for drift in PRINTED_DRIFT[name]]
+    assert [row[-3:] for row in rows] == [[number, number, "yes"] for number in printed]
+
+
+@pytest.mark.parametrize("fix", ["all-reduce", "prepared"])
+def test_with_another_seed_a_fix_gives_the_full_batch_of_one_process(fix):
+    output = run_script(BYPASSED, "--seed", "5", "--fix", fix, ranks=2)
+    assert "printed" not in output
+    fixed = [line.split()[-1] for line in output.splitlines() if line.startswith(f"fixed: {fix}")]
+    wanted = on_one_process(5)
+    assert (fixed[:10:2], fixed[1:10:2], fixed[10:]) == (wanted, wanted, ["0.000000"] * 5)
+    bug = [line.split()[-1] for line in output.splitlines() if line.startswith("bypassed")]
+    assert not set(bug[:10]) & set(wanted)
+
+
+def rows_of_variants(output: str) -> dict[str, list[str]]:
+    """The lab's rows by variant and wrapper: ratio, cosine, and what is apart."""
+    rows = re.findall(r"^(\S+) +(torch DDP|MiniDDP) +(\S+) +(\S+) +(.+)$", output, re.M)
+    return {f"{variant} {wrapper}": numbers for variant, wrapper, *numbers in rows}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_only_the_whole_steps_count_gives_the_full_batch_under_both_wrappers(ranks):
+    output = run_script("labs/mean_of_means.py", "--seed", "4", ranks=ranks)
+    assert "largest error of the loss that global_mean logs: < 1e-05" in output
+    rows = rows_of_variants(output)
+    assert len(rows) == 6
+    for wrapper in ("torch DDP", "MiniDDP"):
+        assert rows[f"whole-step {wrapper}"] == ["1.0000", "1.0000", "< 1e-05"]
+        assert float(rows[f"each-part {wrapper}"][1]) < 0.9999
+        # The well-known fix is right on one rank, and on one only.
+        right = rows[f"own-window {wrapper}"] == ["1.0000", "1.0000", "< 1e-05"]
+        assert right == (ranks == 1)
+
+
+def rows_of_trainer(output: str) -> dict[str, list[str]]:
+    """The numbers of both tables by what is before them in their row."""
+    found = {}
+    for line in output.splitlines():
+        parts = re.split(r"  +", line.strip())
+        numbers = [p for p in parts if re.fullmatch(r"\d+\.\d{3,4}", p)]
+        if len(numbers) > 1:
+            found[" ".join(parts[: -len(numbers)])] = numbers
+    return found
+
+
+FULL_BATCH = ("Llama", "GPT-2, first label ignored", "VisionEncoderDecoder, own loss")
+FORMULAS = ("sum / N", "W · sum / N", "K · W · sum / N")
+
+
+def test_on_one_process_trainer_divides_by_the_window_where_the_model_lets_it():
+    output = run_script("labs/mean_of_means_transformers.py")
+    rows = rows_of_trainer(output)
+    assert len(rows) == 19
+    tokens, predicted = map(int, re.search(r", (\d+) tokens, (\d+) without", output).groups())
+    for split, steps in (("16×1", 1), ("4×4", 4), ("1×16", 16)):
+        for name in FULL_BATCH:
+            ratio, cosine, logged, true = rows[f"{name} {split}"]
+            assert (ratio, cosine) == ("1.000", "1.0000")
+            assert float(logged) == pytest.approx(float(true), abs=2e-3)
+        ratio, cosine, _, _ = rows[f"GPT-2 {split}"]
+        assert float(ratio) == pytest.approx(predicted / tokens, abs=1e-3)
+        assert cosine == "1.0000"
+        ratio, cosine, logged, true = rows[f"VisionEncoderDecoder {split}"]
+        assert float(ratio) == pytest.approx(steps, rel=0.1)
+        assert (float(cosine) < 0.9999) == (steps > 1)
+        assert float(logged) == pytest.approx(steps * float(true), rel=0.01)
+    assert [rows[formula][0] for formula in FORMULAS] == ["0.2500", "0.2500", "1.0000"]
+
+
+def test_on_two_processes_the_default_is_the_full_batch_and_without_it_the_direction_is_wrong():
+    code = 'print(run_script("labs/mean_of_means_transformers.py", ranks=2))'
+    rows = rows_of_trainer(printed_in("puzzles/mean_of_means.ipynb", code))
+    assert len(rows) == 13
+    for name in FULL_BATCH:
+        assert rows[f"{name} 4×2×2 yes"][:2] == ["1.000", "1.0000"]
+        assert float(rows[f"{name} 4×2×2 no"][1]) < 0.9999
+    assert [rows[formula][0] for formula in FORMULAS] == ["0.1250", "0.2500", "1.0000"]
+
+
+def test_on_four_ranks_a_sum_is_four_times_the_average_and_needs_a_quarter_of_the_rate():
+    output = run_script("labs/sum_or_average.py", "--seed", "7", ranks=4)
+    rows = [line.split() for line in output.splitlines() if line.startswith(("mean", "sum"))]
+    assert [row[4] for row in rows] == ["1.0000", "4.0000", "0.2500", "1.0000"] * 2
+    assert [row[5] for row in rows[:4]] == ["0.01", "0.0025", "0.04", "0.01"]
+    assert all(row[6:10] == ["<", "1e-06"] * 2 for row in rows)
+    assert all(row[10:] == ["<", "1e-06"] for row in rows[:4])
+    assert all(float(row[10]) > 1e-5 for row in rows[4:])
+
+
+# 3. Speed and scale -------------------------------------------------------------------------------
+
+AFTER = {"one all-reduce per parameter": 13, "flat": 1, "buckets": 6}
+DURING = {"per parameter, overlapped": 13, "buckets, overlapped": 6, "MiniDDP": 6, "torch DDP": 6}
+
+
+def rows_of_ways(output: str) -> dict[str, list[str]]:
+    """The table's rows, {way: cells}; "12 of 12" is one cell."""
+    lines = [line for line in output.splitlines() if " of 12 " in line]
+    cells = [line.replace("  ", "\t").split("\t") for line in lines]
+    return {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in cells}
+
+
+def test_every_way_is_right_and_only_those_that_overlap_send_during_backward():
+    small = ("--steps", 1, "--samples", 8, "--bucket-cap-mb", "1")
+    rows = rows_of_ways(run_script("labs/buckets_that_overlap.py", *small, ranks=3))
+    assert set(rows) == {*AFTER, *DURING, "planned"}
+    for name, (sent, first, *apart) in rows.items():
+        assert apart[:3] == ["< 1e-05", "< 1e-05", "none"]
+        if name in AFTER:
+            assert (int(sent), first) == (AFTER[name], "12 of 12")
+        elif name in DURING:
+            assert int(sent) == DURING[name]
+            assert first in ("1 of 12", "2 of 12")
+
+
+def test_with_torchs_caps_all_but_the_first_bucket_wait_for_the_end_of_backward(tmp_path):
+    options = ("--steps", 1, "--gbit", 5, "--save", tmp_path)
+    output = run_script("labs/buckets_that_overlap.py", *options, ranks=2)
+    assert rows_of_ways(output)["torch DDP"][:2] == ["2", "2 of 12"]
+    assert (tmp_path / "timeline.png").stat().st_size > 20_000
+    assert len(list(tmp_path.glob("*.json"))) == len(AFTER) + len(DURING) + 1
+    events = json.loads((tmp_path / "torch-DDP.json").read_text())["traceEvents"]
+    ready = [e["args"]["gradients_ready_at_launch"] for e in events if "all_reduce" in e["name"]]
+    assert ready == [2, 12]
+
+
+def test_the_hierarchical_lab_counts_the_bytes_of_the_theory_and_sums_alike_on_all_ranks():
+    output = run_script("labs/two_nodes.py", "--mib", "0.5", ranks=2, nodes=2)
+    rows = {line.split("  ")[0]: line.split() for line in output.splitlines()}
+    assert rows["hierarchical"][1] == "0.50"
+    assert rows["flat ring"][2] == "0.75"
+    assert rows["hierarchical"][-1] == rows["flat ring"][-1] == "yes"
+    assert "theory of the bytes: 1.50 to 1" in output
+
+
+def test_on_one_node_the_lab_says_that_nothing_leaves_it_and_how_to_start_two():
+    output = run_script("labs/two_nodes.py", "--mib", "0.5", ranks=2)
+    assert "no byte leaves it" in output
+    assert "labkit.launch.nodes --nodes 2" in output
+    assert not re.search("nan|theory", output)
+
+
+def steps_of(output: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^step +(\d+)", output, re.MULTILINE)]
+
+
+def weights_of(output: str) -> str:
+    return re.search(r"^weights (\w{16}) on 4 of 4 ranks$", output, re.MULTILINE)[1]
+
+
+@pytest.fixture(scope="module")
+def unbroken() -> str:
+    output = run_script(NODE_FAILS, ranks=4)
+    assert steps_of(output) == list(range(12))
+    return weights_of(output)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_killed_on_either_node_changes_not_one_bit_of_the_weights(rank, unbroken, tmp_path):
+    arguments = ("--checkpoint", tmp_path / "a.pt", "--kill", f"{rank}@7")
+    output = run_script(NODE_FAILS, *arguments, ranks=2, nodes=2, max_restarts=1)
+    assert "resumed at step 4\n" in output
+    assert steps_of(output) == [*range(7), *range(4, 12)]
+    assert weights_of(output) == unbroken
+
+
+@pytest.mark.parametrize("broken", ["--forget-optimizer", "--rebuild-buckets"])
+def test_without_the_optimizers_state_or_with_other_buckets_the_bits_differ(
+    broken, unbroken, tmp_path
+):
+    arguments = ("--checkpoint", tmp_path / "a.pt", "--kill", "1@7", broken)
+    output = run_script(NODE_FAILS, *arguments, ranks=4, max_restarts=1)
+    assert "resumed at step 4\n" in output
+    assert weights_of(output) != unbroken
+
+
+@pytest.mark.parametrize(("fault", "said"), [("--stick", "stuck"), ("--lose-node", "gone")])
+def test_a_missing_rank_is_named_and_the_run_ends(fault, said):
+    with pytest.raises(ScriptError) as caught:
+        run_script(NODE_FAILS, fault, "1@5", "--timeout", "8", ranks=1, nodes=2, timeout=120)
+    assert re.search(f'{said}: rank 1 on \\S+, last seen at "step 5: its batch"', caught.value.said)
+    assert caught.value.exit_code is not None, "it ended before the time limit"
+
+
+def test_restarts_are_refused_where_ranks_would_read_stale_addresses(monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+    with pytest.raises(ScriptError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        run_script(NODE_FAILS, ranks=1, nodes=2, max_restarts=1, timeout=120)

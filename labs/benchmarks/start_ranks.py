@@ -49,10 +49,8 @@ def all_reduce_once(rank: int) -> float:
     return x.item()
 
 
-def spawned(rank: int, ranks: int, meeting_point: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=ranks
-    )
+def spawned(rank: int, ranks: int, store_file: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=ranks)
     all_reduce_once(rank)
     dist.barrier()
     dist.destroy_process_group()
@@ -60,7 +58,7 @@ def spawned(rank: int, ranks: int, meeting_point: str) -> None:
 
 def spawn(ranks: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(spawned, args=(ranks, os.path.join(folder, "meet")), nprocs=ranks)
+        mp.spawn(spawned, args=(ranks, os.path.join(folder, "store")), nprocs=ranks)
 
 
 def torchrun(ranks: int) -> None:
@@ -101,7 +99,7 @@ def main(given: argparse.Namespace) -> None:
         [name, len(times), statistics.median(times), min(times), max(times)]
         for name, times in taken.items()
     ]
-    print(f"{ranks} fresh ranks, seconds a call (the first call took {first:.2f})")
+    print(f"{ranks} fresh ranks, seconds per call (the first call took {first:.2f})")
     print(table(["", "calls", "median", "least", "most"], rows, digits=3))
     write_json(given.json, {"ranks": ranks, "first": first, "seconds": taken})
 

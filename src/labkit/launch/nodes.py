@@ -4,9 +4,8 @@
 
 One torchrun agent runs per node, without special rights. Each is given what a node of a cluster
 would be given: `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT …`, and the
-further options of the command. The agents meet on the loopback interface and start their own ranks.
-A cluster also has different hostnames, addresses, and a network between its nodes;
-`labs/two_hosts.sh` provides these.
+further options of the command. The agents connect over the loopback interface. A cluster also has
+different hostnames, addresses, and a network between its nodes; `labs/two_hosts.sh` provides these.
 
 Two of torchrun's own options are added, `--run-path --start-method fork`, so that a rank is a fork
 of its agent instead of a new interpreter that imports torch again. This saves 4 s of processor time
@@ -87,7 +86,7 @@ def run_warm(
 ) -> "subprocess.CompletedProcess[str]":
     """Run torchrun with `arguments`, its options and the script; capture what it prints.
 
-    One agent runs for each of `nodes`. `arguments` must not say where they meet: this adds it.
+    One agent runs for each of `nodes`. `arguments` must not name the rendezvous: this adds it.
     Nothing that it started is left when this returns, raises, or when the caller is killed.
     Raises subprocess.TimeoutExpired after `timeout` seconds, and
     `labkit.launch.forks.NotStartedError` if no process can be started.

@@ -47,11 +47,6 @@ def test_a_command_that_is_late_is_stopped_with_all_that_it_started():
     assert processes_with(marker) == []
 
 
-def test_much_output_does_not_block_the_command():
-    done = run_guarded([sys.executable, "-c", "print('x' * 3_000_000)"], 30)
-    assert len(done.stdout) == 3_000_001
-
-
 def test_a_command_that_does_not_exist_is_named():
     done = run_guarded(["no-such-command-anywhere"], 30)
     assert done.returncode == 127
@@ -79,11 +74,6 @@ def test_nothing_is_left_when_the_caller_is_killed():
     os.killpg(caller.pid, signal.SIGKILL)
     caller.wait()
     assert all_gone(marker)
-
-
-def test_output_that_is_not_utf8_is_kept():
-    done = run_guarded(["printf", "\\377x"], 30)
-    assert done.stdout == "\ufffdx"
 
 
 @pytest.mark.parametrize("command", ["ls", []])

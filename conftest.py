@@ -26,10 +26,8 @@ settings.load_profile("busy machine")
 # pytest-xdist sorts them by their number of tests). The others keep their order.
 LONGEST_FIRST = (
     "tests/torch_suite/test_torch_suite.py",
-    "tests/grader/test_corpus.py",
-    "tests/grader/test_commands.py",
+    "tests/grader/test_right.py",
     "tests/test_labs.py",
-    "tests/grader/test_assignments.py",
     "tests/test_benchmarks.py",
     "tests/miniddp/test_ladder.py",
     "tests/test_lab_results.py",

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from grader.release import release
-from grader.sandbox import rank_server
 from grader.source import Assignment, read_assignment, source_of
 from labkit.launch.scripts import project_root
 
@@ -32,8 +31,7 @@ def submission(assignment: Assignment, solutions: dict[str, str]) -> dict[str, A
 @functools.cache
 def _released(name: str) -> dict[str, Any]:
     [path] = [path for path in ASSIGNMENTS.glob("*.ipynb") if path.stem.endswith(name)]
-    with rank_server(trust=True) as server:
-        return release(read_assignment(path), server.address)
+    return release(read_assignment(path), [])
 
 
 def cell(notebook: dict[str, Any], name: str) -> dict[str, Any]:

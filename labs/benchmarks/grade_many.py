@@ -4,15 +4,13 @@
 
 Of twenty submissions, three are the key, three the empty release, and nine a known wrong answer.
 The others hold a syntax error, a deadlock, a dead rank, an endless loop, or a function that sleeps.
-Prints the time per submission of each kind, the time of the run, and the largest memory of any
-process on the trusted side. Then it prints the processor time of the key alone, graded again and
-again. Most submissions take less, because all checks of the key run to their end. Fails if any
-submission earned other points than it should.
+Prints the time per submission of each kind, the time of the run, and the largest memory of the
+grader itself. Then it prints the time of a single submission, the key. Fails if any submission
+earned other points than it should.
 """
 
 # ruff: noqa: E402
 import argparse
-import contextlib
 import copy
 import json
 import resource
@@ -37,11 +35,8 @@ if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and errors are printed at once.
     ARGUMENTS = arguments_of_this_benchmark()
 
-import psutil
-
 from grader.batch import grade_all
 from grader.release import release
-from grader.sandbox import rank_server
 from grader.source import Assignment, read_assignment, source_of
 from grader.submissions import HandedIn
 from labkit.book.tables import table
@@ -49,7 +44,6 @@ from labkit.launch.scripts import project_root
 from labkit.profiling.benchmark import write_json
 
 SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
-KEYS = 20
 QUICK = ("key", "empty", "wrong answer")  # they end quickly
 BROKEN = {
     "syntax error": "def average_each(module)\n",
@@ -78,38 +72,16 @@ def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
     return found
 
 
-def processor_seconds() -> float:
-    """The processor time of this process, of all below it, and of those that these waited for."""
-    own = psutil.Process()
-    total = 0.0
-    for each in (own, *own.children(recursive=True)):
-        with contextlib.suppress(
-            psutil.NoSuchProcess
-        ):  # it has just ended; its parent has its time
-            total += sum(each.cpu_times()[:4])
-    return total
-
-
-def largest_memory() -> dict[str, float]:
-    """MiB of the grader, and of the largest of the processes that it has waited for.
-
-    These are nbval, its kernel, and the reader of large files. The fork server with its ranks is
-    not among them as long as it runs.
-    """
-    kinds = {"grader": resource.RUSAGE_SELF, "children": resource.RUSAGE_CHILDREN}
-    return {name: resource.getrusage(whose).ru_maxrss / 1024 for name, whose in kinds.items()}
-
-
 def main(given: argparse.Namespace) -> None:
     assignment = read_assignment(SOURCE)
     of_kind = kinds(assignment)
     if given.quick:
         of_kind = [next(kind for kind in of_kind if kind[0] == name) for name in QUICK]
     submissions = len(of_kind) if given.quick else given.submissions
-    with tempfile.TemporaryDirectory() as name, rank_server() as server:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         paths, wanted = {}, {}
-        released = release(assignment, server.address)
+        released = release(assignment, [])
         for number in range(submissions):
             kind, solutions, score = of_kind[number % len(of_kind)]
             notebook = copy.deepcopy(released)
@@ -120,15 +92,14 @@ def main(given: argparse.Namespace) -> None:
             path.write_text(json.dumps(notebook))
             paths[student] = HandedIn(student, path)
             wanted[student] = score
-        start, before = time.perf_counter(), processor_seconds()
-        results = grade_all(paths, SOURCE, folder / "graded", server, jobs=given.jobs)
-        whole, used = time.perf_counter() - start, processor_seconds() - before
-        memory = largest_memory()
-        first = paths[f"{0:03} key"].path
-        keys = {f"key {n}": HandedIn(f"key {n}", first) for n in range(1 if given.quick else KEYS)}
-        before = processor_seconds()
-        grade_all(keys, SOURCE, folder / "keys", server, jobs=1)
-        of_key = (processor_seconds() - before) / len(keys)
+        start = time.perf_counter()
+        results = grade_all(paths, SOURCE, folder / "graded", jobs=given.jobs)
+        whole = time.perf_counter() - start
+        start = time.perf_counter()
+        single = {"key": HandedIn("key", paths[f"{0:03} key"].path)}
+        grade_all(single, SOURCE, folder / "single", jobs=1)
+        of_key = time.perf_counter() - start
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB
     seconds: dict[str, list[float]] = {}
     for result in results:
         seconds.setdefault(result.student[4:], []).append(result.seconds)
@@ -136,14 +107,10 @@ def main(given: argparse.Namespace) -> None:
     print(table(["submission", "number", "median [s]", "longest [s]"], rows, digits=1))
     print(
         f"{len(results)} submissions, {given.jobs} at a time: {whole:.0f} s, "
-        f"{whole / len(results):.2f} s per submission, "
-        f"of processor time {used / len(results):.2f} s; the key alone {of_key:.2f} s"
+        f"{whole / len(results):.2f} s per submission; a single one {of_key:.1f} s"
     )
-    print(
-        f"largest memory of the grader itself {memory['grader']:.0f} MiB, "
-        f"of what it started outside the sandbox {memory['children']:.0f} MiB"
-    )
-    figures = {"jobs": given.jobs, "whole": whole, "processor": used, "key": of_key}
+    print(f"largest memory of the grader itself {memory:.0f} MiB")
+    figures = {"jobs": given.jobs, "whole": whole, "key": of_key}
     figures |= {"memory": memory, "seconds": seconds}
     write_json(given.json, figures)
     wrong = [r.student for r in results if r.needs_human or r.score != wanted[r.student]]

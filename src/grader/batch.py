@@ -1,59 +1,48 @@
 """Grade many submissions: several at a time, resumable, with a progress bar.
 
-A submission that is at fault costs its own points; a fault of the grader in one submission is
-written down as such and the others go on. An interrupted run keeps what is finished and continues
-where it stopped: a submission is graded again only if its file or the assignment has changed, or a
-person had to look. Results of students who are not in this run stay.
+A submission that is at fault costs its own points; a fault of the grader is written down, and the
+others go on. An interrupted run keeps what is finished, and the same command continues: a
+submission is graded again only if its file or the assignment has changed, or if a person had to
+look. Results of students who are not in this run stay.
 """
 
 import os
-import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tqdm import tqdm
 
-from grader.feedback import PAGE, write_feedback
-from grader.grade import CheckResult, Result, grade_many
+from grader.grade import Result, failed_by_the_grader, fresh_seed, grade_together
 from grader.judge import StoppedError
+from grader.known import AuthorError, Known
 from grader.merge import Submission, read_submission
 from grader.notebook_file import hash_of
-from grader.report import (
-    RESULTS,
-    folder_name,
-    read_results,
-    write_csv,
-    write_junit,
-    write_results,
-    write_statistics,
-)
-from grader.sandbox import RankServer
+from grader.report import folder_name, read_results, write_csv, write_feedback, write_results
+from grader.sandbox import SandboxError
 from grader.source import Assignment, read_assignment
 from grader.submissions import HandedIn
 
-_AT_ONCE = 20  # submissions that share one run of nbval
-_LATE = "the course system says that it is late"
+_TOGETHER = 5  # submissions that share one run of nbval
 
 
 def grade_all(
     submissions: dict[str, HandedIn],
     source: Path,
     out: Path,
-    server: RankServer,
     *,
+    trust: bool = False,
     jobs: int | None = None,
     seed: int | None = None,
     again: bool = False,
-    finish: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Grade `submissions` on the assignment at `source` into `out`; one result each, by student.
 
     `jobs` run at a time, by default as many as there are processor cores. `again` also grades what
-    has a result already. `finish` may change a result before it is written. Writes a folder with
-    results.json and feedback.html for each student as soon as that is graded, and the tables of all
-    at the end, also when the run is interrupted.
+    has a result already. Writes a folder with results.json and feedback.html for each student as
+    soon as that is graded, and grades.csv at the end, also when the run is interrupted. Raises
+    SandboxError and AuthorError.
     """
     assignment = read_assignment(source)
     of_assignment = hash_of(source) + (f"-{seed}" if seed is not None else "")
@@ -62,145 +51,81 @@ def grade_all(
     for student, one in submissions.items():
         fingerprints[student] = f"{of_assignment}-{hash_of(one.path)}"
         earlier = None if again else read_results(out / folder_name(student))
-        if earlier and earlier[1] == fingerprints[student]:
-            result = _about(earlier[0], one)
-            finish(result)  # what a person has decided is not graded again
-            if not result.needs_human:
-                results[student] = result
-    waiting = [submissions[student] for student in submissions if student not in results]
+        if earlier and earlier[1] == fingerprints[student] and not earlier[0].needs_human:
+            results[student] = earlier[0]
+    waiting = [one for student, one in submissions.items() if student not in results]
 
     def keep(result: Result) -> None:
-        student = result.student
-        results[student] = _about(result, submissions[student])
-
-    def write(result: Result) -> None:
-        finish(result)
+        one = submissions[result.student]
+        result.id, result.warning = one.id, one.warning
+        results[result.student] = result
         folder = out / folder_name(result.student)
         write_results(result, folder, fingerprints[result.student])
         write_feedback(result, folder)
 
-    for result in results.values():
-        write(result)
+    for result in list(results.values()):
+        keep(result)
     try:
-        with tqdm(total=len(submissions), initial=len(results), unit="submission") as bar:
-            for result in _graded(waiting, assignment, server, jobs or os.cpu_count() or 1, seed):
+        with (
+            Known(assignment, fresh_seed() if seed is None else seed, trust) as known,
+            tqdm(total=len(submissions), initial=len(results), unit="submission") as bar,
+        ):
+            for result in _graded(waiting, known, trust, jobs or os.cpu_count() or 1):
                 keep(result)
-                write(results[result.student])
-                bar.set_postfix_str(result.student[:20], refresh=False)
                 bar.update()
     finally:
-        _remove_stale(out, assignment.name)
-        write_tables(out, assignment.name)
+        write_table(out, assignment.name)
     return [results[student] for student in submissions]
 
 
-def write_tables(out: Path, assignment: str) -> list[Result]:
-    """The tables of everything in `out` that belongs to `assignment`; returns the results."""
+def write_table(out: Path, assignment: str) -> list[Result]:
+    """grades.csv of everything in `out` that belongs to `assignment`; returns the results."""
     out.mkdir(parents=True, exist_ok=True)
-    results = list(read_all(out, assignment).values())
+    found = [read_results(folder) for folder in sorted(out.iterdir()) if folder.is_dir()]
+    results = [one[0] for one in found if one and one[0].assignment == assignment]
     results.sort(key=lambda result: result.student.casefold())
     write_csv(results, out / "grades.csv")
-    write_statistics(results, out / "statistics.csv")
-    write_junit(results, out / "junit.xml")
     return results
 
 
-def read_all(out: Path, assignment: str) -> dict[Path, Result]:
-    """The results in `out` that belong to `assignment`, by their folders."""
-    folders = sorted(path for path in out.iterdir() if path.is_dir()) if out.is_dir() else []
-    every = {folder: read_results(folder) for folder in folders}
-    return {
-        folder: found[0]
-        for folder, found in every.items()
-        if found and found[0].assignment == assignment
-    }
-
-
-def _remove_stale(out: Path, assignment: str) -> None:
-    """Remove the row of each missing student who has handed in since, under another name."""
-    results = read_all(out, assignment)
-    present = _known(result for result in results.values() if not result.missing)
-    for folder, result in results.items():
-        if result.missing and present & _known([result]):
-            (folder / RESULTS).unlink()
-            (folder / PAGE).unlink(missing_ok=True)
-            with suppress(OSError):  # it holds other files, too
-                folder.rmdir()
-
-
-def _about(result: Result, one: HandedIn) -> Result:
-    result.id, result.warning = one.id, one.warning
-    if one.late and not result.late_days and _LATE not in result.notes:
-        result.notes = [*result.notes, _LATE]
-    return result
-
-
-def _graded(
-    waiting: list[HandedIn],
-    assignment: Assignment,
-    server: RankServer,
-    jobs: int,
-    seed: int | None,
-) -> Iterator[Result]:
+def _graded(waiting: list[HandedIn], known: Known, trust: bool, jobs: int) -> Iterator[Result]:
     """The results as they come, from up to `jobs` threads, each with one run of nbval at a time."""
-    # No more runs than needed: to start one takes as much processor time as to grade a submission.
-    each = max(1, min(_AT_ONCE, -(-len(waiting) // jobs)))
-    parts: queue.SimpleQueue[list[HandedIn]] = queue.SimpleQueue()
-    for first in range(0, len(waiting), each):
-        parts.put(waiting[first : first + each])
-    done: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
+    if not waiting:
+        return
+    for check in known.assignment.checks:
+        known.key(check)  # an assignment at fault is reported before any submission is run
+    each = max(1, min(_TOGETHER, -(-len(waiting) // jobs)))
+    parts = [waiting[first : first + each] for first in range(0, len(waiting), each)]
     stop = threading.Event()
-
-    def work() -> None:
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [pool.submit(_grade_part, part, known, trust, stop) for part in parts]
         try:
-            while not stop.is_set():
-                for result in _grade_part(parts.get_nowait(), assignment, server, seed, stop):
-                    done.put(result)
-        except (queue.Empty, StoppedError):
-            pass
+            for done in as_completed(running):
+                yield from done.result()
         finally:
-            done.put(None)
-
-    threads = [threading.Thread(target=work) for _ in range(min(jobs, len(waiting)))]
-    for thread in threads:
-        thread.start()
-    try:
-        running = len(threads)
-        while running:
-            result = done.get()
-            if result is None:
-                running -= 1
-            else:
-                yield result
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+            stop.set()  # nothing, if all has ended
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _grade_part(
-    part: list[HandedIn],
-    assignment: Assignment,
-    server: RankServer,
-    seed: int | None,
-    stop: threading.Event,
-) -> Iterator[Result]:
-    left, read = [], []
+    part: list[HandedIn], known: Known, trust: bool, stop: threading.Event
+) -> list[Result]:
+    read, results = [], []
     for one in part:
         try:
-            read.append((one.student, _read(one, assignment)))
-            left.append(one)
+            read.append((one.student, _read(one, known.assignment)))
         except Exception as error:  # the grader's own fault: the next submissions must not suffer
-            yield _failed(one.student, assignment, f"{type(error).__name__}: {error}")
+            results.append(_failed(one.student, known.assignment, error))
     try:
-        for result in grade_many(read, assignment, server, seed=seed, stop=stop):
-            left.pop(0)
-            yield result
-    except StoppedError:
+        return results + grade_together(read, known, trust=trust, stop=stop)
+    except (StoppedError, SandboxError, AuthorError):
         raise
     except Exception as error:
-        for one in left:
-            yield _failed(one.student, assignment, f"{type(error).__name__}: {error}")
+        return results + [_failed(student, known.assignment, error) for student, _ in read]
+
+
+def _failed(student: str, assignment: Assignment, error: Exception) -> Result:
+    return failed_by_the_grader(student, assignment, f"{type(error).__name__}: {error}")
 
 
 def _read(one: HandedIn, assignment: Assignment) -> Submission:
@@ -208,40 +133,3 @@ def _read(one: HandedIn, assignment: Assignment) -> Submission:
         why = one.warning or f"{one.path.name} is not a notebook"
         return Submission(assignment.stubs(), unreadable=why)
     return read_submission(one.path, assignment)
-
-
-def _failed(student: str, assignment: Assignment, why: str) -> Result:
-    checks = [
-        CheckResult(check.name, check.points, 0, check.visible, needs_human=why)
-        for check in assignment.checks
-    ]
-    return Result(student, assignment.name, assignment.title, 0, assignment.points, checks)
-
-
-def missing(
-    roster: Iterable[dict[str, str]],
-    found: dict[str, HandedIn],
-    source: Path,
-    earlier: Iterable[Result] = (),
-) -> list[Result]:
-    """A result without a score for each student of the roster who handed in nothing.
-
-    `found` is what was handed in for this run, `earlier` holds the results of other runs.
-    """
-    assignment = read_assignment(source)
-    present = _known([*found.values(), *(result for result in earlier if not result.missing)])
-    results = []
-    for row in roster:
-        name, number = row.get("student", ""), row.get("id", "")
-        result = Result(name, assignment.name, assignment.title, 0, assignment.points, [])
-        result.id, result.missing = number, True
-        if not present & _known([result]):
-            results.append(result)
-    return results
-
-
-def _known(students: Iterable[HandedIn | Result]) -> set[tuple[str, str]]:
-    """What tells these students from others: their names in lower case, and their numbers."""
-    students = list(students)
-    names = {("name", one.student.casefold()) for one in students}
-    return names | {("id", one.id) for one in students if one.id}

@@ -1,97 +1,126 @@
-"""What runs in the kernel that nbval watches, and nothing of a student's.
+"""What runs in the kernel that nbval watches; it never executes a line of a student's.
 
-The kernel is told where its cases lie by the environment: the sources, the checks, the seeds, and
-the address of the fork server. `bench.print_verdict(0, "name")` prints "passed", which is what the
-bench notebook has stored, or "missed", which nbval then reports as a difference. The details go to
-a file beside it.
+`bench.check(0, "name")` runs one check on one submission, in that submission's sandbox, and prints
+what came back. The bench notebook has stored what the key printed, and nbval compares the two.
+What came back is also kept in a file, for the feedback.
 """
 
 import json
 import os
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from grader.check import run_check
-from grader.oracle import Oracle
+from grader.inside.values import pack, unpack
+from grader.known import Known, Outcome, run_group, told
+from grader.outputs import text_of
+from grader.sandbox import Sandbox
 from grader.source import CheckSource
 
-VARIABLE = "GRADER_CASES"
-KERNEL = "kernel"  # the file that holds the kernel's process id, from its first cell on
-PASSED = "passed"
-_LITTLE = 0.2  # of the time by the clock, for a solution that has run into the limit before
+VARIABLE = "GRADER_BENCH"  # names the folder with the cases
+_LITTLE = 3.0  # seconds for a solution that has taken too long before
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is particular to one submission."""
+def write_cases(
+    folder: Path,
+    known: Known,
+    submissions: list[dict[str, str]],
+    *,
+    trust: bool,
+    shared: bool,
+) -> None:
+    """What the kernel needs: checks, inputs, what the key returned, and the submissions' sources.
 
-    solutions: dict[str, str]
-    seeds: dict[str, int]  # one per check that is run
+    `shared`: all submissions are the teacher's own, so one sandbox serves for all of them.
+    """
+    assignment = known.assignment
+    cases = {
+        "checks": [asdict(check) for check in assignment.checks],
+        "stubs": assignment.stubs(),
+        "cells": [
+            {check.name: assignment.cells(check, own) for check in assignment.checks}
+            for own in submissions
+        ],
+        "seed": known.seed,
+        "trust": trust,
+        "shared": shared,
+    }
+    (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
+    for check in assignment.checks:
+        data = {"inputs": known.inputs(check), "key": known.key(check)}
+        (folder / f"known-{check.name}").write_bytes(pack(data))
 
 
-@dataclass(frozen=True)
-class Cases:
-    """Everything that the checks of some submissions need."""
+def expected_text(check: CheckSource, key: list[list[Any]]) -> str:
+    """What the key prints for `check`."""
+    return "\n".join(text_of(results, None, check.tolerance) for results in key)
 
-    address: str
-    givens: tuple[str, ...]
-    checks: tuple[CheckSource, ...]
-    submissions: tuple[Case, ...]
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        raw: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(
-            raw["address"],
-            tuple(raw["givens"]),
-            tuple(CheckSource.from_dict(check) for check in raw["checks"]),
-            tuple(Case(**case) for case in raw["submissions"]),
-        )
+def read_outcomes(folder: Path, number: int, name: str) -> tuple[list[Outcome], float] | None:
+    """What the kernel kept of a check of submission `number`, and its seconds; None if nothing."""
+    path = folder / f"outcome-{number}-{name}"
+    if not path.exists():
+        return None
+    kept = unpack(path.read_bytes())
+    return [Outcome(**one) for one in kept["groups"]], kept["seconds"]
 
 
 class Bench:
-    """The cases of one kernel, and the process that answers for their checks."""
+    """The cases of one kernel, and the sandbox of the submission that is graded."""
 
     def __init__(self) -> None:
-        folder = Path(os.environ[VARIABLE])
-        self._cases = Cases.read(folder / "cases.json")
-        self._notes = folder / "notes"
-        self._oracle = Oracle(self._cases.address)
-        self._slow: set[tuple[int, str]] = set()  # submission and solution
-        # Under another name first: who reads it must find it whole.
-        (folder / "starting").write_text(str(os.getpid()), encoding="utf-8")
-        (folder / "starting").rename(folder / KERNEL)
+        self._folder = Path(os.environ[VARIABLE])
+        cases = json.loads((self._folder / "cases.json").read_text(encoding="utf-8"))
+        self._checks = {raw["name"]: CheckSource.from_dict(raw) for raw in cases["checks"]}
+        self._cells, self._stubs, self._seed = cases["cells"], cases["stubs"], cases["seed"]
+        self._trust, self._shared = cases["trust"], cases["shared"]
+        self._sandboxes: dict[int, Sandbox] = {}
+        self._slow: set[str] = set()  # solutions of the current submission
 
-    def print_verdict(self, number: int, name: str) -> None:
-        """Run the check and print its verdict. Raises what makes a person have to look."""
-        cases = self._cases
-        source = next(check for check in cases.checks if check.name == name)
-        case = cases.submissions[number]
-        # One function that sleeps costs one time limit, and not one in each of its checks.
-        slow = any((number, solution) in self._slow for solution in source.solutions)
-        try:
-            verdict = run_check(
-                source,
-                cases.givens,
-                case.solutions,
-                cases.address,
-                case.seeds[name],
-                oracle=self._oracle,
-                patience=_LITTLE if slow else 1.0,
-            )
-        except Exception as error:  # whatever it is, a person reads it in the report
-            why = f"{type(error).__name__}: {error}"
-            self._note(number, {"check": name, "needs_human": why})
-            raise
-        if verdict.timed_out:
-            self._slow |= {(number, solution) for solution in source.solutions}
-        self._note(number, verdict.as_dict())
-        print(PASSED if verdict.passed else "missed")
+    def check(self, number: int, name: str) -> None:
+        """Run check `name` on submission `number`, and print what its ranks returned."""
+        check = self._checks[name]
+        cells = self._cells[number][name]
+        known = unpack((self._folder / f"known-{name}").read_bytes())
+        started = time.monotonic()
+        outcomes: list[Outcome] = []
+        for inputs, key in zip(known["inputs"], known["key"], strict=True):
+            outcome = self._run(number, check, cells, inputs)
+            outcomes.append(outcome)
+            if outcome.results is None:
+                print(f"{name}: {told(outcome, check, False)}")
+                break
+            print(text_of(outcome.results, key, check.tolerance))
+        kept = {"groups": list(map(asdict, outcomes)), "seconds": time.monotonic() - started}
+        (self._folder / f"outcome-{number}-{name}").write_bytes(pack(kept))
 
-    def _note(self, number: int, line: dict[str, Any]) -> None:
-        with self._notes.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"submission": number, **line}) + "\n")
+    def _run(
+        self, number: int, check: CheckSource, cells: list[list[str]], inputs: list[dict[str, Any]]
+    ) -> Outcome:
+        if self._not_written(check, cells):
+            return Outcome(stopped={"how": "raised", "type": "NotImplementedError"})
+        slow = bool(self._slow & set(check.solutions))
+        sandbox = self._sandbox_of(number)
+        seconds = _LITTLE if slow else None
+        outcome = run_group(sandbox, check, cells, inputs, self._seed, seconds)
+        if outcome.timed_out:
+            self._slow |= set(check.solutions)
+        return outcome
+
+    def _not_written(self, check: CheckSource, cells: list[list[str]]) -> bool:
+        """Whether a solution is the stub that only raises: it need not be run."""
+        own = dict(cells)
+        stubs = [(own[name], self._stubs[name]) for name in check.solutions]
+        return any(a.strip() == b.strip() and "raise NotImplementedError" in b for a, b in stubs)
+
+    def _sandbox_of(self, number: int) -> Sandbox:
+        wanted = 0 if self._shared else number
+        if wanted not in self._sandboxes:
+            for sandbox in self._sandboxes.values():
+                sandbox.end()
+            self._sandboxes = {wanted: Sandbox(self._trust)}
+            self._slow = set()
+        if self._shared:
+            self._slow = set()
+        return self._sandboxes[wanted]

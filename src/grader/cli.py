@@ -1,27 +1,22 @@
-"""The command line: release, validate, grade, feedback, preview."""
+"""The command line: release, validate, grade, preview."""
 
 import argparse
-import os
 import shlex
 import sys
 from pathlib import Path
 
-from grader.batch import grade_all, missing, read_all, write_tables
-from grader.feedback import write_feedback
+from grader.batch import grade_all
 from grader.grade import Result
-from grader.lint import lint, trials_of
-from grader.people import People
+from grader.known import AuthorError
 from grader.preview import write_preview
-from grader.release import write_release
-from grader.report import folder_name, read_results, write_results
-from grader.sandbox import RankServer, SandboxError, rank_server
+from grader.release import lint, write_release
+from grader.sandbox import SandboxError
 from grader.source import Assignment, SourceError, read_assignment
-from grader.student import describe, read_release, validate
+from grader.student import read_release, validate
 from grader.student_package import write_student_package
-from grader.submissions import find_submissions, read_table
+from grader.submissions import find_submissions
 
-_OVERRIDES = "CSV: student and any of check, score, comment, late_days"
-_TRUST = "run the submissions without a sandbox where bubblewrap does not work"
+_TRUST = "run without a sandbox: students' code can then read and change all that you can"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except (SourceError, SandboxError, OSError, ValueError) as error:
+    except (SourceError, AuthorError, SandboxError, OSError, ValueError) as error:
         print(f"grader: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -93,18 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--seed", type=_at_least(0), help="the inputs of an earlier run, for an appeal"
     )
-    command.add_argument("--roster", type=Path, help="CSV: student, id; missing students get a row")
-    command.add_argument("--overrides", type=Path, help=_OVERRIDES)
-    command.add_argument("--late-penalty", type=float, default=0.0, help="points per day late")
     command.add_argument("--again", action="store_true", help="regrade existing results, too")
     command.add_argument("--trust", action="store_true", help=_TRUST)
     command.set_defaults(run=_grade)
-
-    command = commands.add_parser("feedback", help="write the feedback pages anew from results")
-    command.add_argument("out", type=Path, metavar="DIR", help="what grade wrote to")
-    command.add_argument("--overrides", type=Path, help=_OVERRIDES)
-    command.add_argument("--late-penalty", type=float, default=0.0, help="points per day late")
-    command.set_defaults(run=_feedback)
 
     command = commands.add_parser("preview", help="write assignments as pages of the book")
     command.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="source notebooks")
@@ -119,15 +105,13 @@ def _release(options: argparse.Namespace) -> int:
         raise SourceError(f"{len(options.sources)} notebooks do not fit into {options.out}")
     assignments = [read_assignment(source) for source in options.sources]
     released = []
-    print("Starting the sandbox …", flush=True)
-    with rank_server(trust=options.trust) as server:
-        for assignment in assignments:
-            if not _tried(assignment, server):
-                return 1
-            path = options.out if is_file else options.out / f"{assignment.name}.ipynb"
-            write_release(assignment, path, server.address, options.book)
-            print(f"Released: {path} ({assignment.points:g} points)", flush=True)
-            released.append(path)
+    for assignment in assignments:
+        if not _tried(assignment, options.trust):
+            return 1
+        path = options.out if is_file else options.out / f"{assignment.name}.ipynb"
+        write_release(assignment, path, options.book, options.trust)
+        print(f"Released: {path} ({assignment.points:g} points)", flush=True)
+        released.append(path)
     if options.package:
         print("Building the students' package …", flush=True)
         write_student_package(options.package, released, assignments)
@@ -150,15 +134,17 @@ def _this_python() -> str:
     return shlex.quote(str(path))
 
 
-def _tried(assignment: Assignment, server: RankServer) -> bool:
+def _tried(assignment: Assignment, trust: bool) -> bool:
     """Whether the key, the stubs, and the wrong answers earn what they should; prints each."""
-    number = trials_of(assignment)
-    print(f"{assignment.title}: trying {number} solutions; about {number} s …", flush=True)
+    number = len(assignment.wrong_answers) + 3
+    print(f"{assignment.title}: trying {number} solutions …", flush=True)
     wrong = 0
-    for count, finding in enumerate(lint(assignment, server, os.cpu_count() or 1), start=1):
+    for count, finding in enumerate(lint(assignment, trust), start=1):
         mark = "ok  " if finding.right else "NOT "
         also = "" if finding.right else f", should be: {finding.expected}"
         print(f"[{count}/{number}] {mark} {finding.name}: {finding.found}{also}", flush=True)
+        for line in finding.reads:
+            print(f"           {line}")
         wrong += not finding.right
     if wrong:
         print(f"Not released: {wrong} of these have to be fixed first.", file=sys.stderr)
@@ -172,84 +158,53 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    assignment, points = read_release(options.notebook)
+    released = read_release(options.notebook)
+    checks = released.assignment.checks
     passed, earned = 0, 0.0
-    for check, verdict in validate(options.notebook):
-        print(describe(check, verdict), flush=True)
+    for verdict in validate(options.notebook):
+        print(f"{verdict.check.name}: {verdict.said}", flush=True)
         passed += verdict.passed
-        earned += check.points if verdict.passed else 0
-    hidden = points - sum(check.points for check in assignment.checks)
+        earned += verdict.check.points if verdict.passed else 0
+    hidden = released.points - sum(check.points for check in checks)
     print(
-        f"Visible checks: {passed} of {len(assignment.checks)} ({earned:g} points); "
+        f"Visible checks: {passed} of {len(checks)} ({earned:g} points); "
         f"{hidden:g} more points use fresh inputs after you hand in."
     )
-    return 0 if passed == len(assignment.checks) else 1
+    return 0 if passed == len(checks) else 1
 
 
 def _grade(options: argparse.Namespace) -> int:
-    name = read_assignment(options.assignment).name
-    found = find_submissions(options.submissions, name)
-    roster = read_table(options.roster, "student").values() if options.roster else []
-    people = People.read(options.overrides, options.late_penalty)
+    assignment = read_assignment(options.assignment)
+    found = find_submissions(options.submissions, assignment.name)
     if not found:
         places = ", ".join(map(str, options.submissions))
         raise SourceError(f"no notebook in {places}; pass notebooks, or the folder that holds them")
-    with rank_server(trust=options.trust) as server:
-        results = grade_all(
-            found,
-            options.assignment,
-            options.out,
-            server,
-            jobs=options.jobs,
-            seed=options.seed,
-            again=options.again,
-            finish=people.apply,
-        )
-    earlier = read_all(options.out, name).values()
-    absent = missing(roster, found, options.assignment, earlier)
-    for result in absent:
-        people.apply(result)
-        folder = options.out / folder_name(result.student)
-        write_results(result, folder, "missing")
-        write_feedback(result, folder)
-    everyone = write_tables(options.out, name)
-    for result in [*results, *absent]:
+    results = grade_all(
+        found,
+        options.assignment,
+        options.out,
+        trust=options.trust,
+        jobs=options.jobs,
+        seed=options.seed,
+        again=options.again,
+    )
+    for result in results:
         print(_in_one_line(result))
-    all_matched = _all_matched(people, everyone)
-    return 3 if any(result.needs_human for result in results) or not all_matched else 0
+    print(_summary(results))
+    return 3 if any(result.needs_human for result in results) else 0
 
 
 def _in_one_line(result: Result) -> str:
-    remark = "nothing handed in" if result.missing else result.warning
-    if result.missing and not result.has_score:
-        return f"{result.student}: {remark}"
     score = "needs a person" if result.needs_human else f"{result.score:g}"
-    return f"{result.student}: {score} of {result.points:g}" + (f" ({remark})" if remark else "")
+    remark = f" ({result.warning})" if result.warning else ""
+    return f"{result.student}: {score} of {result.points:g}{remark}"
 
 
-def _all_matched(people: People, results: list[Result]) -> bool:
-    """Whether each row of the overrides matches one of `results`; prints those that do not."""
-    unmatched = people.unmatched(results)
-    for sentence in unmatched:
-        print(f"grader: {sentence}", file=sys.stderr)
-    return not unmatched
-
-
-def _feedback(options: argparse.Namespace) -> int:
-    people = People.read(options.overrides, options.late_penalty)
-    results: list[Result] = []
-    for folder in sorted(path for path in options.out.iterdir() if path.is_dir()):
-        found = read_results(folder)
-        if found:
-            result, fingerprint = found
-            if options.overrides:
-                people.apply(result)
-                write_results(result, folder, fingerprint)
-            write_feedback(result, folder)
-            results.append(result)
-    for name in {result.assignment for result in results}:
-        write_tables(options.out, name)
-    print(f"{len(results)} pages written below {options.out}")
-    if not results:
-        return 1
-    return 0 if _all_matched(people, results) else 3
+def _summary(results: list[Result]) -> str:
+    scores = sorted(result.score for result in results if not result.needs_human)
+    if not scores:
+        return f"{len(results)} submissions, none with a score."
+    lost = [c.name for r in results for c in r.checks if c.score < c.points]
+    often = max(set(lost), key=lost.count) if lost else ""
+    said = f"; lost most often: {often} ({lost.count(often)})" if often else ""
+    return f"{len(results)} submissions, median {scores[len(scores) // 2]:g} points{said}."

@@ -6,18 +6,33 @@ locked cells, cells that were added: none is read, so none can matter.
 """
 
 import ast
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grader.magics import without_magics
+from IPython.core.inputtransformer2 import TransformerManager
+
 from grader.notebook_file import LONGEST, UnreadableError, code_cells
 from grader.source import Assignment, kind_of, source_of
 
-# A solution can inspect its caller or its arguments with these. No task needs them, and
-# what they can find in a rank's process cannot all be hidden there.
+# With these a solution can look around in its process, change what is recorded there, or
+# communicate in other ways. No task needs them.
 LOOKS_AROUND = {"_getframe", "_current_frames", "f_back", "f_locals", "f_globals", "tb_frame"}
-LOOKS_AROUND |= {"__closure__", "cell_contents", "gc", "inspect", "settrace", "setprofile"}
+LOOKS_AROUND |= {"__closure__", "__code__", "cell_contents", "__globals__", "gc", "inspect"}
+LOOKS_AROUND |= {"settrace", "setprofile", "ctypes", "socket", "subprocess", "modules", "__dict__"}
+LOOKS_AROUND |= {"open", "mmap", "shared_memory", "multiprocessing", "grader", "labkit", "seen"}
+LOOKS_AROUND |= {
+    "_disable_current_modes",
+    "_get_default_store",
+    "FileStore",
+    "TCPStore",
+    "HashStore",
+}
+# Cell magics whose body is Python all the same, and line magics that run the rest of their line.
+_CELL_MAGIC = re.compile(r"\A\s*%%(time|timeit|capture|prun|python3?|memit|mprun)\b.*")
+_TIMED = re.compile(r"^(\s*)%(?:time|timeit|prun|memit) +(?!-)", re.M)
+_CALL = re.compile(r"get_ipython\(\)\.\w+\(.*\)$", re.M)
 
 
 @dataclass
@@ -66,6 +81,28 @@ def _choose(name: str, stub: str, cells: list[dict[str, Any]], repairs: list[str
     if ignored:
         repairs.append(f"cell {name}: {', '.join(ignored)} was ignored: only Python is graded")
     return source
+
+
+def without_magics(source: str) -> tuple[str, list[str]]:
+    """`source` as Python with as many lines, and the magics and shell commands taken out of it.
+
+    A student's notebook runs with them, so a solution must not be lost over them.
+    """
+    timed = _TIMED.sub(r"\1", _CELL_MAGIC.sub(lambda found: "\n" * found[0].count("\n"), source))
+    if _is_python(source) or timed.lstrip().startswith("%%"):  # or of another language
+        return source, []
+    python = _CALL.sub("None", TransformerManager().transform_cell(timed)).removesuffix("\n")
+    python = "\n" * (timed.count("\n") - python.count("\n")) + python  # IPython drops blank lines
+    pairs = zip(source.split("\n"), python.split("\n"), strict=False)
+    return python, [old.strip()[:40] for old, new in pairs if old != new]
+
+
+def _is_python(source: str) -> bool:
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _looks_around(source: str) -> list[str]:

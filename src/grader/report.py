@@ -1,9 +1,7 @@
-"""Results as files: Gradescope's results.json, tables for the course, JUnit XML.
+"""Results as files: Gradescope's results.json, a table for the course, a page for the student.
 
-results.json is written for every student, with the whole result under "extra_data"; the other
-files, and the feedback pages, are made from these. A check that needs a person has no score, so its
-submission has none. A student who handed in nothing has none either: 0 would be a verdict. A person
-can set these scores.
+results.json is written for every student, with the whole result under "extra_data"; the table is
+made from these. A check that needs a person has no score, so its submission has none.
 """
 
 import csv
@@ -11,20 +9,16 @@ import hashlib
 import json
 import os
 import re
-import statistics
 import unicodedata
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from grader.grade import CheckResult, Result
 
-RESULTS = "results.json"
-_TABLES = ("grades.csv", "statistics.csv", "junit.xml")
-_TAKEN = {f"{name}{end}" for name in _TABLES for end in ("", ".part")}
-_FORMULA = re.compile(r"(^|[;,\t\r\n|])\s*['\"]?([=+@]|-(?!\s*\d[\d.]*\s*$))")
+RESULTS, PAGE, TABLE = "results.json", "feedback.html", "grades.csv"
 
 
 def write_results(result: Result, folder: Path, fingerprint: str) -> None:
@@ -37,13 +31,18 @@ def write_results(result: Result, folder: Path, fingerprint: str) -> None:
         "tests": [_gradescope_test(check) for check in result.checks],
         "extra_data": {"fingerprint": fingerprint, "result": result.as_dict()},
     }
-    if result.has_score:
+    if not result.needs_human:
         report["score"] = result.score
     folder.mkdir(parents=True, exist_ok=True)
-    # Renamed into place: an interrupted run leaves a whole file, or none.
-    unfinished = folder / f"{RESULTS}.part"
-    unfinished.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
-    unfinished.replace(folder / RESULTS)
+    text = json.dumps(report, indent=1, ensure_ascii=True)
+    _write_whole(folder / RESULTS, text)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Renamed into place: an interrupted run leaves a whole file, or none."""
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(text, encoding="utf-8", errors="replace", newline="")
+    unfinished.replace(path)
 
 
 def read_results(folder: Path) -> tuple[Result, str] | None:
@@ -66,32 +65,26 @@ def summary(result: Result) -> str:
     if result.unreadable:
         lines.append(as_sentence(f"nothing could be graded: {result.unreadable}"))
     lines += [as_sentence(f"first of all: {error}") for error in result.load_errors]
-    lines += [as_sentence(f"note: {note}") for note in [*result.repairs, *result.notes]]
-    if result.changed:
-        lines.append(as_sentence(result.changed))
-    if result.comment:
-        lines.append(f"A person's comment: {result.comment}")
-    if result.warning:
-        lines.append(as_sentence(f"note: {result.warning}"))
-    if result.missing:
-        lines.append("Nothing was handed in.")
-    else:
-        lines.append(as_sentence(f"isolation: {result.isolation or 'none was in force'}"))
+    notes = [*result.repairs, *result.notes, *([result.warning] if result.warning else [])]
+    lines += [as_sentence(f"note: {note}") for note in notes]
+    lines.append(as_sentence(f"isolation: {result.isolation or 'none was in force'}"))
     return "\n".join(lines)
 
 
 def sentence_of(check: CheckResult) -> str:
     """What is said of one check, for people."""
-    if check.set_to is not None:
-        return f"A person set this to {check.set_to:g} points."
     if check.needs_human:
         return "Not judged: the grader itself failed here. A person will look at it."
     if check.score >= check.points:
         return "Passed."
-    where = f" ({check.where})" if check.where else ""
-    about = "" if check.concept in ("", check.sentence) else f" What it checks: {check.concept}"
-    line = f" Your line: {check.line}" if check.line else ""
-    return f"{as_sentence(check.sentence + where)}{line}{about}"
+    parts = [as_sentence(check.sentence)]
+    if check.observation:
+        parts.append(as_sentence(check.observation))
+    if check.line:
+        parts.append(f"Your line: {check.line}")
+    if check.concept not in ("", check.sentence):
+        parts.append(f"What it checks: {check.concept}")
+    return " ".join(parts)
 
 
 def as_sentence(text: str) -> str:
@@ -107,21 +100,51 @@ def _gradescope_test(check: CheckResult) -> dict[str, Any]:
         # Hidden checks stay hidden until grades are published.
         "visibility": "visible" if check.visible else "after_published",
     }
-    if not check.needs_human or check.set_to is not None:
-        test["score"] = score_of(check)
-        test["status"] = "passed" if score_of(check) >= check.points else "failed"
+    if not check.needs_human:
+        test["score"] = check.score
+        test["status"] = "passed" if check.score >= check.points else "failed"
     return test
 
 
-def score_of(check: CheckResult) -> float:
-    """What a check earned, or what a person has set."""
-    return check.score if check.set_to is None else check.set_to
+def write_feedback(result: Result, folder: Path) -> None:
+    """Write feedback.html into `folder`: one file, no script, nothing loaded from elsewhere."""
+    # Whatever a student wrote is text here: everything is escaped.
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("feedback.html.j2")
+    page = template.render(result=result, sentence_of=sentence_of, as_sentence=as_sentence)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_whole(folder / PAGE, page)
+
+
+def write_csv(results: Iterable[Result], path: Path) -> None:
+    """One line per student: score, points, each check, the reasons, and notes."""
+    results = list(results)
+    names = list(dict.fromkeys(check.name for result in results for check in result.checks))
+    head = ["student", "id", "assignment", "score", "points", *names]
+    head += ["needs_human", "reasons", "notes", "warning"]
+    unfinished = path.with_name(f"{path.name}.part")
+    with unfinished.open("w", encoding="utf-8", errors="replace", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
+        writer.writerow(head)
+        for result in results:
+            of = {c.name: "" if c.needs_human else c.score for c in result.checks}
+            row: list[Any] = [result.student, result.id, result.assignment]
+            row += ["" if result.needs_human else result.score, result.points]
+            row += [of.get(name, "") for name in names]
+            row += [result.needs_human, reasons(result)]
+            row += ["; ".join([*result.repairs, *result.notes]), result.warning]
+            writer.writerow([harmless(cell) if isinstance(cell, str) else cell for cell in row])
+    unfinished.replace(path)
 
 
 def reasons(result: Result) -> str:
     """Why each check without its points has none, and why a person is needed; one line."""
-    if result.missing:
-        return "nothing was handed in"
     if result.unreadable:
         return result.unreadable
     words = []
@@ -129,68 +152,20 @@ def reasons(result: Result) -> str:
         if check.needs_human:
             words.append(f"{check.name}: needs a person: {check.needs_human}")
         elif check.score < check.points:
-            words.append(f"{check.name}: {check.sentence}")
+            words.append(f"{check.name}: {check.sentence} {check.observation}".rstrip())
     return " | ".join(words)
 
 
-def write_csv(results: Iterable[Result], path: Path) -> None:
-    """One line per student: score, points, each check, the reasons, and what people said."""
-    results = list(results)
-    names = list(dict.fromkeys(check.name for result in results for check in result.checks))
-    rows = []
-    for result in results:
-        of = {
-            check.name: "" if check.needs_human and check.set_to is None else score_of(check)
-            for check in result.checks
-        }
-        score = result.score if result.has_score else ""
-        row = [result.student, result.id, result.assignment, score, result.points]
-        row += [of.get(name, "") for name in names]
-        row += [result.needs_human, reasons(result), "; ".join([*result.repairs, *result.notes])]
-        rows.append([*row, result.warning, result.late_days, result.changed, result.comment])
-    head = ["student", "id", "assignment", "score", "points", *names]
-    head += ["needs_human", "reasons", "notes", "warning", "late_days", "changed", "comment"]
-    _write_table(path, head, rows)
-
-
-def write_statistics(results: Iterable[Result], path: Path) -> None:
-    """One line per check: how many took, passed and lost it, and the reason given most often."""
-    checks: dict[str, list[CheckResult]] = {}
-    for result in results:
-        if not result.unreadable and not result.missing:
-            for check in result.checks:
-                checks.setdefault(check.name, []).append(check)
-    rows = []
-    for name, every in checks.items():
-        judged = [check for check in every if not check.needs_human]
-        passed = sum(check.score >= check.points for check in judged)
-        lost = Counter(check.sentence for check in judged if check.score < check.points)
-        common = lost.most_common(1)[0] if lost else ("", 0)
-        seconds = statistics.median([check.seconds for check in every])
-        share = round(passed / len(judged), 3) if judged else ""
-        row = [name, len(every), passed, len(judged) - passed, len(every) - len(judged), share]
-        rows.append([*row, common[1], common[0], seconds])
-    head = ["check", "submissions", "passed", "lost", "needs_human", "share_passed"]
-    head += ["most_often", "most_often_said", "median_seconds"]
-    _write_table(path, head, rows)
-
-
-def _write_table(path: Path, head: list[str], rows: list[list[Any]]) -> None:
-    unfinished = path.with_name(f"{path.name}.part")
-    with unfinished.open("w", encoding="utf-8", newline="") as file:
-        # Texts in quotes, so that a spreadsheet that separates by semicolons sees one cell, too.
-        writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(head)
-        for row in rows:
-            writer.writerow([harmless(cell) if isinstance(cell, str) else cell for cell in row])
-    unfinished.replace(path)
-
-
 def harmless(text: str) -> str:
-    """`text` as one line that no spreadsheet takes for a formula, wherever it cuts it."""
-    line = " ".join(text.split())
-    plain = unicodedata.normalize("NFKC", text)
-    return f"'{line}" if any(map(_FORMULA.search, (text, plain))) else line
+    """`text` as one line that no spreadsheet calculates.
+
+    A spreadsheet takes a cell for a formula by its first character, and one that does not follow
+    quotes may cut a cell at a separator. So no quote remains, and no formula begins anywhere.
+    """
+    line = " ".join(text.replace('"', "'").split())
+    plain = unicodedata.normalize("NFKC", line)
+    begins = re.search(r"(^|[;,|])[\s']*([=+@]|-(?!\s*\d[\d.]*\s*$))", plain)
+    return f"'{re.sub('[;|]', ' ', line)}" if begins else line
 
 
 def folder_name(student: str) -> str:
@@ -200,37 +175,6 @@ def folder_name(student: str) -> str:
         os.fsencode(safe)
     except UnicodeEncodeError:  # a C locale
         safe = safe.encode("ascii", "replace").decode().replace("?", "_")
-    if safe == student and safe.casefold() not in _TAKEN:
+    if safe == student and safe.casefold() not in (TABLE, f"{TABLE}.part"):
         return safe
-    return f"{safe}-{hashlib.sha256(student.encode()).hexdigest()[:6]}"
-
-
-def write_junit(results: Iterable[Result], path: Path) -> None:
-    """One suite per student, one case per check; what needs a person is an error, not a failure."""
-    root = ElementTree.Element("testsuites")
-    for result in results:
-        lost = sum(check.score < check.points and not check.needs_human for check in result.checks)
-        suite = ElementTree.SubElement(
-            root,
-            "testsuite",
-            name=_printable(result.student),
-            tests=str(len(result.checks)),
-            failures=str(lost),
-            errors=str(sum(bool(check.needs_human) for check in result.checks)),
-            time=f"{result.seconds:.2f}",
-        )
-        for check in result.checks:
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=result.assignment, name=check.name
-            )
-            if check.needs_human:
-                ElementTree.SubElement(case, "error", message=_printable(check.needs_human))
-            elif check.score < check.points:
-                ElementTree.SubElement(case, "failure", message=_printable(sentence_of(check)))
-    ElementTree.indent(root)
-    ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
-
-
-def _printable(text: str) -> str:
-    """Without the control characters that XML does not allow."""
-    return "".join(c if c in "\n\t" or (c.isprintable() and c < "\ufffe") else "?" for c in text)
+    return f"{safe}-{hashlib.sha256(student.encode(errors='replace')).hexdigest()[:6]}"

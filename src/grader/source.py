@@ -2,15 +2,19 @@
 
 A cell says what it is in its metadata, under "grader": {"kind": …}:
 
+    tools          `%load_ext grader`, which makes %%check and %%common work in the source notebook
     given          code that every solution may use; locked; executed before any solution
     solution       the key, with the part that the student writes between the marks
                    ### BEGIN SOLUTION and ### END SOLUTION
     common         code that every check may use: put before each of them; never on a student's page
-    check          a check: points, and four functions (see `grader.check`)
-    wrong answer   a known wrong solution, and the one check that it has to lose
+    check          a check: points, and two functions
+    wrong answer   a known wrong solution, and the checks that it has to lose
 
-A cell without a kind is text. Solutions and checks carry nbgrader's metadata besides (schema 3).
-book/teach/teach.md describes the format for authors.
+A code cell has one of these kinds; any other cell is text. Solutions and checks carry nbgrader's
+metadata besides (schema 3). book/teach/teach.md describes the format for authors.
+
+A check defines `draw(rng, ranks)`, a list with each rank's own input, and
+`on_rank(student, given)`, what a rank returns. What is right is what the key returns.
 """
 
 import ast
@@ -23,10 +27,9 @@ from typing import Any, Self
 SCHEMA = 3
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 RELEASED_AS = "### RELEASED AS"
-KINDS = ("given", "solution", "common", "check", "wrong answer")
+KINDS = ("tools", "given", "solution", "common", "check", "wrong answer")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
-_SETTINGS = {"SOLUTIONS": list, "VISIBLE": bool, "LINK": str, "HOLD": bool, "SECONDS": int}
-_SETTINGS |= {"TOLERANCE": float, "TORCH_DDP": bool, "MUSEUM": list}
+_SETTINGS = {"SOLUTIONS": list, "VISIBLE": bool, "RANKS": list, "TOLERANCE": float, "SECONDS": int}
 
 
 class SourceError(ValueError):
@@ -51,16 +54,10 @@ class CheckSource:
     source: str
     concept: str  # the cell's docstring: what a student who loses it has not understood yet
     solutions: tuple[str, ...]  # SOLUTIONS: the solution cells that are executed for it
-    visible: bool = False  # VISIBLE: released, and its first difference is shown
-    link: str = "routed"  # LINK: "routed" through the grader, or "gloo"
-    hold: bool = False  # HOLD: answer collectives only when backward has passed its last gate
-    seconds: int = 3  # SECONDS of processor time that each rank may use; 10 times that by the clock
-    torch_ddp: bool = False  # TORCH_DDP: a solution may use torch's DistributedDataParallel
-    museum: tuple[
-        str, ...
-    ] = ()  # MUSEUM: exhibits of labkit's museum that implementations() may use
-    tolerance: float = 1e-5  # TOLERANCE: largest difference, relative to the largest value
-    record: str = ""  # in a release: inputs and answers, see `grader.record`
+    visible: bool = False  # VISIBLE: students can run it
+    ranks: tuple[int, ...] = ()  # RANKS: it is run on each of these; without it on 2, 3, or 4
+    tolerance: float = 1e-4  # TOLERANCE: largest difference, relative to the largest value
+    seconds: int = 12  # SECONDS by the clock that the ranks may take
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Self:
@@ -76,6 +73,7 @@ class WrongAnswer:
     solution: str
     source: str
     loses: tuple[str, ...]
+    says: str = ""  # what a student reads whose solution returns the same
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,11 @@ class Assignment:
         """The solutions of an empty release, by name."""
         return {name: solution.stub for name, solution in self.solutions.items()}
 
+    def cells(self, check: CheckSource, solutions: dict[str, str]) -> list[list[str]]:
+        """What a rank executes for `check`, [name, source] each: given cells, then solutions."""
+        givens = [[f"given {number}", source] for number, source in enumerate(self.givens, 1)]
+        return givens + [[name, solutions[name]] for name in check.solutions]
+
 
 def read_assignment(path: str | Path) -> Assignment:
     """Read and check a source notebook. Raises SourceError, OSError."""
@@ -110,54 +113,90 @@ def read_assignment(path: str | Path) -> Assignment:
         notebook = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise SourceError(f"{path} is not a notebook: not JSON") from None
-    if notebook.get("nbformat") != 4 or not isinstance(notebook.get("cells"), list):
+    if not isinstance(notebook, dict) or notebook.get("nbformat") != 4:
         raise SourceError(f"{path} is not a notebook of format 4")
-    givens: list[str] = []
-    common = ""
-    solutions: dict[str, Solution] = {}
-    checks: list[CheckSource] = []
-    wrong: list[WrongAnswer] = []
-    for number, cell in enumerate(notebook["cells"]):
-        where = f"{path.name}, cell {number}"
-        kind = kind_of(cell)
-        if kind is None:
-            continue
-        text = source_of(cell)
-        if kind == "given":
-            givens.append(without_magic(text))
-        elif kind == "solution":
-            solution = _read_solution(cell, text, where)
-            if solution.name in solutions:
-                raise SourceError(f"{where}: a second solution called {solution.name!r}")
-            solutions[solution.name] = solution
-        elif kind == "common":
-            common += without_magic(text) + "\n\n"
-        elif kind == "check":
-            check = _read_check(cell, text, common, where)
-            if check.name in [other.name for other in checks]:
-                raise SourceError(f"{where}: a second check called {check.name!r}")
-            checks.append(check)
-        else:
-            wrong.append(_read_wrong_answer(cell, text, where))
     own = notebook.get("metadata", {}).get("grader", {})
-    assignment = Assignment(
-        own.get("assignment", path.stem),
-        own.get("title", path.stem),
+    for key in ("assignment", "title"):
+        if not isinstance(own.get(key), str):
+            raise SourceError(f'{path}: the notebook\'s metadata need "grader": {{"{key}": "…"}}')
+    reader = _Reader()
+    for number, cell in enumerate(notebook["cells"]):
+        reader.read(cell, f"{path.name}, cell {number} ({cell.get('id', 'without an id')})")
+    reader.look_at_references(path)
+    return Assignment(
+        own["assignment"],
+        own["title"],
         notebook,
-        tuple(givens),
-        solutions,
-        tuple(checks),
-        tuple(wrong),
+        tuple(reader.givens),
+        reader.solutions,
+        tuple(reader.checks.values()),
+        tuple(wrong for wrong, _ in reader.wrong),
     )
-    _look_at_references(assignment, path)
-    return assignment
 
 
-def kind_of(cell: dict[str, Any]) -> str | None:
+class _Reader:
+    """What the cells read so far have said."""
+
+    def __init__(self) -> None:
+        self.givens: list[str] = []
+        self.common = ""
+        self.solutions: dict[str, Solution] = {}
+        self.checks: dict[str, CheckSource] = {}
+        self.wrong: list[tuple[WrongAnswer, str]] = []
+        self.places: dict[str, str] = {}
+
+    def read(self, cell: dict[str, Any], where: str) -> None:
+        kind, text = kind_of(cell, where), source_of(cell)
+        if kind == "given":
+            self.givens.append(text)
+        elif kind == "common":
+            _magic(text, "%%common", "", where)
+            self.common += without_magic(text) + "\n\n"
+        elif kind == "solution":
+            name = self._new(cell, self.solutions, where)
+            self.solutions[name] = _read_solution(name, text, where)
+        elif kind == "check":
+            name = self._new(cell, self.checks, where)
+            self.checks[name] = _read_check(name, cell, text, self.common, where)
+        elif kind == "wrong answer":
+            self.wrong.append((_read_wrong_answer(cell, text, where), where))
+        elif kind is None and cell.get("cell_type") == "code" and text.strip():
+            raise SourceError(f'{where}: code needs "grader": {{"kind": one of {KINDS}}}')
+
+    def _new(self, cell: dict[str, Any], known: dict[str, Any], where: str) -> str:
+        nbgrader = cell.get("metadata", {}).get("nbgrader", {})
+        name = nbgrader.get("grade_id")
+        if nbgrader.get("schema_version") != SCHEMA or not isinstance(name, str):
+            raise SourceError(f"{where}: needs nbgrader's metadata, schema {SCHEMA}, with grade_id")
+        if not _NAME.match(name):
+            raise SourceError(f"{where}: grade_id {name!r}; use small letters, digits and _")
+        if cell.get("id") != name:
+            raise SourceError(f"{where}: the cell's id has to be its grade_id, {name!r}")
+        if name in self.places:
+            raise SourceError(f"{where}: {name!r} is also {self.places[name]}")
+        self.places[name] = where
+        return name
+
+    def look_at_references(self, path: Path) -> None:
+        if not self.checks or not self.solutions:
+            raise SourceError(f"{path} has no check, or no solution: is it a source notebook?")
+        for check in self.checks.values():
+            for name in set(check.solutions) - self.solutions.keys():
+                where = self.places[check.name]
+                raise SourceError(f"{where}: SOLUTIONS names {name!r}, which is no solution")
+        for wrong, where in self.wrong:
+            if wrong.solution not in self.solutions:
+                raise SourceError(f"{where}: replaces {wrong.solution!r}, which is no solution")
+            for name in wrong.loses:
+                if name not in self.checks or wrong.solution not in self.checks[name].solutions:
+                    raise SourceError(f"{where}: loses {name!r}: no check of {wrong.solution!r}")
+
+
+def kind_of(cell: dict[str, Any], where: str = "a cell") -> str | None:
     """The kind that the cell's metadata names. Raises SourceError for an unknown one."""
     kind = cell.get("metadata", {}).get("grader", {}).get("kind")
     if kind is not None and kind not in KINDS:
-        raise SourceError(f"a cell of kind {kind!r}; there are {', '.join(KINDS)}")
+        raise SourceError(f"{where}: kind {kind!r}; there are {', '.join(KINDS)}")
     return kind
 
 
@@ -171,6 +210,12 @@ def without_magic(text: str) -> str:
     """Without the first line if it is a cell magic, which only a notebook understands."""
     first, _, rest = text.partition("\n")
     return "\n" + rest if first.startswith("%%") else text
+
+
+def _magic(text: str, magic: str, name: str, where: str) -> None:
+    wanted = f"{magic} {name}".strip()
+    if text.partition("\n")[0].strip() != wanted:
+        raise SourceError(f"{where}: the first line has to be {wanted!r}, as the metadata say")
 
 
 def make_stub(key: str, where: str = "a solution") -> str:
@@ -212,55 +257,44 @@ def make_key(text: str) -> str:
     return "\n".join(lines)
 
 
-def _read_solution(cell: dict[str, Any], text: str, where: str) -> Solution:
-    name = _name(cell, where)
+def _read_solution(name: str, text: str, where: str) -> Solution:
     solution = Solution(name, make_key(text), make_stub(text, where))
     for version, source in (("the key", solution.key), ("the stub", solution.stub)):
-        try:
-            ast.parse(source)
-        except SyntaxError as error:
-            raise SourceError(f"{where}: {version} of {name!r}: {error}") from None
+        _parsed(source, f"{where}: {version}")
     return solution
 
 
-def _name(cell: dict[str, Any], where: str) -> str:
-    nbgrader = cell.get("metadata", {}).get("nbgrader", {})
-    name = nbgrader.get("grade_id")
-    if nbgrader.get("schema_version") != SCHEMA or not isinstance(name, str):
-        raise SourceError(f"{where}: needs nbgrader's metadata, schema {SCHEMA}, with a grade_id")
-    if not _NAME.match(name):
-        raise SourceError(f"{where}: grade_id {name!r}; use small letters, digits and _")
-    return name
+def _parsed(source: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except SyntaxError as error:
+        raise SourceError(f"{where}: {error}") from None
 
 
-def _read_check(cell: dict[str, Any], text: str, common: str, where: str) -> CheckSource:
-    name = _name(cell, where)
+def _read_check(name: str, cell: dict[str, Any], text: str, common: str, where: str) -> CheckSource:
     points = cell["metadata"]["nbgrader"].get("points")
     if not isinstance(points, int | float) or points <= 0:
-        raise SourceError(f"{where}: check {name!r} needs points in its nbgrader metadata")
-    source = without_magic(text)
-    try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        raise SourceError(f"{where}: check {name!r}: {error}") from None
+        raise SourceError(f"{where}: needs points in its nbgrader metadata")
+    _magic(text, "%%check", name, where)
+    return check_of(name, points, without_magic(text), common, where)
+
+
+def check_of(name: str, points: float, source: str, common: str, where: str) -> CheckSource:
+    """The check that the text `source` defines, with `common` before it. Raises SourceError."""
+    tree = _parsed(source, where)
     concept = ast.get_docstring(tree)
     if not concept:
-        raise SourceError(f"{where}: check {name!r} needs a docstring: the concept, in a sentence")
+        raise SourceError(f"{where}: needs a docstring: the concept, in a sentence")
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    missing = {"draw", "on_rank"} - functions
-    if missing:
-        raise SourceError(f"{where}: check {name!r} has no function {sorted(missing)[0]}")
-    if not functions & {"expected", "judge"}:
-        raise SourceError(f"{where}: check {name!r} needs expected, judge, or both")
-    settings = _read_settings(tree, f"{where}: check {name!r}")
+    for function in ("draw(rng, ranks)", "on_rank(student, given)"):
+        if function.partition("(")[0] not in functions:
+            raise SourceError(f"{where}: define {function} in the check itself")
+    settings = _read_settings(tree, where)
+    solutions, ranks = settings.pop("SOLUTIONS"), settings.pop("RANKS", [])
+    own = {key.lower(): value for key, value in settings.items()}
+    one_line = " ".join(concept.split())
     return CheckSource(
-        name,
-        points,
-        common + source,
-        " ".join(concept.split()),
-        tuple(settings.pop("SOLUTIONS", ())),
-        museum=tuple(settings.pop("MUSEUM", ())),
-        **{key.lower(): value for key, value in settings.items()},
+        name, points, common + source, one_line, tuple(solutions), ranks=tuple(ranks), **own
     )
 
 
@@ -284,24 +318,12 @@ def _read_settings(tree: ast.Module, where: str) -> dict[str, Any]:
 
 def _read_wrong_answer(cell: dict[str, Any], text: str, where: str) -> WrongAnswer:
     own = cell["metadata"]["grader"]
-    try:
-        loses = tuple(own["loses"].split(", "))
-        return WrongAnswer(own["name"], own["solution"], without_magic(text), loses)
-    except KeyError as error:
-        raise SourceError(f"{where}: a wrong answer needs {error} in its metadata") from None
-
-
-def _look_at_references(assignment: Assignment, path: Path) -> None:
-    checks = {check.name for check in assignment.checks}
-    if not checks or not assignment.solutions:
-        raise SourceError(f"{path} has no check, or no solution: is it a source notebook?")
-    for check in assignment.checks:
-        for name in check.solutions:
-            if name not in assignment.solutions:
-                raise SourceError(f"check {check.name!r} runs {name!r}, which is no solution")
-    for wrong in assignment.wrong_answers:
-        for name in wrong.loses:
-            if name not in checks:
-                raise SourceError(f"wrong answer {wrong.name!r} loses {name!r}: no such check")
-        if wrong.solution not in assignment.solutions:
-            raise SourceError(f"wrong answer {wrong.name!r} replaces {wrong.solution!r}: not there")
+    for key in ("name", "solution", "loses"):
+        if not isinstance(own.get(key), str):
+            raise SourceError(f"{where}: a wrong answer needs {key!r} in its grader metadata")
+    _magic(text, "%%wrong_answer", own["name"], where)
+    _parsed(without_magic(text), where)
+    loses = tuple(own["loses"].split(", "))
+    return WrongAnswer(
+        own["name"], own["solution"], without_magic(text), loses, own.get("says", "")
+    )

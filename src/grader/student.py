@@ -1,27 +1,50 @@
-"""What a student has: the visible checks, of the saved notebook, on the student's own machine.
+"""In a person's own notebook: a student's visible checks, and an author's `%%check`.
 
-Nothing is judged here. The same checks run as in grading, by the same code, on inputs of a fixed
-seed; the hidden ones are not on the student's machine.
+Nothing is judged here. Both run the code that the notebook's kernel has executed, in ranks on the
+person's own machine, without a sandbox. `validate` runs the visible checks of a saved notebook.
 """
 
+import ast
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from grader.check import Verdict, run_check
+from grader.inside.values import unpack
+from grader.known import Outcome, groups_of, run_group, seed_of, told
 from grader.merge import Submission, read_submission
-from grader.release import SEED
-from grader.sandbox import rank_server
-from grader.source import Assignment, CheckSource, Solution, SourceError
+from grader.outputs import observation, text_of
+from grader.sandbox import EndedError, Sandbox
+from grader.source import Assignment, CheckSource, Solution, SourceError, check_of
+
+SEED = 1  # of the inputs of an author's `%%check`
 
 
-def read_release(path: Path) -> tuple[Assignment, float]:
-    """The part of an assignment that a released notebook carries, and the points of the whole."""
+class Released(NamedTuple):
+    """What a released notebook carries."""
+
+    assignment: Assignment
+    points: float  # of the whole assignment
+    known: dict[str, dict[str, Any]]  # inputs and the key's results, by visible check
+
+
+class Verdict(NamedTuple):
+    """What became of a visible check on a student's machine."""
+
+    check: CheckSource
+    passed: bool
+    said: str
+
+
+def read_release(path: Path) -> Released:
+    """What the released notebook at `path` carries. Raises SourceError, OSError."""
     try:
         notebook = json.loads(path.read_bytes())
         own = notebook["metadata"]["grader"]
-        checks = tuple(CheckSource.from_dict(check) for check in own["visible"])
+        checks = [CheckSource.from_dict(one["check"]) for one in own["visible"]]
+        records = [unpack(base64.b64decode(one["record"])) for one in own["visible"]]
+        known = {check.name: one for check, one in zip(checks, records, strict=True)}
         solutions = {name: Solution(name, stub, stub) for name, stub in own["stubs"].items()}
         assignment = Assignment(
             own["assignment"],
@@ -29,10 +52,10 @@ def read_release(path: Path) -> tuple[Assignment, float]:
             notebook,
             tuple(own["givens"]),
             solutions,
-            checks,
+            tuple(checks),
             (),
         )
-        return assignment, own["points"]
+        return Released(assignment, own["points"], known)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise SourceError(
             f"{path} is not a released assignment: the release's own metadata are missing. "
@@ -40,58 +63,138 @@ def read_release(path: Path) -> tuple[Assignment, float]:
         ) from None
 
 
-def validate(path: Path, only: str | None = None) -> Iterator[tuple[CheckSource, Verdict]]:
-    """Run the visible checks of the notebook at `path`, or `only` one of them."""
-    assignment, _ = read_release(path)
-    submission = read_submission(path, assignment)
+def validate(path: Path) -> Iterator[Verdict]:
+    """Run the visible checks of the saved notebook at `path`. Raises SourceError, SandboxError."""
+    released = read_release(path)
+    submission = read_submission(path, released.assignment)
     if submission.unreadable:
         raise SourceError(submission.unreadable)
-    checks = [check for check in assignment.checks if only in (None, check.name)]
-    if not checks:
-        raise SourceError(f"{path} has no visible check called {only!r}")
-    with rank_server(trust=True) as server:
-        for check in checks:
-            yield check, _run(check, assignment, submission, server.address)
+    with Sandbox(trust=True) as sandbox:
+        for check in released.assignment.checks:
+            yield _verdict(check, released, submission, sandbox)
 
 
-def _run(
-    check: CheckSource, assignment: Assignment, submission: Submission, address: str
+def _verdict(
+    check: CheckSource, released: Released, submission: Submission, sandbox: Sandbox
 ) -> Verdict:
-    return run_check(check, assignment.givens, submission.solutions, address, SEED)
+    cells = released.assignment.cells(check, submission.solutions)
+    known = released.known[check.name]
+    for inputs, key in zip(known["inputs"], known["key"], strict=True):
+        outcome = run_group(sandbox, check, cells, inputs, SEED)
+        failed = "".join(
+            f"\n{_failed(name, about)}" for name, about in outcome.failed_cells.items()
+        )
+        if outcome.results is None:
+            return Verdict(check, False, f"not yet. It {told(outcome, check, True)}.{failed}")
+        differs = observation(outcome.results, key, check.tolerance)
+        if differs:
+            return Verdict(check, False, f"not yet. {check.concept} {differs}{failed}")
+    return Verdict(check, True, "passed")
 
 
-def describe(check: CheckSource, verdict: Verdict) -> str:
-    """A line for the student."""
-    lines = list(verdict.failed_cells.values())
-    if verdict.passed:
-        lines.append(f"{check.name}: passed")
-    else:
-        where = f" ({verdict.where})" if verdict.where else ""
-        lines.append(f"{check.name}: not yet. {verdict.sentence}{where}")
-    return "\n".join(lines)
+def _failed(cell: str, about: dict[str, Any]) -> str:
+    return (
+        f"Cell {cell} could not be executed, line {about.get('line')}: {about.get('type')}: "
+        f"{about.get('message')}"
+    )
 
 
 def check(assignment: str, name: str) -> None:
-    """In a notebook: run one visible check on what is saved, and print what it says."""
-    path = _notebook_of(assignment)
-    print(f"Checking {path.name} as it was last saved.")
-    for source, verdict in validate(path, name):
-        print(describe(source, verdict))
+    """In a notebook: run one visible check on the code that this kernel has executed."""
+    released = read_release(_notebook_of(assignment))
+    checks = {one.name: one for one in released.assignment.checks}
+    if name not in checks:
+        raise SourceError(f"there is no visible check {name!r}; there are {', '.join(checks)}")
+    solutions = {}
+    for solution in checks[name].solutions:
+        stub = released.assignment.solutions[solution].stub
+        solutions[solution] = _last_cell_that_defines(_names(stub))
+        if not solutions[solution]:
+            print(f"Run the cell {solution} first: this kernel has not executed it yet.")
+            return
+    with Sandbox(trust=True) as sandbox:
+        verdict = _verdict(checks[name], released, Submission(solutions), sandbox)
+    print(f"{name}: {verdict.said}")
 
 
 def _notebook_of(assignment: str) -> Path:
-    """The notebook of this folder that is the named assignment; the one saved last of several."""
-    found = []
-    for path in Path.cwd().glob("*.ipynb"):
-        if _assignment_of(path) == assignment:
-            found.append(path)
-    if not found:
-        raise FileNotFoundError(f"no notebook of the assignment {assignment!r} in {Path.cwd()}")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    """A notebook of this folder that is the named assignment. Copies carry the same checks."""
+    for path in sorted(Path.cwd().glob("*.ipynb")):
+        try:
+            if json.loads(path.read_bytes())["metadata"]["grader"]["assignment"] == assignment:
+                return path
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    raise FileNotFoundError(f"no notebook of the assignment {assignment!r} in {Path.cwd()}")
 
 
-def _assignment_of(path: Path) -> Any:
+def _executed() -> list[str]:
+    """The cells that this kernel has executed, in order."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is None:
+        raise SourceError("this runs in a notebook; in a terminal, use python -m grader validate")
+    return list(shell.user_ns.get("In", []))
+
+
+def _last_cell_that_defines(names: set[str]) -> str:
+    return next((text for text in reversed(_executed()) if names & _names(text)), "")
+
+
+def _names(source: str) -> set[str]:
+    """The names that the text of a cell defines at its top level."""
     try:
-        return json.loads(path.read_bytes())["metadata"]["grader"]["assignment"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return set()
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
+    defined = {node.name for node in body if isinstance(node, kinds)}
+    assigned = [node for node in body if isinstance(node, ast.Assign)]
+    return defined | {t.id for a in assigned for t in a.targets if isinstance(t, ast.Name)}
+
+
+_common: list[str] = []
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext grader`, for authors: makes a source notebook run from top to bottom."""
+    _common.clear()
+    shell.register_magic_function(_common_cell, "cell", "common")
+    shell.register_magic_function(_check_cell, "cell", "check")
+    shell.register_magic_function(_wrong_answer_cell, "cell", "wrong_answer")
+
+
+def _common_cell(_: str, text: str) -> None:
+    """`%%common`: keep the cell for the checks after it."""
+    if text not in _common:
+        _common.append(text)
+
+
+def _wrong_answer_cell(name: str, text: str) -> None:
+    """`%%wrong_answer NAME`: not executed; `release` tries it."""
+
+
+def _check_cell(name: str, text: str) -> None:
+    """`%%check NAME`: run the check on what this kernel has executed; print what comes back."""
+    one = check_of(name, 1, text, "\n\n".join(_common) + "\n\n", f"%%check {name}")
+    # The last one is this cell; cells with magics are no code of a solution.
+    done = _executed()[:-1]
+    cells = [[f"cell {n}", own] for n, own in enumerate(done) if not own.startswith("%")]
+    with Sandbox(trust=True) as sandbox:
+        for ranks in groups_of(one, SEED):
+            print(_of_the_author(sandbox, one, cells, ranks))
+
+
+def _of_the_author(sandbox: Sandbox, check: CheckSource, cells: list[list[str]], ranks: int) -> str:
+    draw = {"source": check.source, "seed": seed_of(SEED, check, ranks), "world_size": ranks}
+    try:
+        answer = sandbox.ask({"call": "draw", "draws": [draw]}, 60)
+    except EndedError as error:
+        answer = {"failed": str(error)}
+    if "drawn" not in answer:
+        return f"draw(rng, {ranks}) failed: {answer.get('failed')}"
+    outcome: Outcome = run_group(sandbox, check, cells, answer["drawn"][0], SEED)
+    if outcome.results is None:
+        return f"the code {told(outcome, check, True)}"
+    return text_of(outcome.results, None, check.tolerance)

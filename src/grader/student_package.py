@@ -22,8 +22,8 @@ from grader.source import Assignment, SourceError
 INSTRUCTIONS = "START_HERE.md"
 _GRADER = Path(__file__).parent
 _LABKIT = Path(labkit.__file__).parent
-# All of labkit that a student's grader imports. labkit.testing holds right averages.
-_FROM_LABKIT = ("__init__.py", "lazy.py", "launch/__init__.py", "launch/guard.py")
+# All of labkit that a student's grader imports. The rest of labkit.testing holds right averages.
+_FROM_LABKIT = ("__init__.py", "lazy.py", "launch", "testing/__init__.py", "testing/watch.py")
 _DISTRIBUTION, _VERSION = "course-checks", "1"
 _TIMEOUT = 300  # seconds for pip to build a wheel of Python files
 
@@ -33,17 +33,10 @@ def write_student_package(
 ) -> None:
     """Write `out`, a zip file if it is called so and else a folder, from released `notebooks`.
 
-    A folder may exist; files of the same names are replaced. Raises SourceError when a visible
-    check needs what students must not have, or the wheel cannot be built; OSError. Costs about 5 s.
+    A folder may exist; files of the same names are replaced. Raises SourceError
+    when the wheel cannot be built; OSError. Costs about 5 s.
     """
     assignments = list(assignments)
-    for assignment in assignments:
-        for check in assignment.checks:
-            if check.visible and check.museum:
-                raise SourceError(
-                    f"check {check.name!r} is visible and uses the museum, which holds a right "
-                    "average: make it hidden, or release without a package"
-                )
     with tempfile.TemporaryDirectory(prefix="grader-package-") as name:
         folder = Path(name) / "package"
         folder.mkdir()
@@ -73,17 +66,22 @@ def build_wheel(work: Path, out: Path) -> Path:
     It asks for the torch of this environment: another version may differ in what a check compares.
     """
     sources = work / "src"
-    shutil.copytree(_GRADER, sources / "grader", ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(_GRADER, sources / "grader", ignore=ignored)
     for name in _FROM_LABKIT:
         target = sources / "labkit" / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_LABKIT / name, target)
+        if (_LABKIT / name).is_dir():
+            shutil.copytree(_LABKIT / name, target, ignore=ignored)
+        else:
+            shutil.copyfile(_LABKIT / name, target)
     (work / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n\n'
         f'[project]\nname = "{_DISTRIBUTION}"\nversion = "{_VERSION}"\n'
         'description = "Runs the visible checks of a course\'s assignments"\n'
         'requires-python = ">=3.11"\n'
-        f'dependencies = ["torch=={_torch_version()}", "numpy", "jinja2", "psutil", "tqdm"]\n\n'
+        f'dependencies = ["torch=={_torch_version()}", "numpy", "psutil", "cloudpickle", "jinja2", '
+        '"tqdm"]\n\n'
         '[tool.setuptools.packages.find]\nwhere = ["src"]\nnamespaces = false\n\n'
         '[tool.setuptools.package-data]\ngrader = ["*.j2"]\n'
     )
@@ -156,7 +154,8 @@ the same cell as the function.
 
 ## 3. Check
 
-Save the notebook. Then run the cell below a task, or all checks at once:
+Run the cell below a task: it checks the functions that you have run in this notebook. Or save the
+notebook, and check all of it:
 
 ```bash
 .venv/bin/python -m grader validate {first}

@@ -4,7 +4,6 @@ Moodle's and Canvas's downloads carry the student's name and number in the names
 folders; both are told apart here.
 """
 
-import csv
 import os
 import re
 import unicodedata
@@ -28,7 +27,6 @@ class HandedIn:
     student: str
     path: Path
     id: str = ""  # the course system's number
-    late: bool = False  # the course system says so
     warning: str = ""  # what is odd about the place or the format
 
 
@@ -67,7 +65,7 @@ def find_submissions(paths: Iterable[Path], assignment: str = "") -> dict[str, H
         name = one.student
         while name in named:
             name += "_"
-        named[name] = HandedIn(name, one.path, one.id, one.late, one.warning)
+        named[name] = HandedIn(name, one.path, one.id, one.warning)
     return named
 
 
@@ -90,6 +88,8 @@ def _in_folder(top: Path, assignment: str) -> list[HandedIn]:
 def _of_student(folder: Path, assignment: str) -> list[HandedIn]:
     if folder.is_symlink():
         return [HandedIn(folder.name, folder, warning=f"{folder.name} is a link: not followed")]
+    if folder.suffix == ".ipynb":
+        return [HandedIn(folder.stem, folder, warning=f"{folder.name} is a folder, not a notebook")]
     files, folders = _visible(folder)
     notebooks = [file for file in files if file.suffix == ".ipynb"]
     if len(notebooks) == 1:
@@ -129,9 +129,9 @@ def _split(one: HandedIn) -> HandedIn:
     for pattern in (_MOODLE, _CANVAS):
         found = pattern.match(one.student)
         if found:
-            late = bool(found.groupdict().get("late"))
-            name = legible(found["name"])
-            return HandedIn(name, one.path, found["id"], late, legible(one.warning))
+            warning = "late, says the course system" if found.groupdict().get("late") else ""
+            warning = legible(one.warning) or warning
+            return HandedIn(legible(found["name"]), one.path, found["id"], warning)
     return HandedIn(legible(one.student), one.path, warning=legible(one.warning))
 
 
@@ -146,21 +146,3 @@ def legible(name: str) -> str:
         name = name.encode("utf-8", "replace").decode()
     name = "".join(c if c.isprintable() else "?" for c in unicodedata.normalize("NFC", name))
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
-
-
-def read_table(path: Path, *wanted: str) -> dict[int, dict[str, str]]:
-    """The rows of a CSV file whose first line names its columns, among them each of `wanted`.
-
-    The key of a row is the number of its last line in the file. Raises ValueError, naming what is
-    missing, and OSError.
-    """
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
-        rows = {}
-        for row in reader:
-            cells = {key: (value or "").strip() for key, value in row.items() if key}
-            rows[reader.line_num] = cells
-    for name in wanted:
-        if rows and name not in (reader.fieldnames or ()):
-            raise ValueError(f"{path} has no column {name!r}; it needs {', '.join(wanted)}")
-    return rows

@@ -7,8 +7,7 @@ import resource
 import pytest
 from grader_notebooks import ASSIGNMENTS, cell, first_assignment, submission, write
 
-from grader.magics import without_magics
-from grader.merge import read_submission
+from grader.merge import read_submission, without_magics
 from grader.notebook_file import LONGEST, hash_of
 from grader.source import read_assignment
 
@@ -130,12 +129,12 @@ def test_a_large_file_of_many_values_costs_the_trusted_side_nothing(tmp_path, te
     [
         ("%%time\nx = 1", "\nx = 1"),
         ("\n%%capture out\nx = 1", "\n\nx = 1"),
-        ("%matplotlib inline\nx = 1", "pass\nx = 1"),
-        ("def f():\n    !ls -l\n    return 1", "def f():\n    pass\n    return 1"),
+        ("%matplotlib inline\nx = 1", "None\nx = 1"),
+        ("def f():\n    !ls -l\n    return 1", "def f():\n    None\n    return 1"),
         ("y = !ls\nx = 1", "y = None\nx = 1"),
         ("%time x = 1", "x = 1"),
-        ("x?", "pass"),
-        ("t = '''\n%time\n!no\n'''\n%pwd", "t = '''\n%time\n!no\n'''\npass"),
+        ("x?", "None"),
+        ("t = '''\n%time\n!no\n'''\n%pwd", "t = '''\n%time\n!no\n'''\nNone"),
         ("x = 7 \\\n% 4", "x = 7 \\\n% 4"),
     ],
 )

@@ -1,5 +1,4 @@
-"""What runs inside the sandbox, and nothing else of this project does.
+"""What runs in a sandbox, and the values that pass between it and the trusted side.
 
-Only this folder is visible there. `wire` is shared with the trusted side, and `large_pages` with
-labkit. The rest of `grader` imports nothing else from here, but starts it as a program.
+Of the grader only this folder is visible there.
 """

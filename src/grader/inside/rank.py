@@ -1,124 +1,114 @@
-"""One rank: receive a job, run the student's cells and the check's part for ranks, send back data.
+"""One rank of a check: run the student's cells, then the check's `on_rank`, and send back its data.
 
-1. receive the job: the given and the student's cells, of the check what calls the student, this
-   rank's own input;
-2. join the process group;
-3. execute each cell separately in the namespace of the module `student`. A cell that fails is
-   reported, and what depends on it fails as a consequence;
-4. call the check's `on_rank(student, given)`;
-5. send what it returned, as plain data. No verdict is made here: this process is the student's.
-
-Two other jobs run in processes without any code of a student's: `oracle`, and `implementations`.
+1. Each given cell and each cell of the student's is executed by itself, in the namespace of the
+   module `student`. A cell that fails is reported; what needs it fails as a consequence.
+2. The check's `on_rank(student, given)` is called while `seen` writes down what is communicated.
+3. What it returned is packed. No verdict is made here: this process is the student's.
 """
 
-import builtins
-import linecache
-import os
-import socket
+import contextlib
+import math
+import random
+import resource
 import sys
+import threading
 import traceback
 import types
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from grader.inside.exhibit import answer_calls, remotes
-from grader.inside.link import Link
-from grader.inside.oracle import run_oracle
-from grader.inside.wire import Channel
+from grader.inside.values import pack
+from labkit.testing.watch import LaunchedCollective, RecordedCollectives
 
-CHECK = "<check>"
-
-
-def run_rank(connection: socket.socket) -> None:
-    """The whole life of a rank. Returns when its data has been sent."""
-    channel = Channel(connection)
-    job = channel.receive()
-    if job is None:
-        return
-    torch.set_num_threads(1)
-    if job["call"] == "oracle":
-        run_oracle(channel, execute, plain)
-    elif job["call"] == "implementations":
-        _run_implementations(channel, job)
-    else:
-        _run_student(channel, job)
+_OWN_CPU_TIME = 6  # seconds of processor time that a rank may use
+_PREFIX = "<ipykernel "  # of the names of the cells' files: the engine shows lines of such files
+_LONGEST = 300  # characters of a message
 
 
-def _run_student(channel: Channel, job: dict[str, Any]) -> None:
-    # torch.manual_seed also queues a seed, with a stack trace, for each kind of accelerator.
-    torch.default_generator.manual_seed(job["seed"])
-    link = None
-    if job["link"] == "gloo":
-        _join_gloo(job)
-    else:
-        link = Link(channel, job["rank"], job["world_size"])
-        link.join()
-    tell = link.tell if link else channel.send
-    if not job["torch_ddp"]:
-        _take_away_ddp()
-    student = types.ModuleType("student")
+def file_of(cell: str) -> str:
+    """The name under which the code of a cell appears in stacks."""
+    return f"{_PREFIX}{cell}>"
+
+
+def draw(draws: list[dict[str, Any]]) -> bytes:
+    """The inputs of each draw: {"source", "seed", "world_size"} → one dictionary per rank."""
+    drawn = []
+    for one in draws:
+        check = types.ModuleType("check")
+        check.__dict__["seen"] = None
+        exec(compile(one["source"], "<check>", "exec", dont_inherit=True), check.__dict__)
+        drawn.append(check.draw(np.random.default_rng(one["seed"]), one["world_size"]))
+    return pack(drawn)
+
+
+class StoppedError(Exception):
+    """A rank cannot go on; `about` says why, as plain data."""
+
+    def __init__(self, about: dict[str, Any]) -> None:
+        super().__init__(about)
+        self.about = about
+
+
+def run(rank: int, world_size: int, request: dict[str, Any]) -> bytes:
+    """One rank of a check."""
+    resource.setrlimit(resource.RLIMIT_CPU, (_OWN_CPU_TIME, _OWN_CPU_TIME + 1))
+    torch.default_generator.manual_seed(random.Random(f"{request['seed']} {rank}").getrandbits(31))
+    given = request["givens"][rank]
+    seen = Seen()
+    _take_away_ddp()
+    student, check = types.ModuleType("student"), types.ModuleType("check")
     # Where pickle and dataclasses look for the classes that a cell defines.
     sys.modules["student"] = student
-    for cell in job["cells"]:
-        failure = execute(cell["source"], f"<{cell['id']}>", student.__dict__)
-        if failure:
-            tell({"kind": "cell failed", "cell": cell["id"], **failure})
-    check = types.ModuleType("check")
-    check.gate = link.gate if link else None
-    check.implementation = lambda number: remotes(link, number)
-    failure = execute(job["check"], CHECK, check.__dict__)
-    if failure is None:
-        value, failure = _call(check.on_rank, student, job["given"])
-    if failure:
-        tell({"kind": "raised", **failure})
-        return
+    check.__dict__["seen"] = seen
+    failed = {}
+    for name, source in request["cells"]:
+        try:
+            exec(compile(source, file_of(name), "exec", dont_inherit=True), student.__dict__)
+        except BaseException as error:
+            failed[name] = _described(error, rank)
     try:
-        message = {"kind": "returned", "value": plain(value)}
-        tell(message)
-    except (TypeError, ValueError, RecursionError) as error:
-        tell({"kind": "raised", "type": "TypeError", "message": f"returned {error}"[:300]})
+        exec(compile(request["source"], "<check>", "exec", dont_inherit=True), check.__dict__)
+        with seen:
+            value = check.on_rank(student, given)
+        return pack({"value": value, "failed": failed})
+    except BaseException as error:
+        raise StoppedError(_described(error, rank) | {"failed": failed}) from error
 
 
-def _run_implementations(channel: Channel, job: dict[str, Any]) -> None:
-    """Run one rank of the implementations that a student's test judges."""
-    link = Link(channel, job["rank"], job["world_size"])
-    link.join()
-    _load(job["museum"])
-    check = types.ModuleType("check")
-    check.exhibit = _exhibit
-    failure = execute(job["check"], CHECK, check.__dict__)
-    if failure is None:
-        known, failure = _call(lambda *_: check.implementations(), None, None)
-    if failure:
-        link.tell({"kind": "raised", **failure})
-        return
-    answer_calls(link.calls, link.tell, [known[name] for name in job["names"]])
-
-
-def _load(sources: dict[str, str]) -> None:
-    """Make modules of `sources`, {name: text}, each importing only those before it."""
-    for name, source in sources.items():
-        module = types.ModuleType(name)
-        module.__path__ = []  # a package to whoever imports what is in it
-        sys.modules[name] = module
-        exec(compile(source, f"{name}.py", "exec", dont_inherit=True), module.__dict__)
-
-
-def _exhibit(name: str) -> Any:
-    """The implementation that an exhibit of the museum, loaded before, is about."""
-    return next(m.EXHIBIT.wrap for n, m in sys.modules.items() if n.endswith(f"museum.{name}"))
+def _described(error: BaseException, rank: int) -> dict[str, Any]:
+    """What `error` is, and the innermost line of a student's cell that it passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [frame for frame in frames if frame.filename.startswith(_PREFIX)]
+    cell, line = "", 0
+    if where:
+        cell, line = where[-1].filename.removeprefix(_PREFIX).removesuffix(">"), where[-1].lineno
+    elif isinstance(error, SyntaxError) and (error.filename or "").startswith(_PREFIX):
+        cell = error.filename.removeprefix(_PREFIX).removesuffix(">")
+        line = error.lineno or 0
+    try:
+        message = str(error)
+    except Exception:
+        message = ""
+    message = message.encode("utf-8", "replace").decode()[:_LONGEST]
+    name = type(error).__name__
+    if isinstance(error, TypeError) and "Expected parameter" in message and "NoneType" in message:
+        message = f"rank {rank} passed None to a collective: is some .grad None there?"
+    return {
+        "how": "raised",
+        "rank": rank,
+        "type": name[:_LONGEST],
+        "message": message,
+        "cell": cell,
+        "line": line or 0,
+    }
 
 
 def _take_away_ddp() -> None:
-    """Leave no DistributedDataParallel where a solution would look for one.
-
-    It can still be dug up by who knows torch's inside; what the ranks then send each other is seen.
-    """
+    """Leave no DistributedDataParallel where a solution would look for one."""
 
     class DistributedDataParallel:
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -130,70 +120,87 @@ def _take_away_ddp() -> None:
         vars(module).pop("Reducer", None)
 
 
-def _join_gloo(job: dict[str, Any]) -> None:
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(job["meet"], job["world_size"]),
-        rank=job["rank"],
-        world_size=job["world_size"],
-        timeout=timedelta(seconds=job["seconds"]),
-    )
-    # Connected here does not mean connected everywhere.
-    dist.all_reduce(torch.zeros(1))
+class Launch(NamedTuple):
+    """One collective, as this rank launched it."""
+
+    op: str  # "all_reduce" for each form of it; otherwise torch's name
+    sizes: tuple[int, ...]  # elements of each tensor that this rank sends
+    nbytes: int  # of these
+    progress: int  # gates that backward had passed
 
 
-def execute(source: str, name: str, namespace: dict[str, Any]) -> dict[str, Any] | None:
-    """Execute `source` as the file `name` in `namespace`; what it raised, or None."""
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    try:
-        exec(compile(source, name, "exec", dont_inherit=True), namespace)
-    except BaseException as error:
-        return _describe(error)
-    return None
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, passes: Any) -> torch.Tensor:
+        context.passes = passes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        context.passes()
+        return gradient, None
 
 
-def _call(function, student, given) -> tuple[Any, dict[str, Any] | None]:
-    try:
-        return function(student, given), None
-    except BaseException as error:
-        return None, _describe(error)
+class Seen(RecordedCollectives):
+    """Launches of all threads, in order; `gate` marks how far backward has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.progress = 0
+        _record_threads(self)
+
+    def before(self, launch: LaunchedCollective) -> None:
+        self.launches.append(_launch(launch, self.progress))
+
+    def gate(self, x: torch.Tensor, passed: Any = None) -> torch.Tensor:
+        """`x`. When backward comes here, `progress` grows by one and `passed()` is called."""
+
+        def passes() -> None:
+            self.progress += 1
+            if passed is not None:
+                passed()
+
+        return _Gate.apply(x, passes)
+
+    def all_reduced(self) -> list[int]:
+        """The elements of each tensor that was all-reduced."""
+        return [n for one in self.launches if one.op == "all_reduce" for n in one.sizes]
+
+    def signal(self, name: str) -> None:
+        """Tell the other ranks, without a collective."""
+        dist.distributed_c10d._get_default_store().set(name, "1")
+
+    def wait_for(self, name: str, seconds: float) -> bool:
+        """Whether some rank signaled `name` within this time."""
+        with contextlib.suppress(RuntimeError):
+            store = dist.distributed_c10d._get_default_store()
+            store.wait([name], timedelta(seconds=seconds))
+            return True
+        return False
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
-    kind = type(error).__name__
-    if getattr(builtins, kind, None) is not type(error):
-        kind = "an exception of its own"
-    cell, line = None, None
-    if isinstance(error, SyntaxError):
-        cell, line = error.filename, error.lineno
-    for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename.startswith("<") and frame.filename != CHECK:
-            cell, line = frame.filename, frame.lineno
-    return {
-        "type": kind,
-        "message": str(error)[:2000],
-        "cell": (cell or "").strip("<>"),
-        "line": line,
-    }
+def _launch(launch: LaunchedCollective, progress: int) -> Launch:
+    op = launch.op.strip("_")
+    op = "all_reduce" if op.startswith(("allreduce", "all_reduce")) else op
+    shapes = launch.shapes
+    # A gather's tensors are what comes in, of all ranks, and then what this rank sends.
+    if "gather" in op:
+        shapes = shapes[-1:]
+    sizes = [math.prod(shape) for shape in shapes]
+    whole = sum(map(math.prod, launch.shapes))
+    nbytes = launch.bytes * sum(sizes) // whole if whole else 0
+    return Launch(op, tuple(sizes), nbytes, progress)
 
 
-def plain(value: Any) -> Any:
-    """`value` with tensors as arrays and tuples as lists: what may leave this process."""
-    if isinstance(value, Tensor):
-        value = value.detach().resolve_conj().resolve_neg()
-        value = value.to_dense() if value.is_sparse else value
-        if value.is_floating_point() and value.dtype not in (torch.float16, torch.float64):
-            value = value.float()  # numpy has neither bfloat16 nor float8
-        return np.array(value)
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
+def _record_threads(seen: Seen) -> None:
+    """Make the threads that a student starts record, too: a dispatch mode is a thread's own."""
+    run = threading.Thread.run
 
+    def recorded(self: threading.Thread) -> None:
+        child = RecordedCollectives()
+        child.before = seen.before
+        with child:
+            run(self)
 
-def leave() -> None:
-    """End this process at once: no exit handler of the student's runs."""
-    os._exit(0)
+    threading.Thread.run = recorded

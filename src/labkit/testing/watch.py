@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _NAMESPACES = ("c10d", "_c10d_functional")
-_NOT_COLLECTIVE = ("send", "recv_", "recv_any_source_", "wait_tensor")
+_NOT_COLLECTIVE = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
 # To these every rank brings tensors of one shape; to a gather, a scatter or an all-to-all it need
 # not.
 _SAME_SHAPE_ON_ALL_RANKS = {
@@ -83,6 +83,11 @@ class RecordedCollectives(TorchDispatchMode):
 
     def before(self, launch: LaunchedCollective) -> None:
         """Called just before each launch."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks this. With True, the first operation would import torch._dynamo, for 1 s."""
+        return False
 
 
 class SameCollectives(RecordedCollectives):

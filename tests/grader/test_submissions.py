@@ -1,18 +1,13 @@
 """Which notebooks are graded, and after whom each is called."""
 
 import csv
-import json
 
 import pytest
-from grader_notebooks import FIRST
 
-from grader import batch
-from grader.batch import missing, write_tables
-from grader.feedback import write_feedback
+from grader.batch import write_table
 from grader.grade import CheckResult, Result
-from grader.people import People
-from grader.report import folder_name, harmless, write_csv, write_results, write_statistics
-from grader.submissions import HandedIn, find_submissions
+from grader.report import folder_name, harmless, write_csv, write_results
+from grader.submissions import find_submissions
 
 
 def lay_out(top, *names):
@@ -94,13 +89,13 @@ def test_names_of_moodle_and_canvas_are_split_into_student_and_number(tmp_path):
         "noetheremmy_4712_998878_average_gradients.ipynb",
         "plain_name.ipynb",
     )
-    found = {one.student: (one.id, one.late) for one in find_submissions([tmp_path]).values()}
+    found = {one.student: (one.id, one.warning) for one in find_submissions([tmp_path]).values()}
     assert found == {
-        "Ada Lovelace": ("123456", False),
-        "Bob": ("77", False),
-        "curiemarie": ("4711", True),
-        "noetheremmy": ("4712", False),
-        "plain_name": ("", False),
+        "Ada Lovelace": ("123456", ""),
+        "Bob": ("77", ""),
+        "curiemarie": ("4711", "late, says the course system"),
+        "noetheremmy": ("4712", ""),
+        "plain_name": ("", ""),
     }
 
 
@@ -112,6 +107,7 @@ def test_what_is_in_an_odd_place_or_format_gets_a_row_and_a_warning(tmp_path):
         "carol.zip",
         "dan/work.ipynb",
         "roster.csv",
+        "folder.ipynb/work.ipynb",
     )
     (tmp_path / "eve").symlink_to(tmp_path / "dan")
     (tmp_path / "empty").mkdir()
@@ -123,6 +119,7 @@ def test_what_is_in_an_odd_place_or_format_gets_a_row_and_a_warning(tmp_path):
         "dan": "",
         "empty": "no notebook in the folder: empty",
         "eve": "eve is a link: not followed",
+        "folder": "folder.ipynb is a folder, not a notebook",
     }
 
 
@@ -144,17 +141,17 @@ def test_a_folder_that_nbgrader_collected_has_the_notebook_of_this_assignment(tm
 
 
 def test_a_very_long_name_and_names_that_no_file_can_have_become_folders(tmp_path):
-    for name in ("x" * 250, "grades.csv", "Grades.CSV", "junit.xml", "../..", "a/b", "", "é\u202e"):
+    for name in ("x" * 250, "grades.csv", "Grades.CSV", "../..", "a/b", "", "é\u202e"):
         folder = folder_name(name)
         (tmp_path / folder).mkdir()
         assert (tmp_path / folder).resolve().parent == tmp_path.resolve()
-        assert folder not in ("grades.csv", "junit.xml")
+        assert folder != "grades.csv"
 
 
-@pytest.mark.parametrize("name", ["=1+1", ";=1+1", "＝1+1", " +1", "a\t@SUM(A1)", "x, =1", "x\n=1"])
+@pytest.mark.parametrize("name", ["=1+1", ";=1+1", "＝1+1", " +1", "x, =1", '=1+1"', '"=1+1'])
 def test_no_spreadsheet_takes_a_name_for_a_formula(name):
     assert harmless(name).startswith("'")
-    assert "\n" not in harmless(name)
+    assert not {"\n", '"', ";"} & set(harmless(name))
 
 
 @pytest.mark.parametrize("name", ["Ada Lovelace", "Jean-Luc", "a+b@example.org", "-3", "O'Neill"])
@@ -178,10 +175,10 @@ def rows(path):
 def test_regrading_one_student_keeps_the_rows_of_the_others(tmp_path):
     for student, score in (("ada", 5), ("bob", 0)):
         write_results(result(student, score), tmp_path / student, "x")
-    write_tables(tmp_path, "a")
+    write_table(tmp_path, "a")
     write_results(result("bob", 5), tmp_path / "bob", "y")
     write_results(result("other assignment", 5), tmp_path / "other", "z")
-    write_tables(tmp_path, "a")
+    write_table(tmp_path, "a")
     found = rows(tmp_path / "grades.csv")
     assert [found[name]["score"] for name in ("ada", "bob")] == ["5", "5"]
 
@@ -192,91 +189,3 @@ def test_the_table_says_why_points_are_missing_and_why_a_person_is_needed(tmp_pa
     assert found["ada"]["reasons"] == "c0: why"
     assert found["bob"]["score"] == ""
     assert "c0: needs a person: OSError: gone" in found["bob"]["reasons"]
-    write_statistics([result("ada", 0, 5), result("bob", 5, 5)], tmp_path / "s.csv")
-    with (tmp_path / "s.csv").open() as file:
-        statistics = {row["check"]: row for row in csv.DictReader(file)}
-    assert (statistics["c0"]["passed"], statistics["c0"]["most_often_said"]) == ("1", "why")
-
-
-def test_people_set_scores_comment_and_count_days_and_twice_is_as_once(tmp_path):
-    table = tmp_path / "o.csv"
-    table.write_text(
-        "student,check,score,comment,late_days\nada,c0,4,fine idea,\nada,,,,2\n77,,9,,\n"
-    )
-    people = People.read(table, per_day=1.5)
-    ada, bob = result("ada", 0, 5, needs="?"), result("bob", 0, 0, needs="?")
-    bob.id = "77"
-    for _ in range(2):
-        people.apply(ada)
-        people.apply(bob)
-    assert (ada.score, ada.needs_human, ada.comment) == (6, False, "fine idea")
-    assert "2 days late: 3 points less" in ada.changed
-    assert (bob.score, bob.needs_human) == (9, False)
-    table.write_text("student,score\nada,many\n")
-    with pytest.raises(ValueError, match="'many' is not a number"):
-        People.read(table, 0)
-    with pytest.raises(ValueError, match="--late-penalty needs --overrides"):
-        People.read(None, 1.5)
-
-
-def test_a_roster_shows_who_is_missing(tmp_path):
-    lay_out(tmp_path, "Ada_12_assignsubmission_file/a.ipynb", "bob.ipynb")
-    roster = [
-        {"student": "Lovelace, A.", "id": "12"},
-        {"student": "Bob", "id": ""},
-        {"student": "eve"},
-    ]
-    absent = missing(roster, find_submissions([tmp_path]), FIRST)
-    assert [one.student for one in absent] == ["eve"]
-    write_csv(absent, tmp_path / "g.csv")
-    assert rows(tmp_path / "g.csv")["eve"]["reasons"] == "nothing was handed in"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "score", "shown"),
-    [
-        (None, "", "No score"),
-        ("student,comment\neve,ill\n", "", "No score"),
-        ("student,score\neve,0\n", "0.0", "0 of"),
-        ("student,score\neve,4\n", "4.0", "4 of"),
-    ],
-)
-def test_who_handed_in_nothing_has_no_score_until_a_person_sets_one(
-    overrides, score, shown, tmp_path
-):
-    [eve] = missing([{"student": "eve"}], {}, FIRST)
-    table = tmp_path / "o.csv"
-    table.write_text(overrides or "")
-    People.read(table if overrides else None, 0).apply(eve)
-    folder = tmp_path / "eve"
-    write_results(eve, folder, "missing")
-    write_feedback(eve, folder)
-    write_csv([eve], tmp_path / "g.csv")
-    assert rows(tmp_path / "g.csv")["eve"]["score"] == score
-    report = json.loads((folder / "results.json").read_text())
-    assert report.get("score", "") == (float(score) if score else "")
-    assert "Nothing was handed in." in report["output"]
-    page = (folder / "feedback.html").read_text()
-    assert shown in page
-    assert "Nothing was handed in." in page
-
-
-@pytest.mark.parametrize(
-    ("students", "jobs", "parts"),
-    [(1, 4, [1]), (3, 2, [1, 2]), (8, 4, [2, 2, 2, 2]), (50, 2, [10, 20, 20]), (0, 2, [])],
-)
-def test_a_class_is_divided_among_the_jobs_and_at_most_20_share_a_run(
-    students, jobs, parts, tmp_path, monkeypatch
-):
-    sizes = []
-
-    def grade_many(read, assignment, server, **_):
-        sizes.append(len(read))
-        return [Result(student, "", "", 0, 0, []) for student, _ in read]
-
-    monkeypatch.setattr(batch, "grade_many", grade_many)
-    monkeypatch.setattr(batch, "_read", lambda one, assignment: None)
-    handed_in = {f"s{n}": HandedIn(f"s{n}", FIRST) for n in range(students)}
-    results = batch.grade_all(handed_in, FIRST, tmp_path, None, jobs=jobs)
-    assert [result.student for result in results] == list(handed_in)
-    assert sorted(sizes) == parts

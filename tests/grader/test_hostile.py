@@ -1,0 +1,315 @@
+"""Submissions that try to harm, to see others, or to earn points without computing."""
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from grader_notebooks import FIRST, cell, first_assignment, submission, write
+
+from grader.batch import grade_all
+from grader.grade import Result
+from grader.known import Known, run_group
+from grader.report import sentence_of
+from grader.sandbox import CONTAINED, Sandbox
+from grader.source import Assignment, read_assignment
+from grader.submissions import HandedIn
+
+# Written wherever a submission can; a file of this name anywhere is a failure.
+TRACE = "trace-of-a-submission"
+LOCAL = "def average_each(module):\n    pass\n"
+EVERYWHERE = "('/', '/tmp', '/dev/shm', '/var/tmp', '/opt/grader', '/root', '/work', '..')"
+
+# {name: (source of `each`, a part of what the feedback says)}. KEY stands for the right solution.
+WORTHLESS = {
+    "prints what the key prints": (
+        'print("2 ranks")\ndef average_each(module):\n    print("passed")\n',
+        "",
+    ),
+    "patches what compares": (
+        "import numpy\ntorch.allclose = torch.equal = numpy.allclose = lambda *a, **k: True\n"
+        + LOCAL,
+        "",
+    ),
+    "patches all_reduce": ("dist.all_reduce = lambda *a, **k: None\nKEY", ""),
+    "patches labkit and the grader": (
+        "import sys\nfor name, module in list(sys.modules.items()):\n"
+        "    if name.startswith(('grader', 'labkit')):\n"
+        "        for key in [k for k, v in vars(module).items() if callable(v)]:\n"
+        "            try: setattr(module, key, lambda *a, **k: True)\n"
+        "            except Exception: pass\n" + LOCAL,
+        "",
+    ),
+    "looks for the key": (
+        f"import os\nassert not os.path.exists({str(FIRST)!r})\n"
+        f"assert not os.path.exists({str(FIRST.parent)!r})\n"
+        "found = [n for top in ('/tmp', '/opt', '/dev/shm') for _, _, names in os.walk(top)"
+        " for n in names if n.endswith(('.ipynb', '.json'))]\nassert not found, found\n"
+        "try:\n    import miniddp\nexcept ImportError:\n    miniddp = None\nassert not miniddp\n"
+        + LOCAL,
+        "Every rank kept its own gradients",
+    ),
+    "writes where it can": (
+        f"import os\nfor folder in {EVERYWHERE}:\n"
+        f"    try: open(os.path.join(folder, '{TRACE}'), 'w').write('here')\n"
+        "    except OSError: pass\n" + LOCAL,
+        "",
+    ),
+    "loops": ("def average_each(module):\n    while True: pass\n", "at line 2: while True: pass"),
+    "deadlocks": (
+        "def average_each(module):\n    if dist.get_rank() == 0: dist.all_reduce(torch.ones(1))\n",
+        "rank 0: waits in all_reduce",
+    ),
+    "forgets that a gradient may be missing": (
+        "def average_each(module):\n    for p in module.parameters(): dist.all_reduce(p.grad)\n",
+        "passed None to a collective: is some .grad None there?",
+    ),
+    "leaves with os._exit": (
+        "import os\ndef average_each(module):\n    os._exit(0)\n",
+        "exit code 0",
+    ),
+    "leaves when it is loaded": ("import sys\nsys.exit(0)\n", "SystemExit"),
+    "kills every process": (
+        "import os\ndef average_each(module):\n    for pid in range(1, 500):\n"
+        "        try: os.kill(pid, 9) if pid != os.getpid() else None\n"
+        "        except OSError: pass\n",
+        "ended",
+    ),
+    "fills the memory": ("def average_each(module):\n    x = bytearray(1 << 36)\n", "MemoryError"),
+    "fills the memory with many processes": (
+        "import os, time\ndef average_each(module):\n    for _ in range(10):\n"
+        "        if os.fork() == 0:\n            x = b'x' * (1 << 29)\n"
+        "            time.sleep(100)\n"
+        "    time.sleep(100)\n",
+        "",  # too much memory, or, on a busy machine, too much time
+    ),
+    "forks without end": (
+        "import os\ndef average_each(module):\n    while True:\n"
+        "        try: os.fork()\n        except OSError: pass\n",
+        "",
+    ),
+    "fills the disk and its output": (
+        "def average_each(module):\n    while True: print('x' * 10**6)\n",
+        "",
+    ),
+    "returns too much": (
+        "def average_each(module):\n    for p in module.parameters():\n"
+        "        p.grad = None\n        p.data = torch.ones(10**8)\n",
+        "",
+    ),
+    "writes into every descriptor": (
+        "import os\ndef average_each(module):\n    for n in range(3, 64):\n"
+        "        try: os.write(n, b'\\xff' * 100000)\n        except OSError: pass\n",
+        "",
+    ),
+    "gradients that are strings": (
+        "def average_each(module):\n    for p in module.parameters(): p.grad = 'passed'\n",
+        "TypeError",
+    ),
+    "torch's own DDP": (
+        "def average_each(module):\n    torch.nn.parallel.DistributedDataParallel(module)\n",
+        "RuntimeError",
+    ),
+    "an error that carries its input": (
+        "class Secret(Exception): pass\ndef average_each(module):\n    raise Secret('[[0.5')\n",
+        "Secret",
+    ),
+    "syntax error": ("def average_each(module)\n    pass", "line 1"),
+    "not even Python": ("Hello, grader!\x00\n", ""),
+}
+HARMLESS = {
+    "leaves processes and threads": (
+        "import os, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        "if os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n    os._exit(0)\nKEY"
+    ),
+    "changes the environment": (
+        "import os\nfor name in ('PYTHONPATH', 'HOME', 'PATH', 'LD_PRELOAD'):\n"
+        "    os.environ[name] = '/nowhere'\nKEY"
+    ),
+    "names of the check": "def on_rank(*a): return 1\ndraw = seen = on_rank\nKEY",
+}
+
+
+def _outputs_edited(notebook):
+    for one in notebook["cells"]:
+        if one["cell_type"] == "code":
+            one["execution_count"] = 1
+            one["outputs"] = [{"output_type": "stream", "name": "stdout", "text": "passed\n"}]
+            one["metadata"]["tags"] = ["raises-exception", "nbval-skip", "nbval-ignore-output"]
+            one["source"] = "# NBVAL_SKIP\n# NBVAL_IGNORE_OUTPUT\n" + one["source"]
+    notebook["metadata"]["grader"]["points"] = 1000
+
+
+def files() -> dict[str, tuple[object, float, str]]:
+    """{name: (a notebook or bytes, its score, what is said of it)}; nothing of it is executed."""
+    assignment = first_assignment()
+    edited = submission(assignment, {})
+    _outputs_edited(edited)
+    large = submission(assignment, assignment.keys())
+    text = "x" * 60_000_000
+    cell(large, "each")["outputs"] = [{"output_type": "stream", "name": "stdout", "text": text}]
+    renamed = submission(assignment, assignment.keys())
+    cell(renamed, "each")["metadata"]["nbgrader"]["grade_id"] = "mine"
+    locked = submission(assignment, assignment.keys())
+    cell(locked, "imports")["source"] = "raise SystemExit"
+    missing = submission(assignment, assignment.keys())
+    missing["cells"] = [one for one in missing["cells"] if one["id"] != "each"]
+    nested = b'{"nbformat": 4, "cells": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    return {
+        "outputs, tags, and points of its own": (edited, 0, "is not written yet"),
+        "60 MB of output": (large, 5, ""),
+        "--trust": (renamed, 5, "lost its grade_id"),
+        '=1+1"': (locked, 5, "was edited"),
+        "<script>alert(1)</script>": (missing, 0, "cell each is missing"),
+        "nested without end": (nested, 0, "not JSON"),
+        "not a notebook": (b"\x89PNG", 0, "not JSON"),
+    }
+
+
+def only_each(path: Path) -> Assignment:
+    """The assignment with the checks of `each` that show most; 5 points."""
+    assignment = read_assignment(path)
+    [average] = [one for one in assignment.checks if one.name == "each_average"]
+    return replace(assignment, checks=(replace(average, points=5, ranks=(2,), seconds=6),))
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory) -> tuple[dict[str, Result], Path]:
+    """Every submission, graded in sandboxes into one folder."""
+    assignment = first_assignment()
+    folder = tmp_path_factory.mktemp("handed_in")
+    handed_in = {}
+    sources = {name: source for name, (source, _) in WORTHLESS.items()} | HARMLESS
+    for number, (name, source) in enumerate(sources.items()):
+        own = {"each": source.replace("KEY", assignment.keys()["each"])}
+        path = write(submission(assignment, assignment.keys() | own), folder / f"{number}.ipynb")
+        handed_in[name] = HandedIn(name, path)
+    for number, (name, (made, _, _)) in enumerate(files().items()):
+        path = folder / f"file {number}.ipynb"
+        path.write_bytes(made if isinstance(made, bytes) else json.dumps(made).encode())
+        handed_in[name] = HandedIn(name, path)
+    (folder / "link.ipynb").symlink_to(FIRST)
+    handed_in["link"] = HandedIn("link", folder / "link.ipynb")
+    out = tmp_path_factory.mktemp("graded")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grader.batch.read_assignment", only_each)
+        results = grade_all(handed_in, FIRST, out, jobs=2)
+    return {result.student: result for result in results}, out
+
+
+def said_of(result: Result) -> str:
+    said = [*result.load_errors, *result.repairs, *map(sentence_of, result.checks)]
+    return "\n".join([*said, result.unreadable])
+
+
+def test_what_earns_nothing_and_what_is_said(graded):
+    results, _ = graded
+    wrong = {
+        name: (results[name].score, said_of(results[name]), results[name].needs_human)
+        for name, (_, why) in WORTHLESS.items()
+        if results[name].score or results[name].needs_human or why not in said_of(results[name])
+    }
+    assert wrong == {}
+    assert all(results[name].isolation == CONTAINED for name in WORTHLESS)
+
+
+def test_what_does_no_harm_keeps_its_points(graded):
+    results, _ = graded
+    assert {name: results[name].score for name in HARMLESS} == dict.fromkeys(HARMLESS, 5)
+
+
+def test_files_of_every_kind_are_graded_or_refused(graded):
+    results, out = graded
+    for name, (_, score, said) in files().items():
+        assert results[name].score == score, name
+        assert said in said_of(results[name]), name
+    assert "it is a link" in results["link"].unreadable
+    table = (out / "grades.csv").read_text()
+    assert "\n\"'=1+1'\"," in table
+    assert not [page for page in out.glob("*/feedback.html") if "<script" in page.read_text()]
+
+
+def test_nothing_is_left(graded):
+    tops = ("/tmp", "/dev/shm", "/var/tmp", os.getcwd())
+    left = [folder for top in tops for folder, _, names in os.walk(top) if TRACE in names]
+    assert left == []
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and (still := servers_below()):
+        time.sleep(0.2)
+    assert still == []
+
+
+def servers_below() -> list[psutil.Process]:
+    below = psutil.Process().children(recursive=True)
+    return [one for one in below if "grader.inside.server" in " ".join(one.cmdline())]
+
+
+def test_an_error_shows_its_text_for_a_visible_check_only(graded):
+    results, _ = graded
+    assert "[[0.5" in said_of(results["an error that carries its input"])
+    assert results["leaves processes and threads"].notes == []
+    looks = results["patches labkit and the grader"].notes
+    assert looks == ["cell each uses grader, labkit, modules: a person should look"]
+
+
+PROBE = """
+import os, socket
+
+def draw(rng, ranks):
+    return [{}] * ranks
+
+def on_rank(student, given):
+    def tried(action):
+        try:
+            action()
+        except Exception as error:
+            return type(error).__name__
+        return "done"
+
+    return {
+        "root": sorted(os.listdir("/")),
+        "user": os.getuid() != 0,
+        "capabilities": open("/proc/self/status").read().split("CapEff:")[1].split()[0],
+        "write": tried(lambda: open("/opt/grader/x", "w")),
+        "tmp": tried(lambda: open("/tmp/x", "w")),
+        "network": tried(lambda: socket.create_connection(("192.0.2.1", 80), 1)),
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "home": os.environ["HOME"],
+        "processes": len([name for name in os.listdir("/proc") if name.isdigit()]) < 20,
+    }
+"""
+
+
+def test_a_sandbox_shows_no_home_no_network_and_no_other_process():
+    assignment = first_assignment()
+    check = replace(assignment.checks[0], source=PROBE)
+    with Sandbox() as sandbox:
+        outcome = run_group(sandbox, check, [], [{}, {}], 0)
+    assert outcome.results is not None, outcome
+    for seen in outcome.results:
+        assert {"home", "root", "work", "mnt", "srv", "var"}.isdisjoint(
+            set(seen["root"])
+            - {Path(os.path.realpath(os.sys.prefix)).parts[1]}
+            - {Path(os.sys.base_prefix).parts[1]}
+            - {Path(os.sys.prefix).parts[1]}
+        )
+        assert seen["capabilities"].strip("0") == ""
+        assert (seen["write"], seen["tmp"], seen["home"]) == ("OSError", "done", "/tmp")
+        assert seen["network"] == "OSError"
+        assert seen["interfaces"] == ["lo"]
+        assert seen["user"] or os.getuid() != 0
+        assert seen["processes"]
+
+
+def test_a_check_that_fails_itself_is_no_verdict_on_a_student():
+    assignment = first_assignment()
+    broken = replace(assignment.checks[0], source="def draw(rng, ranks): return 1 / 0")
+    with (
+        Known(replace(assignment, checks=(broken,)), 1, trust=True) as known,
+        pytest.raises(RuntimeError, match=r"draw.* failed: ZeroDivisionError"),
+    ):
+        known.inputs(broken)

@@ -1,7 +1,4 @@
-"""`average_gradients`: values of every kind of gradient, on every rank.
-
-That training with it is that of the full batch: the ladder's first two rungs, and the labs.
-"""
+"""`average_gradients`: values of every kind of gradient. (Training: the ladder's first rungs.)"""
 
 import pytest
 import torch

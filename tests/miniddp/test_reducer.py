@@ -14,7 +14,6 @@ from torch import nn
 from labkit.launch.ranks import run_ranks
 from miniddp import MiniDDP, reducer
 from miniddp.extras import comm_hooks
-from miniddp.reducer import ReducerState
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 BOTH = pytest.mark.parametrize("wrapper", [MiniDDP, DropIn])
@@ -241,18 +240,6 @@ def test_autograd_grad_returns_local_gradients_and_leaves_the_wrapper_usable():
     for untouched, _, gradient in per_rank:
         assert untouched
         torch.testing.assert_close(gradient, average)
-
-
-def an_illegal_transition(rank: int) -> str:
-    averager = MiniDDP(AnyOrder()).reducer
-    with pytest.raises(RuntimeError) as caught:
-        averager.enter(ReducerState.FINALIZING)
-    return str(caught.value)
-
-
-def test_a_transition_that_is_not_allowed_raises_and_names_both_states():
-    for said in run_ranks(an_illegal_transition, 2):
-        assert said.startswith("the reducer is IDLE and cannot become FINALIZING")
 
 
 def an_exception_after_the_last_launch(rank: int) -> str:

@@ -179,7 +179,7 @@ def _on_ranks(
     context: Any = multiprocessing.get_context(method)
     # A fork server keeps the environment of the moment when it started.
     environment = dict(os.environ) if method == "forkserver" else None
-    ranks = [
+    processes = [
         context.Process(
             target=_rank,
             args=(rank, world, accumulate, seed, timeout, folder, environment, *work),
@@ -187,60 +187,71 @@ def _on_ranks(
         )
         for rank in range(world)
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
-    until = time.monotonic() + max(timeout, START_WITHIN)
-    all_started = False
-    late: list[int] = []
-    gone: list[int] = []
-    left: list[int] = []
     try:
-        while True:
-            if not all_started and len(list(Path(folder).glob("*.started"))) == world:
-                all_started, until = True, time.monotonic() + timeout
-            # Asked before the files are looked for: a rank that has ended writes no more of them.
-            alive = [process.is_alive() for process in ranks]
-            left = [rank for rank in range(world) if not (Path(folder) / f"{rank}.pt").exists()]
-            failed = {int(path.stem) for path in Path(folder).glob("*.error")}
-            gone = [rank for rank in left if not alive[rank] and rank not in failed]
-            if gone or failed or not left:
-                break
-            if time.monotonic() > until:
-                late = left
-                break
-            time.sleep(0.02)
+        gone, late = _wait(processes, Path(folder), timeout)
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()  # what a rank had to say is in its file
-        for process in ranks:
+        for process in processes:
             process.join()
     # A rank may have ended by itself since they were asked: its exit code is not that of the kill.
-    failed = {int(path.stem) for path in Path(folder).glob("*.error")}
-    by_itself = [rank for rank, process in enumerate(ranks) if process.exitcode != -signal.SIGKILL]
-    gone = [rank for rank in left if rank not in failed and rank in {*gone, *by_itself}]
+    by_itself = [rank for rank in range(world) if processes[rank].exitcode != -signal.SIGKILL]
+    _raise_what_failed(Path(folder), world, {*gone, *by_itself}, late)
+    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+
+
+def _wait(processes: Sequence[Any], folder: Path, timeout: float) -> tuple[list[int], str]:
+    """Wait until every rank has written its gradient, one has failed or ended, or time is up.
+
+    Returns the ranks that have ended without a file, and what to say if time is up.
+    """
+    world = len(processes)
+    until = time.monotonic() + max(timeout, START_WITHIN)
+    all_started = False
+    while time.monotonic() <= until:
+        if not all_started and len(list(folder.glob("*.started"))) == world:
+            all_started, until = True, time.monotonic() + timeout
+        # Asked before the files are looked for: a rank that has ended writes no more of them.
+        ended = [rank for rank in range(world) if not processes[rank].is_alive()]
+        left = _without_gradient(folder, world)
+        gone = [rank for rank in left if rank in ended and not (folder / f"{rank}.error").exists()]
+        if gone or not left or any(folder.glob("*.error")):
+            return gone, ""
+        time.sleep(0.02)
+    if not all_started:
+        return [], (
+            "and not all ranks had joined the process group after "
+            f"{max(timeout, START_WITHIN):g} s. If the machine is that busy, pass timeout= with "
+            "more than that."
+        )
+    return [], (
+        f"within {timeout:g} s. If compute_loss calls torch.distributed, let every rank make the "
+        "same calls; if it is slow, pass a longer timeout=."
+    )
+
+
+def _raise_what_failed(folder: Path, world: int, ended: set[int], late: str) -> None:
+    """Raise RuntimeError unless every rank has written its gradient."""
+    left = _without_gradient(folder, world)
     # If a rank fails, its connections close, and others fail, too: the first error is the cause.
-    errors = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+    errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
     failure = f"rank {errors[0].stem} failed:\n{errors[0].read_text()}" if errors else ""
-    if gone:  # and then the others may have failed for that reason
-        raise RuntimeError(
+    failed = {int(path.stem) for path in errors}
+    if gone := [rank for rank in left if rank in ended and rank not in failed]:
+        raise RuntimeError(  # the others may have failed for that reason
             f"check_step: {_ranks(gone)} ended without a gradient: killed, or by os._exit. Check "
             f"memory, and build_model and compute_loss for os._exit. {failure}".rstrip()
         )
     if errors:
         raise RuntimeError(f"check_step: {failure}")
-    if late and not all_started:
-        raise RuntimeError(
-            f"check_step: {_ranks(late)} wrote no gradient, and not all ranks had joined the "
-            f"process group after {max(timeout, START_WITHIN):g} s. If the machine is that busy, "
-            "pass timeout= with more than that."
-        )
-    if late:
-        raise RuntimeError(
-            f"check_step: {_ranks(late)} wrote no gradient within {timeout:g} s. If compute_loss "
-            "calls torch.distributed, let every rank make the same calls; if it is slow, pass a "
-            "longer timeout=."
-        )
-    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+    if left:
+        raise RuntimeError(f"check_step: {_ranks(left)} wrote no gradient {late}")
+
+
+def _without_gradient(folder: Path, world: int) -> list[int]:
+    return [rank for rank in range(world) if not (folder / f"{rank}.pt").exists()]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -278,16 +289,9 @@ def _rank(
         )
         (Path(folder) / f"{rank}.started").touch()
         torch.manual_seed(seed)
-        module = build_model()
-        model = wrap(module)
         mine = batches[rank * accumulate : (rank + 1) * accumulate]
-        for at, batch in enumerate(mine):
-            if at + 1 < accumulate and hasattr(model, "no_sync"):
-                with model.no_sync():
-                    compute_loss(model, batch).backward()
-            else:
-                compute_loss(model, batch).backward()
-        torch.save(_gradients(module), Path(folder) / f"{rank}.part")
+        gradients = _backward(build_model(), compute_loss, mine, wrap)
+        torch.save(gradients, Path(folder) / f"{rank}.part")
         os.replace(Path(folder) / f"{rank}.part", Path(folder) / f"{rank}.pt")
     except BaseException:
         part = Path(folder) / f"{rank}.error-part"
@@ -297,6 +301,20 @@ def _rank(
     # A rank that exits now would close connections that another rank may still use. The parent
     # kills all ranks once each has written its gradient, or one has failed, or time is up.
     threading.Event().wait()
+
+
+def _backward(
+    module: nn.Module, compute_loss: ComputeLoss, batches: Sequence[Any], wrap: Wrap
+) -> dict[str, Tensor]:
+    """One rank's micro-batches; all but the last under `no_sync` where there is one."""
+    model = wrap(module)
+    for at, batch in enumerate(batches, start=1):
+        if at < len(batches) and hasattr(model, "no_sync"):
+            with model.no_sync():
+                compute_loss(model, batch).backward()
+        else:
+            compute_loss(model, batch).backward()
+    return _gradients(module)
 
 
 def _end_with_the_parent() -> None:

@@ -6,7 +6,6 @@ from typing import Literal
 Severity = Literal["error", "warning", "note"]
 ORDER: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 
-AVERAGED = "start/what_is_averaged.html"
 MULTIPLY = "start/when_to_multiply.html"
 ACCUMULATE = "puzzles/accumulate_vs_ddp.html"
 BYPASSED = "puzzles/bypassed_wrapper.html"

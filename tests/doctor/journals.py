@@ -52,7 +52,7 @@ def window(
         "backwards": backwards,
         "snapshot": {"grads": gradients, "hashes": hashes, "local": local, "missing": []},
         "after": {"parameters": {}, "values": {}, "buffers": {}},
-        "stale": {"reached": 2, "outside": 0, "anywhere": 2, "optimized": 2},
+        "stale": {"outside": 0, "anywhere": 2},
         "changed": [],
         "modules": {},
         "scaling": [],

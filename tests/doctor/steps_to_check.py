@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -48,26 +47,6 @@ def scaled_by_the_environment(model: nn.Module, batch: Batch) -> Tensor:
 
 def past_the_wrapper(model: nn.Module, batch: Batch) -> Tensor:
     return mean(getattr(model, "module", model), batch)
-
-
-def fails(model: nn.Module, batch: Batch) -> Tensor:
-    if dist.is_initialized() and dist.get_rank() == 1:
-        raise ValueError("of rank 1")
-    return mean(model, batch)
-
-
-class RankZeroLeavesLate(DistributedDataParallel):
-    """A wrapper of a run in which rank 0 is slow to meet the others at the end."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        meet = dist.barrier
-
-        def late() -> None:
-            time.sleep(0.6 if dist.get_rank() == 0 else 0)
-            meet()
-
-        dist.barrier = late
 
 
 def fails_after_the_others_wait(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,17 +1,14 @@
 """Fingerprints tell tensors apart, are equal on all ranks, and take little memory."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_doctor import fingerprints
 from ddp_doctor.fingerprints import checksum, projection
-from ddp_doctor.observe.recorder import Recorder
-from ddp_doctor.session import Options, Session
 
 LARGE = 5_000_000
 
@@ -30,13 +27,6 @@ class Largest(TorchDispatchMode):
         if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
             self.count = max(self.count, result.numel())
         return result
-
-
-def recorder_of(folder: Path, parameter: nn.Parameter) -> tuple[Recorder, Any]:
-    recorder = Recorder(Session(Options(), folder))
-    recorder.names.of = lambda listed, _: ["weight"] * len(listed)  # type: ignore[method-assign]
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    return recorder, (recorder.add_optimizer(optimizer), optimizer)
 
 
 def test_the_hash_of_a_large_tensor_on_a_device_is_computed_in_blocks() -> None:
@@ -62,26 +52,6 @@ def test_a_change_of_the_last_bit_anywhere_changes_the_hash_on_a_device(dtype: t
     swapped[0], swapped[1] = one[1], one[0]
     assert fingerprints.hash_on_device(swapped) != first
     assert torch.equal(before, one)
-
-
-def test_the_first_values_are_read_without_a_copy_of_the_parameter(tmp_path: Path) -> None:
-    parameter = nn.Parameter(torch.arange(LARGE, dtype=torch.float32))
-    recorder, (state, _optimizer) = recorder_of(tmp_path, parameter)
-    with Largest() as largest:
-        recorder._remember_parameters(state)
-    assert largest.count <= 64
-    assert recorder.first_values is not None
-    assert recorder.first_values.tolist() == list(range(64))
-
-
-def test_the_norm_of_the_local_gradients_is_computed_in_blocks(tmp_path: Path) -> None:
-    parameter = nn.Parameter(torch.zeros(LARGE))
-    parameter.grad = torch.full((LARGE,), 0.5)
-    recorder, (state, _optimizer) = recorder_of(tmp_path, parameter)
-    with Largest() as largest:
-        norm = recorder._local_norm(state)
-    assert largest.count < LARGE / 4
-    assert norm == pytest.approx(0.5 * LARGE**0.5, rel=1e-12)
 
 
 def test_a_bounded_hash_of_a_tensor_that_is_not_contiguous_copies_only_what_it_reads() -> None:

@@ -112,22 +112,6 @@ def seen_by(
     return run_with_steps([windows] * 2)
 
 
-def test_ranks_that_split_layers_see_the_same_data() -> None:
-    same = ([[[11, 8, [2, 4]]]],) * 2
-    assert "same_data_on_ranks" in findings(seen_by(same, target=3))
-    assert "same_data_on_ranks" in findings(seen_by(same, target=3, sharded=True))
-    assert findings(seen_by(same, target=3, sharded=True, tensor_parallel=True)) == {}
-
-
-def test_ranks_that_train_models_of_their_own_may_see_the_same_data() -> None:
-    windows = [window([4], [1.0], mine, mine, inputs=[[[11, 8, [2, 4]]]]) for mine in OWN]
-    run = run_with_steps([windows] * 2)
-    for rank in run.ranks:
-        parameters = {"weight": rank.rank, "bias": 10 + rank.rank}
-        rank.facts["start"] = [{"kind": "start", "parameters": parameters}]
-    assert "same_data_on_ranks" not in findings(run)
-
-
 def test_tensors_that_cannot_be_read_are_not_the_same_data() -> None:
     unread = ([[[0, 8, [2, 4]]]],) * 2
     assert findings(seen_by(unread, target=3)) == {}
@@ -190,35 +174,6 @@ def test_an_order_that_changes_with_the_samplers_seed_does_not_repeat() -> None:
     assert "epoch_order_repeats" in findings(sampling([0, 0, 0], [0, 0, 0]))
     assert findings(sampling([0, 1, 2], [0, 0, 0])) == {}
     assert findings(sampling([0, 0, 0], [0, 1, 2])) == {}
-
-
-def test_a_gradient_unscaled_before_the_scripts_own_all_reduce_is_compared_in_one_unit() -> None:
-    def unscaled(factor: float) -> Run:
-        combined = {name: factor * 2 * value for name, value in SAME.items()}
-        local = [{name: 256 * value for name, value in mine.items()} for mine in OWN]
-        windows = [window([4], [1.0], combined, mine) for mine in local]
-        for one in windows:
-            one["snapshot"]["unscaled"] = 256.0
-        return run_of(windows)
-
-    assert equation(unscaled(0.5)).right
-    assert set(findings(unscaled(1.0))) == {"own_reduction_sums"}
-
-
-def test_a_weighted_term_has_no_wanted_sum_of_one() -> None:
-    windows = []
-    for mine in OWN:
-        one = window([4], [0.5], SAME, mine)
-        term = one["backwards"][0]["terms"][0]
-        one["backwards"][0]["terms"].append({**term, "function": "kl_div", "place": "train.py:7"})
-        one["scaling"] = [scaled_by("*", 0.5, "alpha"), scaled_by("*", 0.5, "1 - alpha")]
-        windows.append(one)
-    lines = equation(run_of(windows)).lines
-    assert "sum       all weights together: 0.5, the factor in the code" in lines
-    alone = [window([4], [0.5], SAME, mine) for mine in OWN]
-    assert "sum       all weights together: 0.5, wanted: 1" in equation(run_of(alone)).lines
-    uneven = [window([n], [1.0], SAME, mine) for n, mine in zip((2, 6), OWN, strict=True)]
-    assert "sum       all weights together: 1, wanted: 1" in equation(run_of(uneven)).lines
 
 
 def scheduling(calls_per_step: int, apart: bool, steps: int, dense: int = 10**9) -> Run:

@@ -6,71 +6,12 @@ import pytest
 from doctor.journals import OWN, SAME, findings, run_of, run_with_steps, step, window
 
 from ddp_doctor.equation import combination, equation
-from ddp_doctor.findings import CATALOG
 from ddp_doctor.merged import Run
-from ddp_doctor.places import operand
 from ddp_doctor.rules.loss import partial_window_divided_by_k, scale
-
-
-@pytest.mark.parametrize(
-    ("text", "left", "factor"),
-    [
-        ("loss * world_size", False, "world_size"),
-        ("world_size * loss", True, "world_size"),
-        ("0.5 * loss", True, "0.5"),
-        ("total / (k * w)", False, "k * w"),
-        ("loss.mul(w)", False, "w"),
-        ("loss /= steps", False, "steps"),
-        ("backward(", False, "backward("),
-    ],
-)
-def test_the_factor_is_the_side_that_is_not_the_loss(text: str, left: bool, factor: str) -> None:
-    assert operand(text, left) == factor
 
 
 def test_a_correct_run_has_no_finding_at_all() -> None:
     assert findings(run_with_steps([step(), step(), step()])) == {}
-
-
-@pytest.mark.parametrize(("grads", "severity"), [(True, "note"), (False, "error")])
-def test_no_sync_with_a_static_graph_is_an_error_only_if_gradients_differ(
-    grads: bool, severity: str
-) -> None:
-    wrapper = {
-        "kind": "wrapper", "index": 0, "type": "DDP", "module": "Net", "world": 2, "of": 2,
-        "find_unused": False, "static_graph": True, "broadcast_buffers": True, "bucket_cap": None,
-        "bytes": 8, "parameters": 2, "place": "train.py:3",
-    }  # fmt: skip
-    forward = [{"wrapper": 0, "sync": False, "place": "train.py:7"}]
-    windows = [window([4], [1.0], SAME if grads else mine, mine, forwards=forward) for mine in OWN]
-    found = findings(run_of(windows, every=[wrapper]))
-    assert found["static_graph_with_no_sync"].severity == severity
-
-
-@pytest.mark.parametrize(
-    ("prepared", "retained", "code"),
-    [
-        ((True, None), (True, False), "two_backwards"),
-        ((True, None), (False, False), "wrapper_bypassed"),
-        ((None, None), (True, False), "wrapper_bypassed"),
-    ],
-)
-def test_a_backward_without_a_forward_of_its_own_is_the_second_of_a_forward_or_bypasses_the_wrapper(
-    prepared: tuple[bool | None, ...], retained: tuple[bool, ...], code: str
-) -> None:
-    wrapper = {
-        "kind": "wrapper", "index": 0, "static_graph": False, "bytes": 8, "place": "train.py:3",
-        "type": "DistributedDataParallel", "module": "Linear", "world": 2, "of": 2, "parameters": 2,
-        "find_unused": False, "broadcast_buffers": True, "init_sync": True, "bucket_cap": None,
-    }  # fmt: skip
-    windows = []
-    for mine in OWN:
-        one = window([4, 4], [0.5, 0.5], mine, mine)
-        for backward, was, kept in zip(one["backwards"], prepared, retained, strict=True):
-            backward |= {"prepared": {"0": was}, "retained": kept}
-        windows.append(one)
-    found = findings(run_of(windows, every=[wrapper]))
-    assert {"two_backwards", "wrapper_bypassed"} & set(found) == {code}
 
 
 def short(count: int, of: int) -> list[dict[str, Any]]:
@@ -94,21 +35,6 @@ def test_a_short_window_is_no_factor_of_the_world_size() -> None:
     run = run_with_steps(halves)
     assert list(scale(run, equation(run))) == []
     assert [each.severity for each in partial_window_divided_by_k(run, equation(run))] == ["note"]
-
-
-def test_averaging_parameters_explains_gradients_and_replicas_that_differ() -> None:
-    """Local SGD between two averages looks like a wrapper that is never called."""
-    windows = [
-        window(
-            [4], [1.0], mine, mine,
-            after={"parameters": {"weight": rank}, "values": {"weight": 1.0 + rank}, "buffers": {}},
-        )
-        for rank, mine in enumerate(OWN)
-    ]  # fmt: skip
-    start = {"kind": "start", "parameters": {"weight": 7}, "values": {}, "buffers": {}}
-    assert {"wrapper_lost", "replicas_drift"} & set(findings(run_of(windows, every=[start])))
-    average = {"kind": "average", "n": 12, "place": "train.py:30"}
-    assert findings(run_of(windows, every=[start, average])) == {}
 
 
 def rescaled_step(factor: float, share: float = 1.0) -> list[dict[str, Any]]:
@@ -141,14 +67,6 @@ def test_a_division_in_every_step_is_part_of_the_gradient() -> None:
 def test_an_all_reduce_after_backward_is_no_rescaling() -> None:
     windows = [window([4], [1.0], SAME, mine, left=mine) for mine in OWN]
     assert combination(run_of(windows).complete[0]).factor == pytest.approx(0.5)
-
-
-def test_shards_scaled_by_factors_of_their_own_are_a_local_clip() -> None:
-    def sharded(*factors: float) -> list[dict[str, Any]]:
-        return step(sharded=True, norm=tuple([3.0, 3.0 * each] for each in factors))
-
-    assert "clipped_local_shards" in findings(run_of(sharded(0.2, 0.3)))
-    assert findings(run_of(sharded(0.2, 0.2))) == {}
 
 
 def test_random_numbers_are_the_same_only_if_some_are_drawn() -> None:
@@ -207,27 +125,9 @@ def contrastive_step(square: list[int], shape: list[int], input_: list[int]) -> 
     return windows
 
 
-def test_gathered_columns_need_no_targets_in_order() -> None:
-    """NT-Xent's positives are a permutation; its two views are gathered one after the other."""
-    run = run_with_steps([contrastive_step([12, 24, 0], [6, 16], [12, 24])] * 2)
-    assert "gather_without_gradient" in findings(run)
-
-
 def test_scores_that_are_gathered_for_a_metric_are_no_contrastive_loss() -> None:
     run = run_with_steps([contrastive_step([5, 10, 0], [5, 10], [5, 10])] * 2)
     assert findings(run) == {}
-
-
-def test_every_code_has_a_rule_that_can_report_it() -> None:
-    import inspect
-
-    from ddp_doctor import rules
-
-    source = "".join(
-        inspect.getsource(getattr(rules, family))
-        for family in ("cost", "data", "hangs", "loss", "replicas", "synchronization", "wrapper")
-    )
-    assert [code for code in CATALOG if f'"{code}"' not in source] == []
 
 
 def test_steps_that_each_process_took_alone_are_not_steps_of_the_group() -> None:

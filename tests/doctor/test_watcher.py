@@ -76,29 +76,6 @@ def test_a_rank_of_another_host_that_still_writes_keeps_the_watcher_until_it_end
     assert not thread.is_alive()
 
 
-def test_the_watcher_reads_no_facts_while_ranks_run(
-    tmp_path: Path, dead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = Journal(tmp_path)
-    rank.write("group", rank=0, world=1)
-    rank.doing("running")
-    read: list[str] = []
-    read_bytes = Path.read_bytes
-
-    def recorded(path: Path) -> bytes:
-        read.append(path.suffix)
-        return read_bytes(path)
-
-    monkeypatch.setattr(Path, "read_bytes", recorded)
-    thread = waiting(tmp_path, dead)
-    time.sleep(1.0)
-    assert ".now" in read
-    assert ".jsonl" not in read
-    rank.doing("ended", ended=True)
-    thread.join(6.0)
-    assert not thread.is_alive()
-
-
 def age(folder: Path, seconds: float) -> None:
     then = time.time() - seconds
     for path in folder.iterdir():
@@ -171,20 +148,6 @@ def write_run(folder: Path, facts: dict[int, list[dict[str, Any]]], doing: dict[
 BUSY = {0: "running", 1: "barrier at train.py:7"}
 
 
-def test_a_report_while_a_rank_is_busy_warns_and_says_that_it_may_come_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "journals" / "run"
-    write_run(run, {}, BUSY)
-    report(run, Options(), live=True)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "ddp-doctor, a report so far: 2 of 2 ranks" in said
-    assert "WARNING Ranks wait for a missing rank" in said
-    assert "ERROR" not in said
-    assert "rank 0 is in its own code" in said
-    assert "If rank 0 is busy (a checkpoint, text to generate), ignore this." in said
-
-
 def test_a_report_while_ranks_wait_for_one_that_has_ended_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,17 +155,6 @@ def test_a_report_while_ranks_wait_for_one_that_has_ended_is_an_error(
     write_run(run, {0: [{"kind": "end", "code": 0}]}, BUSY | {0: "ended"})
     report(run, Options(), live=True)
     assert "ERROR Ranks wait for a missing rank" in capsys.readouterr().err
-
-
-def test_the_last_report_takes_back_what_was_said_about_a_rank_that_came_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "journals" / "run"
-    ends = {rank: [{"kind": "end", "code": 0}] for rank in (0, 1)}
-    write_run(run, ends, {0: "ended", 1: "ended"})
-    report(run, Options(), waited=True)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "made no progress for 60 s, then continued: ignore the hang report above" in said
 
 
 def test_if_no_rank_was_observed_one_line_says_so_and_what_to_do(
@@ -233,20 +185,6 @@ def test_quiet_prints_nothing_if_nothing_is_found(
     write_run(run, ends, {0: "ended", 1: "ended"})
     report(run, Options(quiet=True))
     assert capsys.readouterr().err == ""
-
-
-def test_a_hang_report_is_taken_back_also_if_quiet_and_before_all_other_notes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "journals" / "run"
-    ends: dict[int, list[dict[str, Any]]] = {
-        0: [{"kind": "failed", "error": f"E{at}", "at": ""} for at in range(4)]
-        + [{"kind": "end", "code": 0}],
-        1: [{"kind": "end", "code": 0}],
-    }
-    write_run(run, ends, {0: "ended", 1: "ended"})
-    report(run, Options(quiet=True), waited=True)
-    assert "ignore the hang report above" in " ".join(capsys.readouterr().err.split())
 
 
 def step(number: int, rank: int = 0) -> dict[str, Any]:

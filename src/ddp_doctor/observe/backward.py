@@ -114,7 +114,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
             record["terms"] = [losses.written(term) for term in hit[:40]]
             used = {id(term) for term in hit}
             recorder.terms = [term for term in recorder.terms if id(term) not in used]
-            record["reached"] = len(record["_reached"])
             record["wrappers"] = {}
             for wrapper in recorder.wrappers:
                 module = wrapper.module()
@@ -128,7 +127,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
             optimizer = state.optimizer()
             if optimizer is None:
                 continue
-            state.backwards += 1
             if observed and len(state.pending) >= MAX_BACKWARDS:
                 state.cut = True
             elif observed:

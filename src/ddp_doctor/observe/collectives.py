@@ -55,7 +55,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 fact |= {"shape": list(tensor.shape)[:6], "numel": tensor.numel()}
                 fact |= what
             fact["backwards"] = recorder.so_far()
-            fact["in_backward"] = recorder.in_backward > 0
             fact["through_autograd"] = _in_autograd_function()
             if fact.get("what") == "loss" and tensor is not None and tensor.grad_fn is not None:
                 recorder.mark_reduced_loss(tensor.grad_fn, fact)

@@ -70,7 +70,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
             replacement=bool(getattr(inner, "replacement", False)),
             sharded=_sharded(loader),
             replicas=getattr(sampler, "num_replicas", getattr(batches, "num_processes", None)),
-            batch_size=getattr(loader, "batch_size", None),
             grad=torch.is_grad_enabled(),
             backwards=recorder.backward_count,
             place=place(),

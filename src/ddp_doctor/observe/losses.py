@@ -118,13 +118,12 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 or source.dim() == 0
             ):
                 return
-            count, masked = _unmasked(source) if kind == "sum" else (source.numel(), False)
+            count = _unmasked(source) if kind == "sum" else source.numel()
             term = {
                 "function": kind,
                 "reduction": kind,
                 "count": count,
                 "rows": source.shape[0] if source.dim() else 1,
-                "masked": masked,
                 "numel": source.numel(),
                 "place": place(sys._getframe(1)),
                 "loss": False,
@@ -215,7 +214,6 @@ def written(term: dict[str, Any]) -> dict[str, Any]:
             "numel",
             "place",
             "loss",
-            "masked",
             "spread",
             "target",
             "input",
@@ -293,7 +291,7 @@ def _parameters(name: str) -> list[str]:
     return list(inspect.signature(getattr(F, name)).parameters)
 
 
-def _unmasked(source: Tensor) -> tuple[int, bool]:
+def _unmasked(source: Tensor) -> int:
     """How many elements a 0/1 mask left, if the tensor is a product with one; else all of them."""
     node = source.grad_fn
     if node is not None and node.name() == "MulBackward0":
@@ -301,9 +299,9 @@ def _unmasked(source: Tensor) -> tuple[int, bool]:
             try:
                 mask = getattr(node, side, None)
             except RuntimeError:  # its backward has run: a sum for the log
-                return source.numel(), False
-            if isinstance(mask, Tensor) and not mask.requires_grad and mask.dim():
-                binary = bool(((mask == 0) | (mask == 1)).all())
-                if binary:
-                    return int(mask.expand_as(source).sum()), True
-    return source.numel(), False
+                return source.numel()
+            if not isinstance(mask, Tensor) or mask.requires_grad or not mask.dim():
+                continue
+            if bool(((mask == 0) | (mask == 1)).all()):
+                return int(mask.expand_as(source).sum())
+    return source.numel()

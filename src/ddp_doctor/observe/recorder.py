@@ -8,7 +8,6 @@ gradients that the optimizer saw. Observed windows are written to the journal, a
 
 import math
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +82,6 @@ class Recorder:
                 "group",
                 rank=torch.distributed.get_rank(),
                 world=torch.distributed.get_world_size(),
-                backend=str(torch.distributed.get_backend()),
                 place=place(sys._getframe(1)),
             )
         self.grouped = there
@@ -126,7 +124,6 @@ class Recorder:
                 momentum=any(
                     group.get("momentum") or "betas" in group for group in optimizer.param_groups
                 ),
-                lr=[float(group.get("lr", 0.0)) for group in optimizer.param_groups][:4],
                 place=place(sys._getframe(1)),
             )
         return state
@@ -320,10 +317,9 @@ class Recorder:
                 snapshot=snapshot,
                 left=state.left,
                 after=self.replica(state),
-                stale=self._stale(state),
+                stale=self._stale(),
                 changed=[change for wrapper in self.wrappers for change in wrapper.changes()],
                 gone=[wrapper.index for wrapper in self.wrappers if wrapper.wrapper() is None],
-                losses=len(self.terms),
                 cut=state.cut,
                 # what the model did in training, by class of module
                 modules=self.names.modules(self.wrappers),
@@ -349,26 +345,19 @@ class Recorder:
             self.window["sharded"] = True  # another optimizer steps after the same backward
         session.doing("between steps")
 
-    def _stale(self, state: OptimizerState) -> dict[str, int]:
+    def _stale(self) -> dict[str, int]:
         """Parameters that got gradients and that no optimizer of this process holds."""
         optimized = set()
-        for other in self.optimizers.values():
-            optimizer = other.optimizer()
+        for state in self.optimizers.values():
+            optimizer = state.optimizer()
             if optimizer is not None:
                 optimized |= {id(p) for group in optimizer.param_groups for p in group["params"]}
-        reached = {key for record in state.pending for key in record.get("_reached", ())}
         everything = {
             key for backward in self.all_backwards() for key in backward.get("_reached", ())
         }
-        fact = {
-            "reached": len(reached),
-            "outside": len(everything - optimized),
-            "anywhere": len(everything),
-            "optimized": len(optimized),
-        }
         for record in self.all_backwards():
             record.pop("_reached", None)
-        return fact
+        return {"outside": len(everything - optimized), "anywhere": len(everything)}
 
     def all_backwards(self) -> list[dict[str, Any]]:
         return [record for state in self.optimizers.values() for record in state.pending]
@@ -395,10 +384,8 @@ class Recorder:
         self.session.write(
             "totals",
             steps={str(s.index): s.steps for s in self.optimizers.values()},
-            pending={str(s.index): s.backwards for s in self.optimizers.values()},
             backwards=self.backward_count,
             collectives=self.collective_counts,
-            time=time.time(),
         )
 
 

@@ -45,7 +45,6 @@ class OptimizerState:
         self.index = index
         self.steps = 0
         self.last = 0  # the number of its last step, counted over all optimizers
-        self.backwards = 0
         self.pending: list[dict[str, Any]] = []
         self.snapshot: dict[str, Any] | None = None  # of the gradients, before they are clipped
         self.left: dict[str, Any] | None = None  # the gradients that the last backward left
@@ -58,7 +57,6 @@ class OptimizerState:
     def forget(self) -> None:
         """The gradients were used or cleared: nothing of them is left to write down."""
         self.pending = []
-        self.backwards = 0
         self.snapshot = self.left = self.scale = self.norm = None
         self.cut = False
         self.reduced = set()

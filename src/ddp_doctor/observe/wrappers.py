@@ -44,7 +44,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
             find_unused=bool(getattr(wrapper, "find_unused_parameters", False)),
             static_graph=bool(getattr(wrapper, "static_graph", False)),
             broadcast_buffers=bool(getattr(wrapper, "broadcast_buffers", True)),
-            init_sync=bool(kwargs.get("init_sync", True)),
             bucket_cap=cap,
             bytes=sum(sizes),
             parameters=len(sizes),

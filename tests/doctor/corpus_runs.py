@@ -1,21 +1,31 @@
 """Run the scripts of a corpus, with and without the doctor, and compare."""
 
+import contextlib
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 from doctor.corpus_scripts import Script
+from doctor.scripted_ranks import FINGERPRINT, Job, supervise
 
-HERE = Path(__file__).resolve().parent
+from labkit.launch.forks import ForkServer
+
+SOURCES = Path(__file__).resolve().parents[2] / "src"
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "0",
+    "CUDA_VISIBLE_DEVICES": "",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 # The time a run took is printed by some frameworks, and is never the same twice.
 TIMES = re.compile(r"('\w*(?:runtime|per_second)': )'[^']*'")
 FRAMEWORKS = ("pytorch_lightning", "lightning", "accelerate", "transformers")
@@ -23,18 +33,14 @@ FRAMEWORKS = ("pytorch_lightning", "lightning", "accelerate", "transformers")
 
 @dataclass
 class Outcome:
-    """What one run left behind. Two runs are the same if codes, lines and steps are."""
+    """What one run left behind."""
 
     codes: list[int]
     lines: Counter[str]
     steps: Counter[str]
     seconds: float
     errors: str
-    report: dict[str, Any] | None = None
-
-    def same(self, other: Self) -> bool:
-        ours, theirs = (self.codes, self.lines, self.steps), (other.codes, other.lines, other.steps)
-        return ours == theirs
+    report: dict[str, Any] | None
 
     def differences(self, other: Self) -> str:
         """What is not the same, in words; empty if everything is."""
@@ -48,70 +54,56 @@ class Outcome:
         return "; ".join(found)
 
 
-@dataclass
 class Server:
-    """A rank server: one process with torch and the frameworks that are asked for."""
+    """Runs scripts in forks of a process with torch and the modules that are asked for."""
 
-    modules: tuple[str, ...] = ()
-    process: subprocess.Popen[str] = field(init=False)
+    def __init__(self, *modules: str) -> None:
+        self._server = ForkServer(*modules)
 
     def __enter__(self) -> Self:
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        }
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "0",
-        }
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "rank_server.py"), *self.modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        with mock.patch.dict(os.environ, QUIET), self._server.forked(_nothing):
+            pass  # the modules read these variables while they are loaded, which is now
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.kill()  # no rank is running: there is nothing to wait for
-        self.process.wait()
+        self._server.stop()
 
     def run(
-        self, script: Script, doctor: bool, timeout: float = 60.0, options: tuple[str, ...] = ()
+        self, script: Script, doctor: bool, timeout: float = 120.0, options: tuple[str, ...] = ()
     ) -> Outcome:
         """Run a script once. With the doctor, wait for its report."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        scratch = Path(tempfile.mkdtemp(prefix="doctor-"))
-        target = scratch / "report.json"
-        path = scratch / f"{script.name}.py"
-        path.write_text(script.text)
-        given = ["--json", str(target), "--folder", str(scratch / "ddp-doctor"), *options]
-        request = {
-            "script": str(path),
-            "ranks": script.ranks,
-            "launch": script.launch,
-            "doctor": given if doctor else None,
-            "scratch": str(scratch / "run"),
-            "timeout": timeout,
-        }
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            answer = json.loads(self.process.stdout.readline())
-            outcome = _outcome(scratch / "run", answer)
-            if doctor:
-                outcome.report = _wait_for_json(target)
-                outcome.errors = _text(scratch / "run", "err")
-            return outcome
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="doctor-") as name:
+            scratch = Path(name)
+            path = scratch / f"{script.name}.py"
+            path.write_text(script.text)
+            report = scratch / "report.json"
+            given = ("--json", str(report), "--folder", str(scratch / "ddp-doctor"), *options)
+            if "--json" in options:
+                report = Path(options[options.index("--json") + 1])
+            job = Job(
+                path,
+                script.ranks,
+                script.launch,
+                given if doctor else None,
+                report,
+                scratch / "run",
+                timeout,
+                _environment(),
+            )
+            with self._server.forked(supervise, job) as connection:
+                codes, seconds = connection.recv()
+            return _outcome(job, codes, seconds)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, and where a script's own processes find their fingerprints."""
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
+    paths = os.pathsep.join([str(FINGERPRINT), str(SOURCES)])
+    return inherited | QUIET | {"PYTHONPATH": paths}
+
+
+def _nothing(caller: Connection) -> None:
+    pass
 
 
 def frameworks_of(scripts: list[str]) -> tuple[str, ...]:
@@ -121,22 +113,14 @@ def frameworks_of(scripts: list[str]) -> tuple[str, ...]:
     return tuple(wanted)
 
 
-def _outcome(folder: Path, answer: dict[str, Any]) -> Outcome:
-    lines = Counter(TIMES.sub(r"\1time", _text(folder, "out")).splitlines())
-    steps = Counter(path.read_text() for path in (folder / "steps").glob("*.steps"))
-    errors = _text(folder, "err")
-    return Outcome(answer["codes"], lines, steps, answer["seconds"], errors)
+def _outcome(job: Job, codes: list[int], seconds: float) -> Outcome:
+    lines = Counter(TIMES.sub(r"\1time", _text(job.folder, "out")).splitlines())
+    steps = Counter(path.read_text() for path in (job.folder / "steps").glob("*.steps"))
+    report = None
+    with contextlib.suppress(OSError, ValueError):
+        report = json.loads(job.report.read_text())
+    return Outcome(codes, lines, steps, seconds, _text(job.folder, "err"), report)
 
 
 def _text(folder: Path, name: str) -> str:
     return "".join(path.read_text(errors="replace") for path in sorted(folder.glob(f"{name}.*")))
-
-
-def _wait_for_json(path: Path, seconds: float = 12.0) -> dict[str, Any] | None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
-            return json.loads(path.read_text())
-        except (OSError, ValueError):
-            time.sleep(0.05)
-    return None

@@ -11,8 +11,6 @@ from ddp_doctor.journal import Now, Pages
 from ddp_doctor.merged import Run
 from ddp_doctor.rules.hangs import stuck
 
-TIMED_OUT = {"type": "RuntimeError", "text": "Timed out waiting", "place": "train.py:7"}
-
 
 def found(run: Run) -> list[Finding]:
     return list(stuck(run, equation(run)))
@@ -52,10 +50,3 @@ def test_different_shapes_are_a_mismatch_except_where_ranks_may_send_unequal_par
     assert codes("all_reduce") == ["mismatched_collectives"]
     assert codes("reduce_scatter_tensor") == ["mismatched_collectives"]
     assert codes("all_to_all_single") == []
-
-
-def test_ranks_that_still_run_are_said_to_when_a_rank_timed_out() -> None:
-    end = {"kind": "end", "code": 1, "during": "barrier at train.py:7", "error": TIMED_OUT}
-    run = run_of(["ended", "running"], {0: [end]}, alive=(1,))
-    (one,) = found(run)
-    assert one.evidence.endswith("(step 3); rank 1 is in its own code, step 3.")

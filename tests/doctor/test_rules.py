@@ -2,16 +2,11 @@
 
 from typing import Any
 
-import pytest
-from doctor.journals import OWN, SAME, findings, run_of, run_with_steps, step, window
+from doctor.journals import OWN, SAME, findings, run_with_steps, step, window
 
-from ddp_doctor.equation import combination, equation
+from ddp_doctor.equation import equation
 from ddp_doctor.merged import Run
 from ddp_doctor.rules.loss import partial_window_divided_by_k, scale
-
-
-def test_a_correct_run_has_no_finding_at_all() -> None:
-    assert findings(run_with_steps([step(), step(), step()])) == {}
 
 
 def short(count: int, of: int) -> list[dict[str, Any]]:
@@ -64,11 +59,6 @@ def test_a_division_in_every_step_is_part_of_the_gradient() -> None:
     assert findings(unscaled) == {}
 
 
-def test_an_all_reduce_after_backward_is_no_rescaling() -> None:
-    windows = [window([4], [1.0], SAME, mine, left=mine) for mine in OWN]
-    assert combination(run_of(windows).complete[0]).factor == pytest.approx(0.5)
-
-
 def test_random_numbers_are_the_same_only_if_some_are_drawn() -> None:
     def steps(*states: int, other: int = 0) -> Run:
         return run_with_steps([step(random=([each], [each + other])) for each in states])
@@ -97,18 +87,9 @@ def test_a_loss_that_only_rank_0_reads_is_noted_unless_it_is_averaged() -> None:
     noted = findings(run)["logged_value_is_local"]
     assert noted.severity == "note"
     assert noted.where == "train.py:12"
-    assert "Only rank 0 reads" in noted.evidence
-    assert "rank 0: 2, rank 1: 3" in noted.evidence
-    reduced = [
-        {
-            "op": "all_reduce",
-            "what": "other",
-            "numel": 1,
-            "place": "train.py:11",
-            "backwards": {"0": 1},
-        }
-    ]
-    assert findings(run_with_steps([logging_step((0,), (2.0, 3.0), collectives=reduced)] * 2)) == {}
+    reduced = {"op": "all_reduce", "what": "other", "numel": 1, "place": "", "backwards": {"0": 1}}
+    averaged = logging_step((0,), (2.0, 3.0), collectives=[reduced])
+    assert findings(run_with_steps([averaged] * 2)) == {}
     equal = findings(run_with_steps([logging_step((0,), (2.0, 2.0))] * 2))
     assert "logged_value_is_local" not in equal
     assert findings(run_with_steps([logging_step((), (2.0, 3.0))] * 2)) == {}

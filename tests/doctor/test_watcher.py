@@ -157,15 +157,6 @@ def test_a_report_while_ranks_wait_for_one_that_has_ended_is_an_error(
     assert "ERROR Ranks wait for a missing rank" in capsys.readouterr().err
 
 
-def test_if_no_rank_was_observed_one_line_says_so_and_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report(tmp_path / "journals" / "run", Options())
-    said = capsys.readouterr().err
-    assert "no rank was observed" in said
-    assert "ddp_doctor.watch()" in said
-
-
 @pytest.mark.parametrize("raised", [True, False])
 def test_nothing_is_said_about_a_script_that_an_error_or_its_help_ended_before_it_trained(
     raised: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""One rank server for all tests of the doctor, and scripts that a test writes itself."""
+"""One server for all tests of the doctor, and scripts that a test writes itself."""
 
 from collections.abc import Callable, Iterator
 

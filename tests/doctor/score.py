@@ -50,6 +50,8 @@ def _judged(script: Script, outcome: Outcome) -> tuple[str, list[str]]:
     if script.broken:
         missing = script.expected - {finding["code"] for finding in findings}
         return f"missing {', '.join(sorted(missing))}" if missing else "", codes
+    if any(outcome.codes):
+        return "it did not end with exit code 0", codes
     return "false alarm" if any(code[0] != "n" for code in codes) else "", codes
 
 

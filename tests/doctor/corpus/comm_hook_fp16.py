@@ -1,5 +1,5 @@
 # doctor: expect=none ranks=2 launch=torchrun
-# measured: the gradient is the average up to bfloat16's rounding
+# measured: the gradient is the average up to float16's rounding
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -10,7 +10,7 @@ dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model = DDP(nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 3)))
-model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 gen = torch.Generator().manual_seed(1)
 for _ in range(6):

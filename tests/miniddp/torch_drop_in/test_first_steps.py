@@ -146,6 +146,7 @@ def measured_links(rank: int):
 
 def test_a_link_is_measured_no_faster_than_it_is():
     for loopback, slow in run_ranks(measured_links, 2):
+        assert 4 * MIB * max(loopback.per_byte, loopback.copy_per_byte) < 1  # seconds
         assert slow.latency + 4 * MIB * slow.per_byte >= 2 * 2e-3 + 4 * MIB * 8e-9 / 0.5
         assert min(loopback) >= 0
 

@@ -5,6 +5,39 @@ these is the worst mistake that a grader can make.
 """
 
 EACH = {
+    "coalesced by torch": """
+def average_each(module):
+    ps = [p for p in module.parameters() if p.requires_grad]
+    flags = torch.tensor([float(p.grad is not None) for p in ps])
+    dist.all_reduce(flags)
+    ps = [p for p, f in zip(ps, flags.tolist()) if f]
+    for p in ps:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    with dist._coalescing_manager(async_ops=True) as works:
+        for p in ps:
+            dist.all_reduce(p.grad)
+    works.wait()
+    for p in ps:
+        p.grad /= dist.get_world_size()
+""",
+    "an all-reduce in a thread": """
+import threading
+
+def average_each(module):
+    def average():
+        for p, f in zip(ps, flags.tolist()):
+            if f:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+
+    ps = [p for p in module.parameters() if p.requires_grad]
+    flags = torch.tensor([float(p.grad is not None) for p in ps])
+    dist.all_reduce(flags)
+    thread = threading.Thread(target=average)
+    thread.start()
+    thread.join()
+""",
     "AVG does the division": """
 def average_each(module):
     ps = [p for p in module.parameters() if p.requires_grad]
@@ -347,6 +380,13 @@ def average_flat(module):
 }
 
 COUNT = {
+    "an expanded number": """
+def count_tokens(batches):
+    n = torch.stack([b["counts"].sum() for b in batches]).sum()
+    both = n.expand(2)
+    dist.all_reduce(both)
+    return int(both[1])
+""",
     "a vector of one": """
 def count_tokens(batches):
     n = torch.zeros(1, dtype=torch.long)

@@ -190,6 +190,8 @@ def _launch(launch: LaunchedCollective, progress: int) -> Launch:
     sizes = [math.prod(shape) for shape in shapes]
     whole = sum(map(math.prod, launch.shapes))
     nbytes = launch.bytes * sum(sizes) // whole if whole else 0
+    if len(launch.shapes) == 1:  # an expanded tensor has fewer elements than its shape says
+        sizes = [launch.bytes // getattr(torch, launch.dtype).itemsize]
     return Launch(op, tuple(sizes), nbytes, progress)
 
 

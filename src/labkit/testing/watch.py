@@ -10,6 +10,7 @@ operators of the namespace `c10d`; `torch.distributed.tensor.debug.CommDebugMode
 there, too. Point-to-point messages (send, recv) are not collectives and are ignored.
 """
 
+import math
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
@@ -75,7 +76,7 @@ class RecordedCollectives(TorchDispatchMode):
                 op,
                 tuple(tuple(tensor.shape) for tensor in tensors),
                 str(tensors[0].dtype).removeprefix("torch.") if tensors else "nothing",
-                sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+                sum(_elements(tensor) * tensor.element_size() for tensor in tensors),
             )
             self.before(launch)
             self.launched.append(launch)
@@ -161,6 +162,12 @@ class SameCollectives(RecordedCollectives):
         if len({_compared(one) for one in went}) > 1:
             self.mismatch = CollectiveMismatchError(len(self.launched) + 1, went)
             raise self.mismatch
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    """The elements of `tensor` in memory: an expanded one repeats them."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride or not size)
 
 
 def _compared(message: str) -> str:

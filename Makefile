@@ -24,17 +24,20 @@ ARGS ?=
 # Workers of make test and make check: one more than the project's two cores, because a test that
 # waits leaves its core idle.
 WORKERS ?= 3
+PORT ?= 8123
+# $(call whole_number,NAME) stops with one sentence if the variable NAME is no whole number.
+whole_number = case '$($1)' in ''|*[!0-9]*) echo "$1 is a whole number, and $1=$($1) is not." >&2; exit 2;; esac
 # The core's tests: what a change of src/miniddp breaks first.
 CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/miniddp/test_ladder.py \
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py \
 	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help setup book html serve notebook figures figures-stills repository update lab check check-types check-core test test-all test-site test-pages test-figures test-cluster gpu versions clean
+.PHONY: help setup book html serve notebook figures figures-stills update lab check check-types check-core test test-all test-site test-pages test-figures test-cluster gpu versions clean
 
 help:
 	@echo "I want to read the book"
 	@echo "  make book               run every chapter, build the book, and say where it is"
-	@echo "  make serve              serve the built book on this machine's loopback address [OPEN=1]"
+	@echo "  make serve              serve the built book on this machine's loopback address [PORT=8123] [OPEN=1]"
 	@echo "I want to try something"
 	@echo "  make setup              set up .venv and nothing else: a few minutes"
 	@echo "  make notebook           open a chapter in JupyterLab [CHAPTER=museum]"
@@ -52,8 +55,6 @@ help:
 	@echo "  make gpu                prove on the GPUs here what a CPU cannot [ARGS=…]"
 	@echo "  make test-cluster       two hosts and a Slurm on this machine (Linux, as root)"
 	@echo "  make versions TORCH=V   the tests of miniddp on torch V, in a scratch environment"
-	@echo "I want to publish it"
-	@echo "  make repository ADDRESS=https://github.com/…   set the public address; ADDRESS= removes it"
 	@echo "I want to start over"
 	@echo "  make clean              remove what was built, and .venv"
 	@echo "All but versions and clean set up .venv. PIP_OPTIONS=… goes to pip; VENV=/path reuses the torch of another"
@@ -75,21 +76,19 @@ book: $(READY)
 	@$(MAKE) --no-print-directory html
 
 # Renders what the last `make book` or `make test` executed, and checks every link and picture of
-# every page. Warnings are errors. All pages are rendered each time, because Sphinx
-# drops the search words of pages that it skips. BOOK_REPOSITORY=https://github.com/… overrides `repository` in
-# _config.yml, which names the project's address on the pages.
+# every page. Warnings are errors. Every page is rendered each time: Sphinx drops the search words of
+# pages that it skips.
 html: $(READY)
 	@test -d $(EXECUTED) || { echo "Nothing has been executed yet: make book does that first." >&2; exit 2; }
-	@$(BIN)/python -m labkit.book.site configure _config.yml _build/_config.yml
 	@echo "Rendering the pages …"
-	@$(BIN)/jupyter-book build $(EXECUTED) --config _build/_config.yml --path-output . -W -n --keep-going -q --all >_build/render.log 2>&1 || { cat _build/render.log; exit 1; }
-	@$(BIN)/python -m labkit.book.downloads _build/_config.yml _build/html
-	@$(BIN)/python -m labkit.book.site finish _build/html
-	@$(BIN)/python -m labkit.book.site check _build/html
+	@rm -rf _build/html
+	@$(BIN)/jupyter-book build $(EXECUTED) --config _config.yml --path-output . -W -n --keep-going -q --all >_build/render.log 2>&1 || { cat _build/render.log; exit 1; }
+	@$(BIN)/python -m labkit.book.site _build/html
 	@echo "The book: file://$(abspath _build/html/index.html)"
 
 # The types are checked while the tests run: without mypy's cache they take half a minute.
 check: $(READY)
+	@$(call whole_number,WORKERS)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync check-types check-core
@@ -102,6 +101,7 @@ check-core:
 
 # The types are checked beside the tests; make check shows an error in them first.
 test: $(READY)
+	@$(call whole_number,WORKERS)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(MAKE) --no-print-directory --jobs=2 check-types test-all
@@ -143,10 +143,6 @@ versions:
 notebook: $(READY)
 	@$(BIN)/python -m labkit.book.notebook $(CHAPTER) $(ARGS)
 
-repository: $(READY)
-	@$(if $(filter undefined,$(origin ADDRESS)),echo "make repository needs ADDRESS=https://github.com/OWNER/NAME (ADDRESS= removes it)." >&2; exit 2)
-	@$(BIN)/python -m labkit.book.repository '$(ADDRESS)'
-
 update: $(READY)
 	@$(BIN)/python -m labkit.book.chapters update $(CHAPTER)
 
@@ -155,9 +151,12 @@ lab: $(READY)
 	@grep -q 'labkit.launch.lab' labs/$(LAB_NAME).py || { echo "labs/$(LAB_NAME).py starts its own ranks: $(BIN)/python labs/$(LAB_NAME).py $(ARGS)" >&2; exit 2; }
 	@$(BIN)/python -m labkit.launch.make_lab '$(RANKS)' labs/$(LAB_NAME).py $(ARGS)
 
-# OPEN=1 opens it in the default browser; PORT=… changes the port.
+# OPEN=1 opens it in the default browser. The log of requests is not shown.
 serve: $(READY)
-	@$(BIN)/python -m labkit.book.serve _build/html $(if $(PORT),--port $(PORT)) $(if $(OPEN),--open)
+	@$(call whole_number,PORT)
+	@test -f _build/html/index.html || { echo "There is no book in _build/html: make book builds it." >&2; exit 2; }
+	@$(if $(OPEN),(sleep 1; $(BIN)/python -m webbrowser http://127.0.0.1:$(PORT)/ >/dev/null) &)
+	@$(BIN)/python -u -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html 2>_build/serve.log || { tail -n 1 _build/serve.log; echo "Choose another port: make serve PORT=8124"; exit 1; } >&2
 
 clean:
 	rm -rf _build $(ENVIRONMENT)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+LOG = "pip.log"  # in the environment
 READY = ".ready"  # the Makefile makes this file in an environment once that is complete
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 OLDEST_PYTHON = (3, 11)
@@ -71,7 +72,7 @@ def without_torch(constraints: str) -> list[str]:
 
 def make(environment: Path, reuse: Path | None, options: list[str]) -> None:
     """Make `environment`. Raises ValueError if `reuse` cannot be reused, and CalledProcessError if
-    pip fails.
+    pip fails; what pip prints is in `environment`/pip.log.
     """
     if reuse and reuse.resolve() == environment.resolve():
         raise ValueError(
@@ -83,22 +84,26 @@ def make(environment: Path, reuse: Path | None, options: list[str]) -> None:
     # A torch that an interrupted run has left must not come before the one to reuse.
     clear = ["--clear"] if reused and not (environment / READY).exists() else []
     subprocess.run([python, "-m", "venv", *clear, environment], check=True)
-    own = environment / "bin" / "python"
-    pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options]
     if not reused:
         files = ["-r", ROOT / "requirements.txt", "-c", ROOT / "constraints.txt"]
-        subprocess.run([*pip, *files, "--editable", EDITABLE], check=True)
+        pip_install(environment, [*options, *files, "--editable", EDITABLE])
         return
     # Without dependencies, because pip would install torch as a dependency of the others.
     pins = environment / "without-torch.txt"
     pins.write_text("\n".join(without_torch((ROOT / "constraints.txt").read_text())) + "\n")
-    subprocess.run([*pip, "--no-deps", "-r", pins], check=True)
-    local = ["--no-deps", "--no-build-isolation", "--editable", ROOT]
-    subprocess.run([*pip, *local], check=True)
+    pip_install(environment, [*options, "--no-deps", "-r", pins])
+    pip_install(environment, [*options, "--no-deps", "--no-build-isolation", "--editable", ROOT])
     # Python reads .pth files after its own folder: what is installed here comes first.
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "reused.pth").write_text("\n".join(reused.folders) + "\n")
     print(f"torch {reused.torch} comes from {reuse}, which is not changed.")
+
+
+def pip_install(environment: Path, words: list[str | Path]) -> None:
+    """Run pip there, without its warnings and notices on the terminal: they go to the log."""
+    pip = [environment / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
+    with open(environment / LOG, "a") as log:
+        subprocess.run([*pip, *words], check=True, stdout=log, stderr=log)
 
 
 def main() -> None:
@@ -114,7 +119,9 @@ def main() -> None:
     except ValueError as error:
         sys.exit(str(error))
     except subprocess.CalledProcessError as error:
-        sys.exit(f"{shlex.join(map(str, error.cmd))} failed, as it says above")
+        log = arguments.environment / LOG
+        last = log.read_text().splitlines()[-12:] if log.exists() else []
+        sys.exit("\n".join([*last, f"{shlex.join(map(str, error.cmd))} failed; see {log}"]))
 
 
 if __name__ == "__main__":

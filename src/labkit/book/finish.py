@@ -1,135 +1,72 @@
-"""What the build leaves to do: pages that are light, quiet, and legible to a screen reader.
+"""Sphinx extension: built pages that name what they show and load only what they use.
 
-The theme's pages load Font Awesome three times, MathJax without a formula, a script that
-declares a constant twice, and half a megabyte before anything is painted. `finish` changes the
-built files in place. Doing it again changes nothing more.
+The theme's pages load Font Awesome as a script of 1.5 MB, MathJax without a formula, and a script
+from another host. This rewrites each page when all are built.
 """
 
 import base64
 import io
 import re
-import shutil
-from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
-from bs4 import BeautifulSoup, Tag
+from bs4 import BeautifulSoup
 from fontTools import subset
 from fontTools.ttLib import TTFont
-from PIL import Image
+from sphinx.application import Sphinx
 
-from labkit.book.style_sheet import write_one_sheet
+from labkit.book.site import pages_of
 
-FONT_AWESOME = "_static/vendor/fontawesome"
-ICONS = "_static/icons.css"
-# A plot has few colors and their blends at edges; 256 of them show no difference.
-COLORS = 256
-# Pixels. A figure of one panel has up to 651; at 350 its text is 8 pixels high, and legible.
-WIDE = 660
-# Names of Font Awesome's classes that choose a style or a size, not an icon.
-STYLES = {"fa-solid", "fa-regular", "fa-brands", "fa-lg", "fa-fw", "fa-stack"}
+# In the address or the text of a script that no page uses.
+UNUSED = ("thebe", "THEBE_JS_URL", "/fontawesome/")
 FIRST_THEME = 'localStorage.getItem("theme") || "auto"'
 SYSTEMS = '(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")'
-ICONS_CSS = """\
-/*! The icons of these pages, from Font Awesome Free {version}; its license is in vendor/. */
-@font-face {{
-  font-family: "Font Awesome 6 Free";
-  font-weight: 900;
-  src: url("data:font/woff;base64,{font}") format("woff");
-}}
-:root {{
-  --fa-font-solid: normal 900 1em/1 "Font Awesome 6 Free";
-  --fa-font-regular: var(--fa-font-solid);
-}}
-.fa, .fas, .fa-solid {{
-  font: var(--fa-font-solid);
-  font-size: inherit;
-  display: inline-block;
-  text-rendering: auto;
-  -webkit-font-smoothing: antialiased;
-}}
-.fa-lg {{ font-size: 1.25em; line-height: .05em; vertical-align: -.075em; }}
-"""
+# Pixels. A figure of one panel has up to 651; at 350 its text is 8 pixels high, and legible.
+WIDE = 660
+ICON = re.compile(r'((?:\.fa-[\w-]+:before,?)+)\{content:"\\(\w+)"\}')
+OLD_NAMES = re.compile(r"@font-face\{[^}]*font-family:(FontAwesome|Font Awesome\\ 5)[^}]*\}")
+FONT = re.compile(r'url\(\.\./webfonts/([\w-]+)\.woff2\) format\("woff2"\),url\([^)]+\) [^;}]+')
 
 
-# The logos of other projects, such as GitHub's, have a font of their own.
-LOGOS_CSS = """\
-@font-face {{
-  font-family: "Font Awesome 6 Brands";
-  font-weight: 400;
-  src: url("data:font/woff;base64,{font}") format("woff");
-}}
-.fab, .fa-brands {{
-  font: normal 400 1em/1 "Font Awesome 6 Brands";
-  font-size: inherit;
-  display: inline-block;
-  -webkit-font-smoothing: antialiased;
-}}
-"""
-
-
-def finish(site: Path, pages: Iterable[Path]) -> None:
-    """Rewrite `pages` of the built book below `site`, and the files that they share.
-
-    Raises FileNotFoundError if the theme no longer brings Font Awesome where it is expected.
-    """
-    texts = {path: path.read_text(encoding="utf-8") for path in pages}
-    _write_icons(site, texts.values())
-    done = write_one_sheet(site, {path: finished(text) for path, text in texts.items()})
-    for path, text in done.items():
-        path.write_text(text, encoding="utf-8")
-    for image in (site / "_images").glob("*.png"):
-        _reduce_colors(image)
+def finish(app: Sphinx, exception: Exception | None) -> None:
+    """Rewrite every built page, and Font Awesome's style sheet."""
+    if exception or app.builder.format != "html":
+        return
+    site = Path(app.outdir)
+    texts = []
+    for path in pages_of(site):
+        texts.append(finished(path.read_text(encoding="utf-8")))
+        path.write_text(texts[-1], encoding="utf-8")
+    _keep_used_icons(site, set(re.findall(r"\bfa-[\w-]+", "".join(texts))))
     options = site / "_static" / "documentation_options.js"
     # A summary of each result is fetched from its page, which a browser refuses for files.
-    options.write_text(
-        options.read_text().replace(
-            "SHOW_SEARCH_SUMMARY: true", "SHOW_SEARCH_SUMMARY: location.protocol !== 'file:'"
-        )
-    )
+    offline = "SHOW_SEARCH_SUMMARY: location.protocol !== 'file:'"
+    options.write_text(options.read_text().replace("SHOW_SEARCH_SUMMARY: true", offline))
 
 
 def finished(text: str) -> str:
     """The HTML of one page, without what it does not need and with what axe-core asks for."""
     page = BeautifulSoup(text, "html.parser")
-    _drop_unused_scripts(page)
-    _paint_first(page)
+    _load_less(page)
     _name_things(page)
     _open_figures(page)
     return str(page)
 
 
-def _drop_unused_scripts(page: BeautifulSoup) -> None:
+def _load_less(page: BeautifulSoup) -> None:
     has_formula = page.find(class_="math") is not None
-    seen: set[str] = set()
-    for tag in page.find_all(["script", "link"]):
-        address = tag.get("src") or tag.get("href") or ""
-        source = tag.string or ""
-        thebe = "thebe" in address or "THEBE_JS_URL" in source
-        mathjax = "/vendor/tex-" in address or source.startswith("window.MathJax")
-        if address.partition("?")[0].endswith("/css/all.min.css"):
-            tag["href"] = address.partition(FONT_AWESOME)[0] + ICONS
-        elif FONT_AWESOME in address or thebe or (mathjax and not has_formula) or source in seen:
-            tag.decompose()
-        elif source:
-            seen.add(source)
-
-
-def _paint_first(page: BeautifulSoup) -> None:
-    """No script holds up the first paint, and no theme is shown before the reader's."""
-    for preload in page.find_all("link", rel="preload"):
-        preload.decompose()  # in a slow network it takes its share from the style sheet
-    for script in page.select("head script"):
-        source = script.string or ""
-        if "/vendor/tex-" in script.get("src", ""):
-            # Scripts after it need not wait for two megabytes.
-            del script["defer"]
-            script["async"] = ""
-        elif script.get("src") and not script.has_attr("async"):
-            script["defer"] = "defer"
-        elif source.startswith("DOCUMENTATION_OPTIONS."):
-            script["type"] = "module"  # runs after the deferred script that declares it
-        elif FIRST_THEME in source:
-            script.string = source.replace(FIRST_THEME, FIRST_THEME.replace('"auto"', SYSTEMS))
+    for tag in page.select("script, link[rel=preload]"):
+        source = f"{tag.get('src', '')} {tag.string or ''}"
+        mathjax = "/vendor/tex-" in source or "window.MathJax" in source
+        unused = any(word in source for word in UNUSED) or (mathjax and not has_formula)
+        if tag.name == "link" or unused:
+            tag.decompose()  # a preload takes its share of a slow network from the style sheets
+        elif tag.get("src") and not tag.has_attr("async"):
+            tag["defer"] = "defer"  # the first paint waits for style sheets alone
+        elif source.strip().startswith("DOCUMENTATION_OPTIONS."):
+            tag["type"] = "module"  # runs after the deferred script that declares it
+        elif FIRST_THEME in source:  # dark from the first paint on
+            tag.string = source.strip().replace(FIRST_THEME, FIRST_THEME.replace('"auto"', SYSTEMS))
 
 
 def _name_things(page: BeautifulSoup) -> None:
@@ -145,8 +82,7 @@ def _name_things(page: BeautifulSoup) -> None:
         table["tabindex"] = "0"  # on a phone it scrolls, and a keyboard has to reach it
     for entry in page.find_all(role="doc-biblioentry"):
         entry["role"] = "listitem"  # what its list has to contain
-    sidebar = page.find("div", class_="bd-sidebar-primary")
-    if isinstance(sidebar, Tag):
+    for sidebar in page.select("div.bd-sidebar-primary"):
         sidebar["role"], sidebar["aria-label"] = "navigation", "Book"
 
 
@@ -163,94 +99,50 @@ def _open_figures(page: BeautifulSoup) -> None:
         ):
             image[name] = pixels
         link = image.find_parent("a") or image.wrap(page.new_tag("a", href=image["src"]))
-        names = ["full-figure"]
+        link["class"] = [*link.get("class", []), "full-figure"]
         width = str(image.get("width", ""))
         if width.isdigit() and int(width) > WIDE:
-            names.append("wide-figure")
+            link["class"].append("wide-figure")
             link["style"] = f"--figure-width: {width}px"
-        link["class"] = list(dict.fromkeys([*link.get("class", []), *names]))
 
 
-def _write_icons(site: Path, texts: Collection[str]) -> None:
-    """Write the icons that pages and styles use to one style sheet; remove all the others.
+def _keep_used_icons(site: Path, names: set[str]) -> None:
+    """Put Font Awesome's fonts, cut to the icons in use, into its style sheet.
 
-    The font lies inside the style sheet, because a browser loads no font from another file.
+    A browser loads no font from another file, and all 2,000 icons are too heavy to lie in it.
+    Raises ValueError if the theme no longer brings Font Awesome where it is expected.
     """
-    css = next(site.glob(f"{FONT_AWESOME}/*/css/all.min.css"), None)
-    if css is None:
-        if (site / ICONS).exists():
-            return
-        raise FileNotFoundError(f"the theme no longer has {FONT_AWESOME}/*/css/all.min.css")
-    code_of = _codes(css.read_text())
-    used = {
-        name for text in texts for name in re.findall(r"\bfa-[a-z0-9-]*[a-z0-9]\b", text)
-    } - STYLES
-    icons = {name: code_of[name] for name in sorted(used) if name in code_of}
-    codes = set(icons.values())
-    for sheet in (site / "_static").rglob("*.css"):
-        if sheet not in (css, site / ICONS):
-            codes |= _codes_in(sheet.read_text())
-    fonts = css.parent.parent / "webfonts"
-    solid = _only(fonts / "fa-solid-900.ttf", codes)
-    text = ICONS_CSS.format(version=css.parent.parent.name, font=solid)
-    logos = {name: code for name, code in icons.items() if _is_logo(name, texts)}
-    if logos:
-        text += LOGOS_CSS.format(font=_only(fonts / "fa-brands-400.ttf", set(logos.values())))
-    rules = [f'.{name}::before {{ content: "\\{code:x}"; }}' for name, code in icons.items()]
-    text += "\n".join(rules) + "\n"
-    (site / ICONS).write_text(text)
-    for folder in ("css", "js", "webfonts"):
-        shutil.rmtree(css.parent.parent / folder)
+    (css,) = site.glob("_static/vendor/fontawesome/*/css/all.min.css")
+    sheets = "".join(p.read_text() for p in (site / "_static").rglob("*.css") if p != css)
+    # Style sheets name icons by their code points, as characters or escaped (\f0eb).
+    codes = {int(code, 16) for code in re.findall(r"\\(f[0-9a-f]{3})\b", sheets)}
+    codes |= {ord(character) for character in re.findall("[\ue000-\uf8ff]", sheets)}
+
+    def used(rule: re.Match[str]) -> str:
+        if names.isdisjoint(re.findall(r"fa-[\w-]+", rule[1])):
+            return ""
+        codes.add(int(rule[2], 16))
+        return rule[0]
+
+    def inlined(source: re.Match[str]) -> str:
+        font = _cut(css.parent.parent / "webfonts" / f"{source[1]}.ttf", codes)
+        return f'url("data:font/woff;base64,{base64.b64encode(font).decode()}") format("woff")'
+
+    css.write_text(FONT.sub(inlined, OLD_NAMES.sub("", ICON.sub(used, css.read_text()))))
 
 
-def _is_logo(icon: str, texts: Collection[str]) -> bool:
-    """Whether a page has `icon` with the class of a logo: `<i class="fab fa-github">`."""
-    logo = re.compile(rf'class="(?=[^"]*\b(?:fab|fa-brands)\b)[^"]*\b{icon}\b')
-    return any(logo.search(text) for text in texts)
+def _cut(path: Path, codes: set[int]) -> bytes:
+    """The font at `path` with the glyphs of `codes` alone, as WOFF."""
+    font, out = TTFont(path), io.BytesIO()
+    cut = subset.Subsetter(subset.Options(layout_features=[]))
+    cut.populate(unicodes=codes)
+    cut.subset(font)
+    font.flavor = "woff"
+    font.save(out)
+    return out.getvalue()
 
 
-def _codes_in(css: str) -> set[int]:
-    """The code points of icons in a style sheet, escaped (\\f0eb) or as characters."""
-    escaped = {int(code, 16) for code in re.findall(r"\\(f[0-9a-f]{3})\b", css)}
-    return escaped | {ord(character) for character in re.findall("[\ue000-\uf8ff]", css)}
-
-
-def _codes(css: str) -> dict[str, int]:
-    """Name of an icon → its code point, from Font Awesome's style sheet."""
-    codes = {}
-    for names, code in re.findall(
-        r'((?:\.fa-[a-z0-9-]+:before,?)+)\{content:"\\([0-9a-f]+)"\}', css
-    ):
-        for name in re.findall(r"\.(fa-[a-z0-9-]+):before", names):
-            codes[name] = int(code, 16)
-    return codes
-
-
-def _only(font: Path, codes: set[int]) -> str:
-    """The font at `font` with the glyphs of `codes` alone, as WOFF in Base64."""
-    options = subset.Options()
-    options.flavor = "woff"
-    options.layout_features = []
-    loaded = TTFont(font)
-    subsetter = subset.Subsetter(options)
-    subsetter.populate(unicodes=codes)
-    subsetter.subset(loaded)
-    out = io.BytesIO()
-    loaded.flavor = "woff"
-    loaded.save(out)
-    return base64.b64encode(out.getvalue()).decode()
-
-
-def _reduce_colors(path: Path) -> None:
-    """Store a PNG with a palette, in place, unless it has one or the palette would not help."""
-    with Image.open(path) as image:
-        if image.mode not in ("RGB", "RGBA"):
-            return
-        white = Image.new("RGBA", image.size, "white")
-        flat = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-    reduced = io.BytesIO()
-    flat.quantize(COLORS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
-        reduced, "PNG", optimize=True
-    )
-    if reduced.tell() < path.stat().st_size:
-        path.write_bytes(reduced.getvalue())
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the last step of a build with Sphinx."""
+    app.connect("build-finished", finish)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -19,8 +19,8 @@ from labkit.launch.scripts import project_root
 
 FIRST = "book/start/what_is_averaged.ipynb"
 COPIES = "notebooks"
-# What a chapter links to, besides other chapters, and the module that it imports.
-PAGES = (".md", ".svg", ".png", ".py")
+# What a chapter links to or imports, besides other chapters.
+BESIDE = (".md", ".svg", ".png", ".py")
 
 
 def place_of_copy(path: Path) -> Path:
@@ -32,10 +32,10 @@ def place_of_copy(path: Path) -> Path:
 
 
 def copy_missing(root: Path) -> None:
-    """Copy notebooks, their modules, and pages that `notebooks` lacks, in the same folders."""
-    found = (path for path in (root / "book").rglob("*") if path.suffix in PAGES)
-    pages = [path.relative_to(root) for path in found if path.name != "conftest.py"]
-    for path in [*notebooks_of(root), *pages]:
+    """Copy notebooks, and what the book has beside them, unless `notebooks` has it already."""
+    found = (path for path in (root / "book").rglob("*.*") if path.suffix in BESIDE)
+    beside = [path.relative_to(root) for path in found if path.name != "conftest.py"]
+    for path in [*notebooks_of(root), *beside]:
         target = root / place_of_copy(path)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def main() -> NoReturn:
     command = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", "--log-level=WARN"]
     command += [f"--ServerApp.root_dir={root / COPIES}"]
     command += [f"--LabApp.default_url=/lab/tree/{copy.relative_to(COPIES).as_posix()}"]
-    if hasattr(os, "geteuid") and os.geteuid() == 0:  # in a container
+    if os.geteuid() == 0:  # in a container
         command += ["--allow-root"]
     command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", *options]
     # The kernel of this environment, also where the user has installed another "python3".

@@ -1,63 +1,41 @@
-"""The project's public address: stored once, and repeated wherever a reader or a program looks.
+"""Sphinx extension: what the built book says about the project's public address.
 
-    python -m labkit.book.repository https://github.com/…    set it
-    python -m labkit.book.repository ""                      unset it
-
-The setting is `repository: url` in `_config.yml`. The pages take it from there when the book is
-built. `CITATION.cff` and `pyproject.toml` cannot read another file, so this command writes them,
-too. As long as no address is set, pages speak of "the folder that this book came in".
+The address is `repository: url` in `_config.yml`; the environment variables BOOK_REPOSITORY and
+BOOK_BRANCH override it and its branch. With an address, the pages have a link to the repository,
+launch buttons, and commands that fetch the code. Without one, they say "the folder that this book
+came in". A notebook that a reader downloads begins with a cell that says what it needs.
 """
 
-import argparse
+import os
 import re
-import sys
 from pathlib import Path
+from typing import Any
 
-import yaml
+import nbformat
+from sphinx.application import Sphinx
+from sphinx.config import Config
+from sphinx.errors import ConfigError
 
-from labkit.launch.scripts import project_root
+ADDRESS = re.compile(r"https://github\.com/[\w-]+/[\w.-]+", re.ASCII)
+LAUNCH = {"notebook_interface": "jupyterlab", "binderhub_url": "https://mybinder.org"}
+HERE = "In the folder that this book came in"
+CITATION = """\
+@misc{{how-gradients-are-combined,
+  title  = {{How gradients are combined: data-parallel training, from scratch and checked}},
+  author = {{{{The miniddp authors}}}},
+  year   = {{{year}}},{url}
+}}"""
+GUARD = """\
+# Added to the download: this notebook needs packages that come with the book's code.
+import importlib.util
 
-REPOSITORY = re.compile(r"https://github\.com/[\w-]+/[\w.-]+", re.ASCII)
-# In each file: the place of the address (or where it would be), what to write there, and what
-# to leave there without an address.
-LINES = {
-    "_config.yml": (r'(?<=^repository:\n  url: )".*"$', '"{}"', '""'),
-    "CITATION.cff": (r"^repository-code: .*\n|\Z", 'repository-code: "{}"\n', ""),
-    "pyproject.toml": (
-        r'\n\[project\.urls\]\nRepository = ".*"\n|(?<=^dependencies = \["torch>=\d\.\d\d"\]\n)',
-        '\n[project.urls]\nRepository = "{}"\n',
-        "",
-    ),
-}
-
-
-def checked(address: str) -> str:
-    """`address`, without the `.git` that GitHub adds to what one copies there.
-
-    Raises ValueError if it is not empty and not a repository on GitHub.
-    """
-    address = address.strip().rstrip("/").removesuffix(".git")
-    if address and not REPOSITORY.fullmatch(address):
-        raise ValueError(
-            f"the repository is {address!r}; launch buttons and links need"
-            " https://github.com/OWNER/NAME. Leave it empty to build without them."
-        )
-    return address
-
-
-def set_address(root: Path, address: str) -> None:
-    """Write `address` to the files of the project in `root`; an empty one removes it."""
-    address = checked(address)
-    texts = {}
-    for name, (place, line, without) in LINES.items():
-        text = (root / name).read_text()
-        found = re.search(place, text, re.MULTILINE)
-        if not found:
-            raise ValueError(f"{root / name} has no place for the repository's address")
-        new = line.format(address) if address else without
-        texts[name] = text[: found.start()] + new + text[found.end() :]
-    for name, text in texts.items():
-        (root / name).write_text(text)
+missing = [name for name in {needed!r} if importlib.util.find_spec(name) is None]
+if missing:
+    raise ModuleNotFoundError(
+        f"This Python has no {{' and no '.join(missing)}}. "
+        "{where} run: make notebook CHAPTER={chapter}"
+    )
+"""
 
 
 def clone_command(address: str) -> str:
@@ -65,57 +43,61 @@ def clone_command(address: str) -> str:
     return f"git clone {address} && cd {address.rpartition('/')[2]}"
 
 
-def start_lines(address: str) -> str:
-    """The Markdown of "Get the code": the commands from nothing to an open chapter."""
-    commands = [
+def substitutions(address: str, year: str) -> dict[str, str]:
+    """What `{{ name }}` stands for on the pages, as Markdown. `address` may be empty."""
+    start = [
+        *([clone_command(address)] if address else []),
         "make book        # run every chapter and build the book",
         "make notebook    # open a chapter in JupyterLab",
     ]
-    before = "In the folder that this book came in:"
-    if address:
-        before = "You need Python 3.11 or newer and `make`:"
-        commands.insert(0, clone_command(address))
-    return "\n".join([before, "", "```bash", *commands, "```"])
-
-
-def install_lines(address: str) -> str:
-    """The Markdown of "Install it": what puts `miniddp` and `ddp_doctor` into an environment."""
-    where, what = "In the folder that this book came in:", "."
-    if address:
-        where, what = "In your own environment:", f"git+{address}"
-    return "\n".join([where, "", "```bash", f"pip install {what}", "```"])
-
-
-def citation(address: str, title: str, authors: str, year: str) -> str:
-    """The Markdown of the book's BibTeX entry."""
-    fields = {"title": title, "author": f"{{{authors}}}", "year": year}
-    if address:
-        fields["url"] = address
-    lines = [f"  {name:6} = {{{value}}}," for name, value in fields.items()]
-    return "\n".join(["```bibtex", "@misc{how-gradients-are-combined,", *lines, "}", "```"])
-
-
-def substitutions(address: str, cff: str, year: str) -> dict[str, str]:
-    """What `{{ name }}` stands for on the pages; `cff` is the text of CITATION.cff."""
-    cited = yaml.safe_load(cff)
-    authors = " and ".join(author["name"] for author in cited["authors"])
+    needed = "You need Python 3.11 or newer and `make`:" if address else f"{HERE}:"
+    where = "In your own environment:" if address else f"{HERE}:"
+    source = f"git+{address}" if address else "."
+    url = f"\n  url    = {{{address}}}," if address else ""
     return {
-        "get_the_code": start_lines(address),
-        "install_it": install_lines(address),
-        "citation": citation(address, cited["title"], authors, year),
+        "get_the_code": "\n".join([needed, "", "```bash", *start, "```"]),
+        "install_it": f"{where}\n\n```bash\npip install {source}\n```",
+        "citation": f"```bibtex\n{CITATION.format(year=year, url=url)}\n```",
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("address", help="https://github.com/…, or an empty string")
-    try:
-        set_address(project_root(), parser.parse_args().address)
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+def name_the_address(app: Sphinx, config: Config) -> None:
+    """Give the theme and the pages the address. Raises ConfigError if it is not on GitHub."""
+    options = config.html_theme_options
+    address = os.environ.get("BOOK_REPOSITORY") or options.get("repository_url", "")
+    address = address.strip().rstrip("/").removesuffix(".git")
+    if address and not ADDRESS.fullmatch(address):
+        raise ConfigError(
+            f"the repository is {address!r}; launch buttons and links need "
+            "https://github.com/OWNER/NAME. Leave it empty to build without them."
+        )
+    options["repository_url"] = address
+    if branch := os.environ.get("BOOK_BRANCH"):
+        options["repository_branch"] = branch
+    if address:
+        options |= {"use_repository_button": True, "launch_buttons": LAUNCH}
+    config.myst_substitutions = substitutions(address, config.copyright)
 
 
-if __name__ == "__main__":
-    main()
+def guard_downloads(app: Sphinx, exception: Exception | None) -> None:
+    """Begin every notebook that can be downloaded with a cell that says what it needs."""
+    address = app.config.html_theme_options.get("repository_url")
+    where = f"Run: {clone_command(address)}. There," if address else f"{HERE},"
+    sources = Path(app.outdir) / "_sources"
+    for path in sources.rglob("*.ipynb"):
+        notebook = nbformat.read(path, as_version=4)
+        chapter = Path("book") / path.relative_to(sources)
+        needed = ["labkit", "miniddp"]
+        if (Path(app.srcdir) / path.relative_to(sources)).with_suffix(".py").exists():
+            needed.append(path.stem)  # the module that this chapter imports
+        source = GUARD.format(needed=needed, where=where, chapter=chapter.as_posix())
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(source, id="needs-the-project"))
+        notebook.nbformat_minor = max(notebook.nbformat_minor, 5)  # the first with cell ids
+        nbformat.write(notebook, path)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the two steps with Sphinx."""
+    app.connect("config-inited", name_the_address)
+    app.connect("build-finished", guard_downloads)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -2,13 +2,17 @@
 
 import json
 import math
-import shutil
 import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+import playwright
 
 from labkit.launch.scripts import project_root
 
+# pip brings it with Playwright.
+NODE = Path(playwright.__file__).parent / "driver" / "node"
 LOGIC = project_root() / "book" / "_static" / "figures" / "logic"
 # JSON has no NaN and no infinity, and a JavaScript number has: they travel as text.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -27,13 +31,11 @@ def call(figure: str, function: str, cases: Iterable[tuple[Any, ...]]) -> list[A
     """`function` of the figure's logic, once per case; a case is a tuple of arguments for JSON.
 
     One node process for all cases. A function that returns nothing gives None. Raises
-    AssertionError if node is missing, if the function raises, or if node does not end in a minute.
+    AssertionError if the function raises, or if node does not end in a minute.
     """
-    node = shutil.which("node")
-    assert node, "node is not installed; the tests of the figures need it: apt-get install nodejs"
     lines = [json.dumps([function, *case], allow_nan=False) for case in cases]
     done = subprocess.run(
-        [node, "-e", _PROGRAM, str(LOGIC / f"{figure}.js")],
+        [NODE, "-e", _PROGRAM, str(LOGIC / f"{figure}.js")],
         input="\n".join(lines),
         capture_output=True,
         text=True,

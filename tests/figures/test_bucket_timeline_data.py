@@ -27,11 +27,6 @@ def test_the_script_has_the_stored_results():
     assert again == script, "run: python -m tests.figures.timeline_data"
 
 
-def test_a_script_without_the_marked_lines_is_refused():
-    with pytest.raises(ValueError, match="has 0 lines"):
-        written("const DATA = {};", {"models": MODELS})
-
-
 @pytest.mark.parametrize(
     ("name", "make"),
     [

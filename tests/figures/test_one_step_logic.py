@@ -24,9 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.launch import run_ranks
 from labkit.testing.compare import ratio_and_cosine
 from labkit.testing.verdict import kind_of
-from miniddp import MiniDDP
 from miniddp.extras.comm_hooks import total
-from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 CASES = 800
 START = {
@@ -160,17 +158,10 @@ def test_the_row_of_the_table_names_the_factor_that_is_right():
     assert min(seen.values()) > 5, seen
 
 
-def test_a_mean_of_unequal_means_is_leaf_4_and_points_elsewhere():
-    samples = [[2, 5], [-2, 0, 1, 2, 0, 0], *START["samples"][2:]]
-    (found,) = shown([START | {"samples": samples}])
-    assert found["leaf"] == 4
-    assert found["kind"] == ["direction bug"] * 2
-
-
-def on_a_rank(rank, world_size, step, wrapper):
+def on_a_rank(rank, world_size, step):
     """One real step: the gradient that the optimizer of this rank would get."""
     torch.manual_seed(0)
-    ddp = wrapper(model())
+    ddp = DistributedDataParallel(model())
     if step.combine == "sum":
         ddp.register_comm_hook(None, total)
     network = ddp if step.wrapped else ddp.module
@@ -203,34 +194,17 @@ REAL = {
     "accumulation, no backward synchronizes": {"accumulate": "never"},
     "a rank without samples": {"w": 3, "absent": "zeros"},
     "a rank without samples, others divide": {"w": 3, "absent": "active"},
-}
-# Only wrappers with communication hooks can sum.
-SUMMED = {
     "summed": {"combine": "sum"},
     "summed, and every backward synchronizes": {"combine": "sum", "accumulate": "each", "w": 3},
 }
 
 
-def compare_with_real_ranks(change: dict, wrapper: type) -> None:
-    state = START | change
+@pytest.mark.parametrize("name", REAL)
+def test_the_figure_shows_what_real_ranks_of_torchs_ddp_compute(name):
+    state = START | REAL[name]
     step = step_of(state)
-    found = run_ranks(on_a_rank, state["w"], step, wrapper)
+    found = run_ranks(on_a_rank, state["w"], step)
     (figure,) = shown([state])
     for rank, gradient in enumerate(found):
         if gradient is not None:
             assert near(figure["final"][rank], gradient), rank
-
-
-@pytest.mark.parametrize("name", REAL | SUMMED)
-def test_the_figure_shows_what_real_ranks_of_torch_ddp_compute(name):
-    compare_with_real_ranks((REAL | SUMMED)[name], DistributedDataParallel)
-
-
-@pytest.mark.parametrize("name", [name for name in REAL if "absent" not in REAL[name]])
-def test_the_figure_shows_what_real_ranks_of_miniddp_compute(name):
-    compare_with_real_ranks(REAL[name], MiniDDP)
-
-
-@pytest.mark.parametrize("name", [*SUMMED, "a rank without samples"])
-def test_the_figure_shows_what_real_ranks_of_the_drop_in_compute(name):
-    compare_with_real_ranks((REAL | SUMMED)[name], DropIn)

@@ -238,17 +238,3 @@ def test_the_bytes_per_link_are_those_counted_between_real_processes() -> None:
 
 def on_two_nodes_of_four(tensor: Tensor) -> None:
     hierarchical_all_reduce(tensor, nodes=Nodes.groups(4))
-
-
-def test_the_ring_reaches_the_limit_and_the_hierarchical_one_reaches_it_between_nodes() -> None:
-    for world_size in range(2, 9):
-        steps = call("the_ring", "schedule", [("ring", world_size, 840, 1)])[0]
-        links = call("the_ring", "sent", [(steps, world_size, len(steps))])[0]
-        limit = call("the_ring", "limit", [(world_size,)])[0]
-        assert abs(call("the_ring", "busiest", [(links,)])[0] / 840 - limit) < 1e-9
-        if world_size % 2 == 0:
-            way = ("hierarchical", world_size, 840, world_size // 2)
-            steps = call("the_ring", "schedule", [way])[0]
-            links = call("the_ring", "sent", [(steps, world_size, len(steps))])[0]
-            out = call("the_ring", "leaving", [(links, world_size // 2)])[0]
-            assert [n / 840 for n in out] == [1.0, 1.0]

@@ -64,13 +64,3 @@ def test_the_recorded_steps_are_reached_by_keyboard_and_leave_when_the_choices_d
     assert "Recorded: " not in opened.page.locator(".figure-drawing").text_content()
     opened.page.get_by_role("button", name="Reset").press("Enter")
     assert "Measured:" in said(opened)
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_axe_finds_nothing_and_nothing_is_cut_off(open_figure, cut_off, theme, width):
-    opened = open_figure(NAME, "model=transformer&cap=4", theme=theme, width=width)
-    opened.page.get_by_text("More choices").click()
-    assert opened.violations("figure.playable") == []
-    assert opened.wider_by() == 0
-    assert cut_off(opened) == []

@@ -12,13 +12,22 @@ NAMES = names(project_root() / "book")
 STATE = "name => Figures.states()[name]"
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("name", NAMES)
+# Beside its starting state, each figure is opened in one that fills its drawing.
+FULL = {
+    "bucket_timeline": "model=transformer&cap=4",
+    "memory_and_traffic": "strategy=hsdp&w=16384",
+    "the_ring": "way=doubling&w=7&step=4",
+    "two_queues": "q0=ra14h.s.bw4f&q1=ra14b.s.s&rank=0",
+}
+OPENED = [(name, state) for name in NAMES for state in ("", FULL.get(name)) if state is not None]
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "light"), (390, "dark")])
+@pytest.mark.parametrize(("name", "state"), OPENED)
 def test_a_figure_opens_from_a_file_without_an_error_a_request_or_a_barrier(
-    open_figure, name, width, theme
+    open_figure, cut_off, name, state, width, theme
 ):
-    opened = open_figure(name, width=width, theme=theme)
+    opened = open_figure(name, state, width=width, theme=theme)
     figure = opened.page.locator(f"#playable-{name}")
     expect(figure.locator("svg.figure-drawing > *").first).to_be_attached()
     for summary in figure.locator("summary").all():
@@ -27,6 +36,8 @@ def test_a_figure_opens_from_a_file_without_an_error_a_request_or_a_barrier(
     assert opened.external == []
     assert opened.wider_by() == 0
     assert opened.violations(f"#playable-{name}") == []
+    if state:
+        assert cut_off(opened) == []
     assert opened.page.evaluate("document.documentElement.dataset.theme") == theme
 
 

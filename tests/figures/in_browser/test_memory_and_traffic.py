@@ -54,13 +54,3 @@ def test_a_shard_group_is_no_larger_than_the_ranks_there_are(open_figure):
     opened = open_figure(NAME, "strategy=hsdp&group=64&w=4")
     job = TrainingJob(7_500_000_000, 4, precision="bf16", shard_ranks=4)
     assert stated_bytes(said(opened)) == wanted_bytes(job, "hsdp")
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_axe_finds_nothing_and_nothing_is_cut_off(open_figure, cut_off, theme, width):
-    opened = open_figure(NAME, "strategy=hsdp&w=16384", theme=theme, width=width)
-    opened.page.get_by_text("More choices").click()
-    assert opened.violations("figure.playable") == []
-    assert opened.wider_by() == 0
-    assert cut_off(opened) == []

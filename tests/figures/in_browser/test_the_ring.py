@@ -110,13 +110,3 @@ def test_who_asked_for_less_motion_gets_no_play_button(open_figure):
     opened = open_figure(NAME, reduced_motion=True)
     assert opened.page.get_by_role("button", name="Next").is_visible()
     assert opened.page.get_by_role("button", name="Play").count() == 0
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("state", ["", "way=hierarchical&w=8&step=4", "way=doubling&w=7&step=4"])
-def test_axe_finds_nothing_and_nothing_is_cut_off(open_figure, cut_off, theme, width, state):
-    opened = open_figure(NAME, state, theme=theme, width=width)
-    assert opened.violations("figure.playable") == []
-    assert opened.wider_by() == 0
-    assert cut_off(opened) == []

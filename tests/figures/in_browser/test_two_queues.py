@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from browser import OpenedPage
 from figures.two_queues import Call, pair_up
 from playwright.sync_api import expect
@@ -141,13 +140,3 @@ def test_two_empty_queues_and_a_broken_address_are_drawn_too(open_figure):
     broken = open_figure(NAME, state, beside=True)
     assert queues_of(broken) == ("s", ".".join(["s"] * 8))
     assert opened.errors == broken.errors == []
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("state", ["", "q0=ra14h.s.bw4f&q1=ra14b.s.s&rank=0"])
-def test_axe_finds_nothing_and_nothing_is_cut_off(open_figure, cut_off, theme, width, state):
-    opened = open_figure(NAME, state, theme=theme, width=width)
-    assert opened.violations("figure.playable") == []
-    assert opened.wider_by() == 0
-    assert cut_off(opened) == []

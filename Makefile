@@ -129,7 +129,7 @@ figures: $(READY)
 	@$(BIN)/python -m labkit.book.playable_page
 
 figures-stills: $(READY)
-	@$(BIN)/python -m labkit.book.playable_page stills
+	@$(BIN)/python -m tests.figures.stills
 
 # Exit code 2 where there is no GPU. `make gpu ARGS="--device cpu"` rehearses without one.
 gpu: $(READY)

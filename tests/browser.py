@@ -13,14 +13,23 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
-from labkit.book.playable_page import FLAGS
 from labkit.launch.scripts import project_root
 
 AXE = Path(__file__).parent / "site" / "vendor" / "axe.min.js"
 MISSING = "There is no chromium on the PATH. On Debian: apt-get install chromium"
-ARGUMENTS = [*FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+# No display, no sandbox, no network but the loopback interface.
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+]
 # The theme reads these names; a page without the theme follows prefers-color-scheme.
 CHOOSE_THEME = "try {{ localStorage.mode = localStorage.theme = '{theme}' }} catch (error) {{}}"
 # Runs before each page, because the tab may have shown another. A page without storage raises.
@@ -87,14 +96,17 @@ OpenPage = Callable[..., OpenedPage]
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Browser]:
     """One browser for all tests; `open_page` gives each page an empty profile."""
-    executable = shutil.which("chromium")
-    assert executable, MISSING
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=executable, headless=True, args=ARGUMENTS
-        )
+        browser = start_chromium(playwright)
         yield browser
         browser.close()
+
+
+def start_chromium(playwright: Playwright) -> Browser:
+    """Debian's Chromium, without a window."""
+    executable = shutil.which("chromium")
+    assert executable, MISSING
+    return playwright.chromium.launch(executable_path=executable, headless=True, args=ARGUMENTS)
 
 
 @pytest.fixture

@@ -110,10 +110,6 @@ def _depart(translator: Any, node: Playable) -> None:
     translator.body.append("</figcaption>\n</figure>\n")
 
 
-def _as_text(translator: Any, node: Playable) -> None:
-    """Formats without scripts get the caption alone."""
-
-
 def _load_scripts(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: nodes.Node
 ) -> None:
@@ -136,10 +132,7 @@ def _load_nothing_elsewhere(app: Sphinx, config: Config) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive with Sphinx."""
-    silent = (_as_text, _as_text)
-    app.add_node(
-        Playable, html=(_visit, _depart), latex=silent, text=silent, man=silent, texinfo=silent
-    )
+    app.add_node(Playable, html=(_visit, _depart))
     app.add_directive("playable", PlayableDirective)
     # Before Sphinx's builder reads the two settings.
     app.connect("config-inited", _load_nothing_elsewhere)

@@ -119,18 +119,6 @@ def test_a_call_is_dragged_to_another_place_in_its_queue(open_figure):
     expect_what_python_says(opened, ("rb12f.rc3f.ra12f", "ra12f.rb12f.rc3f"))
 
 
-def test_each_preset_ends_as_the_model_says_with_and_without_detail(open_figure):
-    opened = open_figure(NAME)
-    presets = opened.page.locator(".figure-presets button")
-    assert presets.count() == 8
-    for detail in (False, True):
-        opened.page.get_by_role("switch").set_checked(detail)
-        for preset in presets.all():
-            preset.click()
-            expect(preset).to_have_attribute("aria-pressed", "true")
-            expect_what_python_says(opened, queues_of(opened))
-
-
 def test_two_empty_queues_and_a_broken_address_are_drawn_too(open_figure):
     opened = open_figure(NAME, "q0=&q1=&at=7")
     assert queues_of(opened) == ("", "")

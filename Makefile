@@ -25,8 +25,7 @@ ARGS ?=
 # waits leaves its core idle.
 WORKERS ?= 3
 PORT ?= 8123
-# $(call whole_number,NAME) stops with one sentence if the variable NAME is no whole number.
-whole_number = case '$($1)' in ''|*[!0-9]*) echo "$1 is a whole number, and $1=$($1) is not." >&2; exit 2;; esac
+$(foreach name,WORKERS PORT,$(if $(shell test '$($(name))' -ge 0 2>&1 || echo no),$(error $(name) is a whole number, and $(name)=$($(name)) is not)))
 # The core's tests: what a change of src/miniddp breaks first.
 CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/miniddp/test_ladder.py \
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py \
@@ -88,7 +87,6 @@ html: $(READY)
 
 # The types are checked while the tests run: without mypy's cache they take half a minute.
 check: $(READY)
-	@$(call whole_number,WORKERS)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync check-types check-core
@@ -101,7 +99,6 @@ check-core:
 
 # The types are checked beside the tests; make check shows an error in them first.
 test: $(READY)
-	@$(call whole_number,WORKERS)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(MAKE) --no-print-directory --jobs=2 check-types test-all
@@ -153,7 +150,6 @@ lab: $(READY)
 
 # OPEN=1 opens it in the default browser. The log of requests is not shown.
 serve: $(READY)
-	@$(call whole_number,PORT)
 	@test -f _build/html/index.html || { echo "There is no book in _build/html: make book builds it." >&2; exit 2; }
 	@$(if $(OPEN),(sleep 1; $(BIN)/python -m webbrowser http://127.0.0.1:$(PORT)/ >/dev/null) &)
 	@$(BIN)/python -u -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html 2>_build/serve.log || { tail -n 1 _build/serve.log; echo "Choose another port: make serve PORT=8124"; exit 1; } >&2

@@ -228,8 +228,8 @@ def test_a_lab_fails_if_its_numbers_do_not_agree_or_are_no_numbers(fault, lab_of
     [
         (["lab", "LAB=no_such_lab"], "There is no labs/no_such_lab.py. There are:"),
         (["lab", "LAB=accumulate_vs_ddp_lightning"], "starts its own ranks: .venv/bin"),
-        (["serve", "PORT=abc"], "PORT is a whole number, and PORT=abc is not."),
-        (["check", "WORKERS=two"], "WORKERS is a whole number, and WORKERS=two is not."),
+        (["serve", "PORT=abc"], "PORT is a whole number, and PORT=abc is not"),
+        (["check", "WORKERS=two"], "WORKERS is a whole number, and WORKERS=two is not"),
         (["book", "PYTHON=python3", "-n"], "labkit.book.chapters execute"),
     ],
 )

@@ -11,7 +11,7 @@ from tests.gpu.machine import Machine
 
 
 def test_a_rehearsal_runs_and_proves_nothing_about_gpus(monkeypatch, capsys, tmp_path):
-    parts = ["streams", "equality", "precision", "memory", "draws"]
+    parts = ["streams", "precision", "memory", "draws"]
     words = [word for part in [*parts, "timeline"] for word in ("-k", part)]
     file = tmp_path / "report.md"
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--report", str(file), *words])

@@ -1,6 +1,5 @@
 """Kernels that are reached through files: no port is drawn, and none can be taken."""
 
-import asyncio
 import tempfile
 from pathlib import Path
 
@@ -36,25 +35,11 @@ def test_two_kernels_of_nbval_in_one_folder_need_no_port(
         assert list(place.parent.glob(f"{place.stem}*")) == []
 
 
-def test_a_kernel_of_nbclient_needs_no_port(every_port_is_taken):
-    async def run():
-        manager = AsyncKernelThroughFiles(kernel_name="python3")
-        await manager.start_kernel()
-        client = manager.client()
-        client.start_channels()
-        try:
-            await client.wait_for_ready(timeout=60)
-        finally:
-            client.stop_channels()
-            await manager.shutdown_kernel(now=True)
-        return manager.transport
-
-    assert asyncio.run(run()) == "ipc"
-
-
 def test_a_path_too_long_for_a_socket_leaves_the_ports(monkeypatch, tmp_path):
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "long" / ("x" * 100)))
     assert KernelThroughFiles(kernel_name="python3").transport == "tcp"
+    assert AsyncKernelThroughFiles(kernel_name="python3").transport == "tcp"
     with tempfile.TemporaryDirectory() as short:
         monkeypatch.setenv("JUPYTER_RUNTIME_DIR", short)
         assert KernelThroughFiles(kernel_name="python3").transport == "ipc"
+        assert AsyncKernelThroughFiles(kernel_name="python3").transport == "ipc"

@@ -138,7 +138,6 @@ def imported_by(folder: str) -> set[str]:
 def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
     own = {path.name for path in ROOT.glob("src/*")} | {path.stem for path in ROOT.glob("tests/*")}
     own |= {"tests", *(path.stem for path in ROOT.glob("book/*/*.py"))}
-    own |= {path.stem for path in ROOT.glob("book/*/*.py")}  # beside the chapters
     foreign = imported_by(folder) - own - set(sys.stdlib_module_names) - {"torch"}
     declared = {package for extra in EXTRAS_OF[folder] for package in EXTRAS[extra]}
     needed = {DISTRIBUTION.get(name, name) for name in foreign}

@@ -46,7 +46,8 @@ def supervise(caller: Connection, job: Job) -> None:
         (job.folder / name).mkdir(parents=True)
     with reserved_port() as port:
         started = time.monotonic()
-        ranks = [_start(job, rank, port) for rank in range(_processes(job))]
+        count = job.ranks if job.launch == "torchrun" else 1
+        ranks = [_start(job, rank, port) for rank in range(count)]
         try:
             codes = _exit_codes(caller, ranks, started + job.timeout)
         finally:
@@ -56,10 +57,6 @@ def supervise(caller: Connection, job: Job) -> None:
     while job.doctor is not None and not job.report.exists() and time.monotonic() < until:
         time.sleep(0.02)
     caller.send((codes, seconds))
-
-
-def _processes(job: Job) -> int:
-    return job.ranks if job.launch == "torchrun" else 1
 
 
 def _start(job: Job, rank: int, port: int) -> BaseProcess:

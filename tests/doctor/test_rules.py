@@ -95,20 +95,15 @@ def test_a_loss_that_only_rank_0_reads_is_noted_unless_it_is_averaged() -> None:
     assert findings(run_with_steps([logging_step((), (2.0, 3.0))] * 2)) == {}
 
 
-def contrastive_step(square: list[int], shape: list[int], input_: list[int]) -> Any:
+def test_scores_that_are_gathered_for_a_metric_are_no_contrastive_loss() -> None:
     gathered = {
-        "op": "all_gather", "shape": shape, "numel": shape[0] * shape[1], "what": "activation",
+        "op": "all_gather", "shape": [5, 10], "numel": 50, "what": "activation",
         "through_autograd": False, "place": "train.py:5", "backwards": {},
     }  # fmt: skip
     windows = step(collectives=[gathered])
     for one in windows:
-        one["backwards"][0]["terms"][0] |= {"square": square, "shape": input_}
-    return windows
-
-
-def test_scores_that_are_gathered_for_a_metric_are_no_contrastive_loss() -> None:
-    run = run_with_steps([contrastive_step([5, 10, 0], [5, 10], [5, 10])] * 2)
-    assert findings(run) == {}
+        one["backwards"][0]["terms"][0] |= {"square": [5, 10, 0], "shape": [5, 10]}
+    assert findings(run_with_steps([windows] * 2)) == {}
 
 
 def test_steps_that_each_process_took_alone_are_not_steps_of_the_group() -> None:

@@ -15,12 +15,6 @@ class _AfterTorch:
 
         def load_then_watch(module):
             load(module)
-            here = os.path.dirname(os.path.abspath(__file__))
-            found = importlib.util.spec_from_file_location(
-                "doctor_fingerprint", os.path.join(here, "steps.py")
-            )
-            steps = importlib.util.module_from_spec(found)
-            found.loader.exec_module(steps)
             steps.watch(os.environ["FINGERPRINTS"])
 
         spec.loader.exec_module = load_then_watch
@@ -28,5 +22,6 @@ class _AfterTorch:
 
 
 if "FINGERPRINTS" in os.environ:
-    sys.meta_path.append(_AfterTorch())
-    sys.meta_path.insert(0, sys.meta_path.pop())
+    # Now: multiprocessing replaces the path later, and this file's folder is not on its parent's.
+    steps = importlib.import_module("steps")
+    sys.meta_path.insert(0, _AfterTorch())

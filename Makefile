@@ -21,12 +21,12 @@ LAB ?= accumulate_vs_ddp
 LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
-# Workers of make test and make check: one more than the project's two cores, because a test that
+# Workers of make test and make check: one more than two cores, because a test that
 # waits leaves its core idle.
 WORKERS ?= 3
 PORT ?= 8123
 $(foreach name,WORKERS PORT,$(if $(shell test '$($(name))' -ge 0 2>&1 || echo no),$(error $(name) is a whole number, and $(name)=$($(name)) is not)))
-# The core's tests: what a change of src/miniddp breaks first.
+# The quickest tests of the core: what a change of src/miniddp breaks first.
 CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/miniddp/test_ladder.py \
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py \
 	tests/miniddp/test_ddp_equals_torch.py

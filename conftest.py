@@ -8,7 +8,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
-# One thread a process: each test starts processes that are as many as the cores, or more. Threads
+# One thread per process: each test starts processes that are as many as the cores, or more. Threads
 # of several processes on one core wait for each other in a loop: what takes a second takes ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -63,7 +63,7 @@ def test_help_and_errors_are_printed_by_the_first_rank_only(monkeypatch):
 
 FIRST_RANK_IS_SLOW = """
 import argparse, os, time
-from labkit.launch.lab import parse_arguments
+from labkit.launch.arguments import parse_arguments
 time.sleep(2 * (os.environ["RANK"] == "0"))
 parser = argparse.ArgumentParser()
 parser.add_argument("--seed", type=int)

@@ -4,7 +4,7 @@
     python -m ddp_doctor train.py          # a script that starts its own ranks, or one process
     import ddp_doctor; ddp_doctor.watch()  # one line at the top of a script
 
-In reading order:
+In reading order (smaller files serve these):
 
 ================  =================================================================================
 `__main__`        the command line

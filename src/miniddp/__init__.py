@@ -22,7 +22,7 @@ The rooms. They import the core, never the reverse:
 =================  =============================================================================
 `collectives`      all-reduce from send and receive; collectives with a gradient
 `training`         which loss to back-propagate, SyncBatchNorm, MiniDataParallel
-`extras`           comm hooks, the bucket planner: what works on the core alone
+`extras`           comm hooks and the bucket planner, which the drop-in uses
 `torch_drop_in`    `DistributedDataParallel`: torch's class name, every keyword, its speed
 =================  =============================================================================
 """

@@ -7,9 +7,9 @@ parameter's gradient is the average over the ranks, so equal optimizers keep the
 2. *Forward.* Take rank 0's buffers, then call the module. A *synchronized* forward announces its
    backward to `miniddp.reducer`; one in `no_sync()` or without grad does not.
 
-Rank 0 broadcasts the model at construction. Its buffers follow before the first forward, and before
-any forward that comes after a synchronized one; the rebuilt plan follows once (step 6 in the docs
-of `miniddp.reducer`). Source: torch.nn.parallel.distributed.
+Rank 0 broadcasts the model at construction. It broadcasts the buffers again before the first
+forward, and before every forward that follows a synchronized one. It broadcasts the rebuilt plan
+once (step 6 in the docs of `miniddp.reducer`). Source: torch.nn.parallel.distributed.
 """
 
 import warnings
@@ -37,7 +37,8 @@ class MiniDDP(nn.Module):
     Args:
         module: the same on every rank; the gradients of its trainable parameters are averaged.
         process_group: the ranks that take part; the default group when None.
-        broadcast_buffers: take rank 0's buffers, at construction and before forwards (see above).
+        broadcast_buffers: take rank 0's buffers, at construction and before forwards (the file's
+            docstring says which).
         init_sync: verify and broadcast the model at construction.
         bucket_cap_mb: the buckets' size in MiB; when None, 25, but 1 for the one packed first.
         find_unused_parameters: for models in which a forward may leave parameters unused.

@@ -18,7 +18,8 @@ the other rungs send these flags with the gradients. All rungs have one interfac
     rung.finish()                      # after the last backward, before optimizer.step()
 
 All obey the two rules of `miniddp.manual`. On a GPU, run the forward on one CUDA stream: only
-`miniddp.reducer` waits for other streams. Source: section 3.2 of Li et al. (cited there).
+`miniddp.reducer` waits for other streams. Source: section 3.2 of Li et al.,
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
 
 from collections.abc import Iterator

@@ -41,7 +41,7 @@ from miniddp.unused import UsedParameters
 
 
 class ReducerState(Enum):
-    """The phase that a reducer is in. `_NEXT` lists the transitions; others raise RuntimeError."""
+    """The phase that a reducer is in. `_NEXT` lists what `enter` allows."""
 
     # No backward is expected. If one runs, its gradients stay local, and the next forward warns.
     IDLE = auto()
@@ -130,7 +130,7 @@ class Reducer:
         self.reset_bucket_counting()
 
     def hook_accumulators(self) -> None:
-        """Hook each accumulator. Called again after the parameters' dtype has changed."""
+        """Hook each accumulator. If the parameters' dtype changes, a subclass calls it again."""
         self.accumulators, self.remove_hooks = hook_accumulators(self, self.parameters)
 
     # 2. Prepare -----------------------------------------------------------------------------------
@@ -181,7 +181,10 @@ class Reducer:
                 self.mark_variable_ready(index)
 
     def expect_autograd_hook(self, index: int) -> bool:
-        """Whether to count this gradient. The first one of a backward enters REDUCING."""
+        """Mark the parameter as used, and enter REDUCING on the first gradient of a backward.
+
+        Returns whether this gradient is to be reduced.
+        """
         if self.find_unused_parameters:
             self.usage.mark(index)  # under no_sync too: any use counts
         if self.state is ReducerState.READY:

@@ -32,7 +32,8 @@ def verify_same_model(
     """Compare the ranks' models before data moves; every rank raises RuntimeError if they differ.
 
     `named`: tensors whose names, order, shapes, strides, dtypes, requires_grad, and sharing of
-    devices must agree, as must `settings`. A rank raises its own `problem`; the others name it.
+    devices must agree, as must `settings`. `problem` is this rank's own
+    failure: this rank raises it, and the others raise RuntimeError and quote it.
     """
     devices = list(dict.fromkeys(tensor.device for tensor in named.values()))
     model: dict[str, str] = {}

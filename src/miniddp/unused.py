@@ -2,8 +2,9 @@
 
 With `find_unused_parameters=True`:
 
-1. *Search.* After a synchronized forward, search the graph from its outputs. Unreached parameters
-   count as arrived with the first gradient. If all are unreached, the other ranks wait, as in DDP.
+1. *Search.* After a synchronized forward, search the graph from its outputs. Parameters that
+   the search does not reach count as arrived when this rank's first gradient arrives. If it reaches
+   none, no gradient arrives here, and the other ranks hang, as with torch's DDP.
 2. *Gate.* The outputs of each forward with grad pass through one node of the graph, `OutputGate`,
    so that a loss on some of them still runs the hook of every parameter that was reached.
 3. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
@@ -71,7 +72,7 @@ class UsedParameters:
     def slots_to_write(self, indices: Sequence[int]) -> list[int]:
         """The positions in `indices` of the parameters that some rank used."""
         if not self.anywhere and not all(self.used[index] for index in indices):
-            wait_for(self.work)
+            wait_for(self.work)  # only if this rank lacks one of these gradients
             self.anywhere = (self.counts > 0).tolist()
         return [s for s, i in enumerate(indices) if self.used[i] or self.anywhere[i]]
 

@@ -21,7 +21,7 @@ from grader.submissions import HandedIn
 # Written wherever a submission can; a file of this name anywhere is a failure.
 TRACE = "trace-of-a-submission"
 LOCAL = "def average_each(module):\n    pass\n"
-EVERYWHERE = "('/', '/tmp', '/dev/shm', '/var/tmp', '/opt/grader', '/root', '/work', '..')"
+EVERYWHERE = "('/', '/tmp', '/dev/shm', '/var/tmp', '/opt/grader', '/root', '..')"
 
 # {name: (source of `each`, a part of what the feedback says)}. KEY stands for the right solution.
 WORTHLESS = {

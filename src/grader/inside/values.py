@@ -17,7 +17,6 @@ _TEXT = "text"
 _ARRAY = "$array"
 _MOST_PARTS = 20_000  # arrays, and nested lists and dictionaries, of one value
 _DEEPEST = 20
-_DAMAGE = (ValueError, KeyError, OSError, MemoryError, RecursionError, zipfile.BadZipFile)
 
 
 class ValuesError(ValueError):

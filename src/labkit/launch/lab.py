@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from labkit.launch.arguments import parse_arguments as parse_arguments
 from labkit.launch.forks import schedule_as_batch
 from labkit.launch.guard import die_with_parent
 

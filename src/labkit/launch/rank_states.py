@@ -45,7 +45,7 @@ class RankState(NamedTuple):
     waits: bool
 
 
-def is_under_work(file: str) -> bool:
+def is_readers_code(file: str) -> bool:
     """Whether `file` is the reader's own code (a cell, a script, a package) and not a library's."""
     return not file.startswith((*_LIBRARIES, "<frozen"))
 
@@ -82,7 +82,7 @@ def describe(frames: list[Frame], cells: Mapping[str, str], home: str) -> RankSt
     action, waits = _action(frames, cells)
     where = next((f for f in frames if f.file == home or f.file in cells), None)
     # Files like <string> are the interpreter's own start.
-    where = where or next((f for f in frames if is_under_work(f.file) and f.file[0] != "<"), None)
+    where = where or next((f for f in frames if is_readers_code(f.file) and f.file[0] != "<"), None)
     if where is None:
         return RankState(action, waits)
     name = CELL if where.file in cells else where.file
@@ -97,7 +97,7 @@ def _action(frames: list[Frame], cells: Mapping[str, str]) -> tuple[str, bool]:
         # Of nested ones (all_gather_object calls all_gather) the caller wrote the outermost.
         if frame.file.endswith(_COLLECTIVES) and not frame.function.startswith("_"):
             collective = frame.function
-        elif is_under_work(frame.file):
+        elif is_readers_code(frame.file):
             break
     if collective == _RENDEZVOUS:
         return STARTING, True

@@ -49,7 +49,7 @@ from labkit.launch.forks import NotStartedError, forked
 from labkit.launch.lab import choose_devices
 from labkit.launch.memory import check_memory
 from labkit.launch.nodes import LOOPBACK
-from labkit.launch.rank_states import STARTING, is_under_work
+from labkit.launch.rank_states import STARTING, is_readers_code
 from labkit.launch.supervisor import (
     HANDED,
     JOIN_WITHIN,
@@ -62,7 +62,8 @@ from labkit.launch.supervisor import (
     supervise,
 )
 
-_OWN = ("labkit", "miniddp")  # both start no thread when they are imported
+# The supervisor imports modules of these packages before it forks: importing them starts no thread.
+_OWN = ("labkit", "miniddp")
 # Of failures within this many seconds the lowest rank's counts as the first, so that an error which
 # every rank raises is reported from the same rank at every run.
 _TOGETHER = 0.25
@@ -264,7 +265,7 @@ def _stands_alone(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     return (
         file is not None
-        and is_under_work(file)
+        and is_readers_code(file)
         and not os.path.exists(os.path.join(os.path.dirname(file), "__init__.py"))
         and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
     )

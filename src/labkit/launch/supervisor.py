@@ -44,7 +44,7 @@ from labkit.launch.forks import fresh_randomness, start_forked, stop_forked
 from labkit.launch.rank_states import Frame, RankState, describe, read_stack, show_cells_as
 
 HANDED = ("rank", "world_size", "device")
-# A rank whose neighbor fell reports this; it is a victim, not the cause.
+# A rank raises one of these when another rank has failed: it is not the cause.
 VICTIM = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|Read error")
 # Seconds that ranks may take to join, even if the time for the function is shorter: on a busy
 # machine, joining takes longer than the function.
@@ -103,7 +103,7 @@ class _CallerGoneError(Exception):
 
 def supervise(caller: Connection, job: Job) -> None:
     """Run `job` and send its Outcome to `caller`. When it returns, no rank is left."""
-    # It asks a rank for its stack. A rank that cannot answer yet must not be ended by it.
+    # SIGUSR1 asks a rank for its stack. Before the rank has its handler, it would kill the rank.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for name in job.modules:
         with contextlib.suppress(Exception):  # raised again in the rank that needs it, and reported

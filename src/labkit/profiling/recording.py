@@ -6,8 +6,8 @@
         averager(inputs).sum().backward()
     recording = recorder.gather()                            # or `merge` what the ranks returned
 
-The `averager` may be anything that takes a process group: torch's DistributedDataParallel, one of
-MiniDDP's rungs, or a reader's own class. The recorder uses two public interfaces:
+The `averager` may be anything that takes a process group: torch's DistributedDataParallel, a
+rung of `miniddp.ladder`, or a reader's own class. The recorder uses two public interfaces:
 
 - A post-accumulate-grad hook on every parameter records when its gradient is ready. Hooks run in
   the order of their registration, so create the recorder before the averager.

@@ -1,1 +1,1 @@
-"""What the core does not need and what works on it alone: comm hooks, the bucket planner."""
+"""Comm hooks, which torch's DDP accepts too, and the bucket planner. `torch_drop_in` uses both."""

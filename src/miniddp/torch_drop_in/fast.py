@@ -1,13 +1,13 @@
 """Fewer and larger copies than the core makes, and hooks that take no lock: the drop-in's speed.
 
-The core copies a bucket in when its last gradient has arrived. A bucket of 25 MiB is then launched
-late, and most of its gradients have left the cache. To copy each gradient on arrival would cost
-more: large matrix products empty the cache, and a few lines of Python then take 10 to 30 µs. So a
-*part* of about 4 MiB is copied in as soon as all its gradients have arrived, small gradients in one
-call.
+The core copies a full bucket in when its turn to be launched has come. A bucket of 25 MiB is then
+launched late, and most of its gradients have left the cache. To copy each gradient on arrival would
+cost more: large matrix products empty the cache, and a few lines of Python then take 10 to 30 µs.
+So a *part* of about 4 MiB is copied in as soon as all its gradients have arrived, small gradients
+in one call.
 
-`FastReducer` overrides `make_bucket`, `autograd_hook`, `mark_variable_ready`, and `copy_in` of
-`miniddp.reducer.Reducer`; `PartedBucket` overrides `copy_in` and `copy_out` of `miniddp.bucket`.
+`FastReducer` replaces the collect phase of `miniddp.reducer.Reducer`, and `PartedBucket` the copies
+of `miniddp.bucket.Bucket`.
 The values are the same, bit by bit.
 """
 

@@ -4,8 +4,10 @@
 buckets, and gradients kept by distributed autograd (RPC). It can divide by the number of ranks that
 still have inputs, and it records the times that `_get_ddp_logging_data` reports.
 
-Torch's tests, its Join, and its optimizers call the methods with a leading underscore on
-`torch.distributed.Reducer`. Source: torch/csrc/distributed/c10d/{reducer,logger}.cpp.
+The methods with a leading underscore are those of `torch.distributed.Reducer`: torch's tests, its
+Join, and its optimizers call some of them.
+
+Source: torch/csrc/distributed/c10d/{reducer,logger}.cpp.
 """
 
 from collections.abc import Callable, Iterable, Sequence

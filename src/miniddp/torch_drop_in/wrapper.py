@@ -1,13 +1,13 @@
 """`DistributedDataParallel(MiniDDP)`: torch's class name and keywords, and the private names that
 libraries call.
 
-This file adds to the wrapper of `miniddp.ddp`, in the order of the code:
+This file adds to the wrapper of `miniddp.ddp`:
 
 - the rare keywords, and forwards for torch.compile and for mixed precision,
 - buffer hooks, comm hooks by torch's rules, and optimizers in backward,
 - uneven inputs (Join), copies, and pickles,
-- the methods with a leading underscore that torch's tests, Lightning, Accelerate, and Transformers
-  call.
+- the methods with a leading underscore that torch's own wrapper has: torch's tests, Lightning,
+  Accelerate, and Transformers call some of them.
 
 It behaves like torch/nn/parallel/distributed.py.
 """
@@ -157,7 +157,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
         delayed = {name for name, _ in delay_all_reduce_named_params or ()}
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignored | delayed
-        self.static_graph, self._starts_static = False, static_graph
+        self.static_graph = False
+        self._starts_static = static_graph  # asked for by keyword, before the reducer exists
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy

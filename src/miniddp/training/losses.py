@@ -6,11 +6,12 @@ gradient. So choose local losses with Σ L_r = W · L, where L is the loss you m
 - A rank divides its own terms by the global count N: multiply its loss by W.
 - A rank divides its own terms by its own count, and the counts are equal: multiply by 1.
 - Each rank computes the whole loss through a gather that carries gradient: multiply by 1.
-- It computes only its own rows of that loss, and divides by N: multiply by W.
-- It divides its own rows by its own count, and the counts are equal: multiply by 1.
+- A rank computes only its own rows of that loss, and divides by N: multiply by W.
+- A rank divides its own rows of that loss by its own count, and the counts are equal: multiply
+  by 1.
 - The whole loss through a plain gather, which carries no gradient, with the rank's own slice
   reinserted: multiply by W, except for the loss's own parameters.
-- Only its own rows of that loss, through a plain gather: no factor is right.
+- Only the rank's own rows of that loss, through a plain gather: no factor is right.
 
 The functions of this file are for the first case. N counts every item (sample or token) of one
 optimizer step, on all ranks and in all micro-batches. The loss you mean is Σ ℓ_i / N, so

@@ -39,6 +39,7 @@ import linecache
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
@@ -64,6 +65,8 @@ from labkit.launch.supervisor import (
 
 # The supervisor imports modules of these packages before it forks: importing them starts no thread.
 _OWN = ("labkit", "miniddp")
+# Threads take turns in pickling: cloudpickle has one registry for the whole process.
+_SHIPPING = threading.Lock()
 # Of failures within this many seconds the lowest rank's counts as the first, so that an error which
 # every rank raises is reported from the same rank at every run.
 _TOGETHER = 0.25
@@ -218,7 +221,7 @@ def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
 
 def _ship(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        with _by_value(fn):
+        with _SHIPPING, _by_value(fn):
             return cloudpickle.dumps((fn, args))
     except Exception as error:
         raise RanksError(

@@ -14,7 +14,7 @@ from typing import Any
 from IPython.core.inputtransformer2 import TransformerManager
 
 from grader.notebook_file import LONGEST, UnreadableError, code_cells
-from grader.source import Assignment, kind_of, source_of
+from grader.source import Assignment, kind_of, parse, source_of
 
 # With these a solution can look around in its process, change what is recorded there, or
 # communicate in other ways. No task needs them.
@@ -99,7 +99,7 @@ def without_magics(source: str) -> tuple[str, list[str]]:
 
 def _is_python(source: str) -> bool:
     try:
-        ast.parse(source)
+        parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
@@ -111,7 +111,7 @@ def _looks_around(source: str) -> list[str]:
     A hint for people, not a wall: a name can be hidden.
     """
     try:
-        nodes = list(ast.walk(ast.parse(source)))
+        nodes = list(ast.walk(parse(source)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # it will not run either
         return []
     words = {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -20,6 +20,7 @@ A check defines `draw(rng, ranks)`, a list with each rank's own input, and
 import ast
 import json
 import re
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +30,7 @@ BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 RELEASED_AS = "### RELEASED AS"
 KINDS = ("tools", "given", "solution", "common", "check", "wrong answer")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+_PARSING = threading.Lock()
 _SETTINGS = {"SOLUTIONS": list, "VISIBLE": bool, "RANKS": list, "TOLERANCE": float, "SECONDS": int}
 
 
@@ -264,9 +266,19 @@ def _read_solution(name: str, text: str, where: str) -> Solution:
     return solution
 
 
+def parse(source: str) -> ast.Module:
+    """`ast.parse` by one thread at a time. Raises what that raises.
+
+    In CPython before 3.11.8 and 3.12.2, threads that parse at the same time sometimes get a
+    SystemError (https://github.com/python/cpython/issues/106905).
+    """
+    with _PARSING:
+        return ast.parse(source)
+
+
 def _parsed(source: str, where: str) -> ast.Module:
     try:
-        return ast.parse(source)
+        return parse(source)
     except SyntaxError as error:
         raise SourceError(f"{where}: {error}") from None
 

@@ -16,7 +16,7 @@ from grader.known import Outcome, groups_of, run_group, seed_of, told
 from grader.merge import Submission, read_submission
 from grader.outputs import observation, text_of
 from grader.sandbox import EndedError, Sandbox
-from grader.source import Assignment, CheckSource, Solution, SourceError, check_of
+from grader.source import Assignment, CheckSource, Solution, SourceError, check_of, parse
 
 SEED = 1  # of the inputs of an author's `%%check`
 
@@ -145,7 +145,7 @@ def _last_cell_that_defines(names: set[str]) -> str:
 def _names(source: str) -> set[str]:
     """The names that the text of a cell defines at its top level."""
     try:
-        body = ast.parse(source).body
+        body = parse(source).body
     except (SyntaxError, ValueError):
         return set()
     kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)

@@ -1,5 +1,6 @@
 """The command line and the notebooks, as an instructor, an author, and a student use them."""
 
+import ast
 import contextlib
 import csv
 import json
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -22,7 +24,7 @@ from grader.cli import main
 from grader.grade import CheckResult, Result
 from grader.judge import judge
 from grader.release import write_release
-from grader.source import source_of
+from grader.source import read_assignment, source_of
 from grader.submissions import HandedIn
 
 COMMAND = [sys.executable, "-m", "grader"]
@@ -179,6 +181,23 @@ def test_what_is_finished_is_not_graded_again_and_a_changed_file_is(tmp_path, mo
     assert report["score"] == 10
     assert {test["visibility"] for test in report["tests"]} == {"visible", "after_published"}
     assert "seed 7" in (tmp_path / "out" / "ada" / "feedback.html").read_text()
+
+
+def test_two_threads_never_parse_at_once(monkeypatch):
+    """CPython 3.11.7 raises a SystemError then, and a good submission is left to a person."""
+    parsing, most, real = [], [], ast.parse
+
+    def slowly(source):
+        parsing.append(source)
+        most.append(len(parsing))
+        time.sleep(0.001)
+        parsing.pop()
+        return real(source)
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(4) as pool:
+        patched.setattr(ast, "parse", slowly)
+        list(pool.map(read_assignment, [FIRST] * 8))
+    assert max(most) == 1
 
 
 def test_ctrl_c_ends_soon_and_leaves_no_process(tmp_path):

@@ -1,12 +1,11 @@
 """PyTorch's own tests of DistributedDataParallel, on a CPU or one GPU, with the class swapped.
 
-The tests are loaded from the installed torch, and, with ``--checkout`` or ``--file``, from
+The tests are loaded from the installed torch, and, with ``--file``, from
 PyTorch's repository: none of their text is kept here, and none of their assertions is touched. Two
 things are replaced around them: the class that the name ``DistributedDataParallel`` stands for
 (`swap`), and the device that tensors are placed on (`placement`). What torch's own DDP passes in
-this way is what another class has to pass (`table`): ``table.json`` has the tests that ship, of
-which every run of the project's tests tries MiniDDP; ``siblings.json`` has what both classes did in
-the others.
+this way is what another class has to pass (`table`): ``table.json`` has the tests that ship, and
+every run of the project's tests tries MiniDDP on them.
 
 ``python -m tests.torch_suite --help`` runs them; `runner` says how.
 """

@@ -16,8 +16,7 @@ from labkit.launch.memory import loading
 DESCRIPTION = """\
 Run PyTorch's own tests of DistributedDataParallel on a class of your choice: on the CPU over gloo,
 on one GPU that the ranks share (--device gpu), or on a GPU for each rank (--device gpus).
-The tests are those that ship inside the installed torch, or those of PyTorch's repository that do
-not: all of them (--checkout ~/pytorch), or a file of it
+The tests are those that ship inside the installed torch, or those of a file of PyTorch's repository
 (--file ~/pytorch/test/distributed/test_c10d_gloo.py)."""
 
 
@@ -34,7 +33,6 @@ def arguments() -> argparse.Namespace:
         help="torch, miniddp (the default) or module:Class",
     )
     add("--file", action="append", default=[], help="a test file, or one that ships, by name")
-    add("--checkout", help="a checkout of PyTorch's repository: run its files that do not ship")
     add("-k", dest="names", action="append", default=[], help="part of a name, or a pattern with *")
     add("--runnable", action="store_true", help="only those that table.json calls runnable")
     add(
@@ -56,20 +54,13 @@ def arguments() -> argparse.Namespace:
     add(
         "--write-table",
         action="store_true",
-        help="with --class torch: write table.json anew; with --checkout, for torch and miniddp: "
-        "write what the class does into siblings.json",
+        help="with --class torch: write table.json anew",
     )
     add("-v", dest="verbose", action="store_true", help="print failures whole")
     options = parser.parse_args()
     chosen = options.file or options.names or options.runnable or options.device != "cpu"
-    if options.write_table and (chosen or options.cls not in ("torch", "miniddp")):
-        parser.error("--write-table needs all tests, on the CPU, of torch's class or of miniddp's")
-    if options.write_table and options.cls == "miniddp" and not options.checkout:
-        parser.error("the table of the tests that ship is what --class torch does")
-    if options.checkout and options.file:
-        parser.error("either --checkout or --file")
-    if options.checkout and not os.path.isdir(os.path.join(options.checkout, "test/distributed")):
-        parser.error(f"{options.checkout} is no checkout of PyTorch: it has no test/distributed")
+    if options.write_table and (chosen or options.cls != "torch"):
+        parser.error("--write-table needs all tests that ship, on the CPU, with --class torch")
     return options
 
 
@@ -92,8 +83,7 @@ def load(options: argparse.Namespace) -> tuple[list[tuple[type, str]], Any]:
     runner.fork_ranks()
     found = []
     with contextlib.nullcontext() if target is None else placement.nccl_announced():
-        siblings = [os.path.join(options.checkout or "", file) for file in discover.SIBLINGS]
-        for source in siblings if options.checkout else options.file or discover.SHIPPED:
+        for source in options.file or discover.SHIPPED:
             module = discover.load(source)
             swap.swap(cls)
             found += discover.tests(module)
@@ -146,9 +136,7 @@ def main() -> int:
     if options.json:
         with open(options.json, "w") as file:
             json.dump([dataclasses.asdict(result) for result in results], file, indent=1)
-    if options.write_table and options.checkout:
-        table.write_siblings(results, options.cls)
-    elif options.write_table:
+    if options.write_table:
         table.write(results, options.world_size)
     return int(any(result.outcome not in ("passed", "skipped") for result in results))
 

@@ -11,18 +11,6 @@ from collections.abc import Iterator
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-SIBLINGS = (
-    "test/distributed/test_c10d_gloo.py",
-    "test/distributed/test_c10d_nccl.py",
-    "test/distributed/test_c10d_pypg.py",
-    "test/distributed/test_c10d_spawn_gloo.py",
-    "test/distributed/algorithms/ddp_comm_hooks/test_ddp_hooks.py",
-    "test/distributed/optim/test_zero_redundancy_optimizer.py",
-    "test/distributed/checkpoint/test_state_dict.py",
-    "test/distributed/_composable/test_replicate.py",
-)
-"""The files of PyTorch's repository with tests of the class that do not ship."""
-
 _NAMES = frozenset({"DistributedDataParallel", "DDP"})
 
 

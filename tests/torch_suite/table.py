@@ -15,7 +15,6 @@ import torch
 from .runner import Result
 
 PATH = Path(__file__).with_name("table.json")
-SIBLINGS = Path(__file__).with_name("siblings.json")
 
 _WHY = {
     "test_DistributedDataParallel_non_default_stream": "is about a second CUDA stream",
@@ -41,16 +40,6 @@ class Table(TypedDict):
     not_runnable: dict[str, str]
 
 
-class Siblings(TypedDict):
-    """``siblings.json``: the tests of PyTorch's repository that do not ship inside torch."""
-
-    torch: str
-    commits: dict[str, str]
-    """by file, the commit at which its tests of DDP were copied and run; kept by hand"""
-    tests: dict[str, dict[str, str]]
-    """by name, for each class "passed", or how the test ended and why"""
-
-
 def read() -> Table:
     return json.loads(PATH.read_text())
 
@@ -69,23 +58,6 @@ def write(results: Iterable[Result], world_size: int) -> None:
         else:
             table["not_runnable"][result.name] = _why(result)
     PATH.write_text(json.dumps(table, indent=1) + "\n")
-
-
-def write_siblings(results: Iterable[Result], cls: str) -> None:
-    """Write what `cls` does in the tests of a checkout, beside what other classes did."""
-    siblings: Siblings = json.loads(SIBLINGS.read_text())
-    before, siblings["tests"] = siblings["tests"], {}
-    siblings["torch"] = torch.__version__.partition("+")[0]
-    for result in sorted(results, key=lambda result: result.name):
-        siblings["tests"][result.name] = {**before.get(result.name, {}), cls: _ended(result)}
-    SIBLINGS.write_text(json.dumps(siblings, indent=1) + "\n")
-
-
-def _ended(result: Result) -> str:
-    if result.outcome == "passed":
-        return "passed" if result.constructed else _WITHOUT
-    said = "" if result.outcome == "timeout" else f": {result.reason[:120]}"
-    return f"{result.outcome}{said}{_upstream(result)}"
 
 
 def _why(result: Result) -> str:

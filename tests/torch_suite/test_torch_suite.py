@@ -19,7 +19,6 @@ from labkit.launch.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads(Path(__file__).with_name("table.json").read_text())
 COMMAND = [sys.executable, "-m", "tests.torch_suite", "--world-size", str(TABLE["world_size"])]
-SIBLINGS = json.loads(Path(__file__).with_name("siblings.json").read_text())
 BROKEN = "tests.torch_suite.broken_classes"
 SHIPPED = "distributed_test.TestDistBackendWithSpawn"
 
@@ -142,15 +141,6 @@ def test_a_wrapper_that_never_averages_is_rejected_by_what_ships_and_by_a_file(
     assert broken.pop(AVERAGE)["outcome"] == "failed"
     assert {result["outcome"] for result in broken.values()} == {"failed"}
     assert all("Tensor-likes are not" in result["detail"] for result in broken.values())
-
-
-def test_no_sibling_is_recorded_that_torchs_ddp_passes_and_miniddp_does_not() -> None:
-    assert SIBLINGS["torch"] == TABLE["torch"]
-    modules = {Path(file).stem for file in SIBLINGS["commits"]}
-    assert {name.partition(".")[0] for name in SIBLINGS["tests"]} == modules
-    passed = {n for n, ended in SIBLINGS["tests"].items() if ended["torch"] == "passed"}
-    assert len(passed) > 90
-    assert [name for name in passed if SIBLINGS["tests"][name]["miniddp"] != "passed"] == []
 
 
 def forks_of(command_with: str) -> list[psutil.Process]:

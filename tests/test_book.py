@@ -85,6 +85,19 @@ def test_every_chapter_has_three_exercises_with_solutions_and_one_to_predict(cha
     assert "Predict before you run" in text
 
 
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
+def test_a_stub_fails_its_check_and_the_folded_solution_passes_it(chapter):
+    cells = code_cells(chapter)
+    starters = [n for n, cell in enumerate(cells) if "starter" in cell.metadata.get("tags", [])]
+    assert starters or chapter.parent.name != "build"
+    for number in starters:
+        *_, check = re.findall(r"^check_\w+(?=\()", cells[number + 1].source, re.M)
+        called = [c for c in cells[number + 1 :] if re.search(rf"^{check}\(", c.source, re.M)]
+        stub, *_, solution = ("".join(o.get("text", "") for o in c.outputs) for c in called)
+        assert stub.startswith("Not yet: "), f"{check}(the stub) prints {stub}"
+        assert solution.endswith("Right.\n"), f"{check}(the solution) prints {solution}"
+
+
 def test_the_front_page_shows_the_digits_that_the_chapter_prints():
     cells = code_cells(BOOK / "puzzles" / "accumulate_vs_ddp.ipynb")
     printed = [output.text for cell in cells for output in cell.outputs if "text" in output]

@@ -7,5 +7,6 @@ __getattr__, __all__ = offer(
     {
         "tables": ["bound", "table", "to_the_bit"],
         "show": ["source"],
+        "exercises": ["checker"],
     },
 )

@@ -1,0 +1,36 @@
+"""Check a reader's answer to an exercise in a cell, and say what is wrong with it.
+
+@checker
+def check_average(average):
+    found = run_ranks(step, 2, average)
+    assert found == wanted, f"rank 0 has {found[0]}, and the average is {wanted[0]}"
+
+
+check_average(my_average)  # prints "Right." or "Not yet: …"
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from labkit.launch.ranks import RanksTimeoutError
+
+
+def checker(check: Callable[..., Any]) -> Callable[..., None]:
+    """`check`, but it prints "Right." if it returns, and "Not yet:" with the reason if it fails.
+
+    It fails by an assertion, by a stub's NotImplementedError, and by ranks that do not return in
+    time: the message then says where each rank waits. Any other exception passes through, because
+    the reader needs its traceback.
+    """
+
+    @wraps(check)
+    def run(*answers: Any) -> None:
+        try:
+            check(*answers)
+        except (AssertionError, NotImplementedError, RanksTimeoutError) as error:
+            print(f"Not yet: {error}")
+        else:
+            print("Right.")
+
+    return run

@@ -1,7 +1,6 @@
 """For in_the_step.ipynb.
 
-1. A few steps of training, to compare how far the weights have moved; with a loss
-scaler.
+1. A table with one line per variant, whether or not its ranks agree.
 2. A model in which a rank may leave out a branch, and what DDP's error says about it.
 3. One gradient, averaged in half precision at many magnitudes and in two orders.
 4. Two figures of a step.
@@ -12,86 +11,36 @@ from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from labkit.book import figures
+from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
-from labkit.scenarios.rare_samples import EVERY_ROW, Problem
+from labkit.scenarios.rare_samples import Problem
 from labkit.testing.compare import flatten
-from labkit.testing.variants import Held
-from labkit.testing.verdict import Verdict, gradient_of, moved, verdicts, weights
-
-BAD_STEP = 1  # the second of three
+from labkit.testing.variants import Tried
+from labkit.testing.verdict import Verdict, gradient_of, verdicts
 
 
-def trained(
-    module: nn.Module,
-    loss: Callable[[], Tensor],
-    optimizer: Optimizer,
-    steps: int,
-    after_step: Callable[[int], None] = lambda _: None,
-) -> list[Tensor]:
-    """Take `steps` steps on `loss()`; return how far each parameter of `module` has
-    moved.
+def brief(tried: Tried, *headers: str) -> str:
+    """`Tried.table` with one line per variant: where the ranks differ, from their
+    smallest ratio and cosine to their largest.
 
-    `after_step` is called with the number of steps taken, from 1.
+    The verdict and the notes are those of the last rank.
     """
-    start = weights(module)
-    for number in range(1, steps + 1):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-        after_step(number)
-    return moved(module, start)
-
-
-def average_weights(module: nn.Module) -> None:
-    """Replace each parameter by its mean over the ranks of the default group."""
-    for parameter in module.parameters():
-        parameter.data /= dist.get_world_size()
-        dist.all_reduce(parameter.data)
-
-
-def scaled_steps(
-    problem: Problem,
-    module: nn.Module,
-    rows: slice = EVERY_ROW,
-    forward: nn.Module | None = None,
-    before_step: Callable[[torch.amp.GradScaler, Optimizer], None] = lambda *_: None,
-) -> Held:
-    """Three steps with a `GradScaler` in float16, with one broken label in the second.
-
-    The label of the last sample overflows float16, so the gradient of the rank that
-    holds it is infinite. `forward` is what is called (a wrapper of `module`; `module`
-    itself when None), and `before_step` runs between the backward and `scaler.step`.
-
-    Returns how far the weights have moved, with the scale at the end and which steps
-    were taken as notes.
-    """
-    start, taken = weights(module), []
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    optimizer.register_step_post_hook(lambda *_: taken.append(number))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    for number in range(3):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            outputs = (forward or module)(problem.inputs[rows])
-        labels = problem.targets.clone()
-        if number == BAD_STEP:
-            labels[-1] = 1e6
-        scaler.scale(F.mse_loss(outputs.float(), labels[rows])).backward()
-        before_step(scaler, optimizer)
-        scaler.step(optimizer)  # not taken if it finds an infinity or a NaN
-        scaler.update()
-    return Held(
-        moved(module, start), (int(scaler.get_scale()), *(n in taken for n in range(3)))
-    )
+    lines = {}
+    for verdict, notes in zip(tried.verdicts, tried.notes, strict=True):
+        found = [v for v in tried.verdicts if v.variant == verdict.variant]
+        columns = zip(*(v.comparison for v in found), strict=True)
+        ranges = [f"{min(numbers):.4f} to {max(numbers):.4f}" for numbers in columns]
+        agree = verdict.ranks == "all"
+        numbers = ["all", *verdict.comparison] if agree else ["differ", *ranges]
+        lines[verdict.variant] = [verdict.variant, *numbers, verdict.kind, *notes]
+    headers = ("variant", "ranks", "ratio", "cosine", "verdict", *headers)
+    return table(headers, list(lines.values()))
 
 
 class TwoBranches(nn.Module):
@@ -134,6 +83,9 @@ SHOWN = {"tiny": 2.0**-26, "plain": 1.0, "large": 2.0**12}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ORDERS = ("divided before the sum", "divided after the sum")
 
+# A gradient, the dtype that is sent, and one of ORDERS → the average, in float32.
+Averaged = Callable[[Tensor, torch.dtype, str], Tensor]
+
 
 def pull_together(problem: Problem) -> Problem:
     """The same problem early in training: targets are far off, so all ranks pull one
@@ -143,14 +95,14 @@ def pull_together(problem: Problem) -> Problem:
     return Problem(problem.model, problem.inputs, far)
 
 
-def swept(problem: Problem, world_size: int = 4) -> list[Verdict]:
+def swept(problem: Problem, averaged: Averaged, world_size: int = 4) -> list[Verdict]:
     """Average each factor times the gradient, per dtype and order; divide it out again.
 
     A verdict's `variant` is "bf16, divided before the sum" and so on, followed by the
     factor: a pair. Costs one all-reduce per dtype, order and factor.
     """
     truth = flatten(gradient_of(problem.model, problem.loss)).float()
-    return verdicts(run_ranks(_on_this_rank, world_size, problem), [truth])
+    return verdicts(run_ranks(_on_this_rank, world_size, problem, averaged), [truth])
 
 
 def picked(sweep: list[Verdict]) -> list[Verdict]:
@@ -187,41 +139,58 @@ def drawn(problem: Problem, sweep: list[Verdict]) -> Figure:
 
 
 def _on_this_rank(
-    rank: int, world_size: int, problem: Problem
+    rank: int, world_size: int, problem: Problem, averaged: Averaged
 ) -> dict[tuple[str, float], list[Tensor]]:
     rows = problem.rows(rank, world_size)
     own = flatten(
         gradient_of(problem.model, lambda module: problem.loss(module, rows))
     ).float()
-    found = {}
-    for name, dtype in DTYPES.items():
-        for order in ORDERS:
-            for factor in FACTORS:
-                sent = (own * factor).to(dtype)
-                if order == ORDERS[0]:
-                    sent /= world_size
-                dist.all_reduce(sent)
-                if order == ORDERS[1]:
-                    sent /= world_size
-                found[f"{name}, {order}", factor] = [sent.float() / factor]
-    return found
+    return {
+        (f"{name}, {order}", factor): [averaged(own * factor, dtype, order) / factor]
+        for name, dtype in DTYPES.items()
+        for order in ORDERS
+        for factor in FACTORS
+    }
 
 
 _LOCAL, _AVERAGED = figures.RANKS[1], figures.RANKS[0]
 
 
-def step_map(phases: Sequence[tuple[str, bool | None, Sequence[str]]]) -> Figure:
-    """A training step from top to bottom, and what may go wrong in each phase.
+# Name; whether the gradient is averaged in it (None: there is none yet); what may go
+# wrong there.
+PHASES: list[tuple[str, bool | None, list[str]]] = [
+    ("wrap, load", None, ["wrapper not kept", "checkpoint loaded on rank 0 alone"]),
+    ("forward", None, ["no_sync around the wrong half"]),
+    (
+        "backward: gradients",
+        False,
+        [
+            "hook reads this rank's own gradient",
+            "second backward through one forward",
+            "reentrant checkpoint used twice",
+            "parameter without a gradient; rank that skips alone",
+        ],
+    ),
+    (
+        "all-reduce",
+        False,
+        ["another order of additions", "fp16 overflow or underflow"],
+    ),
+    ("unscale", True, ["infinity found on one rank; different scales"]),
+    ("clip", True, ["clipped before the average; at every micro-batch"]),
+    ("optimizer step", True, ["weights averaged instead of gradients"]),
+    ("scheduler step", True, ["W times per step"]),
+]
 
-    Args:
-        phases: name; whether the gradient is averaged in it (None: there is no gradient
-            yet); and what may go wrong there.
-    """
-    lines = sum(max(1, len(surprises)) for _, _, surprises in phases)
+
+def step_map() -> Figure:
+    """A training step from top to bottom, and what may go wrong in each phase."""
+    figures.use()
+    lines = sum(len(surprises) for _, _, surprises in PHASES)
     figure, axes = plt.subplots(figsize=(6.4, 0.5 + 0.3 * lines))
     top = 0.0
-    for name, averaged, surprises in phases:
-        height = max(1, len(surprises))
+    for name, averaged, surprises in PHASES:
+        height = len(surprises)
         color = {None: "#999999", False: _LOCAL, True: _AVERAGED}[averaged]
         axes.add_patch(
             Rectangle((0, top + 0.08), 2.7, height - 0.16, color=color, alpha=0.25)
@@ -239,30 +208,33 @@ def step_map(phases: Sequence[tuple[str, bool | None, Sequence[str]]]) -> Figure
 
 
 def no_sync_timeline(
-    placements: Mapping[str, Sequence[tuple[bool, bool, bool]]],
+    places: Mapping[str, Sequence[tuple[bool, bool]]], tried: Tried
 ) -> Figure:
     """Per placement of `no_sync`, its micro-batches as forward and backward boxes.
 
     Args:
-        placements: for each, one triple per micro-batch: whether its forward is under
-            `no_sync`, whether its backward is, and whether an all-reduce was launched
-            in that backward.
+        places: for each, one pair per micro-batch: whether its forward is under
+            `no_sync`, and whether its backward is.
+        tried: with the number of collectives in each of these backwards as notes.
     """
+    launched = {
+        verdict.variant: notes
+        for verdict, notes in zip(tried.verdicts, tried.notes, strict=True)
+    }
     figure, _ = plt.subplots(
-        len(placements), 1, figsize=(6.4, 0.95 * len(placements) + 0.3), sharex=True
+        len(places), 1, figsize=(6.4, 0.95 * len(places) + 0.3), sharex=True
     )
-    for axes, (name, micro_batches) in zip(
-        figure.axes, placements.items(), strict=True
-    ):
-        for number, (forward, backward, launched) in enumerate(micro_batches):
-            _micro_batch(axes, 4.0 * number, number + 1, forward, backward, launched)
+    for axes, (name, micro_batches) in zip(figure.axes, places.items(), strict=True):
+        for number, inside in enumerate(micro_batches):
+            count = launched[name][number]
+            _micro_batch(axes, 4.0 * number, number + 1, *inside, count > 0)
         axes.set(
             xlim=(-0.1, 4.0 * len(micro_batches)),
             ylim=(-0.75, 1.5),
             yticks=[],
             xticks=[],
         )
-        axes.set_title(name, fontsize=10, pad=2)
+        axes.set_title(f"no_sync around {name}", fontsize=10, pad=2)
         for side in axes.spines.values():
             side.set_visible(False)
     figure.axes[-1].set_xlabel(

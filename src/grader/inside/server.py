@@ -2,7 +2,8 @@
 
 Requests come in on standard input, answers leave on standard output: 8 bytes of length, then a
 packed value. labkit's engine starts the ranks (`grader.inside.rank`), which communicate over gloo.
-They are forks of this process, so a sandbox imports torch once.
+They are forks of this process, so a sandbox imports torch once. numpy imports its random part on
+first use, so it is imported here, too.
 """
 
 import contextlib
@@ -18,9 +19,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
 
-from grader.inside.rank import StoppedError, draw, file_of, run
 from grader.inside.values import ValuesError, pack, unpack
-from labkit.launch import ranks
 from labkit.launch.forks import schedule_as_batch
 from labkit.launch.guard import (
     adopt_orphans,
@@ -28,8 +27,14 @@ from labkit.launch.guard import (
     kill_descendants,
     own_session,
 )
-from labkit.launch.memory import gather_memory
-from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
+from labkit.launch.memory import gather_memory, loading
+
+with loading():
+    import numpy.random  # noqa: F401
+
+    from grader.inside.rank import StoppedError, draw, file_of, run
+    from labkit.launch import ranks
+    from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 
 _MIB = 2**20
 _LIMITS = {

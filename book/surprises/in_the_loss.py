@@ -1,5 +1,5 @@
-"""For in_the_loss.ipynb: losses under DDP against the loss that was meant, a tiny CLIP,
-and two figures of gathers.
+"""For in_the_loss.ipynb: losses under DDP against the loss that was meant, tables of
+their best factors and their values, a tiny CLIP, and two figures of gathers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
-from labkit.book import figures
-from labkit.testing import gradient_of, gradients, try_variants, under_ddp
+from labkit.book import figures, table
+from labkit.launch import run_ranks
+from labkit.testing import (
+    gradient_of,
+    gradients,
+    rows_of_ranks,
+    try_variants,
+    under_ddp,
+)
 from labkit.testing.variants import LossOnRows, Variant
 from labkit.testing.verdict import Verdict
 
@@ -73,6 +80,36 @@ def judge(
     return try_variants(model, variants, selected(true), counts).verdicts
 
 
+def best_factors(judged: Sequence[Verdict]) -> str:
+    """Per wrong verdict, the factor that repairs most, and the error that it leaves.
+
+    The error is relative to the wanted gradient.
+    """
+    rows = []
+    for verdict in judged:
+        ratio, cosine = verdict.comparison
+        error = max(0, 1 - cosine**2) ** 0.5
+        if verdict.kind != "right":
+            rows.append([verdict.variant, cosine / ratio, f"{100 * error:.0f} %"])
+    return table(["wrong", "best factor", "error left"], rows, digits=2)
+
+
+def values_on_rank_0(
+    model: nn.Module,
+    losses: Mapping[str, LossOnRows],
+    counts: Sequence[int],
+    meant: LossOnRows,
+) -> str:
+    """A table of the losses' values on rank 0, and of `meant` in one process."""
+
+    def values(rank: int) -> list[list]:
+        rows = rows_of_ranks(counts)[rank]
+        return [[name, loss(model, rows).item()] for name, loss in losses.items()]
+
+    alone = ["one process", meant(model, slice(None)).item()]
+    return table(["", "value of the loss"], [alone, *run_ranks(values, len(counts))[0]])
+
+
 _CENTERED = {"ha": "center", "va": "center"}
 
 
@@ -82,6 +119,7 @@ def gather_backward(world_size: int = 4) -> Figure:
     Every rank's loss uses every rank's tensor. Panel one draws a plain all-gather with
     the own slice reinserted, panel two an all-gather with gradient. At most four ranks.
     """
+    figures.use()
     figure, panels = plt.subplots(1, 2, figsize=(6.4, 2.7), sharey=True)
     titles = ("plain, own slice reinserted", "all-gather with gradient")
     for axes, title, sources in zip(panels, titles, (1, world_size), strict=True):

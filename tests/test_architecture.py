@@ -49,11 +49,8 @@ def test_a_function_of_miniddp_has_at_most_40_lines():
 # Of what `run_ranks` runs, no module loads these: they would take every call half a second or more.
 SLOW = ("matplotlib", "matplotlib_inline", "IPython")
 FOR_RANKS = ("testing", "scenarios", "profiling")
-# These draw; no rank imports them.
-NOT_FOR_RANKS = (
-    "labkit.testing.verdict_plot",
-    "labkit.profiling.timeline",
-)
+# It draws; no rank imports it.
+NOT_FOR_RANKS = ("labkit.profiling.timeline",)
 
 
 def modules_for_ranks() -> list[str]:

@@ -2,8 +2,7 @@
 masks, or their own; and a figure of how samples are dealt to ranks and steps.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -12,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from labkit.book import figures
 from labkit.launch.ranks import run_ranks
@@ -56,8 +56,10 @@ def alike() -> Problem:
     return dropping(inputs, inputs.mean(1, keepdim=True))
 
 
-def noise(problem: Problem, world_size: int = 4) -> dict[str, Noise]:
-    """The noise of a step with one seed on all ranks, and with seed + rank."""
+def noise(
+    problem: Problem, seed_of: Callable[[int], int], world_size: int = 4
+) -> Noise:
+    """The noise of a step if each rank calls `torch.manual_seed(seed_of(rank))`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
         repeated = Problem(
@@ -66,26 +68,20 @@ def noise(problem: Problem, world_size: int = 4) -> dict[str, Noise]:
             problem.targets.repeat(MASKS, 1),
         )
         expected = flatten(gradient_of(repeated.model, repeated.loss))
-    of_ranks = run_ranks(_on_this_rank, world_size, problem)
-    return {
-        name: _noise(torch.stack([drawn[name] for drawn in of_ranks]), expected)
-        for name in of_ranks[0]
-    }
+    of_ranks = run_ranks(_on_this_rank, world_size, problem, seed_of)
+    return _noise(torch.stack(of_ranks), expected)
 
 
-def _on_this_rank(rank: int, world_size: int, problem: Problem) -> dict[str, Tensor]:
+def _on_this_rank(
+    rank: int, world_size: int, problem: Problem, seed_of: Callable[[int], int]
+) -> Tensor:
     rows = problem.rows(rank, world_size)
-    found = {}
-    for name, seed in {"one seed": 0, "seed + rank": 100 + rank}.items():
-        torch.manual_seed(seed)
-        drawn = [
-            flatten(
-                gradient_of(problem.model, lambda module: problem.loss(module, rows))
-            )
-            for _ in range(STEPS)
-        ]
-        found[name] = torch.stack(drawn)
-    return found
+    torch.manual_seed(seed_of(rank))
+    steps = [
+        gradient_of(problem.model, lambda module: problem.loss(module, rows))
+        for _ in range(STEPS)
+    ]
+    return torch.stack([flatten(step) for step in steps])
 
 
 def _noise(own: Tensor, expected: Tensor) -> Noise:
@@ -102,19 +98,23 @@ def _noise(own: Tensor, expected: Tensor) -> Noise:
     return Noise(*(number.item() for number in numbers))
 
 
-def sample_grid(panels: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
-    """One panel per way to deal samples: a row per rank, a column per step.
+def sample_grid() -> Figure:
+    """Ten samples on four ranks, in one panel per way to deal them: a row per rank, a
+    column per step.
 
     A sample that occurs twice in a panel is orange where it occurs again (step by step,
     and within a step by rank). A step in which a rank has no sample is an empty gray
     cell.
-
-    Args:
-        panels: title → for each rank its samples in the order of its steps.
     """
-    down = math.ceil(len(panels) / 2)
-    figure, grid = plt.subplots(down, 2, figsize=(6.4, 1.9 * down), squeeze=False)
-    for axes, (title, of_ranks) in zip(grid.flat, panels.items(), strict=False):
+    figures.use()
+    panels = {
+        "default: padded to 12": _dealt(shuffle=False),
+        "drop_last=True: 8 and 9 never occur": _dealt(shuffle=False, drop_last=True),
+        "every W-th: an uneven tail": [list(range(rank, 10, 4)) for rank in range(4)],
+        "shuffled, set_epoch(1)": _dealt(epoch=1),
+    }
+    figure, grid = plt.subplots(2, 2, figsize=(6.4, 3.8))
+    for axes, (title, of_ranks) in zip(grid.flat, panels.items(), strict=True):
         steps = max(map(len, of_ranks))
         _draw_cells(axes, of_ranks, steps)
         axes.set(xlim=(0, steps), ylim=(len(of_ranks), 0))
@@ -127,9 +127,14 @@ def sample_grid(panels: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
         axes.set_title(title, fontsize=9)
         for side in axes.spines.values():
             side.set_visible(False)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.axis("off")
     return figure
+
+
+def _dealt(epoch: int = 0, **options: bool) -> list[list[int]]:
+    samplers = [DistributedSampler(range(10), 4, rank, **options) for rank in range(4)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [list(sampler) for sampler in samplers]
 
 
 def _draw_cells(axes: Axes, of_ranks: Sequence[Sequence[int]], steps: int) -> None:

@@ -28,6 +28,5 @@ __getattr__, __all__ = offer(
             "weights",
         ],
         "variants": ["Held", "rows_of_ranks", "try_variants", "under_ddp"],
-        "verdict_plot": ["verdict_figure"],
     },
 )

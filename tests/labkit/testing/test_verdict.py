@@ -3,7 +3,6 @@
 import copy
 import math
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from labkit.testing.verdict import (
     verdicts,
     weights,
 )
-from labkit.testing.verdict_plot import verdict_figure
 
 TRUE = [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])]
 
@@ -130,18 +128,3 @@ def test_torchs_ddp_is_right_a_sum_is_a_scale_bug_and_no_exchange_differs_by_ran
     assert [v.ranks for v in alone] == [f"rank {rank}" for rank in range(world_size)]
     assert all(v.kind == "direction bug" for v in alone)
     assert "scale bug" in verdict_table(judged).splitlines()[3]
-
-
-def test_the_figure_has_a_line_for_each_wrong_variant_and_none_for_right_ones():
-    zeros = [torch.zeros_like(g) for g in TRUE]
-    wrong = {"zero": zeros, "double": [2 * g for g in TRUE], "fine": TRUE}
-    figure = verdict_figure(
-        {
-            "a section": verdicts([wrong] * 2, TRUE),
-            "all right": verdicts(on_ranks(TRUE, TRUE), TRUE),
-        }
-    )
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["a section", "zero", "double"]
-    assert [axes.get_xlabel() for axes in figure.axes] == ["ratio", "angle, degrees"]
-    plt.close(figure)

@@ -3,7 +3,6 @@ digits that have no padding, and a figure of what each token weighs.
 """
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +18,6 @@ from labkit.book.figures import RANKS, TRUTH, WRONG
 from labkit.launch.ranks import run_ranks
 from labkit.scenarios.padded_captioner import (
     PADDING,
-    VOCABULARY,
     Captions,
     micro_batches,
     to_device,
@@ -62,11 +60,6 @@ def summed_loss(model: nn.Module, captions: Captions) -> Tensor:
     """The cross-entropy of all tokens, summed, in float32; padding is not counted."""
     logits = model(captions.pixels, captions.tokens).flatten(0, 1)
     return F.cross_entropy(logits, captions.targets.flatten(), reduction="sum")
-
-
-def loss_of_knowing_nothing() -> float:
-    """ln 40: the loss per token of a model that finds all tokens equally likely."""
-    return math.log(VOCABULARY)
 
 
 def gradients_on_ranks(

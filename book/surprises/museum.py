@@ -1,15 +1,20 @@
 """For museum.ipynb: every exhibit, trained, put to the invariants and to a reader's
-tests.
+tests; and the figures, tables, and lists of what was found.
 
-Each function starts its own ranks, and returns what was found by the exhibit's name.
+Functions that start ranks return what they found by the exhibit's name.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import torch
+from IPython.display import Markdown
+from matplotlib.figure import Figure
 from torch import nn
 
+from labkit.book import figures, table
 from labkit.launch import run_ranks
 from labkit.testing import museum, ratio_and_cosine, trial
 from labkit.testing.compare import Comparison, gradients
@@ -21,6 +26,7 @@ from labkit.testing.invariants import (
 
 Data = Sequence[Sequence[trial.MicroBatch]]
 Test = Callable[[trial.Wrap, int, int], None]
+CHECKS = (*INVARIANTS, communication_overlaps_backward)
 _ROUNDING = 1e-9  # far above float64's rounding error, far below every exhibit's
 
 
@@ -71,6 +77,101 @@ def crosses() -> dict[str, dict[str, Comparison | None]]:
                 raise RuntimeError(f"the ranks disagree about the invariants of {name}")
         caught |= of_ranks[0]
     return {e.name: caught[e.name] for e in museum.exhibits()}
+
+
+def drawn_curves(curves: Mapping[str, Curve]) -> Figure:
+    """Four exhibits' losses, solid, beside those of one process, dashed."""
+    figures.use()
+    wrong = ("sum_instead_of_average", "own_loss_scale", "bypassed_wrapper")
+    figure, panels = plt.subplots(2, 2, figsize=(5.8, 3.8), sharex=True, sharey=True)
+    for axes, name in zip(panels.flat, (*wrong, "zeros_for_none"), strict=True):
+        axes.plot(curves[name].losses, color=figures.WRONG, lw=2.2)
+        axes.plot(curves["one process"].losses, color=figures.TRUTH, lw=1.2, ls="--")
+        axes.set_title(name.replace("_", " "), fontsize=10)
+    figure.supxlabel("step", fontsize=10)
+    figure.supylabel("loss", fontsize=10)
+    return figure
+
+
+def table_of_curves(curves: Mapping[str, Curve]) -> str:
+    """Per exhibit its kind of bug, whether a gradient was wrong, and two losses."""
+    rows = []
+    alone = curves["one process"].losses
+    rows.append(["one process", "", "", alone[0], alone[-1]])
+    for exhibit in museum.exhibits():
+        losses, wrong = curves[exhibit.name]
+        said = "yes" if wrong else "no"
+        rows.append([exhibit.name, exhibit.bug, said, losses[0], losses[-1]])
+    headers = ["", "bug", "gradient wrong here", "loss after step 1", "after step 25"]
+    return table(headers, rows, digits=2)
+
+
+def catalog() -> Markdown:
+    """Every exhibit by its kind of bug: its title and, in italics, its symptom."""
+    rooms = []
+    for kind in sorted({exhibit.bug for exhibit in museum.exhibits()}):
+        of_kind = [exhibit for exhibit in museum.exhibits() if exhibit.bug == kind]
+        rooms.append(f"**{kind.capitalize()}** ({len(of_kind)})\n")
+        for exhibit in of_kind:
+            text = sys.modules[exhibit.wrap.__module__].__doc__ or ""
+            said = next(p for p in text.split("\n\n") if p.startswith("Symptom: "))
+            symptom = " ".join(said.removeprefix("Symptom: ").split())
+            symptom = symptom[0].upper() + symptom[1:]
+            rooms.append(f"**`{exhibit.name}`** {exhibit.title} *{symptom}*\n")
+    return Markdown("\n".join(rooms))
+
+
+def list_of_checks() -> Markdown:
+    """Every check, with the first sentence of its docstring."""
+    lines = []
+    for check in CHECKS:
+        summary = " ".join((check.__doc__ or "").split("\n\n")[0].split())
+        lines.append(f"- `{check.__name__}`: {summary}")
+    return Markdown("\n".join(lines))
+
+
+def drawn_matrix(caught: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """`crosses` as a grid of exhibits and checks; a circle marks the label's check."""
+    exhibits, names = museum.exhibits(), [check.__name__ for check in CHECKS]
+    figure, axes = plt.subplots(figsize=(5.8, 7.4))
+    for row, exhibit in enumerate(exhibits):
+        for column, name in enumerate(names):
+            if name in caught[exhibit.name]:
+                axes.plot(column, row, "x", color=figures.WRONG, ms=7, mew=2)
+            if name == exhibit.caught_by:
+                axes.plot(column, row, "o", mfc="none", mec=figures.TRUTH, ms=13)
+    axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names])
+    labels = [exhibit.name.replace("_", " ") for exhibit in exhibits]
+    axes.set_yticks(range(len(exhibits)), labels)
+    axes.tick_params(axis="x", top=True, labeltop=True, bottom=False, labelbottom=False)
+    axes.tick_params(axis="x", rotation=90)
+    axes.tick_params(length=0, labelsize=9)
+    axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(len(exhibits) - 0.4, -0.6))
+    axes.grid(alpha=0.25)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return figure
+
+
+def table_of_matrix(caught: Mapping[str, Mapping[str, Comparison | None]]) -> str:
+    """`crosses` in numbers: per exhibit, those of its label's check, and the counts."""
+    rows = []
+    for exhibit in museum.exhibits():
+        errors = caught[exhibit.name]
+        known = [errors[exhibit.caught_by], *errors.values()]  # its label's first
+        compared = next((c for c in known if c is not None), None)
+        numbers = ("", "") if compared is None else map("{:.4f}".format, compared)
+        rows.append([exhibit.name, exhibit.caught_by, *numbers, len(errors)])
+    headers = ["exhibit", "its label: caught by", "ratio", "cosine", "crosses"]
+    single = [name for name, errors in caught.items() if len(errors) == 1]
+    obvious = {"gradients_equal_full_batch", "replicas_stay_identical"}
+    missed = [name for name, errors in caught.items() if not obvious & set(errors)]
+    return (
+        f"{table(headers, rows)}\n"
+        f"{len(INVARIANTS)} invariants, {len(caught)} exhibits\n"
+        f"with a single cross: {len(single)}\n"
+        f"missed by {' and '.join(sorted(obvious))}: {len(missed)}"
+    )
 
 
 def caught_by(tests: Sequence[Test]) -> dict[str, set[str]]:

@@ -1,5 +1,4 @@
-"""For by_hand_or_ddp.ipynb: the thread's function, two steps that tell strategies
-apart, and a figure.
+"""For by_hand_or_ddp.ipynb: two steps that tell strategies apart, and a figure.
 
 A *strategy* is a pair `(wrap, average)`: `wrap(model)` returns what is called for the
 forward, and `average(model)` runs after backward. By hand, `wrap` returns the model
@@ -11,7 +10,6 @@ from collections.abc import Callable
 
 import matplotlib.pyplot as plt
 import torch
-import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
@@ -21,17 +19,6 @@ from labkit.book.figures import RANKS, TRUTH, WRONG
 from labkit.launch.ranks import run_ranks
 
 Strategy = tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], object]]
-
-
-def average_as_posted(model: nn.Module) -> None:
-    """The thread's `average_gradients`; only the deprecated name `dist.reduce_op` is replaced.
-
-    Raises AttributeError on a rank where a parameter has no gradient; its peers then wait.
-    """
-    size = float(dist.get_world_size())
-    for param in model.parameters():
-        dist.all_reduce(param.grad.data, op=dist.ReduceOp.SUM)
-        param.grad.data /= size
 
 
 class TwoHeads(nn.Module):

@@ -89,3 +89,24 @@ def test_the_script_prints_the_norm_of_the_full_batch_on_every_rank(tmp_path: Pa
     ended = run_in_process(str(alone))
     assert re.findall(r"gradient norm (\S+)", ended.stdout) == norms[:1]
     assert set(norms) == {norms[0]}
+
+
+IN_A_FRAMEWORK = """
+import accelerate
+import pytorch_lightning.strategies.ddp as lightning
+
+model = accelerate.Accelerator(cpu=True).prepare(torch.nn.Linear(2, 1))
+used = {type(model), lightning.DistributedDataParallel}
+print("used", {cls.__module__ for cls in used}, flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_frameworks_use_the_class_that_the_page_puts_in_torch(tmp_path: Path):
+    (lines,) = re.findall(
+        r"```python\n(import torch\n[^`]*?\.DistributedDataParallel = [^`]*)```", IN_YOUR_SCRIPT
+    )
+    (tmp_path / "script.py").write_text(lines + IN_A_FRAMEWORK)
+    done = run_warm(["--nproc-per-node=2", "script.py"], 120, cwd=tmp_path, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("used {'miniddp.torch_drop_in.wrapper'}") == 2, done.stdout

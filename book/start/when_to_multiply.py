@@ -87,10 +87,6 @@ def factor_table(found: Mapping[str, Comparison]) -> str:
 
 NO_FACTOR = "no factor\nrepairs it"
 TREE = {
-    "gradients are\nSUMMED over ranks": {
-        "divide by the\nglobal count": [("", "×1")],
-        "divide by own count,\nequal on all ranks": [("", "×1/W")],
-    },
     "AVERAGED; the loss\nsees own samples only": {
         "divide by\nown count": [("equal counts", "×1"), ("unequal counts", NO_FACTOR)],
         "divide by the\nglobal count": [("", "×W")],
@@ -106,6 +102,10 @@ TREE = {
             ("gather carries gradient,\ndivide by own count", "×1"),
             ("plain gather", NO_FACTOR),
         ],
+    },
+    "gradients are\nSUMMED over ranks": {
+        "divide by the\nglobal count": [("", "×1")],
+        "divide by own count,\nequal on all ranks": [("", "×1/W")],
     },
 }
 COLORS = {"×1": figures.RANKS[2], "×1/W": figures.RANKS[1], "×W": figures.RANKS[0]}

@@ -135,7 +135,7 @@ def test_sgd_and_adam_move_the_weights_as_torch_moves_them(both):
 
 
 # The factor that each leaf of the chapter names; None: no factor repairs it.
-LEAVES = {1: "1", 2: "1/W", 3: "1", 4: None, 5: "W", 6: "W"}
+LEAVES = {1: "1", 2: None, 3: "W", 4: "W", 10: "1", 11: "1/W"}
 
 
 def test_the_row_of_the_table_names_the_factor_that_is_right():

@@ -145,12 +145,12 @@ def test_every_leaf_has_a_place_on_the_page_to_which_the_figure_links():
 
 # Leaves whose loss sees a rank's own samples, as steps of the model with two weights.
 OWN = {
-    1: {"combine": "sum", "divide": "all"},
-    2: {"combine": "sum", "divide": "own"},
-    3: {"divide": "own"},
-    4: {"divide": "own"},
-    5: {"divide": "all"},
-    6: {"divide": "none"},
+    1: {"divide": "own"},
+    2: {"divide": "own"},
+    3: {"divide": "all"},
+    4: {"divide": "none"},
+    10: {"combine": "sum", "divide": "all"},
+    11: {"combine": "sum", "divide": "own"},
 }
 
 
@@ -161,9 +161,9 @@ def test_the_factor_makes_a_gradient_equal_to_the_full_batchs_and_no_other_facto
     for _ in range(100):
         w = generator.randint(2, 6)
         counts = [generator.randint(1, 5) for _ in range(w)]
-        if leaf in (2, 3):
+        if leaf in (1, 11):
             counts = counts[:1] * w
-        if leaf == 4:
+        if leaf == 2:
             counts[0] = counts[1] + 1
         cases.append(
             [

@@ -44,18 +44,18 @@
   const PLACES = {
     bypassed: ["puzzles/bypassed_wrapper.html", "Around the wrapper, nothing is averaged"],
     window: ["puzzles/mean_of_means.html#divided-twice", "Divided twice, or not at all"],
-    summed: ["start/when_to_multiply.html#leaf-2", "leaf 2, with unequal counts"],
+    summed: ["start/when_to_multiply.html#leaf-11", "leaf 11, with unequal counts"],
     join: ["surprises/in_the_data.html#uneven-inputs", "One rank has one more batch"],
     no_sync: ["puzzles/accumulate_vs_ddp.html", "Accumulation and DDP"],
   };
 
   const ROWS = {
-    1: "gradients are summed, the loss divides by the global count (or not at all)",
-    2: "gradients are summed, the loss divides by the own count",
-    3: "own samples, divided by the own count, equal on all ranks",
-    4: "own samples, divided by the own count, unequal",
-    5: "own samples, divided by the global count",
-    6: "own samples, not divided",
+    1: "own samples, divided by the own count, equal on all ranks",
+    2: "own samples, divided by the own count, unequal",
+    3: "own samples, divided by the global count",
+    4: "own samples, not divided",
+    10: "gradients are summed, the loss divides by the global count (or not at all)",
+    11: "gradients are summed, the loss divides by the own count",
   };
 
   function place(state, now) {

@@ -4,9 +4,9 @@
 
   const { QUESTIONS, LEAVES, walk } = FigureLogic.which_factor;
   const GROUPS = [
-    ["averaged, the loss sees own samples", [3, 4, 5, 6]],
-    ["averaged, the loss sees all samples", [7, 8, 9, 10, 11]],
-    ["summed", [1, 2]],
+    ["averaged, the loss sees own samples", [1, 2, 3, 4]],
+    ["averaged, the loss sees all samples", [5, 6, 7, 8, 9]],
+    ["summed", [10, 11]],
   ];
   const SHORT = { 1: "×1", W: "×W", "1/W": "×1/W", none: "none works" };
   const SAID = {

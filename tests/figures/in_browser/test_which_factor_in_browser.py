@@ -8,17 +8,17 @@ from playwright.sync_api import expect
 
 def test_answers_lead_to_every_leaf_of_the_tree(open_figure):
     paths = {
-        1: ["summed", "the global count"],
-        2: ["summed", "its own count, equal on all ranks"],
-        4: ["its own only", "its own count", "not always"],
-        6: ["its own only", 'nothing (reduction="sum")'],
-        8: [
+        10: ["summed", "the global count"],
+        11: ["summed", "its own count, equal on all ranks"],
+        2: ["its own only", "its own count", "not always"],
+        4: ["its own only", 'nothing (reduction="sum")'],
+        6: [
             "samples of all ranks, gathered",
             "the whole loss",
             "no; the rank reinserts its own slice",
         ],
-        9: ["samples of all ranks, gathered", "its own rows of it", "yes; the global count"],
-        11: ["samples of all ranks, gathered", "its own rows of it", "no"],
+        7: ["samples of all ranks, gathered", "its own rows of it", "yes; the global count"],
+        9: ["samples of all ranks, gathered", "its own rows of it", "no"],
     }
     leaves = call("which_factor", "leaf", [(number,) for number in paths])
     for (number, answers), leaf in zip(paths.items(), leaves, strict=True):

@@ -110,8 +110,8 @@
     if (accumulates(state) && state.divide === "own" && !state.over_k) return 0;
     const counts = present.flatMap((own) => batches(state, own).map((batch) => batch.length));
     const equal = counts.every((count) => count === counts[0]);
-    if (state.combine === "sum") return state.divide === "own" ? (equal ? 2 : 0) : 1;
-    return { own: equal ? 3 : 4, all: 5, none: 6 }[state.divide];
+    if (state.combine === "sum") return state.divide === "own" ? (equal ? 11 : 0) : 10;
+    return { own: equal ? 1 : 2, all: 3, none: 4 }[state.divide];
   }
 
   function step(state) {

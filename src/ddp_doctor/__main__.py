@@ -5,20 +5,18 @@ python -m ddp_doctor [options] train.py [its arguments]
 """
 
 import argparse
-import builtins
 import json
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
 from ddp_doctor.journal import alive, glance
+from ddp_doctor.script import no_script, run_script
 from ddp_doctor.session import Options, Session, say
 from ddp_doctor.starting import start
 from ddp_doctor.watcher import VERDICT
 
-LAUNCHERS = ("torchrun", "accelerate", "python", "python3")  # all of them take -m for a module
 FOUND, UNCHECKED = 3, 4  # exit codes of --fail-on
 VERDICT_AFTER = 15.0  # seconds that a rank waits for the report with --fail-on
 
@@ -44,6 +42,15 @@ def parser() -> argparse.ArgumentParser:
         "--hang-after", type=float, default=60.0, help="report ranks stuck for so many seconds (60)"
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing if nothing is found")
+    parser.add_argument(
+        "--certify",
+        action="store_true",
+        help="measure whether the ranks compute the gradient of one process: exit with 0 if they "
+        "do, 3 if not, 4 if it cannot be judged. Starts the script twice, for four steps each",
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="with --certify and no launcher: start so many ranks (2)"
+    )
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -66,6 +73,10 @@ def main() -> None:
         arguments.error(str(error))
     if not Path(given.script).is_file():
         sys.exit(f"ddp-doctor: {no_script(given.script, given.arguments)}")
+    if given.certify:
+        from ddp_doctor.certify.program import run
+
+        sys.exit(run([given.script, *given.arguments], given.ranks, given.json))
     sys.argv = [given.script, *given.arguments]
     session = start(options)
     code: int | None = None
@@ -85,30 +96,6 @@ def main() -> None:
         error.__traceback__ = trace
         raise
     _close(session, options, None, 0)
-
-
-def no_script(script: str, arguments: list[str]) -> str:
-    """The error if `script` does not exist; if it is a launcher, with the corrected command."""
-    said = f"there is no script {script!r} here ({Path.cwd()})."
-    scripts = [at for at, argument in enumerate(arguments) if argument.endswith(".py")]
-    if Path(script).name in LAUNCHERS and scripts:
-        before, after = arguments[: scripts[0]], arguments[scripts[0] :]
-        right = " ".join([script, *before, "-m ddp_doctor", *after])
-        said += f" Put the launcher first:\n    {right}"
-    return said
-
-
-def run_script(script: str) -> None:
-    """Execute the script as `python script` would: it is `__main__`, also for pickled functions."""
-    path = Path(script).absolute()
-    module = types.ModuleType("__main__")
-    module.__dict__.update(
-        __file__=str(path), __builtins__=builtins, __spec__=None, __package__=None
-    )
-    sys.modules["__main__"] = module
-    sys.path[0] = str(path.resolve().parent)
-    code = compile(path.read_bytes(), str(path), "exec")
-    exec(code, module.__dict__)
 
 
 def _close(

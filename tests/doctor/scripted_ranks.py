@@ -108,6 +108,7 @@ def _run_rank(job: Job) -> None:
     from doctor.fingerprint.steps import watch
 
     import ddp_doctor.__main__ as program
+    from ddp_doctor import script
 
     atexit._clear()  # what the fork server has registered
     multiprocessing.process._parent_process = None  # the script is no child of its interpreter
@@ -119,7 +120,7 @@ def _run_rank(job: Job) -> None:
     try:
         if job.doctor is None:
             sys.argv = [str(job.script)]
-            program.run_script(str(job.script))
+            script.run_script(str(job.script))
         else:
             sys.argv = ["ddp_doctor", *job.doctor, str(job.script)]
             program.main()

@@ -46,9 +46,14 @@ def _start():
     if added:
         sys.path.append(_PACKAGE)
     try:
-        from ddp_doctor.starting import start
+        if os.environ.get("DDP_DOCTOR_CERTIFY"):
+            from ddp_doctor.certify.child import install
 
-        start(leader=False)
+            install()
+        else:
+            from ddp_doctor.starting import start
+
+            start(leader=False)
     except Exception as error:  # never in the way of the user's process
         sys.stderr.write(f"ddp-doctor: could not start in process {os.getpid()} ({error}).\n")
     finally:
@@ -68,6 +73,6 @@ def _run_hidden():
             return
 
 
-if os.environ.get("DDP_DOCTOR_RUN"):
+if os.environ.get("DDP_DOCTOR_RUN") or os.environ.get("DDP_DOCTOR_CERTIFY"):
     sys.meta_path.insert(0, _AfterTorch())
 _run_hidden()

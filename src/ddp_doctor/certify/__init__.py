@@ -1,0 +1,15 @@
+"""The certificate: a script's ranks against one process of the same script, measured.
+
+================  =================================================================================
+`plan`            which samples each step of each run gets
+`program`         starts the runs: `certify`
+`child`           what a process of such a run does first
+`fixed`           what is off: dropout, clipping, batch statistics, compilation
+`steps`           the gradients that the optimizer receives, always from the same weights
+`samples`         what was seen, and who gets what
+`loaders`         samples of data loaders
+`tensors`         samples that come from no loader
+`measure`         two gradients side by side
+`verdict`         three properties, and what follows from them
+================  =================================================================================
+"""

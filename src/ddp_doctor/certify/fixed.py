@@ -1,0 +1,97 @@
+"""What is off or fixed while a certificate is measured: all that is random, clipping, compilation.
+
+Only what acts on training is replaced: dropout passes its input on, BatchNorm uses its running
+statistics, and `clip_grad_norm_` and `clip_grad_value_` leave gradients alone. In the last step
+BatchNorm and clipping act as the script has them.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+OFF = "Dropout is off, clipping is off, BatchNorm uses its running statistics, nothing is compiled."
+DROPOUT = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+)
+
+
+class Fixed:
+    """Replaces torch's functions. `as_it_is` lets clipping and BatchNorm through again."""
+
+    def __init__(self) -> None:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        self.as_it_is = False
+        self.clips = False
+        self.batch_norm = False
+        for name in DROPOUT:
+            setattr(F, name, _passed_on(getattr(F, name)))
+        torch.dropout = _passed_on(torch.dropout)
+        F.scaled_dot_product_attention = _without_dropout(F.scaled_dot_product_attention)
+        nn.RNNBase.__init__ = _without_rnn_dropout(nn.RNNBase.__init__)
+        F.batch_norm = self._batch_norm(F.batch_norm)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            clip = self._clip(getattr(nn.utils, name))
+            setattr(nn.utils.clip_grad, name, clip)
+            setattr(nn.utils, name, clip)
+
+    def _batch_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def batch_norm(x: Any, mean: Any, var: Any, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(("weight", "bias", "training", "momentum", "eps"), args, strict=False))
+            given |= kwargs
+            if given.get("training") and mean is not None:
+                self.batch_norm = True
+                given["training"] = self.as_it_is
+            return original(x, mean, var, **given)
+
+        return batch_norm
+
+    def _clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            self.clips = True
+            if self.as_it_is:
+                return original(parameters, *args, **kwargs)
+            listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            gradients = [p.grad for p in listed if p.grad is not None]
+            return nn.utils.get_total_norm(gradients) if gradients else torch.tensor(0.0)
+
+        return clip
+
+
+def _passed_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def dropout(input: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+        return input
+
+    return dropout
+
+
+def _without_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (0.0, *args[1:])
+        kwargs.pop("dropout_p", None)
+        return original(q, k, v, attn_mask, *args, **kwargs)
+
+    return attention
+
+
+def _without_rnn_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.dropout = 0.0
+
+    return init

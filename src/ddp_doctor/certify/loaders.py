@@ -1,0 +1,90 @@
+"""Data loaders: their samples are written down, and others handed out, before they are collated.
+
+The samples pass through the loader's own `collate_fn`, so a batch of all ranks' samples is padded
+as one process would pad it. They are made in the process itself, whatever `num_workers` says.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddp_doctor.certify.steps import Steps
+
+LOOKS_AHEAD = "accelerate.data_loader"  # the module of loaders that fetch one batch ahead
+
+
+class Loaders:
+    """Replaces `DataLoader.__iter__` wherever gradients are on."""
+
+    def __init__(self, steps: Steps, unseen: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.steps = steps
+        self.unseen = unseen
+        self.known: list[DataLoader[Any]] = []
+        self.fetched: dict[int, int] = {}
+        steps.ends.append(self._end_of_first_step)
+        plain = DataLoader.__iter__
+
+        def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+            return self._iterate(loader) if torch.is_grad_enabled() else plain(loader)
+
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign,assignment]
+
+    def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        if not any(loader is known for known in self.known):
+            self.known.append(loader)
+        at = next(n for n, known in enumerate(self.known) if known is loader)
+        source = _natural(loader)
+        while True:
+            frame = sys._getframe().f_back
+            ahead = frame is not None and frame.f_globals.get("__name__") == LOOKS_AHEAD
+            with self.unseen():
+                samples = next(source, None)
+                if samples is None:
+                    return
+                batch = _collated(loader, self._planned(at, samples, ahead))
+            yield batch
+
+    def _planned(self, loader: int, samples: list[Any], ahead: bool) -> list[Any]:
+        fetched = self.fetched.get(loader, 0)
+        self.fetched[loader] = fetched + 1
+        handed = self.steps.handed
+        if handed is None:
+            self.steps.recorded.samples[loader, fetched] = samples
+            self.steps.recorded.ahead |= ahead
+            return samples
+        step, at = divmod(fetched, max(1, handed.of[0].per_step.get(loader, 1)))
+        return handed.items(self.steps.kind(step), (loader, at)) or samples
+
+    def _end_of_first_step(self) -> None:
+        recorded = self.steps.recorded
+        for loader, fetched in self.fetched.items():
+            recorded.per_step[loader] = fetched - recorded.ahead
+
+
+def _natural(loader: DataLoader[Any]) -> Iterator[list[Any]]:
+    """Each batch's samples as the loader would make them, before they are collated."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        items, size = iter(dataset), loader.batch_size or 1
+        while samples := list(itertools.islice(items, size)):
+            if loader.drop_last and len(samples) < size:
+                return
+            yield samples
+    elif loader.batch_sampler is None:
+        for index in loader.sampler:
+            yield [dataset[index]]
+    else:
+        several = getattr(dataset, "__getitems__", None)
+        for indices in loader.batch_sampler:
+            yield list(several(indices)) if several else [dataset[index] for index in indices]
+
+
+def _collated(loader: DataLoader[Any], samples: list[Any]) -> Any:
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return loader.collate_fn(samples[0])
+    return loader.collate_fn(samples)

@@ -1,0 +1,52 @@
+"""What the runs of a certificate do: which samples each of at most four optimizer steps gets.
+
+The script is started twice. The *ranks* are the script as the user runs it; *one* is the same
+script as a single process. No update is kept, so every step starts from the same weights, and two
+steps differ only in their samples:
+
+    step    the ranks get                        one process gets
+    own     their own samples                    all of these samples (their union)
+    copies  rank 0's samples, on every rank      rank 0's samples
+    deal    the samples of `own`, dealt anew     the union in another order: what rounding does
+    usual   their own; clipping and BatchNorm    the union; clipping and BatchNorm act as the
+            act as the script has them           script has them
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+PART = "DDP_DOCTOR_CERTIFY"  # what a process of such a run is, as JSON
+OWN, COPIES, DEAL, USUAL, SKIPPED = "own", "copies", "deal", "usual", "skipped"
+PLAN = (OWN, COPIES, DEAL, USUAL)
+# A loader that fetches one batch ahead has fetched the second step's before the first step ends.
+PLAN_AHEAD = (OWN, SKIPPED, COPIES, DEAL)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One start of the script: as ranks, or as one process."""
+
+    folder: str
+    one: bool
+    cpu: bool = False
+
+    @classmethod
+    def of_this_process(cls) -> Self | None:
+        """What the environment says; None in a process that belongs to no certificate."""
+        text = os.environ.get(PART)
+        return cls(**json.loads(text)) if text else None
+
+    def environment(self) -> dict[str, str]:
+        """The variable that hands this to a process and to all that it starts."""
+        return {PART: json.dumps(asdict(self))}
+
+    def path(self, name: str) -> Path:
+        """A file of this part of the certificate."""
+        return Path(self.folder) / ("one" if self.one else "ranks") / name
+
+    def of_ranks(self, name: str) -> Path:
+        """A file that the ranks wrote, for both parts to read."""
+        return Path(self.folder) / "ranks" / name

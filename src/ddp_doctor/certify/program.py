@@ -1,0 +1,203 @@
+"""Certify a script: start it as ranks and as one process, compare, and say what was measured."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_doctor.certify.child import NEEDS_RANKS
+from ddp_doctor.certify.plan import Part
+
+if TYPE_CHECKING:
+    from ddp_doctor.certify.verdict import Certificate
+
+HERE = Path(__file__).resolve().parents[1]
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+LIMIT = 600.0  # seconds for one start of the script
+
+
+class Start:
+    """One start of the script, as one process or as ranks; output goes to files."""
+
+    def __init__(
+        self, part: Part, command: Sequence[str], environments: list[dict[str, str]]
+    ) -> None:
+        self.output = part.path("output")
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.processes = [
+            self.process(part, command, environment, at)
+            for at, environment in enumerate(environments)
+        ]
+
+    def process(
+        self, part: Part, command: Sequence[str], environment: dict[str, str], at: int
+    ) -> "subprocess.Popen[bytes]":
+        """Start one process."""
+        with open(self.output / f"{at}.txt", "wb") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "ddp_doctor.certify.child", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=self.environment(part, environment),
+                start_new_session=True,
+            )
+
+    def environment(self, part: Part, given: dict[str, str]) -> dict[str, str]:
+        """This process's environment with what `part` needs; an empty value removes a variable."""
+        paths = [str(HERE / "site"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        temporary = Path(part.folder) / "tmp"
+        temporary.mkdir(exist_ok=True)
+        every = os.environ | given | part.environment() | {"TMPDIR": str(temporary)}
+        every["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        return {name: value for name, value in every.items() if value != ""}
+
+    def wait(self) -> str:
+        """Wait for all; once one fails, five seconds more. Returns how the first one failed."""
+        until = time.monotonic() + LIMIT
+        failed: int | None = None
+        while any(process.poll() is None for process in self.processes):
+            codes = [process.poll() for process in self.processes]
+            if failed is None and any(codes):
+                failed = next(at for at, code in enumerate(codes) if code)
+                until = min(until, time.monotonic() + 5.0)
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        late = [at for at, process in enumerate(self.processes) if process.poll() is None]
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if failed is None:
+            failed = next((at for at, p in enumerate(self.processes) if p.returncode > 0), None)
+        if failed is not None:
+            return self._said(failed)
+        return f"it did not end within {LIMIT:g} s" if late else ""
+
+    def _said(self, at: int) -> str:
+        lines = (self.output / f"{at}.txt").read_text(errors="replace").strip().splitlines()
+        errors = [
+            line
+            for line in lines
+            if line[:1].isalpha() and ("Error" in line or "Exception" in line)
+        ]
+        return (errors or lines or ["no message"])[-1][:300].rstrip(".")
+
+
+def launched(rank: int, world: int, port: int) -> dict[str, str]:
+    """The environment that torchrun gives to a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "certificate",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "",
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextlib.contextmanager
+def common_folder() -> Iterator[Path]:
+    """A folder that all ranks of a launch find; rank 0 removes it. A new one without ranks."""
+    if "RANK" not in os.environ:
+        with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as name:
+            yield Path(name)
+        return
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT")
+    run = "-".join(os.environ.get(name, "") for name in names)
+    safe = "".join(c if c.isalnum() else "." for c in f"{run}-{os.getppid()}")
+    folder = Path(tempfile.gettempdir()) / f"ddp-doctor-{os.getuid()}-{safe}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if os.environ["RANK"] == "0":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(
+    command: Sequence[str],
+    folder: Path,
+    ranks: int | None,
+    cpu: bool,
+    start: type[Start] = Start,
+) -> "Certificate | None":
+    """Start the script as often as needed; None on a rank that is not the first."""
+    from ddp_doctor.certify.verdict import judge
+
+    as_ranks, as_one = Part(str(folder), one=False, cpu=cpu), Part(str(folder), one=True, cpu=cpu)
+    alone = dict.fromkeys(LAUNCHED, "")
+    rank = os.environ.get("RANK")
+    if rank is not None:
+        failed = start(as_ranks, command, [{}]).wait()
+        if rank != "0":
+            return None
+    elif ranks is None:
+        failed = start(as_ranks, command, [alone]).wait()
+        if as_ranks.path(NEEDS_RANKS).exists():
+            ranks = 2
+    if rank is None and ranks is not None:
+        port = free_port()
+        failed = start(as_ranks, command, [launched(n, ranks, port) for n in range(ranks)]).wait()
+    world = as_ranks.path("world")
+    failed_one = ""
+    if world.exists() and world.read_text() != "1":
+        by_launcher = rank is not None or ranks is not None
+        environment = launched(0, 1, free_port()) if by_launcher else alone
+        failed_one = start(as_one, command, [environment]).wait()
+    return judge(folder, failed, failed_one)
+
+
+def certify(
+    script: str | Path, *arguments: str, ranks: int | None = None, cpu: bool = False
+) -> "Certificate":
+    """Measure whether `ranks` processes of a script compute the gradient that one process computes.
+
+    Starts the script twice, for at most four optimizer steps each: as ranks, and as one process
+    that gets all their samples. `ranks`: 2 if the script expects a launcher; a script that starts
+    its own ranks decides. Nothing that the script does after its fourth step happens. Raises
+    FileNotFoundError if there is no such script. Cost: two starts, and a copy of the gradients on
+    disk per rank and step.
+    """
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"there is no script {str(script)!r} here ({Path.cwd()}).")
+    with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as name:
+        certificate = measure([str(script), *arguments], Path(name), ranks, cpu)
+    assert certificate is not None
+    return certificate
+
+
+def run(command: Sequence[str], ranks: int | None, json_path: str | None) -> int:
+    """The command line's `--certify`: print, write, and return the exit code."""
+    with common_folder() as folder:
+        certificate = measure(command, folder, ranks, cpu=False)
+    if certificate is None:
+        return 0
+    from ddp_doctor.certify.verdict import as_text
+
+    sys.stderr.write(as_text(certificate) + "\n")
+    if json_path:
+        text = json.dumps({"certificate": certificate.as_json()}, indent=2)
+        Path(json_path).write_text(text + "\n")
+    return {"equal": 0, "not judged": 4}.get(certificate.verdict, 3)

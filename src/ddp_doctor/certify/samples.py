@@ -1,0 +1,114 @@
+"""What every step gets: samples of step `own` are written down, then handed out as planned.
+
+`Recorded` is what one rank saw. `Handed` chooses from all ranks' records. Samples are list items
+(of a data loader) or rows (of a tensor). The same number of them is always dealt in the same order,
+so inputs and targets stay together.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddp_doctor.certify.plan import COPIES, DEAL, Part
+
+Key = tuple[Hashable, int]  # where samples come from, and how often they did in this step
+
+
+@dataclass
+class Recorded:
+    """The samples of one rank's first step. `per_step`: batches per loader and step."""
+
+    samples: dict[Key, Any] = field(default_factory=dict)
+    per_step: dict[Hashable, int] = field(default_factory=dict)
+    ahead: bool = False  # whether a loader fetches one batch ahead
+
+
+class Handed:
+    """All ranks' records, once they are known: what a step of a kind gets at a place."""
+
+    def __init__(self, part: Part, rank: int, of: list[Recorded]) -> None:
+        self.part = part
+        self.rank = rank
+        self.of = of
+
+    def everyones(self, key: Key) -> list[Any] | None:
+        """What each rank had there; None if one of them had nothing."""
+        found = [one.samples.get(key) for one in self.of]
+        return None if any(samples is None for samples in found) else found
+
+    def items(self, kind: str, key: Key) -> list[Any] | None:
+        """The samples of a loader's batch; None if a rank had no such batch."""
+        every = self.everyones(key)
+        if every is None:
+            return None
+        if kind == COPIES:
+            return list(every[0])
+        if kind == DEAL:
+            return self._dealt(key, list)
+        if self.part.one:
+            return [sample for samples in every for sample in samples]
+        return list(every[self.rank])
+
+    def rows(self, kind: str, key: Key) -> torch.Tensor | None:
+        """A tensor of samples; None if they cannot be joined along the first dimension."""
+        every = self.everyones(key)
+        if every is None or kind == COPIES or (kind != DEAL and alike(every)):
+            return None if every is None else every[0]
+        if kind == DEAL:
+            rows = self._dealt(key, lambda tensor: [row[None] for row in tensor])
+            return torch.cat(rows) if joinable(rows) else None
+        if not self.part.one:
+            return every[self.rank]
+        return torch.cat(every) if joinable(every) else None
+
+    def same_everywhere(self, key: Key) -> bool:
+        """Whether a tensor is no sample: equal on all ranks, and at every turn of the step."""
+        turns = [one.samples[k] for one in self.of for k in one.samples if k[0] == key[0]]
+        return alike(turns)
+
+    def _dealt(self, key: Key, parts: Callable[[Any], list[Any]]) -> list[Any]:
+        """This batch's share of a step's samples of a place; one process gets all ranks' shares."""
+        keys = [
+            (rank, (place, turn))
+            for rank, one in enumerate(self.of)
+            for place, turn in sorted((k for k in one.samples if k[0] == key[0]), key=_turn)
+            if turn < one.per_step.get(place, turn + 1) and (not self.part.one or turn == key[1])
+        ]
+        each = [parts(self.of[rank].samples[k]) for rank, k in keys]
+        pool = [sample for samples in each for sample in samples]
+        mine = [n for n, (rank, k) in enumerate(keys) if k == key and rank == self.rank]
+        before = sum(map(len, each[: mine[0]]))
+        count = len(pool) if self.part.one else len(each[mine[0]])
+        return [pool[n] for n in dealt(len(pool))[before : before + count]]
+
+
+def _turn(key: Key) -> int:
+    return key[1]
+
+
+def dealt(count: int) -> list[int]:
+    """In which order `count` samples are dealt anew: the same for all that has so many rows."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randperm(count, generator=generator).tolist()
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are equal; NaN equals NaN."""
+    first = tensors[0]
+    return all(
+        one.shape == first.shape
+        and one.dtype == first.dtype
+        and torch.equal(one.nan_to_num(), first.nan_to_num())
+        for one in tensors[1:]
+    )
+
+
+def joinable(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether they can be concatenated along dimension 0."""
+    first = tensors[0]
+    return first.dim() > 0 and all(
+        one.dim() == first.dim() and one.shape[1:] == first.shape[1:] and one.dtype == first.dtype
+        for one in tensors[1:]
+    )

@@ -1,0 +1,224 @@
+"""The gradient that the optimizer receives, step by step, always from the same weights.
+
+Before an update the gradients are written to a file. After it the weights are put back and the
+gradients are cleared. After the first step the ranks wait for one another's samples.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ddp_doctor.certify.fixed import Fixed
+from ddp_doctor.certify.plan import PLAN, PLAN_AHEAD, USUAL, Part
+from ddp_doctor.certify.samples import Handed, Recorded
+
+PATIENCE = 60.0  # seconds that a rank waits for the others' files
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Of the launcher if there is one, else of the process group; (0, 1) without either."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+class Steps:
+    """Records and repeats. `count` is the number of steps that the first optimizer has taken."""
+
+    def __init__(self, part: Part, fixed: Fixed) -> None:
+        self.part = part
+        self.fixed = fixed
+        self.recorded = Recorded()
+        self.handed = _of_all(part, 0) if part.one else None
+        self.count = 0
+        self.ends: list[Callable[[], None]] = []  # called at the end of each step
+        self.unjoined: list[str] = []  # places whose samples could not be joined
+        self.unlike: list[int] = []  # steps that did not use the same places as the first
+        self.backwards = 0
+        self._made: list[Optimizer] = []
+        self._taken: dict[int, int] = {}  # id of an optimizer: its steps
+        self._nested = 0
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._started = False
+        self._names: dict[int, str] = {}
+        nn.modules.module.register_module_forward_pre_hook(self._before_forward)
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+        self._count_what_is_called()
+
+    def _count_what_is_called(self) -> None:
+        init, backward = Optimizer.__init__, torch.autograd.backward
+
+        def counted_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            self._made.append(optimizer)
+
+        def counted_backward(*args: Any, **kwargs: Any) -> None:
+            self.backwards += 1
+            backward(*args, **kwargs)
+
+        Optimizer.__init__ = counted_init  # type: ignore[method-assign]
+        torch.autograd.backward = counted_backward
+
+    def kind(self, step: int) -> str:
+        """What the samples of a step are; see `plan`."""
+        ahead = self.handed.of[0].ahead if self.handed else self.recorded.ahead
+        plan = PLAN_AHEAD if ahead else PLAN
+        return plan[min(step, len(plan) - 1)]
+
+    @property
+    def now(self) -> str:
+        return self.kind(self.count)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._started or not torch.is_grad_enabled() or not self._made:
+            return
+        self._started = True
+        for name, parameter in module.named_parameters():
+            self._names.setdefault(id(parameter), name.removeprefix("module."))
+        listed = [each for optimizer in self._made for each in self._listed(optimizer)]
+        path = self.part.of_ranks("weights.pt")
+        if not self.part.one:
+            weights = {key: whole(parameter) for key, _, parameter in listed}
+            if rank_and_world()[0] == 0:
+                written(path, weights)
+        elif path.exists():
+            weights = torch.load(path)
+            with torch.no_grad():
+                for key, _, parameter in listed:
+                    if key in weights and weights[key].shape == parameter.shape:
+                        local = getattr(parameter, "to_local", lambda p=parameter: p)()
+                        local.copy_(weights[key])  # of one process, a shard is the whole
+
+    def _listed(self, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
+        """(key, name, parameter). A key counts optimizers and parameters as they are made."""
+        at = next((n for n, made in enumerate(self._made) if made is optimizer), len(self._made))
+        listed = [p for group in optimizer.param_groups for p in group["params"]]
+        return [
+            (f"{at}.{n}", self._names.get(id(p), f"parameter {n} of optimizer {at}"), p)
+            for n, p in enumerate(listed)
+        ]
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._nested += 1
+        if self._nested > 1:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._record(optimizer)
+            return None
+
+        def then_record() -> Any:
+            loss = closure()
+            self._record(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], then_record, *args[2:]), kwargs
+        return args, {**kwargs, "closure": then_record}
+
+    def _record(self, optimizer: Optimizer) -> None:
+        step = self._taken.setdefault(id(optimizer), 0)
+        rank, world = rank_and_world()
+        listed = self._listed(optimizer)
+        plain = [each for each in listed if not hasattr(each[2], "full_tensor")]
+        facts = {
+            "kind": self.kind(step),
+            "gradients": {key: whole(p.grad) for key, _, p in listed if p.grad is not None},
+            "names": {key: name for key, name, _ in listed},
+            "world": world,
+            "backwards": self.backwards,
+            "clips": self.fixed.clips,
+            "batch_norm": self.fixed.batch_norm,
+            "start": {key: float(p.detach().double().sum()) for key, _, p in plain},
+            "sharded": any(hasattr(p, "full_tensor") for _, _, p in listed),
+            "unjoined": sorted(set(self.unjoined)),
+            "unlike": step in self.unlike,
+        }
+        at = list(self._taken).index(id(optimizer))
+        written(self.part.path(f"{rank}.{at}.{step}.pt"), facts)
+        self._kept = [(p, p.detach().clone()) for _, _, p in listed]
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._nested -= 1
+        if self._nested or id(optimizer) not in self._taken:
+            return
+        with torch.no_grad():
+            for parameter, value in self._kept:
+                parameter.copy_(value)
+                parameter.grad = None
+        self._taken[id(optimizer)] += 1
+        if id(optimizer) == next(iter(self._taken)):
+            self._end_of_step()
+
+    def _end_of_step(self) -> None:
+        self.count += 1
+        self.backwards = 0
+        for end in self.ends:
+            end()
+        rank, world = rank_and_world()
+        if self.handed is None:
+            self.part.path("world").write_text(str(world))
+            written(self.part.path(f"samples.{rank}.pt"), self.recorded)
+            self.handed = _of_all(self.part, world, rank)
+        self.fixed.as_it_is = self.now == USUAL
+        if self.count == len(PLAN):
+            names = [f"{r}.0.{self.count - 1}.pt" for r in range(1 if self.part.one else world)]
+            wait_for([self.part.path(name) for name in names])
+            leave()
+
+
+def _of_all(part: Part, world: int, rank: int = 0) -> Handed | None:
+    """All ranks' samples, once they have written them; None if they do not."""
+    if part.one:
+        world = len(list(part.of_ranks("").glob("samples.*.pt")))
+    paths = [part.of_ranks(f"samples.{r}.pt") for r in range(world)]
+    if not paths or not wait_for(paths):
+        return None
+    return Handed(part, rank, [torch.load(path, weights_only=False) for path in paths])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A plain copy of a tensor; of a sharded one, all of it (a collective)."""
+    full = getattr(tensor, "full_tensor", None)
+    plain = (full() if full else tensor).detach()
+    return (plain.to_dense() if plain.is_sparse else plain).clone().cpu()
+
+
+def written(path: Path, value: Any) -> None:
+    """Write a file that is complete as soon as it has its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    torch.save(value, part)
+    part.replace(path)
+
+
+def wait_for(paths: list[Path]) -> bool:
+    """Wait until all files are there; False if they are not after `PATIENCE` seconds."""
+    until = time.monotonic() + PATIENCE
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def leave() -> None:
+    """End this process: all is measured, and nothing that the script still does is wanted."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -27,6 +27,7 @@ settings.load_profile("busy machine")
 LONGEST_FIRST = (
     "tests/torch_suite/test_torch_suite.py",
     "tests/grader/test_right.py",
+    "tests/grader/test_release.py",
     "tests/test_labs.py",
     "tests/test_benchmarks.py",
     "tests/miniddp/test_ladder.py",

@@ -2,7 +2,7 @@
 
     python labs/benchmarks/grade_many.py [--submissions 200] [--jobs 2]
 
-Of twenty submissions, three are the key, three the empty release, and nine a known wrong answer.
+Of twenty submissions, three are the key, three the empty release, and nine known wrong answers.
 The others hold a syntax error, a deadlock, a dead rank, an endless loop, or a function that sleeps.
 Prints the time per submission of each kind, the time of the run, and the largest memory of the
 grader itself. Then it prints the time of a single submission, the key. Fails if any submission
@@ -13,6 +13,7 @@ earned other points than it should.
 import argparse
 import copy
 import json
+import os
 import resource
 import statistics
 import sys
@@ -27,7 +28,12 @@ from labkit.profiling.benchmark_arguments import benchmark_parser
 def arguments_of_this_benchmark() -> argparse.Namespace:
     arguments = benchmark_parser(__doc__)
     arguments.add_argument("--submissions", type=positive, default=200, help="(default 200)")
-    arguments.add_argument("--jobs", type=positive, default=2, help="at a time (default 2)")
+    arguments.add_argument(
+        "--jobs",
+        type=positive,
+        default=(os.cpu_count() or 1) + 1,
+        help="at a time (default: the cores and one)",
+    )
     return arguments.parse_args()
 
 
@@ -63,7 +69,7 @@ def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
     points = {check.name: check.points for check in assignment.checks}
     of_each = sum(c.points for c in assignment.checks if "each" in c.solutions)
     found = [("key", key, assignment.points), ("empty", {}, 0.0)] * 3
-    for wrong in assignment.wrong_answers:
+    for wrong in assignment.wrong_answers[:9]:
         solutions = {**key, wrong.solution: wrong.source}
         lost = sum(points[name] for name in wrong.loses)
         found.append(("wrong answer", solutions, assignment.points - lost))

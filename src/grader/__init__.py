@@ -2,22 +2,20 @@
 
 The files, in the order in which an assignment and then a submission pass through them:
 
-    cli               the commands: release, validate, grade, preview
+    __main__          the commands: release, validate, grade, preview
     source            read the one source notebook of an assignment
-    release           try it, then make the students' notebook
-    student_package   a release with the wheel and the instructions that students need
+    release           try it, then make the students' notebook, and the package that they get
     preview           an assignment as a page of the book
     student           in a person's notebook: a student's visible checks, an author's %%check
     submissions       find the files that were handed in, and their students' names
     notebook_file     read one such file, which may be anything
     merge             of a notebook that was handed in, only the solutions, as Python
     batch             many submissions, in parallel, resumable
-    grade             from nbval's verdicts to points and reasons
+    grade             run a submission's checks; from nbval's verdicts to points and reasons
     known             for one seed: the inputs, and what the key and the wrong answers return
-    judge             the bench notebook, with what the key printed; run nbval over it
-    bench             in nbval's kernel: run one check in a sandbox, and print what came back
-    outputs           what ranks returned, as text for nbval and as an observation for people
     sandbox           one bubblewrap per submission
+    outputs           what ranks returned, as text for nbval and as an observation for people
+    judge             nbval, on a notebook that has stored what the key printed
     report            results.json for Gradescope, grades.csv, feedback.html
     inside            in the sandbox: a server, the ranks, and the values that they send back
 

@@ -15,12 +15,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from grader.grade import Result, failed_by_the_grader, fresh_seed, grade_together
-from grader.judge import StoppedError
 from grader.known import AuthorError, Known
 from grader.merge import Submission, read_submission
 from grader.notebook_file import hash_of
 from grader.report import folder_name, read_results, write_csv, write_feedback, write_results
-from grader.sandbox import SandboxError
+from grader.sandbox import SandboxError, StoppedError
 from grader.source import Assignment, read_assignment
 from grader.submissions import HandedIn
 
@@ -39,10 +38,10 @@ def grade_all(
 ) -> list[Result]:
     """Grade `submissions` on the assignment at `source` into `out`; one result each, by student.
 
-    `jobs` run at a time, by default as many as there are processor cores. `again` also grades what
-    has a result already. Writes a folder with results.json and feedback.html for each student as
-    soon as that is graded, and grades.csv at the end, also when the run is interrupted. Raises
-    SandboxError and AuthorError.
+    `jobs` run at a time, by default one more than there are cores, because some only wait. `again`
+    also grades what has a result already. Writes a folder with results.json and feedback.html for
+    each student as soon as that is graded, and grades.csv at the end, also when the run is
+    interrupted. Raises SandboxError and AuthorError.
     """
     assignment = read_assignment(source)
     of_assignment = hash_of(source) + (f"-{seed}" if seed is not None else "")
@@ -66,11 +65,10 @@ def grade_all(
     for result in list(results.values()):
         keep(result)
     try:
-        with (
-            Known(assignment, fresh_seed() if seed is None else seed, trust) as known,
-            tqdm(total=len(submissions), initial=len(results), unit="submission") as bar,
-        ):
-            for result in _graded(waiting, known, trust, jobs or os.cpu_count() or 1):
+        with tqdm(total=len(submissions), initial=len(results), unit="submission") as bar:
+            for result in _graded(
+                waiting, assignment, seed, trust, jobs or (os.cpu_count() or 1) + 1
+            ):
                 keep(result)
                 bar.update()
     finally:
@@ -88,18 +86,19 @@ def write_table(out: Path, assignment: str) -> list[Result]:
     return results
 
 
-def _graded(waiting: list[HandedIn], known: Known, trust: bool, jobs: int) -> Iterator[Result]:
+def _graded(
+    waiting: list[HandedIn], assignment: Assignment, seed: int | None, trust: bool, jobs: int
+) -> Iterator[Result]:
     """The results as they come, from up to `jobs` threads, each with one run of nbval at a time."""
-    if not waiting:
-        return
-    for check in known.assignment.checks:
-        known.key(check)  # an assignment at fault is reported before any submission is run
     each = max(1, min(_TOGETHER, -(-len(waiting) // jobs)))
     parts = [waiting[first : first + each] for first in range(0, len(waiting), each)]
     stop = threading.Event()
-    with ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(_grade_part, part, known, trust, stop) for part in parts]
+    with (
+        Known(assignment, fresh_seed() if seed is None else seed, trust, stop) as known,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
         try:
+            running = [pool.submit(_grade_part, part, known) for part in parts]
             for done in as_completed(running):
                 yield from done.result()
         finally:
@@ -107,25 +106,16 @@ def _graded(waiting: list[HandedIn], known: Known, trust: bool, jobs: int) -> It
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _grade_part(
-    part: list[HandedIn], known: Known, trust: bool, stop: threading.Event
-) -> list[Result]:
-    read, results = [], []
-    for one in part:
-        try:
-            read.append((one.student, _read(one, known.assignment)))
-        except Exception as error:  # the grader's own fault: the next submissions must not suffer
-            results.append(_failed(one.student, known.assignment, error))
+def _grade_part(part: list[HandedIn], known: Known) -> list[Result]:
     try:
-        return results + grade_together(read, known, trust=trust, stop=stop)
+        return grade_together([(one.student, _read(one, known.assignment)) for one in part], known)
     except (StoppedError, SandboxError, AuthorError):
         raise
-    except Exception as error:
-        return results + [_failed(student, known.assignment, error) for student, _ in read]
-
-
-def _failed(student: str, assignment: Assignment, error: Exception) -> Result:
-    return failed_by_the_grader(student, assignment, f"{type(error).__name__}: {error}")
+    except Exception as error:  # the grader's own fault: the other submissions must not suffer
+        if len(part) > 1:
+            return [result for one in part for result in _grade_part([one], known)]
+        why = f"{type(error).__name__}: {error}"
+        return [failed_by_the_grader(part[0].student, known.assignment, why)]
 
 
 def _read(one: HandedIn, assignment: Assignment) -> Submission:

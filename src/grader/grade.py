@@ -1,21 +1,20 @@
-"""From submissions to results: let nbval judge, and say why points are missing."""
+"""From submissions to results: run checks, let nbval judge, and say why points are missing."""
 
+import contextlib
 import secrets
-import tempfile
-import threading
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grader.bench import read_outcomes, write_cases
-from grader.inside.values import ValuesError
 from grader.judge import judge
-from grader.known import Known, Outcome, told
+from grader.known import Known, Outcome, could_not_run, run_check, told
 from grader.merge import Submission
-from grader.outputs import observation, same
-from grader.sandbox import CONTAINED, TRUSTED
+from grader.outputs import observation, same, text_of
+from grader.sandbox import Sandbox
 from grader.source import Assignment, CheckSource
+
+_LITTLE = 3.0  # seconds for a solution that has taken too long before
 
 
 @dataclass
@@ -26,10 +25,10 @@ class CheckResult:
     points: float
     score: float
     visible: bool
+    concept: str = ""  # what the check is about
     sentence: str = ""  # why the points are missing; empty for what passed
     observation: str = ""  # the first difference
     line: str = ""  # the student's line that failed
-    concept: str = ""  # what the check is about
     needs_human: str = ""
     seconds: float = 0.0
 
@@ -41,17 +40,17 @@ class Result:
     student: str
     assignment: str
     title: str
-    score: float
     points: float
     checks: list[CheckResult]
-    load_errors: list[str] = field(default_factory=list)
-    repairs: list[str] = field(default_factory=list)
-    unreadable: str = ""
-    isolation: str = ""
     seed: int = 0
-    notes: list[str] = field(default_factory=list)  # what a person should look at
+    unreadable: str = ""
+    notes: list[str] = field(default_factory=list)  # what was put right, or a person should look at
     id: str = ""  # the course system's number of the student
     warning: str = ""  # what was odd about the place or the format of the file
+
+    @property
+    def score(self) -> float:
+        return sum(check.score for check in self.checks)
 
     @property
     def needs_human(self) -> bool:
@@ -62,9 +61,6 @@ class Result:
     def seconds(self) -> float:
         return round(sum(check.seconds for check in self.checks), 2)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"needs_human": self.needs_human}
-
 
 def fresh_seed() -> int:
     """A seed for the inputs of one run."""
@@ -72,111 +68,144 @@ def fresh_seed() -> int:
 
 
 def grade_together(
-    submissions: Sequence[tuple[str, Submission]],
-    known: Known,
-    *,
-    trust: bool = False,
-    shared: bool = False,
-    stop: threading.Event | None = None,
+    submissions: Sequence[tuple[str, Submission]], known: Known, teachers: bool = False
 ) -> list[Result]:
     """Grade submissions, (student, what was read), in one run of nbval; in their order.
 
-    An unreadable submission is not run, and earns 0. `shared`: see `write_cases`. Raises
-    AuthorError for a fault of the assignment, SandboxError, and StoppedError when `stop` is set.
+    An unreadable submission is not run, and earns 0. `teachers`: all are the teacher's own, and run
+    in the sandbox of the key. Raises AuthorError for a fault of the assignment, SandboxError, and
+    StoppedError.
     """
-    readable = [one for _, one in submissions if not one.unreadable]
-    results = {}
-    with tempfile.TemporaryDirectory(prefix="grader-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        verdicts, said = {}, ""
-        if readable:
-            sources = [one.solutions for one in readable]
-            write_cases(folder, known, sources, trust=trust, shared=shared)
-            verdicts, said = judge(folder, known, len(readable), stop or threading.Event())
-        for number, one in enumerate(readable):
-            passed = {check.name: verdicts.get((number, check.name)) for check in _checks(known)}
-            results[id(one)] = [
-                _judged(
-                    check, passed[check.name], _outcomes(folder, number, check), one, known, said
-                )
-                for check in _checks(known)
-            ]
-    isolation = TRUSTED if trust else CONTAINED
-    return [
-        _result(student, one, known, results.get(id(one), []), isolation)
-        for student, one in submissions
-    ]
+    own, results = known.assignment, []
+    runs = [_Run(one, known, None if teachers else known.sandbox()) for _, one in submissions]
+    readable = [run for run in runs if not run.submission.unreadable]
+    verdicts, said = _judge(readable, known) if readable else (iter(()), "")
+    for (student, one), run in zip(submissions, runs, strict=True):
+        if one.unreadable:
+            checks = [replace(_empty(check), sentence=one.unreadable) for check in own.checks]
+        else:
+            checks = [_judged(check, next(verdicts), run, said) for check in own.checks]
+        about = (known.seed, one.unreadable, one.notes)
+        results.append(Result(student, own.name, own.title, own.points, checks, *about))
+    return results
 
 
-def _checks(known: Known) -> tuple[CheckSource, ...]:
-    return known.assignment.checks
+def _judge(runs: list["_Run"], known: Known) -> tuple[Iterator[bool | None], str]:
+    """nbval's verdict on each check of each run, None where it failed; and what it said then.
+
+    The sandbox of the next submission starts while one is graded.
+    """
+    checks = known.assignment.checks
+    with contextlib.ExitStack() as stack:
+        for run in runs:
+            stack.callback(run.end)
+        runs[0].start()
+        expected = [known.expected(check) for check in checks] * len(runs)
+        nbval = stack.enter_context(judge(expected))
+        places = iter(range(len(expected)))
+        for run, following in zip(runs, [*runs[1:], None], strict=True):
+            if following:
+                following.start()
+            for check in checks:
+                nbval.hear(next(places), run.check(check))
+            run.end()
+        found, said = nbval.verdicts(known.stop)
+    return map(found.get, range(len(expected))), said
 
 
-def _outcomes(folder: Path, number: int, check: CheckSource) -> tuple[list[Outcome], float]:
-    try:
-        return read_outcomes(folder, number, check.name) or ([], 0.0)
-    except (ValuesError, TypeError, KeyError):
-        return [], 0.0
+class _Run:
+    """One submission in its sandbox: what its ranks did in each check."""
+
+    def __init__(self, submission: Submission, known: Known, sandbox: Sandbox | None) -> None:
+        self.submission, self.known, self._sandbox = submission, known, sandbox
+        self.outcomes: dict[str, list[Outcome]] = {}
+        self.seconds: dict[str, float] = {}
+        self._slow: set[str] = set()  # solutions that have taken too long
+
+    def start(self) -> None:
+        """Start its sandbox now, unless nothing is written."""
+        if self._sandbox and not all(map(self._not_written, self.known.assignment.checks)):
+            self._sandbox.start()
+
+    def end(self) -> None:
+        """End its sandbox, with all that runs there."""
+        if self._sandbox:
+            self._sandbox.end()
+
+    def check(self, check: CheckSource) -> str:
+        """Run `check`; returns what is to be printed."""
+        started = time.monotonic()
+        outcomes = self.outcomes[check.name] = self._outcomes(check)
+        self.seconds[check.name] = time.monotonic() - started
+        if outcomes[-1].timed_out:
+            self._slow |= set(check.solutions)
+        key = self.known.key(check)
+        lines = [
+            text_of(outcome.results, expected, check.tolerance)
+            for outcome, expected in zip(outcomes, key, strict=False)
+            if outcome.results is not None
+        ]
+        if outcomes[-1].results is None:
+            lines.append(f"{check.name}: {told(outcomes[-1], check)}")
+        return "\n".join(lines)
+
+    def _outcomes(self, check: CheckSource) -> list[Outcome]:
+        if self._not_written(check):
+            return [Outcome(stopped={"how": "raised", "type": "NotImplementedError"})]
+        if self._sandbox is None:
+            return self.known.outcomes(check, self.submission.solutions)
+        cells = self.known.assignment.cells(check, self.submission.solutions)
+        seconds = _LITTLE if self._slow & set(check.solutions) else None
+        inputs, seed = self.known.inputs(check), self.known.seed
+        return run_check(self._sandbox, check, cells, inputs, seed, seconds)
+
+    def _not_written(self, check: CheckSource) -> bool:
+        """Whether a solution is the stub that only raises: it need not be run."""
+        stubs, own = self.known.assignment.stubs(), self.submission.solutions
+        return any(
+            own[name].strip() == stubs[name].strip() and "raise NotImplementedError" in stubs[name]
+            for name in check.solutions
+        )
 
 
-Judged = tuple[CheckResult, list[Outcome]]
+def _empty(check: CheckSource) -> CheckResult:
+    return CheckResult(check.name, check.points, 0, check.visible, check.concept)
 
 
-def _judged(
-    check: CheckSource,
-    passed: bool | None,
-    kept: tuple[list[Outcome], float],
-    submission: Submission,
-    known: Known,
-    said: str,
-) -> Judged:
-    outcomes, seconds = kept
+def _judged(check: CheckSource, passed: bool | None, run: _Run, said: str) -> CheckResult:
     result = _empty(check)
-    result.seconds = seconds
-    if passed is None or not outcomes:
+    result.seconds = run.seconds[check.name]
+    if passed is None:
         result.needs_human = f"the check did not come to an end. {said}".strip()
     elif passed:
         result.score = check.points
     else:
-        _explain(result, check, outcomes, submission, known)
-    return result, outcomes
+        _explain(result, check, run)
+    return result
 
 
-def _empty(check: CheckSource) -> CheckResult:
-    return CheckResult(check.name, check.points, 0, check.visible, concept=check.concept)
-
-
-def _explain(
-    result: CheckResult,
-    check: CheckSource,
-    outcomes: list[Outcome],
-    submission: Submission,
-    known: Known,
-) -> None:
+def _explain(result: CheckResult, check: CheckSource, run: _Run) -> None:
     """Say why `check` failed: what stopped it, or whose mistake it makes, or what differs."""
+    outcomes = run.outcomes[check.name]
     last = outcomes[-1]
-    if last.results is None:
-        result.sentence = _stopped(last, check)
-        result.line = _line(last.stopped, submission)
+    broken = [could_not_run(cell, about) for cell, about in last.failed_cells.items()]
+    if last.results is not None:
+        result.sentence = "; ".join(broken) or _named(check, outcomes, run.known) or check.concept
+        for outcome, key in zip(outcomes, run.known.key(check), strict=True):
+            result.observation = result.observation or _observed(outcome.results, key, check)
         return
-    result.sentence = _named(check, outcomes, known) or check.concept
-    for outcome, key in zip(outcomes, known.key(check), strict=False):
-        if outcome.results is not None and not result.observation:
-            result.observation = _safely(outcome.results, key, check.tolerance)
+    result.line = _line(last.stopped, run.submission)
+    if last.not_written:
+        result.sentence = f"{' or '.join(check.solutions)} is not written yet"
+    elif broken and last.stopped.get("type") in ("AttributeError", "NameError"):
+        result.sentence = "; ".join(broken)
+    else:
+        result.sentence = f"your code {told(last, check)}"
 
 
-def _stopped(outcome: Outcome, check: CheckSource) -> str:
-    if outcome.not_written:
-        return f"{' or '.join(check.solutions)} is not written yet"
-    failed = [name for name in outcome.failed_cells if isinstance(name, str)]
-    if failed and outcome.stopped.get("type") in ("AttributeError", "NameError"):
-        return f"follows from cell {', '.join(failed)[:200]}, which could not be executed"
-    return f"your code {told(outcome, check, check.visible)}"
-
-
-def _safely(results: list[Any], key: list[Any], tolerance: float) -> str:
+def _observed(results: list[Any] | None, key: list[Any], check: CheckSource) -> str:
     try:
-        return observation(results, key, tolerance)
+        return observation(results or [], key, check.tolerance)
     except (TypeError, ValueError, OverflowError):  # numbers of a kind that nobody expected
         return ""
 
@@ -188,8 +217,7 @@ def _named(check: CheckSource, outcomes: list[Outcome], known: Known) -> str:
             continue
         theirs = known.wrong(wrong, check)
         if len(theirs) == len(outcomes) and all(
-            a.results is not None
-            and b.results is not None
+            b.results is not None
             and len(a.results) == len(b.results)
             and same(a.results, b.results, check.tolerance)
             for a, b in zip(outcomes, theirs, strict=True)
@@ -206,52 +234,7 @@ def _line(about: dict[str, Any], submission: Submission) -> str:
     return lines[number - 1].strip()[:200] if valid else ""
 
 
-def _result(
-    student: str, submission: Submission, known: Known, judged: list[Judged], isolation: str
-) -> Result:
-    assignment = known.assignment
-    checks = [check for check, _ in judged]
-    if submission.unreadable:
-        checks = [_empty(check) for check in assignment.checks]
-        for check in checks:
-            check.sentence = submission.unreadable
-    return Result(
-        student,
-        assignment.name,
-        assignment.title,
-        sum(check.score for check in checks),
-        assignment.points,
-        checks,
-        _load_errors(judged),
-        list(submission.repairs),
-        submission.unreadable,
-        isolation,
-        known.seed,
-        list(submission.notes),
-    )
-
-
-def _load_errors(judged: list[Judged]) -> list[str]:
-    """One sentence per cell that could not be executed."""
-    sentences: dict[str, str] = {}
-    for check, outcomes in judged:
-        for outcome in outcomes:
-            for cell, about in outcome.failed_cells.items():
-                if not isinstance(about, dict):
-                    continue
-                line = f", line {about.get('line')}" if about.get("line") else ""
-                detail = str(about.get("type", ""))[:100]
-                message = str(about.get("message", "")).splitlines()
-                if check.visible and message:
-                    detail += f": {message[0][:300]}"
-                text = f"cell {str(cell)[:100]} could not be executed{line}: {detail}"
-                sentences[cell] = max(text, sentences.get(cell, ""), key=len)
-    return list(sentences.values())
-
-
-def failed_by_the_grader(student: str, assignment: Assignment, why: str) -> Result:
+def failed_by_the_grader(student: str, own: Assignment, why: str) -> Result:
     """The result of a submission at which the grader itself failed."""
-    checks = [_empty(check) for check in assignment.checks]
-    for check in checks:
-        check.needs_human = why
-    return Result(student, assignment.name, assignment.title, 0, assignment.points, checks)
+    checks = [replace(_empty(check), needs_human=why) for check in own.checks]
+    return Result(student, own.name, own.title, own.points, checks)

@@ -1,118 +1,125 @@
-"""Let nbval judge: write the bench notebook with what the key printed, and read the verdicts."""
+"""Let nbval judge: a notebook with one cell per check, which has stored what the key printed.
 
+nbval executes it in a kernel that never runs a line of a student's. A cell waits for the text of
+its check, which comes from the submission's sandbox, and prints it; nbval compares.
+"""
+
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grader.bench import VARIABLE, expected_text
-from grader.known import Known
+from grader.sandbox import StoppedError
 from labkit.launch.guard import run_guarded
 
-_CELL = 300  # seconds that nbval gives a check
+_CELL = 3600  # seconds that nbval waits for a text
 _LOOK_EVERY = 0.1  # seconds
-_BENCH, _VERDICTS = "bench.ipynb", "verdicts.xml"
+_NOTEBOOK, _VERDICTS, _SAID = "bench.ipynb", "verdicts.xml", "said"
 _NUMBER = re.compile(r"Cell (\d+)$")
 # The guard is a program, too: closing its standard input ends everything below it at once.
 _GUARD = run_guarded.__module__
-
-Verdicts = dict[tuple[int, str], bool]
-
-
-class StoppedError(Exception):
-    """The run was asked to stop."""
+_FIRST_CELL = """\
+import time
+from pathlib import Path
 
 
-def judge(folder: Path, known: Known, count: int, stop: threading.Event) -> tuple[Verdicts, str]:
-    """nbval's verdict on each check of `count` submissions, and what it said if some are missing.
-
-    `folder` holds the cases (`grader.bench.write_cases`). A verdict is missing where the grader
-    itself failed. Raises StoppedError soon after `stop` is set. Costs about 2 s besides the checks,
-    for the start of pytest and of the kernel.
-    """
-    checks = known.assignment.checks
-    cells = [(number, check.name) for number in range(count) for check in checks]
-    printed = {check.name: expected_text(check, known.key(check)) for check in checks}
-    _write_bench(folder / _BENCH, cells, printed)
-    _run_nbval(folder, stop)
-    passed = _read_verdicts(folder / _VERDICTS)
-    # The notebook's first cell imports.
-    verdicts = {cell: passed[n] for n, cell in enumerate(cells, start=1) if n in passed}
-    said = (folder / "said").read_text(encoding="utf-8", errors="replace")
-    return verdicts, "" if len(verdicts) == len(cells) else said.strip()[-1000:]
+def show(number):
+    \"\"\"Print what a submission's ranks returned in this check, once it is there.\"\"\"
+    while not Path(f"{number}.txt").exists():
+        time.sleep(0.02)
+    print(Path(f"{number}.txt").read_text("utf-8"))
+"""
 
 
-def _run_nbval(folder: Path, stop: threading.Event) -> None:
+class Judge:
+    """nbval, started on a notebook whose cell n is expected to print `expected[n]`."""
+
+    def __init__(self, folder: Path, guard: subprocess.Popen[bytes], count: int) -> None:
+        self._folder, self._guard, self._count = folder, guard, count
+
+    def hear(self, number: int, text: str) -> None:
+        """What cell `number` prints."""
+        unfinished = self._folder / f"{number}.part"
+        unfinished.write_text(text, encoding="utf-8", errors="replace")
+        unfinished.rename(self._folder / f"{number}.txt")
+
+    def verdicts(self, stop: threading.Event) -> tuple[dict[int, bool], str]:
+        """Whether each cell passed, after all have been heard; and what nbval said otherwise.
+
+        A verdict is missing where nbval failed. Raises StoppedError soon after `stop` is set.
+        """
+        while self._guard.poll() is None:
+            if stop.wait(_LOOK_EVERY):
+                raise StoppedError
+        found = {}
+        path = self._folder / _VERDICTS
+        for case in ElementTree.parse(path).iter("testcase") if path.exists() else ():
+            if number := _NUMBER.search(case.get("name", "")):
+                # The notebook's first cell defines `show`.
+                found[int(number[1]) - 1] = all(one.tag == "system-out" for one in case)
+        found.pop(-1, None)
+        said = (self._folder / _SAID).read_text(encoding="utf-8", errors="replace")
+        return found, "" if len(found) == self._count else said.strip()[-1000:]
+
+
+@contextlib.contextmanager
+def judge(expected: list[str]) -> Iterator[Judge]:
+    """Start nbval; on leaving, nothing of it is left. Costs 2.5 s of processor time."""
+    with tempfile.TemporaryDirectory(prefix="grader-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        _write_notebook(folder / _NOTEBOOK, expected)
+        guard = _start_nbval(folder)
+        try:
+            yield Judge(folder, guard, len(expected))
+        finally:
+            guard.stdin.close()
+            guard.wait()
+
+
+def _start_nbval(folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "nbval.plugin", "--nbval"]
     command += ["--nbval-current-env", f"--nbval-cell-timeout={_CELL}", "--tb=short"]
     command += ["--noconftest", "-p", "no:cacheprovider", f"--junitxml={_VERDICTS}"]
-    command += ["-c", os.devnull, "--rootdir", ".", _BENCH]
-    with (folder / "said").open("wb") as said:
-        guard = subprocess.Popen(
+    command += ["-c", os.devnull, "--rootdir", ".", _NOTEBOOK]
+    with (folder / _SAID).open("wb") as said:
+        return subprocess.Popen(
             [sys.executable, "-m", _GUARD, *command],
             stdin=subprocess.PIPE,
             stdout=said,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env=_environment(folder),
+            env={
+                "PATH": os.environ.get("PATH", os.defpath),
+                "PYTHONPATH": str(Path(__file__).parent.parent),
+                "PYTHONSAFEPATH": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                "HOME": str(folder),
+                "IPYTHONDIR": str(folder / "ipython"),
+                "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+                "JUPYTER_PLATFORM_DIRS": "1",
+            },
         )
-    try:
-        while guard.poll() is None:
-            if stop.wait(_LOOK_EVERY):
-                raise StoppedError
-    finally:
-        guard.stdin.close()
-        guard.wait()
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    return {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "PYTHONPATH": str(Path(__file__).parent.parent),
-        "PYTHONSAFEPATH": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "HOME": str(folder),
-        "IPYTHONDIR": str(folder / "ipython"),
-        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
-        "JUPYTER_PLATFORM_DIRS": "1",
-        VARIABLE: str(folder),
-    }
-
-
-def _read_verdicts(path: Path) -> dict[int, bool]:
-    """Whether each cell passed, by its number."""
-    found = {}
-    if path.exists():
-        for case in ElementTree.parse(path).iter("testcase"):
-            number = _NUMBER.search(case.get("name", ""))
-            if number:
-                found[int(number[1])] = not len([one for one in case if one.tag != "system-out"])
-    return found
-
-
-def _write_bench(path: Path, cells: list[tuple[int, str]], printed: dict[str, str]) -> None:
-    written = [_cell("from grader.bench import Bench\n\nbench = Bench()", [], 1)]
-    for number, name in cells:
-        output = {"output_type": "stream", "name": "stdout", "text": f"{printed[name]}\n"}
-        source = f"bench.check({number}, {name!r})"
-        written.append(_cell(source, [output], len(written) + 1))
+def _write_notebook(path: Path, expected: list[str]) -> None:
+    cells = [_cell(_FIRST_CELL, [], 1)]
+    for number, text in enumerate(expected):
+        output = {"output_type": "stream", "name": "stdout", "text": f"{text}\n"}
+        cells.append(_cell(f"show({number})", [output], number + 2))
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}}
-    path.write_text(json.dumps(notebook | {"cells": written}), encoding="utf-8")
+    path.write_text(json.dumps(notebook | {"cells": cells}), encoding="utf-8")
 
 
 def _cell(source: str, outputs: list[dict[str, Any]], number: int) -> dict[str, Any]:
-    return {
-        "cell_type": "code",
-        "id": f"cell-{number}",
-        "metadata": {},
-        "source": source,
-        "outputs": outputs,
-        "execution_count": number,
-    }
+    own = {"cell_type": "code", "id": f"cell-{number}", "metadata": {}, "execution_count": number}
+    return own | {"source": source, "outputs": outputs}

@@ -6,10 +6,11 @@ code here is the teacher's, so one sandbox serves for all of it.
 
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from grader.outputs import Results
+from grader.outputs import Results, text_of
 from grader.sandbox import EndedError, Sandbox
 from grader.source import Assignment, CheckSource, WrongAnswer
 
@@ -39,125 +40,146 @@ class Outcome:
         return self.stopped.get("type") == "NotImplementedError" and not self.stopped.get("message")
 
 
-def run_group(
+def run_check(
+    sandbox: Sandbox,
+    check: CheckSource,
+    cells: list[list[str]],
+    inputs: list[list[dict[str, Any]]],
+    seed: int,
+    seconds: float | None = None,
+) -> list[Outcome]:
+    """Run `check` with `cells` on each group of ranks, until one returns nothing."""
+    outcomes: list[Outcome] = []
+    for group in inputs:
+        outcomes.append(_run_group(sandbox, check, cells, group, seed, seconds or check.seconds))
+        if outcomes[-1].results is None:
+            break
+    return outcomes
+
+
+def _run_group(
     sandbox: Sandbox,
     check: CheckSource,
     cells: list[list[str]],
     inputs: list[dict[str, Any]],
     seed: int,
-    seconds: float | None = None,
+    seconds: float,
 ) -> Outcome:
-    """Run `check` with `cells` on the ranks that have `inputs`. Whatever comes back is checked."""
-    limit = seconds or check.seconds
+    """What one group of ranks did. Whatever comes back is checked: a student's process sent it."""
     request = {"call": "run", "source": check.source, "cells": cells, "givens": inputs}
     try:
-        answer = sandbox.ask(request | {"seconds": limit, "seed": seed}, limit + _MARGIN)
+        answer = sandbox.ask(request | {"seconds": seconds, "seed": seed}, seconds + _MARGIN)
     except EndedError as error:
         how = "too long" if "too long" in str(error) else "ended"
         return Outcome(stopped={"how": how, "states": str(error)})
-    ranks = answer.get("ranks")
-    if _are_results(ranks, len(inputs)):
-        failed = [one["failed"] for one in ranks if isinstance(one["failed"], dict)]
-        merged = {name: about for one in reversed(failed) for name, about in one.items()}
-        return Outcome([one["value"] for one in ranks], failed_cells=merged)
-    stopped = answer.get("stopped")
-    if not isinstance(stopped, dict):
-        stopped = {"how": "ended", "states": "the ranks returned something that is no answer"}
-    failed = stopped.get("failed")
-    return Outcome(stopped=stopped, failed_cells=failed if isinstance(failed, dict) else {})
+    try:
+        failed = [dict(one["failed"]) for one in answer.get("ranks") or [answer["stopped"]]]
+        about = {name: dict(why) for one in reversed(failed) for name, why in one.items()}
+        if "stopped" in answer:
+            return Outcome(stopped=dict(answer["stopped"]), failed_cells=about)
+        if len(failed) == len(inputs):
+            return Outcome([one["value"] for one in answer["ranks"]], failed_cells=about)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        pass
+    no_answer = "the ranks returned something that is no answer"
+    return Outcome(stopped={"how": "ended", "states": no_answer})
 
 
-def _are_results(ranks: Any, count: int) -> bool:
-    return (
-        isinstance(ranks, list)
-        and len(ranks) == count
-        and all(isinstance(one, dict) and {"value", "failed"} <= one.keys() for one in ranks)
-    )
+def draw(sandbox: Sandbox, checks: Sequence[CheckSource], seed: int) -> dict[str, list[Any]]:
+    """The inputs of each group of ranks of each check. Raises AuthorError."""
+    groups = [(check, ranks) for check in checks for ranks in groups_of(check, seed)]
+    draws = [
+        {"source": check.source, "seed": _seed_of(seed, check, ranks), "world_size": ranks}
+        for check, ranks in groups
+    ]
+    try:
+        answer = sandbox.ask({"call": "draw", "draws": draws}, _DRAWING)
+    except EndedError as error:
+        answer = {"failed": str(error)}
+    if "drawn" not in answer:
+        raise AuthorError(f"a check's draw(rng, ranks) failed: {answer.get('failed')}")
+    found: dict[str, list[Any]] = {check.name: [] for check in checks}
+    for (check, ranks), inputs in zip(groups, answer["drawn"], strict=True):
+        if not isinstance(inputs, list) or len(inputs) != ranks:
+            raise AuthorError(
+                f"check {check.name}: draw(rng, {ranks}) has to return a list of {ranks} "
+                "dictionaries, one per rank"
+            )
+        found[check.name].append(inputs)
+    return found
 
 
 class Known:
     """The inputs of `seed`, and what the key and the wrong answers return for them."""
 
-    def __init__(self, assignment: Assignment, seed: int, trust: bool = False) -> None:
-        self.assignment, self.seed = assignment, seed
-        self.sandbox = Sandbox(trust)
-        self._inputs: dict[str, list[list[dict[str, Any]]]] = {}
-        self._outcomes: dict[tuple[str, str], list[Outcome]] = {}
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        assignment: Assignment,
+        seed: int,
+        trust: bool = False,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self.assignment, self.seed, self.trust = assignment, seed, trust
+        self.stop = stop or threading.Event()
+        self._sandbox = self.sandbox()
+        self._inputs: dict[str, list[Any]] = {}
+        self._outcomes: dict[tuple[str, ...], list[Outcome]] = {}
+        self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.sandbox.end()
+        self._sandbox.end()
 
-    def inputs(self, check: CheckSource) -> list[list[dict[str, Any]]]:
+    def sandbox(self) -> Sandbox:
+        """A new one, of the same kind and with the same stop as the key's."""
+        return Sandbox(self.trust, self.stop)
+
+    def inputs(self, check: CheckSource) -> list[Any]:
         """The inputs of each group of ranks. Raises AuthorError."""
         with self._lock:
             if not self._inputs:
-                self._draw()
+                self._inputs = draw(self._sandbox, self.assignment.checks, self.seed)
             return self._inputs[check.name]
-
-    def _draw(self) -> None:
-        draws = [
-            {"source": check.source, "seed": seed_of(self.seed, check, ranks), "world_size": ranks}
-            for check in self.assignment.checks
-            for ranks in groups_of(check, self.seed)
-        ]
-        try:
-            answer = self.sandbox.ask({"call": "draw", "draws": draws}, _DRAWING)
-        except EndedError as error:
-            answer = {"failed": str(error)}
-        if "drawn" not in answer:
-            raise AuthorError(f"a check's draw(rng, ranks) failed: {answer.get('failed')}")
-        drawn = iter(answer["drawn"])
-        for check in self.assignment.checks:
-            groups = []
-            for ranks in groups_of(check, self.seed):
-                inputs = next(drawn)
-                if not isinstance(inputs, list) or len(inputs) != ranks:
-                    raise AuthorError(
-                        f"check {check.name}: draw(rng, {ranks}) has to return a list of {ranks} "
-                        "dictionaries, one per rank"
-                    )
-                groups.append(inputs)
-            self._inputs[check.name] = groups
 
     def key(self, check: CheckSource) -> list[Results]:
         """What the key returns, for each group of ranks. Raises AuthorError."""
-        outcomes = self._run(check, "", self.assignment.keys())
-        for outcome in outcomes:
-            if outcome.results is None:
-                raise AuthorError(f"check {check.name}: the key {told(outcome, check, True)}")
-        return [outcome.results for outcome in outcomes if outcome.results is not None]
+        outcomes = self.outcomes(check, self.assignment.keys())
+        if outcomes[-1].results is None:
+            raise AuthorError(f"check {check.name}: the key {told(outcomes[-1], check)}")
+        return [outcome.results or [] for outcome in outcomes]
+
+    def expected(self, check: CheckSource) -> str:
+        """What the key prints."""
+        return "\n".join(text_of(one, None, check.tolerance) for one in self.key(check))
 
     def wrong(self, answer: WrongAnswer, check: CheckSource) -> list[Outcome]:
         """What a wrong answer does, for each group of ranks."""
-        solutions = self.assignment.keys() | {answer.solution: answer.source}
-        return self._run(check, answer.name, solutions)
+        return self.outcomes(check, self.assignment.keys() | {answer.solution: answer.source})
 
-    def _run(self, check: CheckSource, name: str, solutions: dict[str, str]) -> list[Outcome]:
-        inputs = self.inputs(check)
+    def outcomes(self, check: CheckSource, solutions: dict[str, str]) -> list[Outcome]:
+        """What the teacher's own `solutions` do, for each group of ranks; run once only."""
         with self._lock:
-            if (name, check.name) not in self._outcomes:
-                cells = self.assignment.cells(check, solutions)
-                self._outcomes[name, check.name] = [
-                    run_group(self.sandbox, check, cells, group, self.seed) for group in inputs
-                ]
-            return self._outcomes[name, check.name]
+            called = (check.name, *(solutions[name] for name in check.solutions))
+            if called not in self._outcomes:
+                cells, inputs = self.assignment.cells(check, solutions), self.inputs(check)
+                done = run_check(self._sandbox, check, cells, inputs, self.seed)
+                self._outcomes[called] = done
+            return self._outcomes[called]
 
 
-def groups_of(check: CheckSource, seed: int) -> tuple[int, ...]:
+def groups_of(check: CheckSource, seed: int) -> Sequence[int]:
     """The numbers of ranks on which `check` is run with `seed`."""
     return check.ranks or (random.Random(f"{seed} {check.name}").choice((2, 3, 4)),)
 
 
-def seed_of(seed: int, check: CheckSource, ranks: int) -> int:
+def _seed_of(seed: int, check: CheckSource, ranks: int) -> int:
     """The seed of the inputs of one group of ranks."""
     return random.Random(f"{seed} {check.name} {ranks}").getrandbits(62)
 
 
-def told(outcome: Outcome, check: CheckSource, show_message: bool) -> str:
+def told(outcome: Outcome, check: CheckSource) -> str:
     """What stopped the ranks, in words that follow a subject: "rank 1 raised …"."""
     about = outcome.stopped
     how, states = about.get("how"), str(about.get("states", ""))[:1000]
@@ -165,10 +187,17 @@ def told(outcome: Outcome, check: CheckSource, show_message: bool) -> str:
         kind, message = str(about.get("type", ""))[:100], str(about.get("message", ""))
         if outcome.not_written:
             return f"is not written yet ({' or '.join(check.solutions)})"
-        # The text of an exception can carry the input that the rank was given.
-        first = message.splitlines()[0][:300] if message and show_message else ""
+        first = message.partition("\n")[0][:300]
         place = f", in cell {about['cell']}, line {about.get('line')}" if about.get("cell") else ""
         return f"raised {kind} on rank {about.get('rank')}{place}{': ' if first else ''}{first}"
     if how == "timeout":
         return f"does not come to an end on {states.count('rank ') or 'some'} ranks: {states}"
     return f"was ended: {states}"
+
+
+def could_not_run(cell: str, about: dict[str, Any]) -> str:
+    """Why a student's cell could not be executed to its end."""
+    line = f", line {about.get('line')}" if about.get("line") else ""
+    message = str(about.get("message", "")).partition("\n")[0]
+    kind = f"{str(about.get('type', ''))[:100]}{': ' if message else ''}{message[:300]}"
+    return f"cell {cell} could not be executed{line}: {kind}"

@@ -40,9 +40,8 @@ class Submission:
     """What is graded, and what had to be put right to grade it."""
 
     solutions: dict[str, str]
-    repairs: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was put right, or a person should look at
     unreadable: str = ""  # why nothing of the file could be read
-    notes: list[str] = field(default_factory=list)  # what a person should look at
 
 
 def read_submission(path: str | Path, assignment: Assignment) -> Submission:
@@ -53,33 +52,33 @@ def read_submission(path: str | Path, assignment: Assignment) -> Submission:
         return Submission(assignment.stubs(), unreadable=str(error))
     submission = Submission({})
     for name, solution in assignment.solutions.items():
-        submission.solutions[name] = _choose(name, solution.stub, cells, submission.repairs)
+        submission.solutions[name] = _choose(name, solution.stub, cells, submission.notes)
         found = _looks_around(submission.solutions[name])
         if found:
             submission.notes.append(f"cell {name} uses {', '.join(found)}: a person should look")
-    _compare_locked(assignment, cells, submission.repairs)
+    _compare_locked(assignment, cells, submission.notes)
     return submission
 
 
-def _choose(name: str, stub: str, cells: list[dict[str, Any]], repairs: list[str]) -> str:
+def _choose(name: str, stub: str, cells: list[dict[str, Any]], notes: list[str]) -> str:
     mine = [cell for cell in cells if cell["grade_id"] == name]
     if not mine:
         mine = [cell for cell in cells if cell["id"] == name]
         if mine:
-            repairs.append(f"cell {name} had lost its grade_id: found by its cell id")
+            notes.append(f"cell {name} had lost its grade_id: found by its cell id")
     if not mine:
-        repairs.append(f"cell {name} is missing: graded as not written")
+        notes.append(f"cell {name} is missing: graded as not written")
         return stub
     edited = [cell for cell in mine if cell["source"].strip() != stub.strip()]
     if len(mine) > 1:
-        repairs.append(f"{len(mine)} cells are called {name}: the last one edited was graded")
+        notes.append(f"{len(mine)} cells are called {name}: the last one edited was graded")
     chosen = (edited or mine)[-1]
     if chosen["length"] > LONGEST:
-        repairs.append(f"cell {name} has {chosen['length']:,} characters: graded as not written")
+        notes.append(f"cell {name} has {chosen['length']:,} characters: graded as not written")
         return stub
     source, ignored = without_magics(chosen["source"])
     if ignored:
-        repairs.append(f"cell {name}: {', '.join(ignored)} was ignored: only Python is graded")
+        notes.append(f"cell {name}: {', '.join(ignored)} was ignored: only Python is graded")
     return source
 
 
@@ -123,12 +122,10 @@ def _looks_around(source: str) -> list[str]:
     return sorted(words & LOOKS_AROUND)
 
 
-def _compare_locked(
-    assignment: Assignment, cells: list[dict[str, Any]], repairs: list[str]
-) -> None:
+def _compare_locked(assignment: Assignment, cells: list[dict[str, Any]], notes: list[str]) -> None:
     """Note, for the student, that an edit of a given cell has no effect."""
     handed_in = {cell["id"]: cell["source"] for cell in cells if cell["id"]}
     for cell in assignment.notebook["cells"]:
         own = handed_in.get(cell.get("id"))
         if kind_of(cell) == "given" and own is not None and own.strip() != source_of(cell).strip():
-            repairs.append(f"the given cell {cell['id']} was edited: the original was used")
+            notes.append(f"the given cell {cell['id']} was edited: the original was used")

@@ -1,8 +1,8 @@
 """Read a file that somebody handed in. Whatever it is, it cannot harm the process that reads it.
 
 A regular file is opened without following links, and read up to a limit. Parsed JSON can take
-thirty times the memory of its text. So a file of more than 1 MB is parsed by a separate process
-(`python notebook_file.py`) with limits on memory and time.
+thirty times the memory of its text. So it is parsed by a separate process (`python
+notebook_file.py`) with limits on memory and time.
 """
 
 import errno
@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 
 LARGEST = 100 * 2**20  # bytes of a notebook
 LONGEST = 200_000  # characters of a cell
-_SMALL = 2**20  # bytes that are parsed here
-_MEMORY = 2**29  # bytes for parsing a larger one
+_MEMORY = 2**29  # bytes for parsing one
 _SECONDS = 20  # of processor time for that
 _MOST_CELLS = 10_000
 
@@ -62,18 +61,9 @@ def hash_of(path: Path) -> str:
 
 def code_cells(path: Path) -> list[dict[str, Any]]:
     """The code cells of the notebook: id, grade_id and source. Raises UnreadableError."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > _SMALL:
-            return _parsed_elsewhere(file)
-        try:
-            return _cells_of(file.read())
-        except OSError as error:
-            raise UnreadableError(f"the file cannot be read: {error.strerror}") from None
-
-
-def _parsed_elsewhere(file: BinaryIO) -> list[dict[str, Any]]:
     command = [sys.executable, "-I", "-S", __file__]
-    done = subprocess.run(command, stdin=file, capture_output=True, check=False)
+    with open_regular(path) as file:
+        done = subprocess.run(command, stdin=file, capture_output=True, check=False)
     try:
         answer = json.loads(done.stdout)
     except ValueError:

@@ -12,10 +12,6 @@ from pathlib import Path
 from grader.source import Assignment, CheckSource, SourceError, kind_of, read_assignment, source_of
 
 _LINK = re.compile(r"\]\((\.\.?/[^)#\s]+)")
-# What the notebook's first paragraph says of points and time: the page says it in a list.
-_SAID_ALREADY = re.compile(
-    r" ?\*\*\d+ points\.[^*]*\*\*| ?Checks that you can run count .*?hand in\.", re.S
-)
 _TIMES = ("reading_minutes", "doing_minutes", "teaches")
 
 
@@ -38,57 +34,44 @@ def preview(assignment: Assignment, source: Path, folder: Path) -> str:
     if missing:
         raise SourceError(f'{source.name}: a preview needs {missing[0]!r} under "grader"')
     checks = {check.name: check for check in assignment.checks}
-    heading, _, introduction = source_of(assignment.notebook["cells"][0]).partition("\n")
-    visible = sum(check.points for check in assignment.checks if check.visible)
+    first, *cells = assignment.notebook["cells"]
+    heading, _, introduction = source_of(first).partition("\n")
     parts = [
         f"% Made from {source.name} by `python -m grader preview`. Change that file instead.",
         heading,
         f"- **What it teaches:** {own['teaches']}\n"
         f"- **Time:** {_duration(own['reading_minutes'])} to read, "
         f"{_duration(own['doing_minutes'])} to do. "
-        "These are the author's estimates; no class has been timed.\n"
-        f"- **What is graded:** {assignment.points:g} points: "
-        f"{visible:g} for visible checks, which you can run, and "
-        f"{assignment.points - visible:g} for hidden checks on fresh inputs after you hand in.",
-        _SAID_ALREADY.sub("", introduction).strip(),
+        "These are the author's estimates; no class has been timed.",
+        introduction.strip(),
     ]
-    graded: list[CheckSource] = []
-    for cell in assignment.notebook["cells"][1:]:
-        kind = kind_of(cell)
+    for cell in cells:
+        kind, name = kind_of(cell), cell.get("id")
         if cell["cell_type"] == "markdown":
-            parts += _graded(graded)
-            graded = []
             parts.append(source_of(cell).strip())
         elif kind == "given":
-            parts += ["All tasks begin with:", _code(source_of(cell))]
+            parts.append(_code(source_of(cell)))
         elif kind == "solution":
-            name = cell["metadata"]["nbgrader"]["grade_id"]
             parts.append(_code(assignment.solutions[name].stub))
         elif kind == "check":
-            graded.append(checks[cell["metadata"]["nbgrader"]["grade_id"]])
-    parts += _graded(graded)
+            parts.append(_graded(checks[name]))
     text = "\n\n".join(parts) + "\n"
     return _LINK.sub(lambda link: f"]({_from(folder, source.parent / link[1])}", text)
 
 
-def _graded(checks: list[CheckSource]) -> list[str]:
-    """What is graded in one task; of a hidden check only the points."""
-    if not checks:
-        return []
-    lines = [f"- Visible check, {_points(c.points)}: {c.concept}" for c in checks if c.visible]
-    hidden = sum(check.points for check in checks if not check.visible)
-    if hidden:
-        lines.append(f"- Hidden checks, {_points(hidden)}.")
-    return ["Graded:\n\n" + "\n".join(lines)]
+def _graded(check: CheckSource) -> str:
+    """One check; of a hidden one only the points."""
+    points = f"{check.points:g} point{'' if check.points == 1 else 's'}"
+    return (
+        f"- Visible check, {points}: {check.concept}"
+        if check.visible
+        else f"- Hidden check, {points}."
+    )
 
 
 def _code(source: str) -> str:
     # A directive: formatters of code leave it as the students' notebook has it.
     return f"```{{code-block}} python\n{source.strip()}\n```"
-
-
-def _points(number: float) -> str:
-    return f"{number:g} point{'' if number == 1 else 's'}"
 
 
 def _duration(minutes: int) -> str:

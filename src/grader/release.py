@@ -1,4 +1,4 @@
-"""Release an assignment: try it first, then write the students' notebook.
+"""Release an assignment: try it first, then write the students' notebook and their package.
 
 The trial finds a check that cannot fail, and one that punishes a mistake twice. The key must earn
 every point, the empty notebook none, and each wrong answer must lose the checks that it names and
@@ -11,11 +11,15 @@ import base64
 import copy
 import json
 import re
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import labkit
 from grader.grade import Result, fresh_seed, grade_together
 from grader.inside.values import pack
 from grader.known import Known
@@ -24,9 +28,14 @@ from grader.report import sentence_of
 from grader.source import Assignment, CheckSource, kind_of, source_of
 
 SEED = 1  # of the inputs that students see
+INSTRUCTIONS = "START_HERE.md"
 _CHAPTER = re.compile(r"\[([^\]]*)\]\(\.\./\.\./book/([\w/]+)\.ipynb\)")
 # The source folds the cells that only its author reads: JupyterLab by one, the book by the other.
 _FOLDED = ("jupyter", "tags")
+_OUR_SOURCES = Path(__file__).parent.parent, Path(labkit.__file__).parent.parent
+# What a student's checks import. The rest of labkit.testing holds right averages.
+_FOR_STUDENTS = ("grader", "labkit/__init__.py", "labkit/lazy.py", "labkit/launch")
+_FOR_STUDENTS += ("labkit/testing/__init__.py", "labkit/testing/watch.py")
 
 
 @dataclass(frozen=True)
@@ -43,20 +52,18 @@ class Finding:
 def lint(assignment: Assignment, trust: bool = False) -> Iterator[Finding]:
     """Grade the key twice, on two seeds, the stubs, and the wrong answers; yield the findings.
 
-    Raises AuthorError, SandboxError. Costs about 1 s per trial, and 4 s to start.
+    Raises AuthorError, SandboxError.
     """
     keys = assignment.keys()
-    with Known(assignment, fresh_seed(), trust) as known:
-        trials = [("the key", keys), ("the stubs", assignment.stubs())]
-        for wrong in assignment.wrong_answers:
-            trials.append((wrong.name, keys | {wrong.solution: wrong.source}))
-        loses = {wrong.name: wrong.loses for wrong in assignment.wrong_answers}
-        submissions = [(name, Submission(solutions)) for name, solutions in trials]
-        for result in grade_together(submissions, known, trust=trust, shared=True):
-            yield _finding(result, loses.get(result.student, ()))
-    with Known(assignment, fresh_seed(), trust) as known:
-        again = [("the key with other inputs", Submission(keys))]
-        yield _finding(grade_together(again, known, trust=trust, shared=True)[0], ())
+    trials = [("the key", keys), ("the stubs", assignment.stubs())]
+    for wrong in assignment.wrong_answers:
+        trials.append((wrong.name, keys | {wrong.solution: wrong.source}))
+    loses = {wrong.name: wrong.loses for wrong in assignment.wrong_answers}
+    for tried in (trials, [("the key with other inputs", keys)]):
+        with Known(assignment, fresh_seed(), trust) as known:
+            submissions = [(name, Submission(solutions)) for name, solutions in tried]
+            for result in grade_together(submissions, known, teachers=True):
+                yield _finding(result, loses.get(result.student, ()))
 
 
 def _finding(result: Result, loses: tuple[str, ...]) -> Finding:
@@ -68,7 +75,7 @@ def _finding(result: Result, loses: tuple[str, ...]) -> Finding:
     found = f"loses {', '.join(check.name for check in lost) or 'nothing'}"
     expected = f"loses {', '.join(loses) or 'nothing'}"
     right = {check.name for check in lost} == set(loses) and not result.needs_human
-    return Finding(result.student, right, found, expected, reads + result.load_errors)
+    return Finding(result.student, right, found, expected, reads)
 
 
 def release(
@@ -111,17 +118,13 @@ def release(
 
 def record_visible(assignment: Assignment, trust: bool = False) -> list[dict[str, Any]]:
     """Each visible check, with inputs and what the key returns for them."""
+    visible = [check for check in assignment.checks if check.visible]
     with Known(assignment, SEED, trust) as known:
-        return [
-            {
-                "check": asdict(check),
-                "record": base64.b64encode(
-                    pack({"inputs": known.inputs(check), "key": known.key(check)})
-                ).decode(),
-            }
-            for check in assignment.checks
-            if check.visible
-        ]
+        records = [pack({"inputs": known.inputs(one), "key": known.key(one)}) for one in visible]
+    return [
+        {"check": asdict(check), "record": base64.b64encode(record).decode()}
+        for check, record in zip(visible, records, strict=True)
+    ]
 
 
 def write_release(assignment: Assignment, path: Path, book: str = "", trust: bool = False) -> None:
@@ -138,3 +141,42 @@ def _line(assignment: Assignment, check: CheckSource) -> str:
         return f"from grader.student import check\n\ncheck({name})"
     points = f"{check.points:g} point{'' if check.points == 1 else 's'}"
     return f"# {points}: checked with fresh inputs after you hand in."
+
+
+def write_student_package(
+    out: Path, notebooks: Sequence[Path], assignments: Sequence[Assignment]
+) -> None:
+    """Write `out`, a folder or a file *.zip, with all that students need of released `notebooks`.
+
+    That is the notebooks, instructions, and the code of the visible checks; no solution: neither
+    miniddp, nor the museum, nor a source notebook. A folder may exist; files of the same names are
+    replaced.
+    """
+    files = "\n".join(
+        f"- `{notebook.name}`: {assignment.title}, {assignment.points:g} points"
+        for notebook, assignment in zip(notebooks, assignments, strict=True)
+    )
+    torch = version("torch").partition("+")[0]  # without the name of its build
+    page = Path(__file__).with_name("start_here.md").read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="grader-package-") as name:
+        folder = Path(name) / out.stem
+        for path in _FOR_STUDENTS:
+            _copy(path, folder)
+        for notebook in notebooks:
+            shutil.copyfile(notebook, folder / notebook.name)
+        text = page.format(files=files, first=notebooks[0].name, torch=torch)
+        (folder / INSTRUCTIONS).write_text(text, encoding="utf-8")
+        if out.suffix == ".zip":
+            out.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(shutil.make_archive(str(folder), "zip", name, folder.name), out)
+        else:
+            shutil.copytree(folder, out, dirs_exist_ok=True)
+
+
+def _copy(path: str, folder: Path) -> None:
+    source = _OUR_SOURCES[path.startswith("labkit")] / path
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, folder / path, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copyfile(source, folder / path)

@@ -11,6 +11,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def write_results(result: Result, folder: Path, fingerprint: str) -> None:
         "visibility": "visible",
         "execution_time": round(result.seconds),
         "tests": [_gradescope_test(check) for check in result.checks],
-        "extra_data": {"fingerprint": fingerprint, "result": result.as_dict()},
+        "extra_data": {"fingerprint": fingerprint, "result": asdict(result)},
     }
     if not result.needs_human:
         report["score"] = result.score
@@ -49,25 +50,18 @@ def read_results(folder: Path) -> tuple[Result, str] | None:
     """The result in `folder` and its fingerprint; None if there is no whole one."""
     try:
         extra = json.loads((folder / RESULTS).read_text(encoding="utf-8"))["extra_data"]
-        raw = dict(extra["result"])
-        raw.pop("needs_human")
-        checks = [CheckResult(**check) for check in raw.pop("checks")]
-        return Result(**raw, checks=checks), extra["fingerprint"]
+        checks = [CheckResult(**check) for check in extra["result"]["checks"]]
+        return Result(**extra["result"] | {"checks": checks}), extra["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def summary(result: Result) -> str:
-    """What stands above the checks: load errors first, because other losses follow from them."""
-    lines = []
-    if result.needs_human:
-        lines.append("The grader could not finish. A person will look at this.")
+    """What stands above the checks."""
+    lines = ["The grader could not finish. A person will look at this."] * result.needs_human
     if result.unreadable:
         lines.append(as_sentence(f"nothing could be graded: {result.unreadable}"))
-    lines += [as_sentence(f"first of all: {error}") for error in result.load_errors]
-    notes = [*result.repairs, *result.notes, *([result.warning] if result.warning else [])]
-    lines += [as_sentence(f"note: {note}") for note in notes]
-    lines.append(as_sentence(f"isolation: {result.isolation or 'none was in force'}"))
+    lines += [as_sentence(f"note: {note}") for note in (*result.notes, result.warning) if note]
     return "\n".join(lines)
 
 
@@ -138,7 +132,7 @@ def write_csv(results: Iterable[Result], path: Path) -> None:
             row += ["" if result.needs_human else result.score, result.points]
             row += [of.get(name, "") for name in names]
             row += [result.needs_human, reasons(result)]
-            row += ["; ".join([*result.repairs, *result.notes]), result.warning]
+            row += ["; ".join(result.notes), result.warning]
             writer.writerow([harmless(cell) if isinstance(cell, str) else cell for cell in row])
     unfinished.replace(path)
 

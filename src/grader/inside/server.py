@@ -137,15 +137,6 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
         linecache.cache[file_of(name)] = (len(source), None, lines, file_of(name))
     if any(_SLOW.search(source) for _, source in request["cells"]):
         importlib.import_module(_SLOW_PART)
-    answer = _run(request)
-    still_runs = "still runs" in answer.get("stopped", {}).get("states", "")
-    if still_runs and _SLOW_PART not in sys.modules:
-        importlib.import_module(_SLOW_PART)  # the ranks may have done nothing but that
-        return _run(request)
-    return answer
-
-
-def _run(request: dict[str, Any]) -> dict[str, Any]:
     try:
         world_size = len(request["givens"])
         packed = run_ranks(run, world_size, request, timeout=float(request["seconds"]))
@@ -154,9 +145,11 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         return {"stopped": stopped.about}
     except RanksTimeoutError as error:
         states = "; ".join(error.states)[: 3 * _LONGEST]
-        return {"stopped": {"how": "timeout", "states": states.replace("<cell> ", "")}}
+        states = states.replace("<cell> ", "")
+        return {"stopped": {"how": "timeout", "states": states, "failed": {}}}
     except (RanksError, ValuesError) as error:
-        return {"stopped": {"how": "ended", "states": str(error).splitlines()[0][:_LONGEST]}}
+        states = str(error).splitlines()[0][:_LONGEST]
+        return {"stopped": {"how": "ended", "states": states, "failed": {}}}
 
 
 if __name__ == "__main__":

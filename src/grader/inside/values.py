@@ -17,6 +17,7 @@ _TEXT = "text"
 _ARRAY = "$array"
 _MOST_PARTS = 20_000  # arrays, and nested lists and dictionaries, of one value
 _DEEPEST = 20
+_NOT_ONE = (ValueError, KeyError, OSError, MemoryError, RecursionError, zipfile.BadZipFile)
 
 
 class ValuesError(ValueError):
@@ -45,14 +46,7 @@ def unpack(data: bytes) -> Any:
     try:
         arrays = _arrays(data)
         text = json.loads(arrays.pop(_TEXT).tobytes())
-    except (
-        ValueError,
-        KeyError,
-        OSError,
-        MemoryError,
-        RecursionError,
-        zipfile.BadZipFile,
-    ) as error:
+    except _NOT_ONE as error:
         raise ValuesError(f"not a packed value: {type(error).__name__}") from None
     return _restored(text, arrays)
 

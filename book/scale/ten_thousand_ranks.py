@@ -9,8 +9,12 @@ gradients. A sample takes 12.5 ms in forward and 25 ms in backward. Four ranks o
 share one network card.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from labkit.book import figures
 from labkit.profiling.cost_model import (
     Backward,
     Link,
@@ -89,3 +93,21 @@ def step_seconds(
         overlap=overlap,
     )
     return step.end
+
+
+def drawn(
+    worlds: Sequence[int],
+    seconds: Mapping[str, Sequence[float]],
+    computing: Sequence[float],
+) -> Figure:
+    """Seconds per step against the number of ranks, a line per all-reduce."""
+    figures.use()
+    figure, axes = plt.subplots()
+    for color, (way, times) in zip(figures.RANKS, seconds.items(), strict=False):
+        axes.plot(worlds, times, "o-", color=color, ms=4, label=way)
+    label = "computing alone"
+    axes.plot(worlds, computing, "--", color=figures.TRUTH, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds per step")
+    axes.set_title("Simulated: one job on more and more ranks")
+    axes.legend()
+    return figure

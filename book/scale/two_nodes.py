@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from labkit.book.figures import RANKS, TRUTH, WRONG
+from labkit.book.figures import RANKS, TRUTH, WRONG, use
 
 _L = 4
 _X = (0.0, 3.0)
@@ -13,6 +13,7 @@ _X = (0.0, 3.0)
 
 def draw_flat_and_hierarchical() -> Figure:
     """Left: the flat ring; right: the hierarchical all-reduce. n is the gradient."""
+    use()
     figure, (flat, levels) = plt.subplots(1, 2, figsize=(8.6, 4.0), facecolor="white")
     # The ring goes down node 0 and up node 1, so that its crossings are at the ends.
     down = {rank: (_X[0], -float(rank)) for rank in range(_L)}

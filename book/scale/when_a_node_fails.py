@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from labkit.book.figures import RANKS, TRUTH, WRONG
+from labkit.book.figures import RANKS, TRUTH, WRONG, use
 from labkit.launch.scripts import ScriptError, run_script
 
 LAB = "labs/when_a_node_fails.py"
@@ -83,6 +83,7 @@ def draw_restart_stores() -> Figure:
     Rank 1, on node 1, was killed. Only its agent counts a restart; both restart their
     ranks.
     """
+    use()
     figure, (shared, fresh) = plt.subplots(1, 2, figsize=(9.0, 4.1), facecolor="white")
     shared.set_title("default: one store for all attempts", fontsize=11)
     _agents(shared)

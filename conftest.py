@@ -36,7 +36,7 @@ LONGEST_FIRST = (
     "book/start/what_is_averaged.ipynb",
     "book/surprises/museum.ipynb",
     "book/scale/when_a_node_fails.ipynb",
-    "book/speed/buckets_that_overlap.ipynb",
+    "book/build/the_wrapper.ipynb",
     "tests/labkit/testing/test_museum.py",
     "tests/labkit/launch/test_ranks.py",
 )

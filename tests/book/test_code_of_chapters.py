@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buckets_that_overlap import launch_moments
 from bypassed_wrapper import draw_samples, train_bypassing
 from in_the_data import _noise
 from in_the_step import TwoBranches, headline
@@ -63,14 +62,6 @@ def test_the_weights_of_samples_are_the_derivatives_of_the_mean_of_the_ranks_los
     of_ranks = [own.sum() / by for own, by in zip(losses.split(counts), divisors, strict=True)]
     torch.stack(of_ranks).mean().backward()
     assert sample_weights(counts, divisors) == pytest.approx(losses.grad.tolist())
-
-
-@given(filled=st.integers(1, 8).flatmap(lambda n: st.permutations(range(n))))
-def test_buckets_are_drawn_as_launched_in_order_and_never_before_they_are_full(filled):
-    moments = launch_moments(filled)
-    assert moments == sorted(moments)
-    assert all(moments[bucket] >= moment for moment, bucket in enumerate(filled))
-    assert moments[-1] == len(filled) - 1
 
 
 GRIDS = st.integers(1, 4).flatmap(

@@ -1,0 +1,114 @@
+"""Whole values from shards, and shards from whole values: what is saved, and loaded on another W.
+
+    torch.save((full_state_dict(model), full_optimizer_state_dict(model, optimizer)), path)
+    ...
+    model_state, optimizer_state = torch.load(path)       # on any number of ranks
+    load_full_state_dict(model, model_state)
+    load_full_optimizer_state_dict(model, optimizer, optimizer_state)
+
+Every rank must call these functions, and every rank gets the same result. They cost one all-gather
+per sharded tensor, and loading costs none. Source: torch.distributed.checkpoint.state_dict, whose
+form of an optimizer's state, by parameter names, is used here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from miniddp.sharded.fully_sharded import states_of
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` with whole parameters, in their own dtype and on their device."""
+    return {
+        name: value.sharding.gather(value.detach()) if hasattr(value, "sharding") else value
+        for name, value in _sharded(module).state_dict(keep_vars=True).items()
+    }
+
+
+def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Load what `full_state_dict` returned, or the state dict of an unsharded copy.
+
+    Raises RuntimeError if names or shapes differ, as `nn.Module.load_state_dict` does.
+    """
+    own = _sharded(module).state_dict(keep_vars=True)
+    shards = dict(state_dict)
+    for name, value in own.items():
+        if hasattr(value, "sharding") and name in shards:
+            if shards[name].shape != value.sharding.size:
+                raise RuntimeError(
+                    f"{name} has the shape {tuple(shards[name].shape)} in this state dict, and "
+                    f"{tuple(value.sharding.size)} in the module"
+                )
+            shards[name] = value.sharding.shard(shards[name])
+    module.load_state_dict(shards)
+
+
+def full_optimizer_state_dict(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state by the names of `module`'s parameters, with whole tensors."""
+    names = {parameter: name for name, parameter in _sharded(module).named_parameters()}
+    state = {
+        names[parameter]: {
+            key: _gathered(value, parameter) for key, value in optimizer.state[parameter].items()
+        }
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter in optimizer.state
+    }
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def load_full_optimizer_state_dict(
+    module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Load what `full_optimizer_state_dict` returned, on any number of ranks.
+
+    The optimizer has to have groups of the same parameters. Raises ValueError if it has not.
+    """
+    names = {parameter: name for name, parameter in _sharded(module).named_parameters()}
+    own = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    saved = [list(group["params"]) for group in state_dict["param_groups"]]
+    if own != saved:
+        raise ValueError(
+            "the optimizer's groups differ from the saved ones: build it from the same parameters, "
+            f"in the same order. Here: {own}. Saved: {saved}"
+        )
+    number = {name: index for index, name in enumerate(name for group in own for name in group)}
+    parameters = {name: parameter for parameter, name in names.items()}
+    state = {
+        number[name]: {key: _shard(value, parameters[name]) for key, value in values.items()}
+        for name, values in state_dict["state"].items()
+    }
+    groups = [
+        {**group, "params": [number[name] for name in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _sharded(module: nn.Module) -> nn.Module:
+    """`module`, with its sharded parameters registered."""
+    for state in states_of(module):
+        state.group.reshard()
+    return module
+
+
+def _gathered(value: Any, parameter: nn.Parameter) -> Any:
+    """The whole of a tensor that is divided like `parameter`; anything else as it is."""
+    if isinstance(value, Tensor) and hasattr(parameter, "sharding"):
+        # A step count is a scalar, which no parameter is.
+        return parameter.sharding.gather(value) if value.shape == parameter.shape else value
+    return value
+
+
+def _shard(value: Any, parameter: nn.Parameter) -> Any:
+    if isinstance(value, Tensor) and hasattr(parameter, "sharding"):
+        same = value.shape == parameter.sharding.size
+        return parameter.sharding.shard(value).clone() if same else value
+    return value

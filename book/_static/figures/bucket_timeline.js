@@ -101,11 +101,12 @@
       before = moment;
     });
     const [begin, end] = [scale(forward), scale(before)];
-    // On a plate of its own: no text color can be read on all colors of the buckets.
+    // On a plate of its own: no text color can be read on all the buckets' colors, unless these are pale.
     const wide = tools.textWidth("backward", 13) + 12;
     if (end - begin < wide) return;
     const [x, middle] = [(begin + end) / 2, y + height / 2];
-    tools.svg("rect", { x: x - wide / 2, y: middle - 10, width: wide, height: 20, rx: 4, fill: color.paper });
+    if (!pale)
+      tools.svg("rect", { x: x - wide / 2, y: middle - 10, width: wide, height: 20, rx: 4, fill: color.paper });
     tools.text(x, middle + 5, "backward", { "font-size": 13, "text-anchor": "middle", fill: color.ink });
   }
 

@@ -22,7 +22,7 @@ The rooms. They import the core, never the reverse:
 =================  =============================================================================
 `collectives`      all-reduce from send and receive; collectives with a gradient
 `training`         which loss to back-propagate, SyncBatchNorm, MiniDataParallel
-`extras`           comm hooks and the bucket planner, which the drop-in uses
+`extras`           comm hooks, the bucket planner, local SGD and DiLoCo
 `sharded`          the same average in pieces: ZeRO-1, ZeRO-2, `fully_shard`, Muon
 `torch_drop_in`    `DistributedDataParallel`: torch's class name, every keyword, its speed
 =================  =============================================================================

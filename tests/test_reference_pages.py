@@ -10,6 +10,7 @@ import torch.nn.parallel.distributed as torchs
 from in_process import run_in_process
 from torch.distributed import utils
 
+from ddp_doctor.findings import CATALOG
 from labkit.launch import project_root
 from labkit.launch.nodes import run_warm
 from miniddp import buckets, replicas
@@ -20,6 +21,8 @@ from miniddp.unused import UsedParameters
 REFERENCE = project_root() / "book" / "reference"
 TO_PYTORCH = (REFERENCE / "from_our_reducer_to_pytorchs.md").read_text()
 IN_YOUR_SCRIPT = (REFERENCE / "use_it_in_your_script.md").read_text()
+SYMPTOMS = (REFERENCE / "symptoms.md").read_text()
+REPORTS = (REFERENCE / "reports.md").read_text()
 ROW = re.compile(r"^\| (`[^|]*) \| (`[^|]*|the constructor) \|", re.MULTILINE)
 OURS = {"UsedParameters": UsedParameters, "buckets": buckets, "replicas": replicas}
 
@@ -50,6 +53,16 @@ def test_every_name_of_pytorchs_wrapper_in_the_table_exists():
     assert [n for n in found if not hasattr(torchs.DistributedDataParallel, n)] == []
     assert hasattr(utils, "_verify_param_shape_across_processes")
     assert hasattr(torchs, "_DDPJoinHook")
+
+
+def test_every_finding_on_the_pages_of_symptoms_is_one_of_the_doctors():
+    said = [
+        *re.findall(r"^\|.*\|.*\|([^|]*)\|$", SYMPTOMS, re.MULTILINE),
+        *re.findall(r"Doctor[^:\n]*: (.*)", REPORTS),
+    ]
+    codes = re.findall(r"`(\w+)`", " ".join(said))
+    assert len(codes) > 100
+    assert [code for code in codes if code not in CATALOG] == []
 
 
 def test_every_public_name_in_the_list_can_be_imported():

@@ -1,11 +1,11 @@
-// A field that hides the rows of this page's tables that lack one of the words in it. Without
-// JavaScript the tables are a plain list. The words may also come in the address: ?words=hangs+epoch
+// A field that hides the symptoms of this page that lack one of the words in it: its innermost
+// sections, or where it has none, the rows of its tables. Without JavaScript the page is a plain
+// list. The words may also come in the address: ?words=hangs+epoch
 document.addEventListener("DOMContentLoaded", () => {
-  const rows = [...document.querySelectorAll(".bd-article table tbody tr")].map((row) => ({
-    row,
-    text: row.textContent.toLowerCase(),
-  }));
-  const sections = [...document.querySelectorAll(".bd-article section section")];
+  const all = (selector) => [...document.querySelectorAll(`.bd-article ${selector}`)];
+  const inner = all("section section section");
+  const symptoms = inner.length ? inner : all("table tbody tr");
+  const texts = symptoms.map((symptom) => symptom.textContent.toLowerCase());
 
   const label = document.createElement("label");
   label.className = "filter-rows";
@@ -20,15 +20,14 @@ document.addEventListener("DOMContentLoaded", () => {
 
   const apply = () => {
     const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const { row, text } of rows) {
-      row.hidden = !words.every((word) => text.includes(word));
+    symptoms.forEach((symptom, i) => {
+      symptom.hidden = !words.every((word) => texts[i].includes(word));
+    });
+    const shown = symptoms.filter((symptom) => !symptom.hidden);
+    for (const section of all("section section:not(section section section)")) {
+      section.hidden = words.length > 0 && !shown.some((symptom) => section.contains(symptom));
     }
-    for (const section of sections) {
-      const table = section.querySelector("table");
-      section.hidden = words.length > 0 && !table?.querySelector("tbody tr:not([hidden])");
-    }
-    const shown = rows.filter(({ row }) => !row.hidden).length;
-    count.textContent = words.length ? `${shown} of ${rows.length} symptoms` : "";
+    count.textContent = words.length ? `${shown.length} of ${symptoms.length} symptoms` : "";
   };
   field.addEventListener("input", apply);
   field.value = new URLSearchParams(location.search).get("words") ?? "";

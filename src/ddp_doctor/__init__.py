@@ -1,6 +1,7 @@
 """The doctor: what one optimizer step of your own training run computes, and what is wrong with it.
 
     torchrun --nproc-per-node 4 -m ddp_doctor train.py --lr 0.1
+    python -m ddp_doctor --certify train.py     # measure its gradient against one process's
     python -m ddp_doctor train.py          # a script that starts its own ranks, or one process
     import ddp_doctor; ddp_doctor.watch()  # one line at the top of a script
 
@@ -20,6 +21,7 @@ In reading order (smaller files serve these):
 `findings`        every finding's name, severity, title, and page
 `report`          the terminal and JSON; `page` is the HTML
 `check`           `check_step`: a test for one's own repository
+`certificate`     `certify`: a script's ranks against one process of the same script, measured
 ================  =================================================================================
 
 Importing this package imports neither torch nor anything of the user's: the watcher has to start
@@ -29,12 +31,18 @@ in a tenth of a second.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddp_doctor.certificate.program import certify
     from ddp_doctor.check import StepReport, check_step
     from ddp_doctor.starting import watch
 
-__all__ = ["StepReport", "check_step", "watch"]
+__all__ = ["StepReport", "certify", "check_step", "watch"]
 
-_HOMES = {"StepReport": "check", "check_step": "check", "watch": "starting"}
+_HOMES = {
+    "StepReport": "check",
+    "certify": "certificate.program",
+    "check_step": "check",
+    "watch": "starting",
+}
 
 
 def __getattr__(name: str) -> Any:

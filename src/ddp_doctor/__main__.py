@@ -74,7 +74,7 @@ def main() -> None:
     if not Path(given.script).is_file():
         sys.exit(f"ddp-doctor: {no_script(given.script, given.arguments)}")
     if given.certify:
-        from ddp_doctor.certify.program import run
+        from ddp_doctor.certificate.program import run
 
         sys.exit(run([given.script, *given.arguments], given.ranks, given.json))
     sys.argv = [given.script, *given.arguments]

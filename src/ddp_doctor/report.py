@@ -62,6 +62,20 @@ class Report:
             "notes": self.run.notes,
         }
 
+    def _ended_early(self) -> str:
+        """What ended the script on a rank, or the doctor; empty if all went well."""
+        for rank in self.run.ranks:
+            if (error := rank.error) is not None:
+                at = f" at {error['place']}" if error["place"] else ""
+                text = error["text"].splitlines()[0] if error["text"] else "no message"
+                return (
+                    f"Rank {rank.rank} ended with {error['type']}: {text}{at}. Only what happened "
+                    "before was checked."
+                )
+            if rank.all("failed"):
+                return f"The doctor stopped on rank {rank.rank}: only what it saw was checked."
+        return ""
+
     def as_text(self, width: int = 100, lines: int = 44) -> str:
         """At most `lines` lines; what does not fit is counted, and is in the page."""
         width = max(60, min(width, 110))
@@ -71,7 +85,10 @@ class Report:
         out = ["─" * width, head, ""]
         out += [f"  {line}"[:width] for line in self.equation.lines]
         worst = [finding for finding in self.findings if finding.severity != "note"]
-        if not worst:
+        ended = self._ended_early()
+        if ended:
+            out += ["", *textwrap.wrap(ended, width)]
+        elif not worst:
             out += ["", "No error and no warning."]
         left = 0
         for finding in self.findings:

@@ -13,8 +13,8 @@ from typing import Any
 from doctor.corpus_runs import QUIET, SOURCES
 from doctor.corpus_scripts import Script
 
-from ddp_doctor.certify.plan import Part
-from ddp_doctor.certify.program import Start, measure
+from ddp_doctor.certificate.plan import Part
+from ddp_doctor.certificate.program import Start, measure
 from labkit.launch.forks import ForkServer, start_forked, stop_forked
 
 
@@ -75,7 +75,6 @@ class _Process:
 
 def _run(command: list[str]) -> None:
     import torch
-
     from ddp_doctor.certify import child
 
     atexit._clear()

@@ -1,10 +1,16 @@
 """The certificate: each verdict once, measured on scripts whose truth is known."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from doctor.certified import certified
+from doctor.corpus_runs import QUIET, SOURCES
 from doctor.corpus_scripts import Script, corpus
 
 from labkit.launch.forks import ForkServer
@@ -94,3 +100,46 @@ def test_a_script_that_fails_is_not_judged_and_its_error_is_named(
     certificate = certified(forks, script("raise ValueError('no data here')"))
     assert certificate["verdict"] == "not judged"
     assert "ValueError: no data here" in certificate["why"]
+
+
+def test_drawn_samples_constants_and_masks_made_row_by_row_reach_the_one_process(
+    forks: ForkServer,
+) -> None:
+    for name in ("gan", "token_sum_times_world", "two_backwards_one_batch", "own_sync_batchnorm"):
+        assert certified(forks, SCRIPTS[name])["verdict"] == "equal", name
+
+
+def test_what_only_one_rank_does_is_not_judged(forks: ForkServer) -> None:
+    certificate = certified(forks, SCRIPTS["experts_with_zeros"])
+    assert certificate["verdict"] == "not judged"
+    assert "experts_with_zeros.py:47" in certificate["why"]
+
+
+def test_a_gather_that_cuts_the_graph_is_different(forks: ForkServer) -> None:
+    certificate = certified(forks, SCRIPTS["clip_gather_cuts_the_graph"])
+    assert certificate["verdict"] == "different"
+    right = certified(forks, SCRIPTS["clip_gathered"])
+    assert right["verdict"] == "equal"
+
+
+def test_sharded_parameters_are_compared_whole(forks: ForkServer) -> None:
+    assert certified(forks, SCRIPTS["fsdp2"])["verdict"] == "equal"
+    wrong = certified(forks, SCRIPTS["fsdp2_own_clip"])
+    assert wrong["verdict"] == "scaled"
+
+
+def test_the_command_ends_with_an_exit_code_after_it_has_written_the_report(
+    tmp_path: Path,
+) -> None:
+    text = SCRIPTS["token_sum_over_global_count"].text
+    (tmp_path / "train.py").write_text(text)
+    command = ["-m", "ddp_doctor", "--certify", "--json", "certificate.json", "train.py"]
+    environment = os.environ | QUIET | {"PYTHONPATH": str(SOURCES)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 3, done.stderr
+    certificate = json.loads((tmp_path / "certificate.json").read_text())["certificate"]
+    assert (certificate["version"], certificate["factor"]) == (1, "1/W")
+    assert "SCALED" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["certificate.json", "train.py"]

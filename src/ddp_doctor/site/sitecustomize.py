@@ -47,7 +47,7 @@ def _start():
         sys.path.append(_PACKAGE)
     try:
         if os.environ.get("DDP_DOCTOR_CERTIFY"):
-            from ddp_doctor.certify.child import install
+            from ddp_doctor.certificate.child import install
 
             install()
         else:

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_doctor.certify.child import NEEDS_RANKS
-from ddp_doctor.certify.plan import Part
+from ddp_doctor.certificate.child import NEEDS_RANKS
+from ddp_doctor.certificate.plan import Part
 
 if TYPE_CHECKING:
-    from ddp_doctor.certify.verdict import Certificate
+    from ddp_doctor.certificate.verdict import Certificate
 
 HERE = Path(__file__).resolve().parents[1]
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -44,7 +44,7 @@ class Start:
         """Start one process."""
         with open(self.output / f"{at}.txt", "wb") as file:
             return subprocess.Popen(
-                [sys.executable, "-m", "ddp_doctor.certify.child", *command],
+                [sys.executable, "-m", "ddp_doctor.certificate.child", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -144,7 +144,7 @@ def measure(
     start: type[Start] = Start,
 ) -> "Certificate | None":
     """Start the script as often as needed; None on a rank that is not the first."""
-    from ddp_doctor.certify.verdict import judge
+    from ddp_doctor.certificate.verdict import judge
 
     as_ranks, as_one = Part(str(folder), one=False, cpu=cpu), Part(str(folder), one=True, cpu=cpu)
     alone = dict.fromkeys(LAUNCHED, "")
@@ -194,7 +194,7 @@ def run(command: Sequence[str], ranks: int | None, json_path: str | None) -> int
         certificate = measure(command, folder, ranks, cpu=False)
     if certificate is None:
         return 0
-    from ddp_doctor.certify.verdict import as_text
+    from ddp_doctor.certificate.verdict import as_text
 
     sys.stderr.write(as_text(certificate) + "\n")
     if json_path:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ddp_doctor.certify.plan import COPIES, DEAL, Part
+from ddp_doctor.certificate.plan import COPIES, DEAL, Part
 
+FORWARD = "forward"  # the last part of a place at which a module is called
 Key = tuple[Hashable, int]  # where samples come from, and how often they did in this step
 
 
@@ -22,6 +23,8 @@ class Recorded:
 
     samples: dict[Key, Any] = field(default_factory=dict)
     per_step: dict[Hashable, int] = field(default_factory=dict)
+    # Of each call: the lengths of its tensors, and what else it is given.
+    calls: dict[Key, tuple[list[int], str]] = field(default_factory=dict)
     ahead: bool = False  # whether a loader fetches one batch ahead
 
 
@@ -32,6 +35,13 @@ class Handed:
         self.part = part
         self.rank = rank
         self.of = of
+        first, *others = (one.calls for one in of)
+        # Calls that were given other numbers or texts on another rank.
+        self.mixed = {
+            key
+            for key, (_, plain) in first.items()
+            if any(calls[key][1] != plain for calls in others if key in calls)
+        }
 
     def everyones(self, key: Key) -> list[Any] | None:
         """What each rank had there; None if one of them had nothing."""
@@ -76,12 +86,24 @@ class Handed:
             for place, turn in sorted((k for k in one.samples if k[0] == key[0]), key=_turn)
             if turn < one.per_step.get(place, turn + 1) and (not self.part.one or turn == key[1])
         ]
+        # A batch that is used at several turns is one batch.
+        first = {k: self._first_like(rank, k) for rank, k in keys}
+        keys = [(rank, k) for rank, k in keys if first[k] == k]
+        key = first.get(key, key)
         each = [parts(self.of[rank].samples[k]) for rank, k in keys]
         pool = [sample for samples in each for sample in samples]
         mine = [n for n, (rank, k) in enumerate(keys) if k == key and rank == self.rank]
         before = sum(map(len, each[: mine[0]]))
         count = len(pool) if self.part.one else len(each[mine[0]])
         return [pool[n] for n in dealt(len(pool))[before : before + count]]
+
+    def _first_like(self, rank: int, key: Key) -> Key:
+        """The first turn at which this rank had the very samples that it had at `key`."""
+        samples = self.of[rank].samples
+        if not isinstance(samples[key], torch.Tensor):
+            return key
+        turns = ((key[0], turn) for turn in range(key[1]))
+        return next((k for k in turns if k in samples and alike([samples[k], samples[key]])), key)
 
 
 def _turn(key: Key) -> int:

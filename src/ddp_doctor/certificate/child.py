@@ -3,11 +3,14 @@
 Processes that the script starts do the same once they have imported torch; see `site`.
 """
 
+import importlib
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
-from ddp_doctor.certify.plan import Part
+from ddp_doctor.certificate.plan import Part
 
 NEEDS_RANKS = "needs-ranks"  # a file: the script expects a launcher
 _installed: list[int] = []  # the process that has done it
@@ -19,12 +22,13 @@ def install() -> None:
     if part is None or os.getpid() in _installed:
         return
     _installed.append(os.getpid())
-    from ddp_doctor.certify.fixed import Fixed
-    from ddp_doctor.certify.loaders import Loaders
-    from ddp_doctor.certify.steps import Steps
-    from ddp_doctor.certify.tensors import Tensors
+    from ddp_doctor.certificate.fixed import Fixed
+    from ddp_doctor.certificate.loaders import Loaders
+    from ddp_doctor.certificate.steps import Steps
+    from ddp_doctor.certificate.tensors import Tensors
 
     _groups(part)
+    _lightning(part)
     steps = Steps(part, Fixed())
     tensors = Tensors(steps)
     Loaders(steps, tensors.unseen)
@@ -59,8 +63,41 @@ def _groups(part: Part) -> None:
             given["timeout"] = timeout
         init(backend, init_method, **given)
 
+    if part.one:
+        dist.all_gather = _gathered_alone(dist.all_gather)
     dist.init_process_group = init_process_group
     dist.distributed_c10d.init_process_group = init_process_group
+
+
+def _gathered_alone(gather: Any) -> Any:
+    """In one process nothing is lost on the way: what it gathers from itself carries gradient."""
+
+    def all_gather(tensor_list: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tensor.requires_grad or len(tensor_list) != 1:
+            return gather(tensor_list, tensor, *args, **kwargs)
+        tensor_list[0].copy_(tensor)
+        return None
+
+    return all_gather
+
+
+def _lightning(part: Part) -> None:
+    """One process has one device, whatever the script says to Lightning."""
+    try:
+        text = Path(sys.argv[0]).read_text()
+    except (OSError, ValueError):
+        return
+    if not part.one or not (
+        found := re.search(r"^\s*(?:import|from) (pytorch_)?lightning", text, re.M)
+    ):
+        return
+    trainer = importlib.import_module(f"{found[1] or ''}lightning").Trainer
+    init = trainer.__init__
+
+    def of_one(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{**kwargs, "devices": 1, "num_nodes": 1})
+
+    trainer.__init__ = of_one
 
 
 def main() -> None:

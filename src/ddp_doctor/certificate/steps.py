@@ -20,11 +20,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddp_doctor.certify.fixed import Fixed
-from ddp_doctor.certify.plan import PLAN, PLAN_AHEAD, USUAL, Part
-from ddp_doctor.certify.samples import Handed, Recorded
+from ddp_doctor.certificate.fixed import Fixed
+from ddp_doctor.certificate.plan import PLAN, PLAN_AHEAD, SKIPPED, USUAL, Part
+from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded
 
-PATIENCE = 60.0  # seconds that a rank waits for the others' files
+PATIENCE = 20.0  # seconds that a rank waits for the others' files
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -47,7 +47,7 @@ class Steps:
         self.count = 0
         self.ends: list[Callable[[], None]] = []  # called at the end of each step
         self.unjoined: list[str] = []  # places whose samples could not be joined
-        self.unlike: list[int] = []  # steps that did not use the same places as the first
+        self.unlike: Callable[[], bool] = lambda: False  # whether the places are not the first's
         self.backwards = 0
         self._made: list[Optimizer] = []
         self._taken: dict[int, int] = {}  # id of an optimizer: its steps
@@ -59,6 +59,12 @@ class Steps:
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
         self._count_what_is_called()
+        self._note_calls()
+
+    def _note_calls(self) -> None:
+        """Places at which the ranks pass other numbers: one process cannot stand for them."""
+        mixed = [place for place, _ in self.handed.mixed] if self.handed else []
+        self.unjoined += [f"{place[0]}:{place[1]}" for place in mixed if place[-1] == FORWARD]
 
     def _count_what_is_called(self) -> None:
         init, backward = Optimizer.__init__, torch.autograd.backward
@@ -135,9 +141,12 @@ class Steps:
         step = self._taken.setdefault(id(optimizer), 0)
         rank, world = rank_and_world()
         listed = self._listed(optimizer)
+        # Only the first optimizer's steps are those of the plan; the others' first ones may be.
+        leads = id(optimizer) == next(iter(self._taken))
+        kind = self.kind(step) if leads or (step == 0 and self.count < 2) else SKIPPED
         plain = [each for each in listed if not hasattr(each[2], "full_tensor")]
         facts = {
-            "kind": self.kind(step),
+            "kind": kind,
             "gradients": {key: whole(p.grad) for key, _, p in listed if p.grad is not None},
             "names": {key: name for key, name, _ in listed},
             "world": world,
@@ -147,7 +156,7 @@ class Steps:
             "start": {key: float(p.detach().double().sum()) for key, _, p in plain},
             "sharded": any(hasattr(p, "full_tensor") for _, _, p in listed),
             "unjoined": sorted(set(self.unjoined)),
-            "unlike": step in self.unlike,
+            "unlike": self.unlike(),
         }
         at = list(self._taken).index(id(optimizer))
         written(self.part.path(f"{rank}.{at}.{step}.pt"), facts)
@@ -175,6 +184,7 @@ class Steps:
             self.part.path("world").write_text(str(world))
             written(self.part.path(f"samples.{rank}.pt"), self.recorded)
             self.handed = _of_all(self.part, world, rank)
+            self._note_calls()
         self.fixed.as_it_is = self.now == USUAL
         if self.count == len(PLAN):
             names = [f"{r}.0.{self.count - 1}.pt" for r in range(1 if self.part.one else world)]

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ddp_doctor.certify.samples import alike
-from ddp_doctor.certify.steps import Steps
+from ddp_doctor.certificate.samples import FORWARD, alike
+from ddp_doctor.certificate.steps import Steps
 from ddp_doctor.places import is_users, users_frame
 
 MADE = {  # functions that make samples
@@ -25,7 +26,9 @@ MADE = {  # functions that make samples
     *("rand_like", "randn_like", "randint_like", "uniform_", "normal_", "random_", "bernoulli_"),
     *("tensor", "as_tensor", "from_numpy", "stack", "cat", "index_select", "__getitem__"),
 }
-LEFT_ALONE = {"backward", "size", "dim", "__len__", "__setitem__", "detach_", "requires_grad_"}
+LEFT_ALONE = {"backward", "size", "dim", "__len__", "detach_", "requires_grad_", "__get__"}
+TAKES = {"index_select", "narrow", "select", "masked_select", "take"}  # some of the rows
+PAIRS_NO_ROWS = {"matmul", "__matmul__", "__rmatmul__", "mm", "linear"}
 BYTES = 1 << 28  # what is written down in all
 
 
@@ -40,10 +43,13 @@ class Tensors(TorchFunctionMode):
         # By their ids: tensors that are one sample each; weights, gradients, activations.
         self.single: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.trained: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        # Those that are computed from what came from the plan: nothing is left to do.
+        self.planned: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.bytes = 0
         self.hidden = False
         self.thread = threading.get_ident()
-        steps.ends.append(self._end_of_step)
+        steps.unlike = self.unlike_the_first
+        steps.ends += [self.turns.clear, self.planned.clear]
         nn.modules.module.register_module_forward_pre_hook(self._before_module)
 
     @contextlib.contextmanager
@@ -63,14 +69,20 @@ class Tensors(TorchFunctionMode):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         frame = sys._getframe(1)
-        where = None if name in LEFT_ALONE or name == "__get__" else users_frame(frame)
+        where = None if name in LEFT_ALONE else users_frame(frame)
         if where is None:
             return self._followed(name, args, function(*args, **kwargs))
         site = (where.f_code.co_filename, where.f_lineno, where.f_lasti, name)
         changes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        if is_users(frame.f_code.co_filename) and not changes and "out" not in kwargs:
-            args = self._given(site, args)
+        if is_users(_caller(frame, function).f_code.co_filename):
+            if name == "__setitem__":  # if a step does it that the first did not, they are unlike
+                self.turns[site] = self.turns.get(site, 0) + 1
+                self.planned.pop(id(args[0]), None)
+            elif not changes and "out" not in kwargs:
+                args = self._given(site, args)
         result = self._followed(name, args, function(*args, **kwargs))
+        if self.steps.handed and (site, self.turns.get(site, 0) - 1) in self.steps.handed.mixed:
+            self.planned.pop(id(result), None)  # a number of this rank went into it
         if name in MADE and isinstance(result, Tensor) and self._is_data(result):
             return self._planned(site, result, self.steps.handed is not None)
         return result
@@ -86,7 +98,7 @@ class Tensors(TorchFunctionMode):
                 self.trained[id(buffer)] = buffer
             if not is_users(frame.f_code.co_filename):
                 return None
-            site = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, "forward")
+            site = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, FORWARD)
             return self._given(site, args)
 
     def _is_data(self, tensor: Tensor) -> bool:
@@ -103,6 +115,7 @@ class Tensors(TorchFunctionMode):
         if not isinstance(result, Tensor) or result.requires_grad:
             return result
         inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
+        self._follow(name, args, inputs, result)
         if any(one.requires_grad or self.trained.get(id(one)) is one for one in inputs):
             if result.dim():  # a number that is computed from a loss is no weight
                 self.trained[id(result)] = result
@@ -112,13 +125,54 @@ class Tensors(TorchFunctionMode):
             self.single[id(result)] = result
         return result
 
+    def _follow(self, name: str, args: Any, inputs: list[Tensor], result: Tensor) -> None:
+        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+            self.planned.pop(id(result), None)
+        elif name in TAKES or (name == "__getitem__" and not _all_rows(args[1])):
+            return
+        elif result.dim() and any(self.planned.get(id(one)) is one for one in inputs):
+            self.planned[id(result)] = result
+
     def _given(self, site: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a call, each as the plan says."""
-        return tuple(
+        given = tuple(
             self._planned((*site, n), one, replaced=False)
             if isinstance(one, Tensor) and self._is_data(one)
             else one
             for n, one in enumerate(args)
+        )
+        turn = self.turns.get(site, 0)
+        self.turns[site] = turn + 1
+        lengths = [len(one) if isinstance(one, Tensor) and one.dim() else 0 for one in given]
+        handed = self.steps.handed
+        if handed is None:
+            plain = [one for one in given if isinstance(one, int | float | str)]
+            self.steps.recorded.calls[site, turn] = lengths, repr(plain)
+        elif (
+            self.steps.part.one
+            and site[-1] not in PAIRS_NO_ROWS
+            and (site, turn) in handed.of[0].calls
+        ):
+            return self._as_long(given, lengths, handed.of[0].calls[site, turn][0])
+        return given
+
+    def _as_long(
+        self, given: tuple[Any, ...], lengths: list[int], before: list[int]
+    ) -> tuple[Any, ...]:
+        """Repeat constants that were as long as a batch, if the batch is now that of all ranks."""
+        world = len(self.steps.handed.of) if self.steps.handed else 1
+        grown = {
+            old for old, new in zip(before, lengths, strict=False) if old and new == world * old
+        }
+        return (
+            tuple(
+                torch.cat([one] * world)
+                if old in grown and new == old and isinstance(one, Tensor) and self._is_data(one)
+                else one
+                for one, new, old in zip(given, lengths, before, strict=True)
+            )
+            if world > 1 and len(before) == len(given)
+            else given
         )
 
     def _planned(self, place: Any, value: Tensor, replaced: bool) -> Tensor:
@@ -135,7 +189,7 @@ class Tensors(TorchFunctionMode):
                 self.steps.recorded.samples[key] = value.detach().clone()
             return value
         every = handed.everyones(key)
-        if every is None:
+        if every is None or self.planned.get(id(value)) is value:
             return value
         if not replaced and handed.same_everywhere(key):
             return value
@@ -143,16 +197,16 @@ class Tensors(TorchFunctionMode):
         if wanted is None:
             self.steps.unjoined.append(f"{place[0]}:{place[1]}")
             return value
-        if wanted.shape == value.shape and alike([wanted, value]):
-            return value
-        return wanted.clone()
+        if not (wanted.shape == value.shape and alike([wanted, value])):
+            value = wanted.clone()
+        self.planned[id(value)] = value
+        return value
 
-    def _end_of_step(self) -> None:
-        if self.steps.count == 1:
+    def unlike_the_first(self) -> bool:
+        """Whether this step used places that the first step did not use, or not as often."""
+        if self.steps.count == 0:
             self.first_turns = dict(self.turns)
-        elif any(self.first_turns.get(place) != turns for place, turns in self.turns.items()):
-            self.steps.unlike.append(self.steps.count - 1)
-        self.turns.clear()
+        return any(self.first_turns.get(place) != turns for place, turns in self.turns.items())
 
 
 def _flat(args: Any) -> Iterator[Any]:
@@ -161,6 +215,20 @@ def _flat(args: Any) -> Iterator[Any]:
             yield from one
         else:
             yield one
+
+
+def _caller(frame: Any, function: Any) -> Any:
+    """Who called `function`: one written in Python tells of its call from its own frame."""
+    own = getattr(function, "__code__", None)
+    while frame.f_code is own or frame.f_globals.get("__name__") == "torch.overrides":
+        frame = frame.f_back
+    return frame
+
+
+def _all_rows(index: Any) -> bool:
+    """Whether an index keeps all rows in their order."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    return first is Ellipsis or (isinstance(first, slice) and first == slice(None))
 
 
 def _one_index(index: Any) -> bool:

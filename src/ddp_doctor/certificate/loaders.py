@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_doctor.certify.steps import Steps
+from ddp_doctor.certificate.steps import Steps
 
 LOOKS_AHEAD = "accelerate.data_loader"  # the module of loaders that fetch one batch ahead
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ddp_doctor.certify.fixed import OFF
-from ddp_doctor.certify.measure import TOLERANCE, Comparison, Worst, called, compare, shares
-from ddp_doctor.certify.plan import COPIES, DEAL, OWN, USUAL
+from ddp_doctor.certificate.fixed import OFF
+from ddp_doctor.certificate.measure import TOLERANCE, Comparison, Worst, called, compare, shares
+from ddp_doctor.certificate.plan import COPIES, DEAL, OWN, USUAL
 
 VERSION = 1
 FLAT = "Each rank holds a flat piece of the model, as in FSDP1. Use fully_shard to certify it."
@@ -174,14 +174,18 @@ class Judge:
         facts = self.one[0, 0, kind]
         if facts["unjoined"]:
             return (
-                f"The ranks' samples at {facts['unjoined'][0]} cannot be joined. "
-                "Use a loader with a collate_fn, or mark the batch: ddp_doctor.batch(x)"
+                f"What the ranks use at {facts['unjoined'][0]} cannot be joined. Use a loader with "
+                "a collate_fn, or mark the batch: ddp_doctor.batch(x)"
             )
         if int(facts["backwards"]) != self.micros:
             return f"One process made {facts['backwards']} backward passes, a rank {self.micros}."
         if self.world_in_script:
             return "The script contains the number of ranks, so one process of it divides by it."
         return ""
+
+    def _unlike(self, kind: str) -> bool:
+        """Whether this step used other places than the first, on any rank."""
+        return any(f["unlike"] for (_, at, its), f in self.ranks.items() if (at, its) == (0, kind))
 
     def _flat(self) -> bool:
         """Whether a rank holds pieces of parameters that nobody can put together."""
@@ -195,7 +199,7 @@ class Judge:
         if facts is None:
             return Property("P2", "not judged", "The script took too few optimizer steps.")
         blocked = ""
-        if facts["unlike"] or facts["unjoined"] or facts["backwards"] != self.micros:
+        if self._unlike(DEAL) or facts["unjoined"] or facts["backwards"] != self.micros:
             blocked = "This step did not get its samples at the places where the first step did."
         return self._property("P2", self._compared((self.ranks, DEAL), (self.ranks, OWN)), blocked)
 
@@ -208,7 +212,7 @@ class Judge:
             return Property("P3", "not judged", FLAT)
         facts = self.ranks[0, 0, COPIES]
         blocked = self._doubt(COPIES)
-        if facts["unlike"] or facts["backwards"] != self.micros:
+        if self._unlike(COPIES) or facts["backwards"] != self.micros:
             blocked = "This step did not get its samples at the places where the first step did."
         found = self._compared((self.ranks, COPIES), (self.one, COPIES))
         return self._property("P3", found, blocked)
@@ -217,7 +221,7 @@ class Judge:
         own = self.ranks.get((0, 0, USUAL))
         if own is None or not (own["clips"] or own["batch_norm"]) or self.world == 1:
             return None
-        if (0, 0, USUAL) not in self.one or own["unlike"]:
+        if (0, 0, USUAL) not in self.one or self._unlike(USUAL):
             return None
         found = self._compared((self.ranks, USUAL), (self.one, USUAL))
         return self._property("usual", found, self._doubt(USUAL))

@@ -75,7 +75,8 @@ class _Process:
 
 def _run(command: list[str]) -> None:
     import torch
-    from ddp_doctor.certify import child
+
+    from ddp_doctor.certificate import child
 
     atexit._clear()
     multiprocessing.process._parent_process = None

@@ -61,7 +61,7 @@ OF_ONE_GRADIENT = {
     *("gather_without_gradient", "local_negatives", "last_micro_batch_unsynced"),
     *("clipped_before_sync", "clipped_per_micro_batch", "clipped_local_shards"),
     *("manual_all_reduce_skips_none", "optimizer_in_backward", "parameters_averaged"),
-    *("world_size_one", "unused_parameters", "replicas_differ_at_start", "local_batch_norm"),
+    *("world_size_one", "unused_parameters", "replicas_differ_at_start"),
     *("optimizer_on_other_parameters",),
 }
 

@@ -82,6 +82,12 @@ def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
     if start is None:
         said = failed_ranks or "it took no optimizer step"
         return Certificate("not judged", f"The script did not get to an optimizer step: {said}.")
+    if not any(bool(gradient.any()) for gradient in start["gradients"].values()):
+        return Certificate(
+            "not judged",
+            "The optimizer's parameters get no gradient in the first step: it may have been made "
+            "before the model that is trained.",
+        )
     found = Judge(ranks, one, failed_one, (folder / "one" / "world-in-script").exists())
     return found.certificate()
 

@@ -174,14 +174,14 @@ class Judge:
 
     def _no_one(self) -> str:
         said = self.failed_one or "it took no optimizer step"
-        return f"One process with all samples failed: {said}. Mark the batch: ddp_doctor.batch(x)"
+        return f"One process with all samples failed: {said}. Take the samples from a DataLoader."
 
     def _doubt(self, kind: str) -> str:
         facts = self.one[0, 0, kind]
         if facts["unjoined"]:
             return (
-                f"What the ranks use at {facts['unjoined'][0]} cannot be joined. Use a loader with "
-                "a collate_fn, or mark the batch: ddp_doctor.batch(x)"
+                f"What the ranks use at {facts['unjoined'][0]} cannot be joined. Take them from a "
+                "DataLoader with a collate_fn"
             )
         if int(facts["backwards"]) != self.micros:
             return f"One process made {facts['backwards']} backward passes, a rank {self.micros}."

@@ -55,6 +55,19 @@ def test_every_name_of_pytorchs_wrapper_in_the_table_exists():
     assert hasattr(torchs, "_DDPJoinHook")
 
 
+def test_every_name_in_the_table_of_sharding_exists():
+    found = rows("Fully sharded")
+    assert len(found) >= 5
+    for ours, theirs in found:
+        for package, names in (
+            ("miniddp.sharded", ours),
+            ("torch.distributed.fsdp._fully_shard", theirs),
+        ):
+            for name in names:
+                module, _, attribute = name.rpartition(".")
+                assert hasattr(importlib.import_module(f"{package}.{module}"), attribute), name
+
+
 def test_every_finding_on_the_pages_of_symptoms_is_one_of_the_doctors():
     said = [
         *re.findall(r"^\|.*\|.*\|([^|]*)\|$", SYMPTOMS, re.MULTILINE),

@@ -25,6 +25,7 @@ SYSTEMS = '(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light
 WIDE = 660
 ICON = re.compile(r'((?:\.fa-[\w-]+:before,?)+)\{content:"\\(\w+)"\}')
 OLD_NAMES = re.compile(r"@font-face\{[^}]*font-family:(FontAwesome|Font Awesome\\ 5)[^}]*\}")
+COLUMNS = re.compile(r"─|\S {2,}\S")
 FONT = re.compile(r'url\(\.\./webfonts/([\w-]+)\.woff2\) format\("woff2"\),url\([^)]+\) [^;}]+')
 
 
@@ -50,6 +51,7 @@ def finished(text: str) -> str:
     _load_less(page)
     _name_things(page)
     _open_figures(page)
+    _wrap_sentences(page)
     return str(page)
 
 
@@ -104,6 +106,14 @@ def _open_figures(page: BeautifulSoup) -> None:
         if width.isdigit() and int(width) > WIDE:
             link["class"].append("wide-figure")
             link["style"] = f"--figure-width: {width}px"
+
+
+def _wrap_sentences(page: BeautifulSoup) -> None:
+    """Long lines of an output are broken, unless it has columns, which a break would tear apart."""
+    for block in page.select("div.cell_output pre"):
+        text = block.get_text()
+        if any(len(line) > 88 for line in text.splitlines()) and not COLUMNS.search(text):
+            block["class"] = [*block.get("class", []), "sentences"]
 
 
 def _keep_used_icons(site: Path, names: set[str]) -> None:

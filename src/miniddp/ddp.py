@@ -50,6 +50,7 @@ class MiniDDP(nn.Module):
         ValueError: no process group, this rank is outside it, or the cap is invalid.
     """
 
+    reducer_class: type[Reducer] = Reducer
     _ddp_sink_clone = True  # whether outputs are copied when unused parameters are searched
 
     # 1. Construction ------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ class MiniDDP(nn.Module):
     def make_reducer(self) -> Reducer:
         """The reducer of this wrapper's parameters."""
         named = {n: p for n, p in self.named_tensors().items() if p.requires_grad}
-        return Reducer(
+        return self.reducer_class(
             list(named.values()),
             list(named),
             self.process_group,

@@ -30,79 +30,6 @@ from miniddp.sharded.slices import Slices
 from miniddp.sharded.zero1 import ZeroRedundancyOptimizer
 
 
-class Zero2(MiniDDP):
-    """`MiniDDP`, after whose backward each rank has its slices of the average, and no `.grad`.
-
-    `gradient_as_bucket_view` has no meaning here and must be False.
-    """
-
-    def make_reducer(self) -> Reducer:
-        named = {n: p for n, p in self.named_tensors().items() if p.requires_grad}
-        return Zero2Reducer(
-            list(named.values()),
-            list(named),
-            self.process_group,
-            caps=self.caps,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            plan_at_once=True,
-        )
-
-
-class Zero2Optimizer(ZeroRedundancyOptimizer):
-    """The optimizer of a `Zero2`: each rank updates the slices of which it has the gradients.
-
-    Args:
-        model: the wrapper.
-        optimizer_class: one that works element by element.
-        params: parameters or groups of them; all of the model's when None.
-        defaults: keywords of `optimizer_class`.
-
-    Clip by `clip_grad_norm_(optimizer.shards, max_norm)`.
-    """
-
-    def __init__(
-        self,
-        model: Zero2,
-        optimizer_class: type[Optimizer],
-        params: Any = None,
-        **defaults: Any,
-    ):
-        self.model = model
-        params = list(model.parameters() if params is None else params)
-        super().__init__(params, optimizer_class, model.process_group, **defaults)
-
-    def make_slices(self) -> list[Slices]:
-        return [bucket.slices for bucket in self.model.reducer.buckets]
-
-    def take_gradients(self) -> None:
-        """The pieces have their gradients already."""
-
-
-class Zero2Reducer(Reducer):
-    """Reduce-scatters each bucket, and frees it as soon as the next one is launched."""
-
-    def make_bucket(self, indices: list[int]) -> "SlicedBucket":
-        if self.gradient_as_bucket_view:
-            raise ValueError(
-                "Zero2 keeps no whole gradients: gradient_as_bucket_view must be False"
-            )
-        return SlicedBucket(indices, [self.parameters[i] for i in indices], self.process_group)
-
-    def rebuild_buckets(self) -> bool:
-        self.ensure_prior_reduction_finished()
-        return False
-
-    def all_reduce_bucket(self, bucket: Bucket) -> None:
-        for earlier in self.buckets:
-            if earlier.future is not None:
-                earlier.wait()
-        bucket.reduce_scatter()
-
-    def wait_for_bucket(self, bucket: Bucket, future: Future) -> None:
-        bucket.wait()
-
-
 class SlicedBucket(Bucket):
     """A bucket of which this rank keeps one slice."""
 
@@ -158,3 +85,69 @@ class SlicedBucket(Bucket):
                 grad = piece.shard.grad
                 piece.shard.grad = average if grad is None else grad.add_(average)
         return []
+
+
+class Zero2Reducer(Reducer):
+    """Reduce-scatters each bucket, and frees it as soon as the next one is launched."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **(kwargs | {"plan_at_once": True}))
+
+    def make_bucket(self, indices: list[int]) -> "SlicedBucket":
+        if self.gradient_as_bucket_view:
+            raise ValueError(
+                "Zero2 keeps no whole gradients: gradient_as_bucket_view must be False"
+            )
+        return SlicedBucket(indices, [self.parameters[i] for i in indices], self.process_group)
+
+    def rebuild_buckets(self) -> bool:
+        self.ensure_prior_reduction_finished()
+        return False
+
+    def all_reduce_bucket(self, bucket: Bucket) -> None:
+        for earlier in self.buckets:
+            if earlier.future is not None:
+                earlier.wait()
+        bucket.reduce_scatter()
+
+    def wait_for_bucket(self, bucket: Bucket, future: Future) -> None:
+        bucket.wait()
+
+
+class Zero2(MiniDDP):
+    """`MiniDDP`, after whose backward each rank has its slices of the average, and no `.grad`.
+
+    `gradient_as_bucket_view` has no meaning here and must be False.
+    """
+
+    reducer_class = Zero2Reducer
+
+
+class Zero2Optimizer(ZeroRedundancyOptimizer):
+    """The optimizer of a `Zero2`: each rank updates the slices of which it has the gradients.
+
+    Args:
+        model: the wrapper.
+        optimizer_class: one that works element by element.
+        params: parameters or groups of them; all of the model's when None.
+        defaults: keywords of `optimizer_class`.
+
+    Clip by `clip_grad_norm_(optimizer.shards, max_norm)`.
+    """
+
+    def __init__(
+        self,
+        model: Zero2,
+        optimizer_class: type[Optimizer],
+        params: Any = None,
+        **defaults: Any,
+    ):
+        self.model = model
+        params = list(model.parameters() if params is None else params)
+        super().__init__(params, optimizer_class, model.process_group, **defaults)
+
+    def make_slices(self) -> list[Slices]:
+        return [bucket.slices for bucket in self.model.reducer.buckets]
+
+    def take_gradients(self) -> None:
+        """The pieces have their gradients already."""

@@ -7,7 +7,7 @@ steps differ only in their samples:
     step    the ranks get                        one process gets
     own     their own samples                    all of these samples (their union)
     copies  rank 0's samples, on every rank      rank 0's samples
-    deal    the samples of `own`, dealt anew     the union in another order: what rounding does
+    deal    the samples of `own`, dealt again    the union in another order: what rounding does
     usual   their own; clipping and BatchNorm    the union; clipping and BatchNorm act as the
             act as the script has them           script has them
 """

@@ -111,7 +111,7 @@ def _turn(key: Key) -> int:
 
 
 def dealt(count: int) -> list[int]:
-    """In which order `count` samples are dealt anew: the same for all that has so many rows."""
+    """The order in which `count` samples are dealt: equal for all tensors and lists that long."""
     generator = torch.Generator().manual_seed(count)
     return torch.randperm(count, generator=generator).tolist()
 

@@ -159,7 +159,7 @@ class Tensors(TorchFunctionMode):
     def _as_long(
         self, given: tuple[Any, ...], lengths: list[int], before: list[int]
     ) -> tuple[Any, ...]:
-        """Repeat constants that were as long as a batch, if the batch is now that of all ranks."""
+        """Repeat constants as long as one rank's batch, if the batch holds all ranks' samples."""
         world = len(self.steps.handed.of) if self.steps.handed else 1
         grown = {
             old for old, new in zip(before, lengths, strict=False) if old and new == world * old
@@ -218,7 +218,7 @@ def _flat(args: Any) -> Iterator[Any]:
 
 
 def _caller(frame: Any, function: Any) -> Any:
-    """Who called `function`: one written in Python tells of its call from its own frame."""
+    """The frame that called `function`, which has its own frame if it is written in Python."""
     own = getattr(function, "__code__", None)
     while frame.f_code is own or frame.f_globals.get("__name__") == "torch.overrides":
         frame = frame.f_back

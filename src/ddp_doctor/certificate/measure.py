@@ -98,8 +98,8 @@ def shares(union: Gradients, ranks: Gradients, first: Gradients) -> tuple[float,
     """How one process weighs the samples of ranks 0 and 1, relative to the ranks' equal weights.
 
     `union` is one process's gradient of both ranks' samples, `ranks` the average of the two ranks'
-    gradients, `first` the gradient of rank 0's samples. If each rank divides by a count of its own, `union`
-    is a combination of the other two. None if it is not.
+    gradients, and `first` the gradient of rank 0's samples. If each rank divides by a count of its
+    own, `union` is a combination of the other two. None if it is not.
     """
     keys = sorted(union.keys() & ranks.keys() & first.keys())
     if not keys:

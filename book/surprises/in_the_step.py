@@ -159,7 +159,16 @@ _LOCAL, _AVERAGED = figures.RANKS[1], figures.RANKS[0]
 # Name; whether the gradient is averaged in it (None: there is none yet); what may go
 # wrong there.
 PHASES: list[tuple[str, bool | None, list[str]]] = [
-    ("wrap, load", None, ["wrapper not kept", "checkpoint loaded on rank 0 alone"]),
+    (
+        "wrap, load",
+        None,
+        [
+            "wrapper not kept",
+            "checkpoint loaded on rank 0 alone",
+            "static_graph started under no_sync",
+        ],
+    ),
+    ("zero_grad", None, ["in every micro-batch, or never"]),
     ("forward", None, ["no_sync around the wrong half"]),
     (
         "backward: gradients",
@@ -169,6 +178,7 @@ PHASES: list[tuple[str, bool | None, list[str]]] = [
             "second backward through one forward",
             "reentrant checkpoint used twice",
             "parameter without a gradient; rank that skips alone",
+            "clipped before the average",
         ],
     ),
     (
@@ -177,7 +187,7 @@ PHASES: list[tuple[str, bool | None, list[str]]] = [
         ["another order of additions", "fp16 overflow or underflow"],
     ),
     ("unscale", True, ["infinity found on one rank; different scales"]),
-    ("clip", True, ["clipped before the average; at every micro-batch"]),
+    ("clip", True, ["clipped at every micro-batch"]),
     ("optimizer step", True, ["weights averaged instead of gradients"]),
     ("scheduler step", True, ["W times per step"]),
 ]

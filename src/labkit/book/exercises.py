@@ -20,8 +20,8 @@ def checker(check: Callable[..., Any]) -> Callable[..., None]:
     """`check`, but it prints "Right." if it returns, and "Not yet:" with the reason if it fails.
 
     It fails by an assertion, by a stub's NotImplementedError, and by ranks that do not return in
-    time: the message then says where each rank waits. Any other exception passes through, because
-    the reader needs its traceback.
+    time: the message then says where each rank waits. Any other exception prints "Not yet:", too,
+    and passes through, because the reader needs its traceback.
     """
 
     @wraps(check)
@@ -30,6 +30,9 @@ def checker(check: Callable[..., Any]) -> Callable[..., None]:
             check(*answers)
         except (AssertionError, NotImplementedError, RanksTimeoutError) as error:
             print(f"Not yet: {error}")
+        except Exception:
+            print("Not yet: it raises an error.")
+            raise
         else:
             print("Right.")
 

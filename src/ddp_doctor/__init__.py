@@ -20,7 +20,6 @@ In reading order (smaller files serve these):
 `rules`           one file per family: a pure function from merged journals to findings
 `findings`        every finding's name, severity, title, and page
 `report`          the terminal and JSON; `page` is the HTML
-`check`           `check_step`: a test for one's own repository
 `certificate`     `certify`: a script's ranks against one process of the same script, measured
 ================  =================================================================================
 
@@ -31,16 +30,15 @@ in a tenth of a second.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddp_doctor.certificate.marks import batch
     from ddp_doctor.certificate.program import certify
-    from ddp_doctor.check import StepReport, check_step
     from ddp_doctor.starting import watch
 
-__all__ = ["StepReport", "certify", "check_step", "watch"]
+__all__ = ["batch", "certify", "watch"]
 
 _HOMES = {
-    "StepReport": "check",
+    "batch": "certificate.marks",
     "certify": "certificate.program",
-    "check_step": "check",
     "watch": "starting",
 }
 

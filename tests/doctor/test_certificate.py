@@ -1,7 +1,6 @@
 """The certificate: each verdict once, measured on scripts whose truth is known."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from doctor.certified import certified
 from doctor.corpus_runs import QUIET, SOURCES
 from doctor.corpus_scripts import Script, corpus
 
+import ddp_doctor
 from labkit.launch.forks import ForkServer
 
 SCRIPTS = {script.name: script for script in corpus()}
@@ -128,18 +128,76 @@ def test_sharded_parameters_are_compared_whole(forks: ForkServer) -> None:
     assert wrong["verdict"] == "scaled"
 
 
-def test_the_command_ends_with_an_exit_code_after_it_has_written_the_report(
-    tmp_path: Path,
+@pytest.fixture
+def lost_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script whose gradient is 1/W of the right one, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in (QUIET | {"PYTHONPATH": str(SOURCES)}).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "train.py").write_text(SCRIPTS["token_sum_over_global_count"].text)
+    return tmp_path
+
+
+def test_under_torchrun_rank_0_reports_and_its_exit_code_fails_the_launch(
+    lost_factor: Path,
 ) -> None:
-    text = SCRIPTS["token_sum_over_global_count"].text
-    (tmp_path / "train.py").write_text(text)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command = ["-m", "ddp_doctor", "--certify", "--json", "certificate.json", "train.py"]
-    environment = os.environ | QUIET | {"PYTHONPATH": str(SOURCES)}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 3, done.stderr
-    certificate = json.loads((tmp_path / "certificate.json").read_text())["certificate"]
+    done = subprocess.run([sys.executable, *launch, *command], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("ddp-doctor certificate: SCALED, 2 ranks") == 1
+    certificate = json.loads((lost_factor / "certificate.json").read_text())["certificate"]
     assert (certificate["version"], certificate["factor"]) == (1, "1/W")
-    assert "SCALED" in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["certificate.json", "train.py"]
+    assert {path.name for path in lost_factor.iterdir()} == {"certificate.json", "train.py"}
+
+
+def test_a_test_of_ones_own_can_ask_for_the_certificate(lost_factor: Path) -> None:
+    certificate = ddp_doctor.certify("train.py")
+    assert (certificate.verdict, certificate.factor, certificate.world) == ("scaled", "1/W", 2)
+
+
+MARKED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_doctor
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+    def forward(self, x, rows):
+        return self.linear(x.view(rows, 8))
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(Rows())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(rank)
+for step in range(5):
+    x = torch.randn([4, 6][rank], 8, generator=generator)
+    x = ddp_doctor.batch(x)
+    rows = len(x)
+    count = torch.tensor(float(rows))
+    dist.all_reduce(count)
+    loss = nn.functional.cross_entropy(model(x, rows), x.argmax(1) % 4, reduction="sum")
+    optimizer.zero_grad()
+    (loss * dist.get_world_size() / count).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_marked_batch_is_judged_where_a_number_of_one_rank_would_prevent_it(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    assert certified(forks, script(MARKED))["verdict"] == "equal"
+    wrong = MARKED.replace("loss * dist.get_world_size()", "loss")
+    marked = certified(forks, script(wrong))
+    assert (marked["verdict"], marked["factor"]) == ("scaled", "1/W")
+    unmarked = certified(forks, script(wrong.replace("ddp_doctor.batch(x)", "x")))
+    assert unmarked["verdict"] == "not judged"
+    assert "ddp_doctor.batch" in unmarked["why"]

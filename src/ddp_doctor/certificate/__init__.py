@@ -8,7 +8,8 @@
 `steps`           the gradients that the optimizer receives, always from the same weights
 `samples`         what was seen, and who gets what
 `loaders`         samples of data loaders
-`tensors`         samples that come from no loader
+`marks`           samples that come from no loader, marked by the script: `batch`
+`tensors`         samples that come from no loader, and that nothing marks
 `measure`         two gradients side by side
 `verdict`         three properties, and what follows from them
 ================  =================================================================================

@@ -24,12 +24,14 @@ def install() -> None:
     _installed.append(os.getpid())
     from ddp_doctor.certificate.fixed import Fixed
     from ddp_doctor.certificate.loaders import Loaders
+    from ddp_doctor.certificate.marks import Marks
     from ddp_doctor.certificate.steps import Steps
     from ddp_doctor.certificate.tensors import Tensors
 
     _groups(part)
     _lightning(part)
     steps = Steps(part, Fixed())
+    Marks(steps)
     tensors = Tensors(steps)
     Loaders(steps, tensors.unseen)
     tensors.__enter__()

@@ -7,6 +7,7 @@ so inputs and targets stay together.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from ddp_doctor.certificate.plan import COPIES, DEAL, Part
 
 FORWARD = "forward"  # the last part of a place at which a module is called
+MARKED = "marked"  # the last part of a place at which a script marks a batch
 Key = tuple[Hashable, int]  # where samples come from, and how often they did in this step
 
 
@@ -43,6 +45,11 @@ class Handed:
             if any(calls[key][1] != plain for calls in others if key in calls)
         }
 
+    @cached_property
+    def marked(self) -> bool:
+        """Whether the script marks its batches: then nothing else is taken for samples."""
+        return any(is_marked(key) for key in self.of[0].samples)
+
     def everyones(self, key: Key) -> list[Any] | None:
         """What each rank had there; None if one of them had nothing."""
         found = [one.samples.get(key) for one in self.of]
@@ -64,7 +71,8 @@ class Handed:
     def rows(self, kind: str, key: Key) -> torch.Tensor | None:
         """A tensor of samples; None if they cannot be joined along the first dimension."""
         every = self.everyones(key)
-        if every is None or kind == COPIES or (kind != DEAL and alike(every)):
+        constant = not is_marked(key) and kind != DEAL and every is not None and alike(every)
+        if every is None or kind == COPIES or constant:
             return None if every is None else every[0]
         if kind == DEAL:
             rows = self._dealt(key, lambda tensor: [row[None] for row in tensor])
@@ -104,6 +112,11 @@ class Handed:
             return key
         turns = ((key[0], turn) for turn in range(key[1]))
         return next((k for k in turns if k in samples and alike([samples[k], samples[key]])), key)
+
+
+def is_marked(key: Key) -> bool:
+    """Whether a script marks a batch here."""
+    return isinstance(key[0], tuple) and key[0][-1] == MARKED
 
 
 def _turn(key: Key) -> int:

@@ -63,7 +63,8 @@ class Steps:
 
     def _note_calls(self) -> None:
         """Places at which the ranks pass other numbers: one process cannot stand for them."""
-        mixed = [place for place, _ in self.handed.mixed] if self.handed else []
+        handed = self.handed
+        mixed = [place for place, _ in handed.mixed] if handed and not handed.marked else []
         self.unjoined += [f"{place[0]}:{place[1]}" for place in mixed if place[-1] == FORWARD]
 
     def _count_what_is_called(self) -> None:

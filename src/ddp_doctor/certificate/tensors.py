@@ -1,4 +1,4 @@
-"""Samples that come from no data loader: random draws, slices of a tensor, converted arrays.
+"""Samples that come from no loader and have no mark: random draws, slices, converted arrays.
 
 One process of a script makes its own samples only. So the tensors that the script's own lines make
 and use are written down in the first step, by place and turn; then each place gets what the plan
@@ -61,11 +61,15 @@ class Tensors(TorchFunctionMode):
         finally:
             self.hidden = before
 
+    def _hidden(self) -> bool:
+        marked = self.steps.handed is not None and self.steps.handed.marked
+        return self.hidden or marked or threading.get_ident() != self.thread
+
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.hidden or threading.get_ident() != self.thread:
+        if self._hidden():
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         frame = sys._getframe(1)
@@ -88,7 +92,7 @@ class Tensors(TorchFunctionMode):
         return result
 
     def _before_module(self, module: nn.Module, args: Any) -> Any:
-        if self.hidden or threading.get_ident() != self.thread:
+        if self._hidden():
             return None
         frame: Any = sys._getframe(1)
         while frame.f_globals.get("__name__") == "torch.nn.modules.module":

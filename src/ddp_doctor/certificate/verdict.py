@@ -13,6 +13,8 @@ from ddp_doctor.certificate.plan import COPIES, DEAL, OWN, USUAL
 
 VERSION = 1
 FLAT = "Each rank holds a flat piece of the model, as in FSDP1. Use fully_shard to certify it."
+MARK = "If the batch comes from no DataLoader, mark it: x, y = ddp_doctor.batch((x, y))."
+ELSEWHERE = f"This step did not get its samples at the places where the first step did. {MARK}"
 MOST_NOISE = 0.01  # a larger change by another order of the samples is no rounding
 TITLES = {
     "P1": "W ranks against one process with all their samples",
@@ -174,14 +176,14 @@ class Judge:
 
     def _no_one(self) -> str:
         said = self.failed_one or "it took no optimizer step"
-        return f"One process with all samples failed: {said}. Take the samples from a DataLoader."
+        return f"One process with all samples failed: {said}. {MARK}"
 
     def _doubt(self, kind: str) -> str:
         facts = self.one[0, 0, kind]
         if facts["unjoined"]:
             return (
-                f"What the ranks use at {facts['unjoined'][0]} cannot be joined. Take them from a "
-                "DataLoader with a collate_fn"
+                f"What the ranks use at {facts['unjoined'][0]} cannot be joined. {MARK} If its "
+                "shape differs between the ranks, take it from a DataLoader with a collate_fn."
             )
         if int(facts["backwards"]) != self.micros:
             return f"One process made {facts['backwards']} backward passes, a rank {self.micros}."
@@ -206,7 +208,7 @@ class Judge:
             return Property("P2", "not judged", "The script took too few optimizer steps.")
         blocked = ""
         if self._unlike(DEAL) or facts["unjoined"] or facts["backwards"] != self.micros:
-            blocked = "This step did not get its samples at the places where the first step did."
+            blocked = ELSEWHERE
         return self._property("P2", self._compared((self.ranks, DEAL), (self.ranks, OWN)), blocked)
 
     def copies(self) -> Property | None:
@@ -219,7 +221,7 @@ class Judge:
         facts = self.ranks[0, 0, COPIES]
         blocked = self._doubt(COPIES)
         if self._unlike(COPIES) or facts["backwards"] != self.micros:
-            blocked = "This step did not get its samples at the places where the first step did."
+            blocked = ELSEWHERE
         found = self._compared((self.ranks, COPIES), (self.one, COPIES))
         return self._property("P3", found, blocked)
 

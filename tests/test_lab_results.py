@@ -246,6 +246,20 @@ def test_with_torchs_caps_all_but_the_first_bucket_wait_for_the_end_of_backward(
     assert ready == [2, 12]
 
 
+def test_the_sharded_ways_send_and_hold_what_the_formulas_say():
+    output = run_script("labs/in_pieces.py", ranks=2)
+    rows = [re.split(r"\s{2,}", line) for line in output.splitlines()[3:]]
+    found = {name: (error, float(sent), float(held)) for name, error, sent, held, *_ in rows}
+    assert found == {
+        "torch DDP": ("< 1e-05", 1.0, 3.0),
+        "ZeRO-1": ("< 1e-05", 1.5, 2.5),
+        "ZeRO-2": ("< 1e-05", 1.0, 2.0),
+        "fully_shard": ("< 1e-05", 1.5, 1.5),
+        "fully_shard, kept whole": ("< 1e-05", 1.0, 1.5),
+        "torch fully_shard": ("< 1e-05", 1.5, 1.5),
+    }
+
+
 def test_the_hierarchical_lab_counts_the_bytes_of_the_theory_and_sums_alike_on_all_ranks():
     output = run_script("labs/two_nodes.py", "--mib", "0.5", ranks=2, nodes=2)
     rows = {line.split("  ")[0]: line.split() for line in output.splitlines()}

@@ -194,6 +194,12 @@ BROKEN = {
         ("--steps", 1, "--samples", 8),
         "gradient of the full batch: flat, buckets\n",
     ),
+    "a learning rate": (
+        "in_pieces",
+        [("Zero2Optimizer(model, SGD, **MOMENTUM)", "Zero2Optimizer(model, SGD, lr=0.2)")],
+        (),
+        "ZeRO-2 does not give the update of one process",
+    ),
     "no fix": (
         "bypassed_wrapper",
         [],

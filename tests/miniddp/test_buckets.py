@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from miniddp.buckets import (
@@ -106,20 +106,25 @@ def test_an_order_that_forgets_a_parameter_is_refused():
 
 
 # Times and sizes are small multiples of powers of two, so that sums of them are exact, and "fewest
-# buckets" is not a matter of rounding.
-EIGHTHS = st.integers(0, 40).map(lambda n: n / 8)
+# buckets" is not a matter of rounding. Gradients arrive about as fast as the link can send them:
+# otherwise one bucket, or one per gradient, is the fastest.
+BYTES = st.sampled_from([0, 1, 2, 4, 8, 16])
+TIMES = st.integers(0, 12).map(float)
+
+
+def sizes_of_bytes(*nbytes: int) -> list[ParameterSize]:
+    return [ParameterSize(n, "float32") for n in nbytes]
 
 
 @st.composite
 def measured(draw) -> tuple[list[ParameterSize], list[float], LinkCost]:
     """Sizes of one kind, ready times, and a link."""
-    nbytes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=8))
-    ready = draw(st.lists(EIGHTHS, min_size=len(nbytes), max_size=len(nbytes)))
-    latency, per_byte = draw(EIGHTHS), draw(EIGHTHS)
+    nbytes = draw(st.lists(BYTES, min_size=1, max_size=8))
+    ready = draw(st.lists(TIMES, min_size=len(nbytes), max_size=len(nbytes)))
+    latency, per_byte = draw(st.sampled_from([0, 0.5, 2])), draw(st.sampled_from([0, 0.125, 0.5]))
     cpu = draw(st.sampled_from([0, latency / 4, latency]))
     cpu_per_byte = draw(st.sampled_from([0, per_byte / 2, per_byte]))
-    sizes = [ParameterSize(n, "float32") for n in nbytes]
-    return sizes, ready, LinkCost(latency, per_byte, cpu, cpu_per_byte)
+    return sizes_of_bytes(*nbytes), ready, LinkCost(latency, per_byte, cpu, cpu_per_byte)
 
 
 def every_plan(ready: list[float]) -> list[Plan]:
@@ -133,6 +138,7 @@ def every_plan(ready: list[float]) -> list[Plan]:
 
 
 @given(measured(), st.sampled_from([1, 4, 8, 16, float("inf")]))
+@example((sizes_of_bytes(4, 4, 8, 16), [2, 11, 10, 3], LinkCost(0, 0.5, 0, 0.25)), float("inf"))
 def test_no_plan_ends_before_the_fastest_and_none_that_ends_with_it_has_fewer_buckets(
     case, longest
 ):

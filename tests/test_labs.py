@@ -18,8 +18,8 @@ ACCUMULATE = "labs/accumulate_vs_ddp.py"
 LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
-    for folder in ("labs", "labs/benchmarks")
-    for path in (ROOT / folder).glob("*.py")
+    for pattern in ("*.py", "benchmarks/*.py", "conformance")
+    for path in (ROOT / "labs").glob(pattern)
 )
 
 HELP_AND_A_WRONG_OPTION = """

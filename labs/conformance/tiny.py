@@ -1,0 +1,87 @@
+"""The tiny model, its batches, the optimizer that keeps gradients, and the wanted gradient."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cases import EOS, PAD, VOCABULARY, Case, Sample
+from labkit.testing.compare import gradients
+
+IGNORED = -100
+
+
+def model() -> LlamaForCausalLM:
+    """About 5,000 parameters in float32, the same on every rank and in every run."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        initializer_range=0.3,  # with the usual 0.02, all samples have nearly the same gradient
+    )
+    return LlamaForCausalLM(config)
+
+
+def collate(samples: Sequence[Sample], pad: int = 0) -> dict[str, Tensor]:
+    """A right-padded batch (B, T); labels are -100 but for the tokens that are scored."""
+    longest = max(len(one.prompt) + len(one.completion) for one in samples)
+    width = -(-longest // pad) * pad if pad else longest
+    batch = {
+        "input_ids": torch.full((len(samples), width), PAD),
+        "attention_mask": torch.zeros(len(samples), width, dtype=torch.long),
+        "labels": torch.full((len(samples), width), IGNORED),
+    }
+    for row, one in enumerate(samples):
+        tokens = torch.tensor([*one.prompt, *one.completion])
+        batch["input_ids"][row, : len(tokens)] = tokens
+        batch["attention_mask"][row, : len(tokens)] = 1
+        if one.scored:
+            batch["labels"][row, len(one.prompt) : len(tokens)] = tokens[len(one.prompt) :]
+    return batch
+
+
+def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of every token, (B, T − 1); 0 where it is not scored."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    logits = model(**inputs).logits[:, :-1]
+    return F.cross_entropy(
+        logits.transpose(1, 2), batch["labels"][:, 1:], ignore_index=IGNORED, reduction="none"
+    )
+
+
+def gradient_of(weighted: list[tuple[Sample, float]]) -> list[Tensor]:
+    """The gradient of Σ weight · Σ token losses, from one backward in one process."""
+    one_process = model()
+    each = losses(one_process, collate([one for one, _ in weighted])).sum(1)
+    (each * torch.tensor([weight for _, weight in weighted])).sum().backward()
+    return gradients(one_process)
+
+
+class Watched(torch.optim.SGD):
+    """Keeps what each step receives, in `seen`, and leaves the weights as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.seen: list[list[Tensor]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure else None
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+        self.seen.append(got)
+        return loss
+
+    def judged(self, case: Case) -> list[Tensor]:
+        """The gradient of the judged step. Raises ValueError if there were other steps."""
+        if len(self.seen) != case.windows:
+            raise ValueError(f"{len(self.seen)} steps instead of {case.windows}")
+        return self.seen[case.judged]

@@ -276,6 +276,38 @@ def test_on_one_node_the_lab_says_that_nothing_leaves_it_and_how_to_start_two():
     assert not re.search("nan|theory", output)
 
 
+OF_A_BUG = {
+    "averaged over 4 ranks, × 2": ("0.500", "1.000", "scale bug"),
+    "copies of terms summed": ("2.000", "1.000", "scale bug"),
+    "tokens counted on all ranks": ("0.500", "1.000", "scale bug"),
+    "averaged over shards only": ("2.000", "1.000", "scale bug"),
+    "divided in the log only": ("11.000", "1.000", "scale bug"),
+    "divided by micro-batches, too": ("0.500", "1.000", "scale bug"),
+}
+OF_ITS_PARAMETER = {
+    "norm summed along data only": ("norm", "copies differ"),
+    "row bias summed once more": ("down_bias", "2.000"),
+    "row bias ÷ 2, not summed": ("down_bias", "0.500"),
+    "router summed along data only": ("router", "copies differ"),
+    "weights zero in forward only": ("router", "direction bug"),
+    "experts averaged over copies": ("up", "2.000"),
+    "tied weight summed along data only": ("tied", "copies differ"),
+}
+
+
+def test_on_every_mesh_the_rule_is_right_and_a_factor_is_the_size_of_the_wrong_group():
+    rows = {}
+    for line in run_script("labs/over_which_group.py", ranks=4).splitlines():
+        way, *cells = re.split(r"  +", line.strip())
+        rows[way] = [*rows.get(way, []), *cells]
+    assert rows["the rule"] == ["1.000", "1.000", "right"] * 5
+    for way, expected in OF_A_BUG.items():
+        ratio, cosine, *_, kind = rows[way]
+        assert (ratio, cosine, kind) == expected
+    for way, expected in OF_ITS_PARAMETER.items():
+        assert set(expected) <= set(rows[way]), way
+
+
 def steps_of(output: str) -> list[int]:
     return [int(step) for step in re.findall(r"^step +(\d+)", output, re.MULTILINE)]
 

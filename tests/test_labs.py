@@ -112,6 +112,7 @@ def test_a_lab_that_was_started_the_wrong_way_says_how_to_start_it(script, envir
         ("bypassed_wrapper", (), 3, r"has 2 ranks, not 3\. Start it with"),
         ("sum_or_average", (), 3, r"evenly among 3 ranks\. Start it on 1, 2, 4"),
         ("buckets_that_overlap", ("--gbit", "0"), 2, "needs a positive rate"),
+        ("over_which_group", (), 2, r"has 4 ranks, not 2\. Start it with"),
     ],
 )
 def test_ranks_and_values_that_a_lab_cannot_use_are_refused_in_words(lab, arguments, ranks, said):

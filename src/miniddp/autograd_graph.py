@@ -1,8 +1,8 @@
 """What data parallelism needs from autograd: when a gradient arrives, and when a backward is over.
 
 A gradient accumulator is the leaf node of the graph that adds to one parameter's `.grad`. A hook on
-it runs after the parameter's own hooks. Unlike one of `Tensor.register_post_accumulate_grad_hook`,
-it also runs for an undefined gradient. Source: torch's reducer.cpp.
+it runs after the parameter's own hooks, also for an undefined gradient. Source: torch's
+reducer.cpp.
 """
 
 import weakref

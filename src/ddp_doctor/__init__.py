@@ -19,8 +19,9 @@ In reading order (smaller files serve these):
 `equation`        what one optimizer step computes: factors, counts, the weight of each item
 `rules`           one file per family: a pure function from merged journals to findings
 `findings`        every finding's name, severity, title, and page
-`report`          the terminal and JSON; `page` is the HTML
 `certificate`     `certify`: a script's ranks against one process of the same script, measured
+`certified`       what a certificate says; in `agreement`, it overrules equation and findings
+`report`          the terminal, JSON, and a page
 ================  =================================================================================
 
 Importing this package imports neither torch nor anything of the user's: the watcher has to start

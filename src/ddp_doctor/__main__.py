@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 4 -m ddp_doctor [options] train.py [its arguments]
 python -m ddp_doctor [options] train.py [its arguments]
+python -m ddp_doctor explain CODE
 """
 
 import argparse
@@ -43,6 +44,12 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing if nothing is found")
     parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="run a script that was written for GPUs on CPU ranks, over gloo; the report lists "
+        "what was replaced",
+    )
+    parser.add_argument(
         "--certify",
         action="store_true",
         help="measure whether the ranks compute the gradient of one process: exit with 0 if they "
@@ -68,15 +75,18 @@ def main() -> None:
             every=given.every,
             hang_after=given.hang_after,
             quiet=given.quiet,
+            cpu=given.cpu,
         )
     except ValueError as error:
         arguments.error(str(error))
+    if given.script == "explain" and not Path("explain").exists():
+        sys.exit(_explain(given.arguments))
     if not Path(given.script).is_file():
         sys.exit(f"ddp-doctor: {no_script(given.script, given.arguments)}")
     if given.certify:
         from ddp_doctor.certificate.program import run
 
-        sys.exit(run([given.script, *given.arguments], given.ranks, given.json))
+        sys.exit(run([given.script, *given.arguments], given.ranks, options))
     sys.argv = [given.script, *given.arguments]
     session = start(options)
     code: int | None = None
@@ -96,6 +106,19 @@ def main() -> None:
         error.__traceback__ = trace
         raise
     _close(session, options, None, 0)
+
+
+def _explain(codes: list[str]) -> int:
+    """Print what each finding means; 2 if there is no such one."""
+    from ddp_doctor.rules import CATALOG, explained
+
+    unknown = [code for code in codes if code not in CATALOG]
+    if unknown or not codes:
+        known = f"no finding {unknown[0]!r}. " if unknown else ""
+        sys.stderr.write(f"ddp-doctor: {known}The findings are: {', '.join(CATALOG)}.\n")
+        return 2
+    print("\n\n".join(explained(code) for code in codes))
+    return 0
 
 
 def _close(

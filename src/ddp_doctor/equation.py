@@ -15,9 +15,10 @@ saw, over all parameters. No trust in the wrapper's class is needed.
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
+from ddp_doctor.findings import Finding
 from ddp_doctor.merged import Fact, Run, Window
 
 TOLERANCE = 0.01  # bfloat16 rounds a factor by up to 0.4 %
@@ -313,6 +314,18 @@ class Equation:
     world: int
     right: bool
     lines: list[str]
+    weighed: bool = True  # whether the weights are those of the whole loss
+
+    def contradicts(self, findings: list[Finding]) -> bool:
+        """Whether it shows a wrong sum of weights that no finding is about."""
+        wrong = any(line.endswith("wanted: 1") for line in self.lines)
+        said = any(one.severity != "note" or "_denominators" in one.code for one in findings)
+        return wrong and not said
+
+    def saying(self, line: str, right: bool = False) -> Self:
+        """The same, with `line` instead of what one term tells about the weights."""
+        kept = [each for each in self.lines if not each.startswith(("weight", "sum"))]
+        return replace(self, lines=[*kept, line], right=right, weighed=False)
 
     def as_json(self) -> dict[str, Any]:
         """The numbers, for `--json`."""
@@ -327,15 +340,17 @@ class Equation:
             "loss": {"function": step.function, "reduction": step.reduction, "where": step.place},
             "combination": step.combination.kind,
             "combination_factor": step.combination.factor,
-            "sum_of_weights": step.total,
-            "weights": [
-                {"rank": e.rank, "micro_batch": e.micro, "items": e.count, "weight_times_N": w}
-                for e, w in step.weights()
-            ],
             "right": self.right,
             "step": step.window.n,
             "lines": self.lines,
-        }
+        } | (self._weights(step) if self.weighed else {})
+
+    def _weights(self, step: Step) -> dict[str, Any]:
+        weights = [
+            {"rank": e.rank, "micro_batch": e.micro, "items": e.count, "weight_times_N": w}
+            for e, w in step.weights()
+        ]
+        return {"sum_of_weights": step.total, "weights": weights}
 
 
 def equation(run: Run) -> Equation:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_doctor.agreement import agreeing
+from ddp_doctor.certified import Certificate
 from ddp_doctor.equation import Equation, equation
 from ddp_doctor.findings import HANGS, ORDER, Finding
 from ddp_doctor.journal import alive, read
@@ -27,11 +29,12 @@ BOOK = os.environ.get("DDP_DOCTOR_BOOK", "")
 
 @dataclass
 class Report:
-    """What the doctor says about a run."""
+    """What the doctor says about a run, and what it has measured, if it has."""
 
     run: Run
     equation: Equation
     findings: list[Finding]
+    certificate: Certificate | None = None
 
     @property
     def worst(self) -> str | None:
@@ -48,7 +51,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         fields = ("code", "severity", "title", "evidence", "where", "fix", "page")
-        return {
+        measured = {"certificate": self.certificate.as_json()} if self.certificate else {}
+        return measured | {
             "version": VERSION,
             "findings": [
                 {name: asdict(finding)[name] for name in fields} for finding in self.findings
@@ -62,8 +66,9 @@ class Report:
             "notes": self.run.notes,
         }
 
-    def _ended_early(self) -> str:
-        """What ended the script on a rank, or the doctor; empty if all went well."""
+    @property
+    def conclusion(self) -> str:
+        """What ended the script on a rank, or the doctor; or that all is well, or nothing."""
         for rank in self.run.ranks:
             if (error := rank.error) is not None:
                 at = f" at {error['place']}" if error["place"] else ""
@@ -74,7 +79,9 @@ class Report:
                 )
             if rank.all("failed"):
                 return f"The doctor stopped on rank {rank.rank}: only what it saw was checked."
-        return ""
+        if any(finding.severity != "note" for finding in self.findings):
+            return ""
+        return "No rule names the cause." if self.certificate else "No error and no warning."
 
     def as_text(self, width: int = 100, lines: int = 44) -> str:
         """At most `lines` lines; what does not fit is counted, and is in the page."""
@@ -84,12 +91,8 @@ class Report:
         head += f"{self.run.steps} optimizer steps, {len(self.run.windows)} observed"
         out = ["─" * width, head, ""]
         out += [f"  {line}"[:width] for line in self.equation.lines]
-        worst = [finding for finding in self.findings if finding.severity != "note"]
-        ended = self._ended_early()
-        if ended:
-            out += ["", *textwrap.wrap(ended, width)]
-        elif not worst:
-            out += ["", "No error and no warning."]
+        if self.conclusion:
+            out += ["", *textwrap.wrap(self.conclusion, width)]
         left = 0
         for finding in self.findings:
             block = _block(finding, width)
@@ -125,11 +128,12 @@ def _block(finding: Finding, width: int) -> list[str]:
     return [*out, *part("read", BOOK + finding.page)]
 
 
-def merge(run_folder: Path, live: bool = False) -> Report:
+def merge(run_folder: Path, live: bool = False, certificate: Certificate | None = None) -> Report:
     """Read the journals of a run and examine them. Pure apart from reading.
 
     `live`: the run goes on, and no rank makes progress. Only then a process of another host that
-    has not ended counts as alive.
+    has not ended counts as alive. `certificate`: what was measured; what contradicts it is left
+    out.
     """
     pages = read(run_folder)
     living = {
@@ -138,12 +142,19 @@ def merge(run_folder: Path, live: bool = False) -> Report:
     run = Run.of(pages, living, live)
     found = equation(run)
     findings = examine(run, found)
+    if certificate is not None:
+        found, findings = agreeing(certificate, found, findings)
+    elif found.contradicts(findings):
+        found = found.saying("weight    not told by one term of the loss; --certify measures it")
     for rank in run.ranks:
         for fact in rank.all("failed"):
             run.notes.append(f"The doctor stopped on rank {rank.rank}: {fact['error']}{fact['at']}")
+    replaced = [fact["name"] for rank in run.ranks for fact in rank.all("cpu")]
+    if replaced and certificate is None:
+        run.notes.append(f"--cpu replaced: {', '.join(dict.fromkeys(replaced))}.")
     if run.missing and run.ranks:
         run.notes.append(f"No journal of rank {', '.join(map(str, run.missing))} in this folder.")
-    return Report(run, found, findings)
+    return Report(run, found, findings, certificate)
 
 
 def report(run_folder: Path, options: Options, live: bool = False, waited: bool = False) -> Report:
@@ -159,18 +170,23 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
             "report above.",
         )
     silent = options.quiet and not result.findings and not waited
-    if not result.run.ranks:
-        if not (silent or _left_early(run_folder)):
-            _print(NOTHING)
-    elif not silent:
-        _print(result.as_text(shutil.get_terminal_size((100, 24)).columns))
-    folder = run_folder.parent.parent
-    if result.run.ranks:
-        try:
-            from ddp_doctor.page import write_page
+    if not result.run.ranks and not (silent or _left_early(run_folder)):
+        _print(NOTHING)
+    written(result, options, run_folder.parent.parent, silent)
+    return result
 
+
+def written(result: Report, options: Options, folder: Path, silent: bool = False) -> None:
+    """Print a report, and write its page and JSON. `silent`: print only what cannot be written."""
+    width = shutil.get_terminal_size((100, 24)).columns
+    if result.certificate is not None:
+        _print(result.certificate.as_text(max(60, min(width, 110))))
+    if result.run.ranks and not silent:
+        _print(result.as_text(width))
+    if result.run.ranks or result.certificate is not None:
+        try:
             path = folder / "report.html"
-            write_page(result.run, result.equation, result.findings, path, BOOK)
+            _write_page(result, path)
             shown = os.path.relpath(path)
             if not silent:
                 _print(f"ddp-doctor: {path if shown.startswith('..') else shown}")
@@ -184,7 +200,29 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
             Path(options.json).write_text(json.dumps(result.as_json(), indent=2) + "\n")
         except OSError as error:
             _print(f"ddp-doctor: could not write {options.json} ({error}).")
-    return result
+
+
+def _write_page(report: Report, path: Path) -> None:
+    """One self-contained page, light and dark. Raises OSError, and ImportError without Jinja2."""
+    from jinja2 import Environment, FileSystemLoader, select_autoescape
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    step = None if report.equation.right or not report.equation.weighed else report.equation.step
+    weights = [] if step is None else step.weights()[:64]
+    text = environment.get_template("report.html.j2").render(
+        report=report,
+        run=report.run,
+        weights=weights,
+        largest=max([1.0, *(abs(weight) for _, weight in weights)]),
+        book=BOOK,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def _left_early(run_folder: Path) -> bool:

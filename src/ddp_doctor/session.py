@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddp_doctor.errors import described
-from ddp_doctor.journal import Journal
+from ddp_doctor.journal import Journal, glance
 from ddp_doctor.places import stack
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Options:
     every: int = 50
     hang_after: float = 60.0
     quiet: bool = False
+    cpu: bool = False
+    then_leave: bool = False  # end the process after `first` steps: a certificate's own run
 
     def __post_init__(self) -> None:
         for name in ("first", "every"):
@@ -193,6 +195,18 @@ class Session:
             every *= 10
         sampled = self.step_count < first or self.step_count % every < turn
         self.observing = sampled and not full
+        if self.options.then_leave and self.step_count >= first:
+            self._leave()
+
+    def _leave(self) -> None:
+        """End this process, once all ranks are here: what they still do is not wanted."""
+        self.close(code=0)
+        until = time.monotonic() + 10.0
+        while any(not page.ended for page in glance(self.run)) and time.monotonic() < until:
+            time.sleep(0.05)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
     def close(self, error: BaseException | None = None, code: int | None = None) -> None:
         """Write the last facts. Idempotent; called by `__main__`, or at exit."""

@@ -57,6 +57,10 @@ def start(options: Options | None = None, leader: bool | None = None) -> Session
     _reach_children()
     try:
         session = Session(options, run)
+        if options.cpu:
+            from ddp_doctor import on_cpu
+
+            on_cpu.install(lambda name: session.write("cpu", name=name))
         from ddp_doctor.observe import install
 
         session.patches = install(session)

@@ -4,8 +4,12 @@ from typing import Any
 
 from doctor.journals import OWN, SAME, findings, run_with_steps, step, window
 
+from ddp_doctor.agreement import agreeing
+from ddp_doctor.certified import Certificate, Property
 from ddp_doctor.equation import equation
+from ddp_doctor.findings import CATALOG
 from ddp_doctor.merged import Run
+from ddp_doctor.rules import examine, explained
 from ddp_doctor.rules.loss import partial_window_divided_by_k, scale
 
 
@@ -113,3 +117,30 @@ def test_steps_that_each_process_took_alone_are_not_steps_of_the_group() -> None
     run = run_with_steps([alone, together, together])
     assert [each.n for each in run.windows] == [1, 2]
     assert findings(run) == {}
+
+
+def test_every_finding_is_explained_by_the_rule_that_raises_it() -> None:
+    for code, (_, title, page) in CATALOG.items():
+        text = explained(code)
+        assert title in text
+        assert page in text
+    assert "Right if the gradients are combined in another way" in explained("wrapper_bypassed")
+
+
+def measured(whole: str, ratio: float) -> Certificate:
+    """A certificate with this verdict over all samples, and this ratio for copies of one batch."""
+    copies = Property("P3", "equal" if ratio == 1 else "scaled", "", ratio, 1.0)
+    return Certificate(whole, "", properties=[Property("P1", whole, "", ratio, 1.0), copies])
+
+
+def test_what_contradicts_a_certificate_is_left_out_and_the_measured_factor_is_shown() -> None:
+    unequal = [window([n], [1.0], SAME, mine) for n, mine in zip((2, 6), OWN, strict=True)]
+    run = run_with_steps([unequal, unequal])
+    said = equation(run)
+    found = [one for one in examine(run, said) if one.code == "unequal_denominators"]
+    assert len(found) == 1
+    assert agreeing(measured("different", 1.0), said, found) == (said, found)
+    other, left = agreeing(measured("scaled", 2.0), said, found)
+    assert left == []
+    assert other.lines[-1] == "measured  the gradient is 2 times that of one process"
+    assert "sum_of_weights" not in other.as_json()

@@ -178,6 +178,19 @@ def test_quiet_prints_nothing_if_nothing_is_found(
     assert capsys.readouterr().err == ""
 
 
+def test_neither_text_nor_page_calls_a_script_right_that_an_error_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = {"type": "ValueError", "text": "bad batch", "place": "train.py:9"}
+    end = {"kind": "end", "code": 1, "error": error}
+    run = tmp_path / "journals" / "run"
+    write_run(run, {rank: [step(0, rank), end] for rank in (0, 1)}, {0: "ended", 1: "ended"})
+    report(run, Options())
+    for said in (capsys.readouterr().err, (tmp_path / "report.html").read_text()):
+        assert "Rank 0 ended with ValueError: bad batch at train.py:9" in said
+        assert "No error" not in said
+
+
 def step(number: int, rank: int = 0) -> dict[str, Any]:
     mine = {"weight": 1.0, "bias": 2.0}
     one = window([4], [1.0], mine, {"weight": 0.5 + rank, "bias": 1.0 + 2 * rank}, n=number)

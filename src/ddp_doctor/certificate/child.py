@@ -22,15 +22,26 @@ def install() -> None:
     if part is None or os.getpid() in _installed:
         return
     _installed.append(os.getpid())
+    if part.kind == "observed":
+        from ddp_doctor.session import Options
+        from ddp_doctor.starting import RUN, start
+
+        os.environ[RUN] = str(part.journals)
+        start(Options(then_leave=True, cpu=part.cpu), leader=False)
+        return
+    from ddp_doctor import on_cpu
     from ddp_doctor.certificate.fixed import Fixed
     from ddp_doctor.certificate.loaders import Loaders
     from ddp_doctor.certificate.marks import Marks
     from ddp_doctor.certificate.steps import Steps
     from ddp_doctor.certificate.tensors import Tensors
 
+    fixed = Fixed()
+    if part.cpu:
+        on_cpu.install(fixed.replaced.append)
     _groups(part)
     _lightning(part)
-    steps = Steps(part, Fixed())
+    steps = Steps(part, fixed)
     Marks(steps)
     tensors = Tensors(steps)
     Loaders(steps, tensors.unseen)

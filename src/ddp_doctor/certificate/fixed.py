@@ -33,6 +33,7 @@ class Fixed:
         self.as_it_is = False
         self.clips = False
         self.batch_norm = False
+        self.replaced: list[str] = []  # what `--cpu` has replaced
         for name in DROPOUT:
             setattr(F, name, _passed_on(getattr(F, name)))
         torch.dropout = _passed_on(torch.dropout)

@@ -7,18 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddp_doctor.certified import Worst
+
 Gradients = Mapping[str, Tensor]
 TOLERANCE = 1e-3  # relative; float32 sums in another order stay far below it
 SMALL = 1e-5  # a parameter whose gradient is below this part of the whole gradient is not judged
-
-
-@dataclass(frozen=True)
-class Worst:
-    """The parameter that is furthest off."""
-
-    name: str
-    ratio: float
-    cosine: float
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """What the runs of a certificate do: which samples each of at most four optimizer steps gets.
 
 The script is started twice. The *ranks* are the script as the user runs it; *one* is the same
-script as a single process. No update is kept, so every step starts from the same weights, and two
-steps differ only in their samples:
+script as a single process. (If the two differ, a third start is only *observed*: it takes six
+ordinary steps, and the rules say why.) No update is kept, so every step starts from the same
+weights, and two steps differ only in their samples:
 
     step    the ranks get                        one process gets
     own     their own samples                    all of these samples (their union)
@@ -16,7 +17,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 PART = "DDP_DOCTOR_CERTIFY"  # what a process of such a run is, as JSON
 OWN, COPIES, DEAL, USUAL, SKIPPED = "own", "copies", "deal", "usual", "skipped"
@@ -27,11 +28,15 @@ PLAN_AHEAD = (OWN, SKIPPED, COPIES, DEAL)
 
 @dataclass(frozen=True)
 class Part:
-    """One start of the script: as ranks, or as one process."""
+    """One start of the script: as ranks, as one process, or as ranks that are only observed."""
 
     folder: str
-    one: bool
+    kind: Literal["ranks", "one", "observed"]
     cpu: bool = False
+
+    @property
+    def one(self) -> bool:
+        return self.kind == "one"
 
     @classmethod
     def of_this_process(cls) -> Self | None:
@@ -45,7 +50,12 @@ class Part:
 
     def path(self, name: str) -> Path:
         """A file of this part of the certificate."""
-        return Path(self.folder) / ("one" if self.one else "ranks") / name
+        return Path(self.folder) / self.kind / name
+
+    @property
+    def journals(self) -> Path:
+        """Where observed ranks write."""
+        return self.path("journals")
 
     def of_ranks(self, name: str) -> Path:
         """A file that the ranks wrote, for both parts to read."""

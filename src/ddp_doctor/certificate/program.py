@@ -1,7 +1,6 @@
 """Certify a script: start it as ranks and as one process, compare, and say what was measured."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -18,7 +17,9 @@ from ddp_doctor.certificate.child import NEEDS_RANKS
 from ddp_doctor.certificate.plan import Part
 
 if TYPE_CHECKING:
-    from ddp_doctor.certificate.verdict import Certificate
+    from ddp_doctor.certified import Certificate
+    from ddp_doctor.report import Report
+    from ddp_doctor.session import Options
 
 HERE = Path(__file__).resolve().parents[1]
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -111,10 +112,12 @@ def launched(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
+def all_launched(world: int) -> list[dict[str, str]]:
+    """The environment of each rank of one launch, with a port that is free now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+        port = int(one.getsockname()[1])
+    return [launched(rank, world, port) for rank in range(world)]
 
 
 @contextlib.contextmanager
@@ -146,7 +149,7 @@ def measure(
     """Start the script as often as needed; None on a rank that is not the first."""
     from ddp_doctor.certificate.verdict import judge
 
-    as_ranks, as_one = Part(str(folder), one=False, cpu=cpu), Part(str(folder), one=True, cpu=cpu)
+    as_ranks, as_one = Part(str(folder), "ranks", cpu), Part(str(folder), "one", cpu)
     alone = dict.fromkeys(LAUNCHED, "")
     rank = os.environ.get("RANK")
     if rank is not None:
@@ -158,15 +161,38 @@ def measure(
         if as_ranks.path(NEEDS_RANKS).exists():
             ranks = 2
     if rank is None and ranks is not None:
-        port = free_port()
-        failed = start(as_ranks, command, [launched(n, ranks, port) for n in range(ranks)]).wait()
+        failed = start(as_ranks, command, all_launched(ranks)).wait()
     world = as_ranks.path("world")
     failed_one = ""
     if world.exists() and world.read_text() != "1":
         by_launcher = rank is not None or ranks is not None
-        environment = launched(0, 1, free_port()) if by_launcher else alone
+        environment = all_launched(1)[0] if by_launcher else alone
         failed_one = start(as_one, command, [environment]).wait()
     return judge(folder, failed, failed_one)
+
+
+def explained(
+    command: Sequence[str],
+    folder: Path,
+    certificate: "Certificate",
+    ranks: int | None,
+    cpu: bool,
+    start: type[Start] = Start,
+) -> "Report":
+    """The certificate's report. Unless the gradients are equal, the script is started once more:
+    the rules look at six ordinary steps of it, and say why.
+    """
+    from ddp_doctor.report import merge
+
+    part = Part(str(folder), "observed", cpu)
+    if certificate.verdict != "equal":
+        part.journals.mkdir(parents=True)
+        needs_ranks = Part(str(folder), "ranks").path(NEEDS_RANKS).exists()
+        if "RANK" in os.environ or ranks is not None or needs_ranks:
+            start(part, command, all_launched(certificate.world)).wait()
+        else:
+            start(part, command, [dict.fromkeys(LAUNCHED, "")]).wait()
+    return merge(part.journals, certificate=certificate)
 
 
 def certify(
@@ -176,9 +202,9 @@ def certify(
 
     Starts the script twice, for at most four optimizer steps each: as ranks, and as one process
     that gets all their samples. `ranks`: 2 if the script expects a launcher; a script that starts
-    its own ranks decides. Nothing that the script does after its fourth step happens. Raises
-    FileNotFoundError if there is no such script. Cost: two starts, and a copy of the gradients on
-    disk per rank and step.
+    its own ranks decides. `cpu`: run a script that was written for GPUs on CPU ranks. Nothing that
+    the script does after its fourth step happens. Raises FileNotFoundError if there is no such
+    script. Cost: two starts, and a copy of the gradients on disk per rank and step.
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {str(script)!r} here ({Path.cwd()}).")
@@ -188,16 +214,14 @@ def certify(
     return certificate
 
 
-def run(command: Sequence[str], ranks: int | None, json_path: str | None) -> int:
+def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
     """The command line's `--certify`: print, write, and return the exit code."""
     with common_folder() as folder:
-        certificate = measure(command, folder, ranks, cpu=False)
-    if certificate is None:
-        return 0
-    from ddp_doctor.certificate.verdict import as_text
+        certificate = measure(command, folder, ranks, options.cpu)
+        if certificate is None:
+            return 0
+        result = explained(command, folder, certificate, ranks, options.cpu)
+    from ddp_doctor.report import written
 
-    sys.stderr.write(as_text(certificate) + "\n")
-    if json_path:
-        text = json.dumps({"certificate": certificate.as_json()}, indent=2)
-        Path(json_path).write_text(text + "\n")
+    written(result, options, Path(options.folder))
     return {"equal": 0, "not judged": 4}.get(certificate.verdict, 3)

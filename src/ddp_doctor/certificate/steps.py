@@ -154,6 +154,7 @@ class Steps:
             "backwards": self.backwards,
             "clips": self.fixed.clips,
             "batch_norm": self.fixed.batch_norm,
+            "replaced": list(self.fixed.replaced),
             "start": {key: float(p.detach().double().sum()) for key, _, p in plain},
             "sharded": any(hasattr(p, "full_tensor") for _, _, p in listed),
             "unjoined": sorted(set(self.unjoined)),

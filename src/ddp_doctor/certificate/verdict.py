@@ -1,65 +1,20 @@
 """What the measured gradients say: three properties, and the verdict that follows from them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_doctor.certificate.fixed import OFF
-from ddp_doctor.certificate.measure import TOLERANCE, Comparison, Worst, called, compare, shares
+from ddp_doctor.certificate.measure import TOLERANCE, Comparison, called, compare, shares
 from ddp_doctor.certificate.plan import COPIES, DEAL, OWN, USUAL
+from ddp_doctor.certified import TITLES, Certificate, Property
 
-VERSION = 1
 FLAT = "Each rank holds a flat piece of the model, as in FSDP1. Use fully_shard to certify it."
 MARK = "If the batch comes from no DataLoader, mark it: x, y = ddp_doctor.batch((x, y))."
 ELSEWHERE = f"This step did not get its samples at the places where the first step did. {MARK}"
 MOST_NOISE = 0.01  # a larger change by another order of the samples is no rounding
-TITLES = {
-    "P1": "W ranks against one process with all their samples",
-    "P2": "the samples dealt differently over ranks and micro-batches",
-    "P3": "copies of one batch on every rank against one process with that batch",
-    "usual": "as P1, with the script's own clipping and batch statistics",
-}
-
-
-@dataclass(frozen=True)
-class Property:
-    """One property: equal, scaled, different, or not judged; `why` says what that means."""
-
-    name: str
-    verdict: str
-    why: str
-    ratio: float | None = None
-    cosine: float | None = None
-    factor: str | None = None
-    worst: Worst | None = None
-
-    @property
-    def judged(self) -> bool:
-        return self.verdict != "not judged"
-
-
-@dataclass
-class Certificate:
-    """The verdict on a script. `noise` is the relative difference of one step done twice."""
-
-    verdict: str
-    why: str
-    ratio: float | None = None
-    cosine: float | None = None
-    factor: str | None = None
-    worst: Worst | None = None
-    noise: float | None = None
-    world: int = 1
-    micro_batches: int = 1
-    properties: list[Property] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """A plain dict; see `VERSION`."""
-        return {"version": VERSION, **asdict(self)}
 
 
 def read(folder: Path) -> dict[tuple[int, int, str], Mapping[str, Any]]:
@@ -345,6 +300,8 @@ class Judge:
                 "Whether the loss has to be divided by the number of micro-batches is not "
                 "measured: one process has as many."
             )
+        if own["replaced"]:
+            notes.append(f"--cpu replaced: {', '.join(own['replaced'])}.")
         if own["batch_norm"]:
             notes.append("In training, each rank's BatchNorm uses its own samples.")
         return notes
@@ -355,30 +312,3 @@ def _sentence(one: Property) -> str:
     if one.name == "P3":
         return f"Copies of one batch do not give that batch's gradient ({numbers})."
     return f"Another deal of the same samples gives another gradient ({numbers})."
-
-
-def as_text(certificate: Certificate, width: int = 100) -> str:
-    """The certificate on a terminal, about ten lines."""
-    import textwrap
-
-    head = f"ddp-doctor certificate: {certificate.verdict.upper()}"
-    head += f", {certificate.world} ranks, {certificate.micro_batches} micro-batches per step"
-    out = ["─" * width, head, *textwrap.wrap(certificate.why, width), ""]
-    for one in certificate.properties:
-        numbers = ""
-        if one.ratio is not None and one.cosine is not None:
-            named = f" = {one.factor}" if one.factor else ""
-            numbers = f"ratio {one.ratio:.4f}{named}, cosine {one.cosine:.4f}"
-        out.append(f"  {one.name:6}{one.verdict:11} {numbers:36} {TITLES[one.name]}")
-        if not one.judged:
-            out += textwrap.wrap(
-                one.why, width, initial_indent=" " * 18, subsequent_indent=" " * 18
-            )
-    if (worst := certificate.worst) is not None and certificate.verdict != "equal":
-        out.append(
-            f"  worst parameter: {worst.name}, ratio {worst.ratio:.4f}, cosine {worst.cosine:.4f}"
-        )
-    if certificate.noise is not None:
-        out.append(f"  noise: {certificate.noise:.1e}")
-    out += ["", *[line for note in certificate.notes for line in textwrap.wrap(note, width)]]
-    return "\n".join([*out, "─" * width])

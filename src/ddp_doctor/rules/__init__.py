@@ -4,10 +4,12 @@ A rule states in its docstring the condition under which the pattern it looks fo
 returns nothing then. Rules only read; they may run while the ranks are still stuck.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ddp_doctor.equation import Equation
-from ddp_doctor.findings import ORDER, Finding
+from ddp_doctor.findings import CATALOG, ORDER, Finding
 from ddp_doctor.merged import Run
 from ddp_doctor.rules import cost, data, hangs, loss, replicas, synchronization, wrapper
 
@@ -34,3 +36,27 @@ def examine(run: Run, equation: Equation) -> list[Finding]:
         except Exception as error:
             run.notes.append(f"The rule {rule.__name__} failed: {type(error).__name__}: {error}")
     return sorted(found.values(), key=lambda finding: ORDER[finding.severity])
+
+
+def explained(code: str) -> str:
+    """What a finding means and when the pattern is right: its rule's own text.
+
+    Raises KeyError if there is no such code.
+    """
+    severity, title, page = CATALOG[code]
+    rule = next(rule for rule in RULES if _raises(rule, code, set()))
+    return f"{severity} [{code}] {title}\n\n{inspect.getdoc(rule)}\n\nread {page}"
+
+
+def _raises(function: Any, code: str, seen: set[str]) -> bool:
+    """Whether a rule, or a function of its file that it calls, names the code."""
+    seen.add(function.__name__)
+    if f'"{code}"' in inspect.getsource(function):
+        return True
+    called = [function.__globals__.get(name) for name in function.__code__.co_names]
+    return any(
+        _raises(one, code, seen)
+        for one in called
+        if inspect.isfunction(one) and one.__module__ == function.__module__
+        if one.__name__ not in seen
+    )

@@ -1,0 +1,84 @@
+"""What a certificate says: three properties of a script's gradient, and the verdict. Plain data."""
+
+import math
+import textwrap
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+VERSION = 1
+INDENT = " " * 8
+TITLES = {
+    "P1": "W ranks against one process with all their samples",
+    "P2": "the samples dealt differently over ranks and micro-batches",
+    "P3": "copies of one batch on every rank against one process with that batch",
+    "usual": "as P1, with the script's own clipping and batch statistics",
+}
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The parameter that is furthest off."""
+
+    name: str
+    ratio: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Property:
+    """One property: equal, scaled, different, or not judged; `why` says what that means."""
+
+    name: str
+    verdict: str
+    why: str
+    ratio: float | None = None
+    cosine: float | None = None
+    factor: str | None = None
+    worst: Worst | None = None
+
+    @property
+    def judged(self) -> bool:
+        return self.verdict != "not judged"
+
+
+@dataclass
+class Certificate:
+    """The verdict on a script. `noise` is the relative difference of one step done twice."""
+
+    verdict: str
+    why: str
+    ratio: float | None = None
+    cosine: float | None = None
+    factor: str | None = None
+    worst: Worst | None = None
+    noise: float | None = None
+    world: int = 1
+    micro_batches: int = 1
+    properties: list[Property] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """A plain dict; see `VERSION`."""
+        return {"version": VERSION, **asdict(self)}
+
+    def as_text(self, width: int = 100) -> str:
+        """The certificate on a terminal, about ten lines."""
+        out = ["─" * width, f"ddp-doctor certificate: {self.verdict.upper()}, {self.world} ranks, "]
+        out[1] += f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)} per step"
+        out += [*textwrap.wrap(self.why, width), ""]
+        for one in self.properties:
+            numbers = ""
+            if one.ratio is not None and one.cosine is not None:
+                named = f" = {one.factor}" if one.factor else ""
+                numbers = f"ratio {one.ratio:.4f}{named}, cosine {one.cosine:.4f}"
+            out.append(f"  {one.name:6}{one.verdict:11} {numbers}".rstrip())
+            said = TITLES[one.name] if one.judged else f"{TITLES[one.name]}. {one.why}"
+            out += textwrap.wrap(said, width, initial_indent=INDENT, subsequent_indent=INDENT)
+        worst = self.worst
+        if worst is not None and self.verdict != "equal":
+            numbers = f"ratio {worst.ratio:.4f}, cosine {worst.cosine:.4f}"
+            out.append(f"  worst parameter: {worst.name}, {numbers}")
+        if self.noise is not None:
+            out.append(f"  noise: less than {10 ** math.ceil(math.log10(max(self.noise, 1e-6))):g}")
+        out += ["", *[line for note in self.notes for line in textwrap.wrap(note, width)]]
+        return "\n".join([*out, "─" * width])

@@ -102,12 +102,14 @@ def test_by_default_every_model_races_with_both_numbers_of_ranks_on_both_links(m
 
 def test_a_few_contenders_race_on_request_and_the_ratio_of_their_copies_has_an_error():
     wanted = {"Flat", "MiniDDP", "MiniDDP before", "MiniDDP, views", "MiniDDP before, views"}
+    wanted |= {"fully_shard", "torch fully_shard"}
     before = ("--before", project_root() / "src", "--copies", 2)
     ended = run_in_process(STEP_TIME, *ONE_CELL, *before, "--only", *wanted)
     assert ended.code == 0, ended.stderr
     cells = [re.split(r" {2,}", line) for line in ended.stdout.splitlines()]
     ratios = {row[0]: row[2] for row in cells if len(row) == 4}
     assert set(ratios) >= {"torch DDP", "torch DDP, again"} | wanted
+    assert re.search(r"^fully_shard ÷ torch fully_shard: \d\.\d{3}$", ended.stdout, re.M)
     assert not set(ratios) & {"Bucketed", "MiniDDP, planned", "torch DDP, our plan"}
     assert ratios["torch DDP"] == "1.000"
     assert re.fullmatch(r"\d+\.\d{3} ± \d+\.\d{3}", ratios["MiniDDP"])
@@ -123,6 +125,7 @@ def test_the_error_is_two_standard_errors_of_the_mean():
     ("arguments", "said"),
     [
         (("--only", "MiniDDP", "--json", "FILE"), "leave out --only, or --json"),
+        (("--link", "1gbit", "--only", "fully_shard"), "sharded modules need --link loopback"),
         (("--copies", 0), "argument --copies: 0 is less than 1"),
         (("--copies", 2, "--json", "FILE"), "with other --quick or --copies"),
     ],

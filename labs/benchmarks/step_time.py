@@ -3,9 +3,11 @@
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
     python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
     python labs/benchmarks/step_time.py --only MiniDDP drop-in       only these and torch's DDP
+    python labs/benchmarks/step_time.py --link loopback --only fully_shard "torch fully_shard"
 
 With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise, which
-can exceed 2 %. The contenders are built in a random order, which differs from run to run. With
+can exceed 2 %. Sharded modules take part only if they are named; their steps gather parameters,
+too. The contenders are built in a random order, which differs from run to run. With
 `--copies 4`, there are four of each, because a wrapper's place in memory affects its speed. A round
 goes through the copies in a random order, and through the contenders of each copy in a random
 order. A contender's time in a round is the mean over its copies. Each copy gives one ratio to
@@ -47,6 +49,7 @@ from labkit.launch.arguments import positive
 from labkit.profiling.benchmark_arguments import add_models, benchmark_parser
 
 LINKS = {"loopback": None, "1gbit": 1.0}
+SHARDED = ("fully_shard", "torch fully_shard")
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
@@ -86,6 +89,8 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
     given = arguments.parse_args()
     if given.only and given.json:
         arguments.error("--json stores every contender of a cell: leave out --only, or --json")
+    if set(SHARDED) & set(given.only or ()) and given.link != ["loopback"]:
+        arguments.error("sharded modules need --link loopback: the slow link has no mesh")
     if given.device == "cuda" and given.link != ["loopback"]:
         arguments.error("--device cuda needs --link loopback: the slow link is for the CPU only")
     return given
@@ -98,6 +103,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.book.tables import table
@@ -115,6 +121,7 @@ from labkit.profiling.slow_link import SlowLink
 from miniddp import MiniDDP
 from miniddp.buckets import MIB
 from miniddp.ladder import RUNGS
+from miniddp.sharded import fully_shard
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.torch_drop_in.first_steps import SETTLED_AFTER
 
@@ -145,6 +152,13 @@ def mini_ddp_of(src: Path) -> type[nn.Module]:
         sys.path.remove(str(src))
         take_out()
         sys.modules.update(installed)
+
+
+def shard_layers(how: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
+    """Shard each layer, and what remains."""
+    for layer in getattr(module, "layers", module):
+        how(layer)
+    return how(module)
 
 
 def race(
@@ -215,6 +229,8 @@ def race(
             contenders[name] = lambda views=views: contender(
                 lambda m: earlier(m, process_group=link, gradient_as_bucket_view=views)
             )[1]
+    for name, how in zip(SHARDED, (fully_shard, torchs_fully_shard), strict=True):
+        contenders[name] = lambda how=how: contender(partial(shard_layers, how))[1]
     contenders[REFERENCE] = torchs
     contenders["torch DDP, views"] = lambda: torchs(gradient_as_bucket_view=True)
     for cap in CAPS:
@@ -226,7 +242,7 @@ def race(
 
     if only is not None:
         contenders[CONTROL] = torchs
-    wanted = set(contenders) if only is None else {*only, REFERENCE, CONTROL}
+    wanted = set(contenders) - set(SHARDED) if only is None else {*only, REFERENCE, CONTROL}
     if unknown := wanted - set(contenders):
         raise ValueError(f"--only names {sorted(unknown)}; the contenders are {list(contenders)}")
 
@@ -329,11 +345,16 @@ def show(name: str, cell: dict[str, Any], ratios: dict[str, list[float]]) -> str
             ratio = mean_and_error(ratios[contender])
         median = statistics.median(taken)
         rows.append([contender, 1e3 * median, ratio, median / least])
+    notes = ""
+    if set(SHARDED) <= set(seconds):
+        ours, torchs = (seconds[name] for name in SHARDED)
+        notes = f"\nfully_shard ÷ torch fully_shard: {paired_ratio(ours, torchs):.3f}"
     buckets = " + ".join(f"{size / MIB:.2f}" for size in cell["plan"])
     return (
         f"{name}: {cell['parameters']} tensors, {sum(cell['plan']) / 1e6:.0f} MB; "
         f"the limit is {1e3 * least:.0f} ms; planned: {buckets} MiB\n"
         + table(["", "median ms", f"÷ {REFERENCE}", "÷ limit"], rows, digits=2)
+        + notes
     )
 
 

@@ -1,39 +1,83 @@
-"""For over_which_group.ipynb: a line and a table of what was measured, and the figure.
+"""For over_which_group.ipynb: plain modules, what was measured, and the figure.
 
-held = run_ranks(on_a_mesh, 4, "tensor")  # every way of labkit.scenarios.meshes
-print(verdict("tensor", held))
+held = run_ranks(on_a_mesh, 4, WAYS["tensor"])
+print(verdict("data × tensor", held))
 """
 
 import math
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
+import torch
 from IPython.display import Markdown
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+from torch import Tensor, nn
 
 from labkit.book.figures import RANKS, TRUTH, use
-from labkit.scenarios.meshes import Judged, judge
-
-REPORTS = "https://github.com/"
+from labkit.scenarios.meshes import MLP, TENSOR, Judged, Measured, judge, parameters
 
 
-def verdict(mesh: str, held: Sequence) -> str:
-    """How the rule's gradients compare with those of one process, in one line."""
+class PlainMlp(nn.Module):
+    """The model of data × tensor: modules with the same weights, in the same order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        (hidden, width), (classes, _) = MLP["up"], MLP["down"]
+        self.norm = nn.RMSNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, classes)
+        values = parameters(TENSOR).values()
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters(), values, strict=True):
+                parameter.copy_(value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def verdict(mesh: str, held: Sequence[Measured]) -> str:
+    """How the rule's gradients compare with those of one process, in two lines."""
     (rule,) = judge([{"the rule": of_rank["the rule"]} for of_rank in held])
-    ratio, cosine = rule.of_worst
     agree = "all copies agree" if rule.copies_agree else "copies differ"
-    return (
-        f"{mesh}: {rule.comparison}; "
-        f"the worst parameter's ratio {ratio:.4f}, cosine {cosine:.4f}; {agree}"
-    )
+    return f"{mesh}: {rule.comparison}; {agree}\nworst parameter: {rule.of_worst}"
 
 
-def wrong_ways(
-    judged: Mapping[str, Sequence[Judged]], seen: Mapping[str, str]
-) -> Markdown:
-    """One row per way but the rule; `seen` maps ways to what is printed beside them."""
+def _link(thread: str, kind: str = "issues") -> str:
+    repository, number = thread.split(" ")
+    name = repository.partition("/")[2]
+    return f"[{name} #{number}](https://github.com/{repository}/{kind}/{number})"
+
+
+_MEGATRON = "NVIDIA/Megatron-LM"
+SEEN = {
+    "averaged over 4 ranks, × 2": _link("ByteDance-Seed/VeOmni 338", "pull"),
+    "own means, averaged": "finding 9, " + _link(f"{_MEGATRON} 7513", "pull"),
+    "own count, overwritten": "finding 10, " + _link(f"{_MEGATRON} 7481", "pull"),
+    "summed along data only": _link("ByteDance-Seed/VeOmni 1115", "pull"),
+    "keys and values gathered along data": "finding 7",
+    "copies of terms summed": _link("huggingface/transformers 39648"),
+    "tokens counted on all ranks": _link("huggingface/trl 7100") + ", in a metric",
+    "norm summed along data only": "finding 11, "
+    + _link("pytorch/torchtitan 1878", "pull"),
+    "row bias summed once more": _link("pytorch/torchtitan 2106", "pull"),
+    "row bias ÷ 2, not summed": _link("pytorch/torchtitan 4332", "pull"),
+    "experts averaged over copies": _link("pytorch/pytorch 160285")
+    + ", "
+    + _link("deepspeedai/DeepSpeed 6545"),
+    "router summed along data only": _link("huggingface/transformers 48205", "pull"),
+    "weights gathered plainly": _link("NVIDIA-NeMo/Automodel 1260", "pull"),
+    "weights zero in forward only": _link("huggingface/transformers 48687"),
+    "divided in the log only": _link("pytorch/torchtitan 2972"),
+    "divided by micro-batches, too": _link("pytorch/torchtitan 1733"),
+    "tied weight summed along data only": _link(
+        "NVIDIA-NeMo/Megatron-Bridge 5380", "pull"
+    ),
+}
+
+
+def wrong_ways(judged: Mapping[str, Sequence[Judged]]) -> Markdown:
+    """One row per way but the rule."""
     lines = [
         "| mesh | wrong way | ratio | cosine | worst parameter | copies | seen in |",
         "|---|---|--:|--:|---|---|---|",
@@ -43,7 +87,7 @@ def wrong_ways(
             worst_one = f"`{worst}`: {_number(of_worst[0])}, {_number(of_worst[1])}"
             copies = "agree" if agree else "**differ**"
             numbers = f"{_number(ratio)} | {_number(cosine)} | {worst_one} | {copies}"
-            lines.append(f"| {mesh} | {way} | {numbers} | {seen.get(way, '')} |")
+            lines.append(f"| {mesh} | {way} | {numbers} | {SEEN.get(way, '')} |")
     return Markdown("\n".join(lines))
 
 
@@ -57,21 +101,21 @@ _TOKENS = {
     "expert": ["0, first half", "0, second half", "1, first half", "1, second half"],
 }
 _COPIES = {
-    "tensor": ("norm", "up, first half", "up, second half"),
-    "context": ("every parameter", "", ""),
-    "expert": ("router", "expert 0", "expert 1"),
+    "tensor": ("black:\nnorm", "up, first half", "up, second half"),
+    "context": ("black:\nevery parameter", "", ""),
+    "expert": ("black:\nrouter", "expert 0", "expert 1"),
 }
 
 
 def draw_who_sums_with_whom() -> Figure:
     """Three meshes of 2 × 2 ranks; a line joins the ranks that add up one gradient."""
     use()
-    figure, panels = plt.subplots(1, 3, figsize=(9.4, 4.2), facecolor="white")
+    figure, panels = plt.subplots(1, 3, figsize=(9.4, 3.3), facecolor="white")
     for axes, (name, tokens) in zip(panels, _TOKENS.items(), strict=True):
         whole, left, right = _COPIES[name]
         corners = [(0, 0), (2, 0), (2, -2), (0, -2), (0, 0)]
         axes.plot(*zip(*corners, strict=True), color=TRUTH, lw=2, zorder=1)
-        axes.text(1, 0.12, whole, ha="center", va="bottom", color=TRUTH, fontsize=9)
+        axes.text(1, -1, whole, ha="center", va="center", color=TRUTH, fontsize=9)
         for x, text, color in ((0, left, RANKS[0]), (2, right, RANKS[3])):
             if text:
                 shift = -0.35 if x == 0 else 0.35
@@ -89,7 +133,7 @@ def draw_who_sums_with_whom() -> Figure:
         for rank, of_rank in enumerate(tokens):
             _rank(axes, 2 * (rank % 2), -2 * (rank // 2), f"rank {rank}\n{of_rank}")
         axes.set_title(f"data ↓ × {name} →", fontsize=11)
-        axes.set(xlim=(-0.95, 2.95), ylim=(-2.6, 0.65), aspect="equal")
+        axes.set(xlim=(-0.95, 2.95), ylim=(-2.5, 0.5), aspect="equal")
         axes.set_axis_off()
     return figure
 

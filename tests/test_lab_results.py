@@ -308,6 +308,13 @@ def test_on_every_mesh_the_rule_is_right_and_a_factor_is_the_size_of_the_wrong_g
         assert set(expected) <= set(rows[way]), way
 
 
+def test_with_counts_of_all_ranks_no_loss_depends_on_three_ranks_and_unequal_micro_batches():
+    output = run_script("labs/which_mean.py", "--equal", "tokens", "--seed", "1", ranks=3)
+    right = [line for line in output.splitlines() if " all ranks " in line]
+    assert len(right) == 14, "seven losses under two wrappers"
+    assert all(line.endswith("1.0000  1.0000  < 1e-09") for line in right)
+
+
 def steps_of(output: str) -> list[int]:
     return [int(step) for step in re.findall(r"^step +(\d+)", output, re.MULTILINE)]
 

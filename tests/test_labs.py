@@ -113,6 +113,7 @@ def test_a_lab_that_was_started_the_wrong_way_says_how_to_start_it(script, envir
         ("sum_or_average", (), 3, r"evenly among 3 ranks\. Start it on 1, 2, 4"),
         ("buckets_that_overlap", ("--gbit", "0"), 2, "needs a positive rate"),
         ("over_which_group", (), 2, r"has 4 ranks, not 2\. Start it with"),
+        ("which_mean", ("--prompts", "1"), 3, r"use --prompts 3 or more"),
     ],
 )
 def test_ranks_and_values_that_a_lab_cannot_use_are_refused_in_words(lab, arguments, ranks, said):
@@ -176,6 +177,12 @@ BROKEN = {
         [QUICK],
         ("--variant", "own-window"),
         "own-window does not give the gradient of the full",
+    ),
+    "one rank's count": (
+        "which_mean",
+        [],
+        ("--way", "own window", "--equal", "tokens"),
+        "one process for: SFT, DPO, GRPO, Dr. GRPO, DAPO, DAPO, per prompt, GSPO\n",
     ),
     "an average for a sum": (
         "sum_or_average",

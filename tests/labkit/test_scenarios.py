@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labkit.scenarios import sampled_completions as sampled
 from labkit.scenarios.cuda_random import MOST_ELEMENTS, philox4x32_10, randn
 from labkit.scenarios.padded_captioner import (
     LONGEST,
@@ -136,3 +137,53 @@ def test_the_problem_is_the_same_in_every_process_and_the_last_rank_holds_the_ra
     covered = [i for rank in range(4) for i in range(16)[problem.rows(rank, 4)]]
     assert covered == list(range(16))
     assert problem.targets[problem.rows(3, 4)].min() > problem.targets[:12].max() - 2
+
+
+def losses_by_their_formulas(
+    policy: sampled.Policy, found: sampled.Completions
+) -> dict[str, float]:
+    """Each loss of the whole batch, from plain numbers, completion by completion."""
+    lengths = found.mask.sum(1).int().tolist()
+    with torch.no_grad():
+        now = [r[:n] for r, n in zip(policy(*found[:3:2]).tolist(), lengths, strict=True)]
+    old = [r[:n] for r, n in zip(found.old.tolist(), lengths, strict=True)]
+    rewards = found.rewards.view(-1, 4)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().tolist()
+    spreads = rewards.std(1).repeat_interleave(4).tolist()
+    scaled = [a / (s + 1e-4) for a, s in zip(advantages, spreads, strict=True)]
+
+    def surrogate(ratio: float, advantage: float, upper: float = 0.2) -> float:
+        return -min(ratio * advantage, min(max(ratio, 0.8), 1 + upper) * advantage)
+
+    def tokens(i: int, advantage: float, upper: float = 0.2) -> list[float]:
+        pairs = zip(now[i], old[i], strict=True)
+        return [surrogate(math.exp(a - b), advantage, upper) for a, b in pairs]
+
+    every, log_ratio = range(len(lengths)), [sum(a) - sum(b) for a, b in zip(now, old, strict=True)]
+    groups = [every[i : i + 4] for i in every[::4]]
+    margins = [log_ratio[i] - log_ratio[i + 1] for i in every[::2]]
+    dapo = [sum(tokens(i, scaled[i], 0.28)) for i in every]
+    of_prompts = [sum(dapo[i] for i in g) / sum(lengths[i] for i in g) for g in groups]
+    geometric = [math.exp(log_ratio[i] / lengths[i]) for i in every]
+    return {
+        "SFT": -sum(map(sum, now)) / sum(lengths),
+        "DPO": sum(math.log1p(math.exp(-0.1 * m)) for m in margins) / len(margins),
+        "GRPO": sum(sum(tokens(i, scaled[i])) / lengths[i] for i in every) / len(every),
+        "Dr. GRPO": sum(sum(tokens(i, advantages[i])) for i in every) / len(every) / 12,
+        "DAPO": sum(dapo) / sum(lengths),
+        "DAPO, per prompt": sum(of_prompts) / len(groups),
+        "GSPO": sum(map(surrogate, geometric, scaled)) / len(every),
+    }
+
+
+def test_each_loss_of_sampled_completions_is_its_sum_over_its_count():
+    sampler = sampled.Policy()
+    found = sampled.sample_completions(sampler, prompts=6, seed=1)
+    policy = sampled.moved_policy(sampler)
+    with torch.no_grad():  # far enough that some ratios are clipped
+        for parameter in policy.parameters():
+            parameter *= 1.3
+    wanted = losses_by_their_formulas(policy, found)
+    assert list(wanted) == list(sampled.LOSSES)
+    for name, (total, count) in sampled.LOSSES.items():
+        assert total(policy, found).item() / count(found) == pytest.approx(wanted[name], rel=1e-9)

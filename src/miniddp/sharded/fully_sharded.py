@@ -17,8 +17,8 @@ backward, that of the group that ran before this one. Every rank must run the sa
 same order, because their messages are matched by their order alone. Inside a group, ranks may use
 different parameters.
 
-Cost for Ψ bytes of parameters on W ranks: each sends 3(W−1)/W·Ψ per step, or 2(W−1)/W·Ψ without
-`reshard_after_forward`; DDP sends 2(W−1)/W·Ψ. Memory: Ψ/W, and the whole of two groups.
+Cost for Ψ bytes of parameters on W ranks: each sends 3(W−1)/W·Ψ per step, or, like DDP,
+2(W−1)/W·Ψ without `reshard_after_forward`. Memory: Ψ/W, and the whole of two groups.
 
 The names are those of torch.distributed.fsdp (FSDP2), the source. Differences: the parameters are
 ordinary tensors instead of DTensors; rank 0's values are broadcast at the start; gradients are
@@ -221,7 +221,9 @@ class Schedule:
         self.forward, self.last_forward = [], self.forward
         if self.in_backward:
             for state in self.states:
-                state.group.forget()
+                state.group.reshard()
+                for param in state.group.params:
+                    param.take_gradient()
                 state.training_state = TrainingState.IDLE
             self.awaiting, self.in_backward, self.reductions = [], [], []
 
@@ -240,8 +242,9 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Reduce what no input's gradient has triggered, then wait for all reductions."""
+        self.awaiting = [state for state in self.awaiting if state not in self.in_backward]
         for state in self.in_backward:
-            state.finish_backward()
+            state.post_backward()
         for reduction in self.reductions:
             reduction.finish()
         for state in self.states:
@@ -352,13 +355,8 @@ class FSDPState:
         if self.group.requires_gradient_sync:
             self.schedule.reduce(self.group)
         else:
-            self.group.accumulate()
-
-    def finish_backward(self) -> None:
-        """At the end of backward: whatever `post_backward` has not been called for."""
-        if self in self.schedule.awaiting:
-            self.schedule.awaiting = [s for s in self.schedule.awaiting if s is not self]
-        self.post_backward()
+            for param in self.group.params:  # whole, on this rank
+                param.accumulate_unsharded()
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

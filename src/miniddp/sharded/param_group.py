@@ -2,8 +2,7 @@
 
 *All-gather*, before forward and before backward: each rank sends its rows, and every rank has the
 whole parameters. *Reduce-scatter*, after backward: each rank sends whole gradients, and receives
-the sum of its own rows. An all-reduce is a reduce-scatter and an all-gather; so the bytes are those
-of DDP, and half as many again for the second all-gather.
+the sum of its own rows.
 
 **`Reduction` is where `fully_shard` divides a gradient**: by the number of ranks, while it copies
 the gradient into the message. Source: torch's _fsdp_param_group.py and _fsdp_collectives.py, which
@@ -86,25 +85,13 @@ class FSDPParamGroup:
                 param.to_sharded()
             self.sharded_state = ShardedState.SHARDED
 
-    def forget(self) -> None:
-        """Free the whole parameters, and their gradients that have not been reduced."""
-        self.reshard()
-        for param in self.params:
-            param.take_gradient()
-
-    def accumulate(self) -> None:
-        """Keep the gradients whole and on this rank."""
-        for param in self.params:
-            param.accumulate_unsharded()
-
     @torch.no_grad()
     def reduce(self) -> list["Reduction"]:
         """Launch the reduction of all gradients: one message per dtype, usually one."""
         trainable = [param for param in self.params if param.sharded_param.requires_grad]
         by_dtype = sorted(trainable, key=lambda param: str(param.reduce_dtype))
-        divisor = self.gradient_divide_factor or self.group.size() * (
-            1 if self.replicas is None else self.replicas.size()
-        )
+        replicas = 1 if self.replicas is None else self.replicas.size()
+        divisor = self.gradient_divide_factor or self.group.size() * replicas
         return [
             Reduction(list(params), self.group, self.replicas, divisor)
             for _, params in groupby(by_dtype, key=lambda param: param.reduce_dtype)
@@ -131,12 +118,9 @@ class Reduction:
         self.divide_first = params[0].reduce_dtype is torch.float16
         self.divisor = divisor
         self.sizes = [*(param.sharding.padded for param in params), len(params)]
-        like = params[0]
         with record_function("miniddp.copy_in"):
-            self.message = torch.empty(
-                *(group.size(), sum(self.sizes)),
-                dtype=like.reduce_dtype,
-                device=like.sharded_param.device,
+            self.message = params[0].sharded_param.new_empty(
+                (group.size(), sum(self.sizes)), dtype=params[0].reduce_dtype
             )
             *columns, exists = self.message.split(self.sizes, dim=1)
             for index, (param, column) in enumerate(zip(params, columns, strict=True)):

@@ -51,9 +51,8 @@ class Slices:
             offset, end = self.offsets[index], self.offsets[index + 1]
             start, stop = max(first, offset) - offset, min(first + self.size, end) - offset
             last = index == len(self.parameters) - 1
-            if start < stop or (
-                last and not self.pieces
-            ):  # every rank has a piece, if an empty one
+            # Every rank has a piece, if an empty one.
+            if start < stop or (last and not self.pieces):
                 start = min(start, stop)
                 shard = nn.Parameter(flat_view(parameter.detach())[start:stop])
                 shard.sharding = self  # so that its norm counts as a part of one over `group`

@@ -93,11 +93,9 @@ class Zero2Reducer(Reducer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **(kwargs | {"plan_at_once": True}))
 
-    def make_bucket(self, indices: list[int]) -> "SlicedBucket":
+    def make_bucket(self, indices: list[int]) -> SlicedBucket:
         if self.gradient_as_bucket_view:
-            raise ValueError(
-                "Zero2 keeps no whole gradients: gradient_as_bucket_view must be False"
-            )
+            raise ValueError("Zero2 keeps no gradients: gradient_as_bucket_view must be False")
         return SlicedBucket(indices, [self.parameters[i] for i in indices], self.process_group)
 
     def rebuild_buckets(self) -> bool:

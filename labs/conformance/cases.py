@@ -68,7 +68,8 @@ class Case(NamedTuple):
         everything = sum(one.count for one in self.samples)
         names = {"k": float(taken), "k/K": taken / self.steps, "K/k": self.steps / taken}
         names |= {"1/G": 1 / self.generated, "G": self.generated}
-        return names | {"N/N_G": tokens / everything, "N_G/N": everything / tokens}
+        shares = {"N/N_G": tokens / everything, "G·N/N_G": self.generated * tokens / everything}
+        return names | shares
 
 
 def draw() -> list[Sample]:

@@ -40,6 +40,7 @@ def version(distribution: str) -> str:
         return ""
 
 
+TRL = f"{HF}/trl"
 RL_ONLY = ("generation",)
 MEAN, COUNTED = (False,), (True,)
 LLAMA = ("transformers",)
@@ -73,4 +74,26 @@ TRAINERS = {
     "fabric-counted": Trainer(
         "lightning_loops:fabric", LIGHT, "token mean", FABRIC, COUNTED, RL_ONLY
     ),
+    "trl-sft": Trainer(
+        "trl_trainers:sft", ("trl",), "token mean", f"{TRL}/sft_trainer", (), RL_ONLY
+    ),
+    "trl-dpo": Trainer(
+        "trl_trainers:dpo",
+        ("trl",),
+        "pair mean",
+        f"{TRL}/dpo_trainer",
+        (),
+        (*RL_ONLY, "empty-rank"),
+    ),
+    **{
+        f"trl-{kind}": Trainer(
+            "trl_trainers:grpo", ("trl",), promise, f"{TRL}/grpo_trainer", (kind,), ("last-window",)
+        )
+        for kind, promise in {
+            "grpo": "A × sequence mean",
+            "bnpo": "A × token mean",
+            "dr_grpo": "A × constant",
+            "dapo": "A × token mean",
+        }.items()
+    },
 }

@@ -1,0 +1,127 @@
+"""TRL's trainers for supervised fine-tuning, DPO, and GRPO."""
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from trl.trainer import grpo_trainer
+
+from cases import BETA, EOS, FIRST_WORD, LONGEST, PAD, VOCABULARY, Case, Sample
+from hugging_face import arguments
+from tiny import Watched, collate, model
+
+WORDS = ["<pad>", "<eos>", *(f"w{i}" for i in range(FIRST_WORD, VOCABULARY))]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Each word is one token, and nothing is added."""
+    words = {word: i for i, word in enumerate(WORDS)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token=WORDS[PAD], eos_token=WORDS[EOS]
+    )
+
+
+def text(tokens: tuple[int, ...]) -> str:
+    return " ".join(WORDS[token] for token in tokens)
+
+
+def run(trainer: type, config: type, case: Case, settings: dict[str, Any], **parts: Any) -> Any:
+    net = parts.pop("model", None) or model()
+    optimizer = Watched(net)
+    with tempfile.TemporaryDirectory() as folder:
+        given = arguments(case, folder) | {"bf16": False, "gradient_checkpointing": False}
+        trainer(
+            model=net,
+            args=config(**(given | settings)),
+            processing_class=tokenizer(),
+            optimizers=(optimizer, None),
+            **parts,
+        ).train()
+    return optimizer.judged(case)
+
+
+def sft(case: Case, rank: int) -> list[Tensor]:
+    """The samples have labels already, so TRL's preparation, which drops unscored ones, is off."""
+    batches = [collate([one]) for one in case.samples]
+    columns = ("input_ids", "labels")
+    rows = [{name: batch[name][0].tolist() for name in columns} for batch in batches]
+    settings = {
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "pad_to_multiple_of": case.pad or None,
+        "train_sampling_strategy": "sequential",
+    }
+    data = Dataset.from_list(rows)
+    return run(trl.SFTTrainer, trl.SFTConfig, case, settings, train_dataset=data)
+
+
+def dpo(case: Case, rank: int) -> list[Tensor]:
+    """A batch of B samples is B/2 pairs. The reference is a copy of the policy."""
+    pairs = zip(case.samples[::2], case.samples[1::2], strict=True)
+    rows = [
+        {
+            "prompt": text(chosen.prompt),
+            "chosen": f" {text(chosen.completion)}",
+            "rejected": f" {text(rejected.completion)}",
+        }
+        for chosen, rejected in pairs
+    ]
+    settings = {
+        "per_device_train_batch_size": case.size // 2,
+        "beta": BETA,
+        "pad_to_multiple_of": case.pad or None,
+        "train_sampling_strategy": "sequential",
+    }
+    parts = {"train_dataset": Dataset.from_list(rows), "ref_model": model()}
+    return run(trl.DPOTrainer, trl.DPOConfig, case, settings, **parts)
+
+
+def grpo(case: Case, rank: int, loss_type: str) -> list[Tensor]:
+    """`generate` returns the case's completions, and nothing shuffles them. Rewards are not scaled.
+
+    Completions of samples that are not scored are truncated: they do not end.
+    """
+    net = model()
+    net.generate = partial(completed, case.samples)
+    grpo_trainer.shuffle_sequence_dict = lambda batch: batch
+    dealt = [one for of in range(case.world) for batch in case.batches(of) for one in batch]
+    rewards = {(text(one.prompt), one.completion): one.reward for one in case.samples}
+    settings = {
+        "loss_type": loss_type,
+        "num_generations": 2,
+        "steps_per_generation": case.steps * case.generated,
+        "max_steps": case.windows,
+        "max_completion_length": LONGEST,
+        "mask_truncated_completions": True,
+        "scale_rewards": "none",
+        "beta": 0.0,
+        "shuffle_dataset": False,
+        "pad_to_multiple_of": case.pad or None,
+    }
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        pairs = zip(prompts, map(tuple, completion_ids), strict=True)
+        return [rewards.get(pair, 0.0) for pair in pairs]
+
+    data = Dataset.from_list([{"prompt": text(one.prompt)} for one in dealt[::2]])
+    parts = {"model": net, "train_dataset": data, "reward_funcs": reward}
+    return run(trl.GRPOTrainer, trl.GRPOConfig, case, settings, **parts)
+
+
+def completed(samples: tuple[Sample, ...], input_ids: Tensor, **_: Any) -> Tensor:
+    """The prompts (B, P), each with its next completion: (B, P + LONGEST)."""
+    rows, left = [], list(samples)
+    for prompt in input_ids.tolist():
+        words = tuple(token for token in prompt if token != PAD)
+        one = next(one for one in left if one.prompt == words)
+        left.remove(one)
+        tokens = one.completion if one.scored else one.completion[:-1]
+        rows.append([*tokens, *[PAD if one.scored else FIRST_WORD] * (LONGEST - len(tokens))])
+    return torch.cat([input_ids, torch.tensor(rows)], dim=1)

@@ -32,6 +32,7 @@ from typing import NamedTuple
 from cases import Case, cases
 from labkit.book.tables import table
 from labkit.launch.arguments import parse_arguments
+from labkit.launch.scripts import ScriptError, run_script
 from trainers import TRAINERS, version
 
 NOT = "–"
@@ -92,8 +93,6 @@ def main(trainers: Sequence[str], properties: Sequence[str]) -> None:
 
 def run_job(job: list[Key], world: int, folder: Path, keys: list[Key]) -> dict[Key, str]:
     """Run the cells in one set of processes; after a failure, go on behind it. What failed."""
-    from labkit.launch.scripts import ScriptError, run_script
-
     failures = {}
     while job:
         words = [word for key in job for word in (keys.index(key), *key)]
@@ -103,9 +102,10 @@ def run_job(job: list[Key], world: int, folder: Path, keys: list[Key]) -> dict[K
             run_script(script, folder, *words, ranks=world if world > 1 else None, timeout=limit)
         except ScriptError as error:
             left = [key for key in job if not complete(keys.index(key), world, folder)]
-            if not left:  # it failed when it was done
-                break
-            failures[left[0]] = reason(keys.index(left[0]), folder, error)
+            why = reason(keys.index(left[0]), folder, error) if left else ""
+            if not why:  # it failed outside of every cell
+                return failures | dict.fromkeys(left, error.said.strip().rpartition("\n")[2])
+            failures[left[0]] = why
             job = left[1:]
         else:
             break
@@ -116,12 +116,12 @@ def complete(number: int, world: int, folder: Path) -> bool:
     return all((folder / f"{number}.{rank}.pt").exists() for rank in range(world))
 
 
-def reason(number: int, folder: Path, error: Exception) -> str:
-    """The first rank's error, or that the job hung."""
+def reason(number: int, folder: Path, error: ScriptError) -> str:
+    """The first rank's error, or that the cell hangs, or nothing."""
     errors = sorted(folder.glob(f"{number}.*.error"), key=lambda path: path.stat().st_mtime)
     if errors:
         return errors[0].read_text()
-    return "hangs" if error.exit_code is None else error.said[-2000:]
+    return "hangs" if error.exit_code is None else ""
 
 
 def judge(key: Key, keys: list[Key], folder: Path, failures: dict[Key, str]) -> Cell:
@@ -135,7 +135,8 @@ def judge(key: Key, keys: list[Key], folder: Path, failures: dict[Key, str]) -> 
     for one in (key, base):
         if one in failures:
             error = failures[one]
-            return Cell("hangs" if error == "hangs" else error.partition(":")[0], error)
+            name = error.partition(":")[0]
+            return Cell("no step" if name == "NoStepError" else name, error)
     number = keys.index(key)
     found = [{"": torch.load(folder / f"{number}.{rank}.pt")} for rank in range(case.world)]
     relatives = torch.load(folder / f"{number}.wanted.pt")

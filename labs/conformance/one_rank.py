@@ -32,8 +32,8 @@ def cell(name: str, property_: str, stem: Path) -> None:
         found = {of: gradient_of(weighted) for of, weighted in relatives.items()}
         torch.save(found, f"{stem}.wanted.pt")
     file, function = trainer.adapter.split(":")
-    adapter = getattr(importlib.import_module(file), function)
     try:
+        adapter = getattr(importlib.import_module(file), function)
         torch.save(adapter(case, RANK, *trainer.options), f"{stem}.{RANK}.pt")
     except Exception as error:
         Path(f"{stem}.{RANK}.error").write_text(f"{type(error).__name__}: {error}")

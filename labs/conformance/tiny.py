@@ -66,6 +66,10 @@ def gradient_of(weighted: list[tuple[Sample, float]]) -> list[Tensor]:
     return gradients(one_process)
 
 
+class NoStepError(Exception):
+    """The optimizer was called more or less often than the case has windows."""
+
+
 class Watched(torch.optim.SGD):
     """Keeps what each step receives, in `seen`, and leaves the weights as they are."""
 
@@ -81,7 +85,7 @@ class Watched(torch.optim.SGD):
         return loss
 
     def judged(self, case: Case) -> list[Tensor]:
-        """The gradient of the judged step. Raises ValueError if there were other steps."""
+        """The gradient of the judged step. Raises NoStepError if it was not taken."""
         if len(self.seen) != case.windows:
-            raise ValueError(f"{len(self.seen)} steps instead of {case.windows}")
+            raise NoStepError(f"{len(self.seen)} steps were taken, not {case.windows}")
         return self.seen[case.judged]

@@ -41,6 +41,9 @@ def version(distribution: str) -> str:
 
 
 TRL = f"{HF}/trl"
+IGNITE = "https://docs.pytorch.org/ignite/generated/ignite.engine.create_supervised_trainer.html"
+TORCHTUNE = "https://github.com/meta-pytorch/torchtune/pull/1917"
+AXOLOTL = "https://docs.axolotl.ai/docs/custom_integrations.html"
 RL_ONLY = ("generation",)
 MEAN, COUNTED = (False,), (True,)
 LLAMA = ("transformers",)
@@ -96,4 +99,13 @@ TRAINERS = {
             "dapo": "A × token mean",
         }.items()
     },
+    "torchtune-recipe": Trainer(
+        "further:torchtune_recipe", ("torchtune", "torchao"), "token mean", TORCHTUNE, (), RL_ONLY
+    ),
+    "axolotl-loss": Trainer(
+        "further:axolotl_loss", ("axolotl", "accelerate"), "token mean", AXOLOTL, (), RL_ONLY
+    ),
+    "ignite": Trainer(
+        "further:ignite_trainer", ("pytorch-ignite",), "token mean", IGNITE, (), RL_ONLY
+    ),
 }

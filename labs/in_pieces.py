@@ -4,14 +4,15 @@ Start it with torchrun, for example
 
     torchrun --standalone --nproc-per-node 4 labs/in_pieces.py
 
-Each way trains the same model for a few steps of SGD with momentum, every rank on its own samples.
+Each way trains the same model for two steps of SGD with momentum, every rank on its own samples.
 The output has one line per way:
 
-1. Whether the change of the weights equals that of one process with all samples.
+1. The error of the change of the weights, relative to one process with all samples.
 2. The bytes that a rank sends per step, if every collective is a ring.
 3. The bytes that a rank holds between steps: parameters, gradients, momentum.
 
-Both are in units of the parameters' bytes, Ψ. The collectives and the tensors' memory are counted.
+The bytes are counted, from the collectives and the tensors' memory, and shown in units of the
+parameters' bytes, Ψ.
 
 The exit code is 1 if the change of the weights is wrong on any rank.
 """
@@ -148,7 +149,7 @@ def main(arguments: argparse.Namespace) -> None:
             [name, bound(error, TOLERANCE), *(n / size for n in (cost.sent, cost.held, *cost[1:]))]
             for name, (error, cost) in found.items()
         ]
-        headers = ["", "error of the update", "sent ÷ Ψ", "held ÷ Ψ"]
+        headers = ["", "error", "sent ÷ Ψ", "held ÷ Ψ"]
         print(table([*headers, "parameters", "gradients", "momentum"], rows, digits=2))
         for name in wrong:
             print(f"\n{name} does not give the update of one process with all samples.")

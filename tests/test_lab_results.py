@@ -315,6 +315,21 @@ def test_with_counts_of_all_ranks_no_loss_depends_on_three_ranks_and_unequal_mic
     assert all(line.endswith("1.0000  1.0000  < 1e-09") for line in right)
 
 
+@pytest.mark.parametrize("link", [(), ("--gbit", 1)], ids=["gloo", "slow link"])
+def test_local_sgd_sends_one_hth_of_what_ddp_sends_and_equals_it_for_h_1(link):
+    options = ("--rounds", 1, "--every", 1, 4, "--own-classes", *link)
+    output = run_script("labs/less_often.py", *options, ranks=3)
+    rows = [re.split(r"\s{2,}", line) for line in output.splitlines()[3:]]
+    assert {name: (int(count), kb) for name, count, kb, *_ in rows} == {
+        "torch DDP": (4, "3.232"),
+        "local SGD, H = 1": (4, "3.232"),
+        "DiLoCo, H = 1": (4, "3.232"),
+        "local SGD, H = 4": (1, "0.808"),
+        "DiLoCo, H = 4": (1, "0.808"),
+    }
+    assert [row[3] == "< 1e-05" for row in rows] == [True, True, False, False, False]
+
+
 def steps_of(output: str) -> list[int]:
     return [int(step) for step in re.findall(r"^step +(\d+)", output, re.MULTILINE)]
 

@@ -208,6 +208,12 @@ BROKEN = {
         (),
         "ZeRO-2 does not give the update of one process",
     ),
+    "weights that are never averaged": (
+        "less_often",
+        [("return module, kind(inner, every, link)", "return module, inner")],
+        ("--rounds", 1, "--every", 1, 2),
+        "not what it should be: local SGD, H = 1; DiLoCo, H = 1; local SGD, H = 2",
+    ),
     "no fix": (
         "bypassed_wrapper",
         [],

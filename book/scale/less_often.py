@@ -1,0 +1,77 @@
+"""For less_often.ipynb: train on ranks, take a reader's outer steps, draw losses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from labkit.book import figures
+from labkit.scenarios.own_classes import draw_batch, held_out_loss, seeded_classifier
+from labkit.testing import RecordedCollectives
+
+CHUNK = 64  # steps between two evaluations; every H of the chapter divides it
+
+# `train(model, optimizer, batches, every)`, as the chapter defines it.
+Train = Callable[..., None]
+
+
+def train_on_ranks(
+    rank: int,
+    world_size: int,
+    train: Train,
+    every: int,
+    own: bool,
+    optimizer: Callable[[Any], Any],
+    chunks: int = 4,
+) -> dict[str, Any]:
+    """Run `train` for `chunks` times 64 steps, on one rank.
+
+    Returns the held-out `losses` at the start and after each chunk, the `bytes` of each
+    collective, and the `weights` at the end.
+    """
+    model = seeded_classifier()
+    stepping = optimizer(model.parameters())
+    losses = [held_out_loss(model)]
+    with RecordedCollectives() as watch:
+        for chunk in range(chunks):
+            steps = range(chunk * CHUNK, (chunk + 1) * CHUNK)
+            batches = [draw_batch(rank, world_size, step, own) for step in steps]
+            train(model, stepping, batches, every)
+            losses.append(held_out_loss(model))
+    sent = [one.bytes for one in watch.launched]
+    return {"losses": losses, "bytes": sent, "weights": weights_of(model)}
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    """A copy of the weights."""
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def three_rounds(rank: int, outer_step: Callable[..., Any]) -> list[Tensor]:
+    """The common weights after each of three rounds with a reader's outer step."""
+    common, velocity, seen = torch.ones(3), torch.zeros(3), []
+    for number in range(1, 4):
+        # Stands for the inner steps, which move every rank on in its own way.
+        local = common - number * torch.tensor([1.0, 2.0, 3.0]) * (1 + rank)
+        common, velocity = outer_step(common, local, velocity, 0.5, 0.9)
+        seen.append(common.clone())
+    return seen
+
+
+def draw_losses(runs: Mapping[tuple[bool, int], Sequence[float]]) -> Figure:
+    """Held-out losses by (own classes or not, H): a panel per way to deal the data."""
+    figures.use()
+    figure, panels = plt.subplots(1, 2, figsize=(7.6, 3.4), sharey=True)
+    titles = ("every rank has all classes", "each rank has its own classes")
+    for own, axes, title in zip((False, True), panels, titles, strict=True):
+        of_panel = [(every, losses) for (o, every), losses in runs.items() if o == own]
+        for color, (every, losses) in zip(figures.RANKS, of_panel, strict=True):
+            steps = range(0, CHUNK * len(losses), CHUNK)
+            axes.plot(steps, losses, "o-", color=color, ms=4, label=f"H = {every}")
+        axes.set(xlabel="steps", title=title)
+    panels[0].set(ylabel="held-out loss")
+    panels[1].legend()
+    return figure

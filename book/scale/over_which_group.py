@@ -101,7 +101,7 @@ _TOKENS = {
     "expert": ["0, first half", "0, second half", "1, first half", "1, second half"],
 }
 _COPIES = {
-    "tensor": ("black:\nnorm", "up, first half", "up, second half"),
+    "tensor": ("black:\nnorm", "half of up", "other half"),
     "context": ("black:\nevery parameter", "", ""),
     "expert": ("black:\nrouter", "expert 0", "expert 1"),
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_doctor.journal import alive, glance
-from ddp_doctor.script import no_script, run_script
+from ddp_doctor.script import problem_with, run_script
 from ddp_doctor.session import Options, Session, say
 from ddp_doctor.starting import start
 from ddp_doctor.watcher import VERDICT
@@ -58,7 +58,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", type=int, help="with --certify and no launcher: start so many ranks (2)"
     )
-    parser.add_argument("script", help="the training script")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does"
+    )
+    parser.add_argument("script", nargs="?", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
@@ -79,19 +82,23 @@ def main() -> None:
         )
     except ValueError as error:
         arguments.error(str(error))
-    if given.script == "explain" and not Path("explain").exists():
-        sys.exit(_explain(given.arguments))
-    if not Path(given.script).is_file():
-        sys.exit(f"ddp-doctor: {no_script(given.script, given.arguments)}")
+    script, its = given.script, given.arguments
+    if given.module is not None:
+        script, its = "-m", given.module
+    if script is None:
+        arguments.error("the following arguments are required: script")
+    if script == "explain" and not Path("explain").exists():
+        sys.exit(_explain(its))
+    if problem := problem_with(script, its):
+        sys.exit(f"ddp-doctor: {problem}")
     if given.certify:
         from ddp_doctor.certificate.program import run
 
-        sys.exit(run([given.script, *given.arguments], given.ranks, options))
-    sys.argv = [given.script, *given.arguments]
+        sys.exit(run([script, *its], given.ranks, options))
     session = start(options)
     code: int | None = None
     try:
-        run_script(given.script)
+        run_script(script, its)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         _close(session, options, end, code)

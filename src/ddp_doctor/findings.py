@@ -72,6 +72,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "static_graph_with_no_sync": ("error", "static_graph conflicts with no_sync", STEP),
     "replicas_differ_at_start": ("error", "The replicas differ before the first step", BYPASSED),
     "replicas_drift": ("error", "The replicas diverge", BYPASSED),
+    "hyperparameters_differ": ("error", "The ranks' hyperparameters differ", STEP),
     "buffers_differ": ("warning", "Buffers differ between the ranks", DATA),
     "local_batch_norm": ("note", "BatchNorm uses each rank's own statistics", DATA),
     "same_data_on_ranks": ("error", "Ranks train on the same data", DATA),

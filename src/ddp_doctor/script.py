@@ -1,15 +1,24 @@
 """Run the user's script in this process, as the interpreter would."""
 
 import builtins
+import importlib.util
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 LAUNCHERS = ("torchrun", "accelerate", "python", "python3")  # all of them take -m for a module
 
 
-def no_script(script: str, arguments: list[str]) -> str:
-    """The error if `script` does not exist; if it is a launcher, with the corrected command."""
+def problem_with(script: str, arguments: list[str]) -> str:
+    """What to say if there is no such script; with the right command if it is a launcher."""
+    if script == "-m":
+        name = arguments[0] if arguments else ""
+        # To look for a module inside a package would import the package, too early.
+        there = name and importlib.util.find_spec(name.partition(".")[0])
+        return "" if there else f"there is no module {name!r} on the path."
+    if Path(script).is_file():
+        return ""
     said = f"there is no script {script!r} here ({Path.cwd()})."
     scripts = [at for at, argument in enumerate(arguments) if argument.endswith(".py")]
     if Path(script).name in LAUNCHERS and scripts:
@@ -19,14 +28,31 @@ def no_script(script: str, arguments: list[str]) -> str:
     return said
 
 
-def run_script(script: str) -> None:
-    """Execute the script as `python script` would: it is `__main__`, also for pickled functions."""
+def run_script(script: str, arguments: list[str]) -> None:
+    """Execute the script as `python script arguments` would; `-m` is a script, too.
+
+    It is `__main__`, also for pickled functions. Raises ModuleNotFoundError.
+    """
+    spec: ModuleSpec | None = None
     path = Path(script).absolute()
+    if script == "-m":
+        name, *arguments = arguments
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:  # a package
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"there is no module {name!r} to run as a script")
+        path = Path(spec.origin)
+    else:
+        sys.path[0] = str(path.resolve().parent)
+    sys.argv = [str(path) if spec else script, *arguments]
     module = types.ModuleType("__main__")
     module.__dict__.update(
-        __file__=str(path), __builtins__=builtins, __spec__=None, __package__=None
+        __file__=str(path),
+        __builtins__=builtins,
+        __spec__=spec,
+        __package__=spec.parent if spec else None,
     )
     sys.modules["__main__"] = module
-    sys.path[0] = str(path.resolve().parent)
     code = compile(path.read_bytes(), str(path), "exec")
     exec(code, module.__dict__)

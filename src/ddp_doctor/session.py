@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ddp_doctor.patching import Patches
 
 
+LOOK_AGAIN = 4  # steps that are observed after a change
+
+
 @dataclass(frozen=True)
 class Options:
     """What can be set on the command line. `first` and `every` count optimizer steps."""
@@ -81,7 +84,7 @@ class Session:
         self._closed = False
         self.patches: Patches | None = None
         self.recorder: Record | None = None  # set by `observe.install`
-        self.step_count = 0
+        self.step_count = self._look_until = 0
         self.observing = True
         os.register_at_fork(after_in_child=self._begin_again)
 
@@ -94,7 +97,7 @@ class Session:
         self._facts_before.clear()
         if self.recorder is not None:
             self.recorder.begin()
-        self.step_count = 0
+        self.step_count = self._look_until = 0
         self.observing = True
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +196,7 @@ class Session:
         first, every = self.options.first * turn, self.options.every * turn
         if self.step_count >= 40 * every:
             every *= 10
-        sampled = self.step_count < first or self.step_count % every < turn
+        sampled = self.step_count < max(first, self._look_until) or self.step_count % every < turn
         self.observing = sampled and not full
         if self.options.then_leave and self.step_count >= first:
             self._leave()
@@ -207,6 +210,10 @@ class Session:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+    def look_again(self) -> None:
+        """Observe the next steps, whatever is due: something has changed."""
+        self._look_until = self.step_count + LOOK_AGAIN
 
     def close(self, error: BaseException | None = None, code: int | None = None) -> None:
         """Write the last facts. Idempotent; called by `__main__`, or at exit."""

@@ -15,11 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ddp_doctor.findings import HANGS
-from ddp_doctor.journal import Now, Pages, alive, glance, remove_old, world_size
+from ddp_doctor.journal import Journal, Now, Pages, alive, glance, remove_old, world_size
 from ddp_doctor.session import Options, Session, say
 
 VERDICT = "verdict.json"
-PATIENCE = 2.0  # seconds that the leader waits for the report at its end
+# Seconds that the leader waits for the report at its end. Others may wait for the end of a rank,
+# but not for that of a process that starts ranks, or is alone.
+PATIENCE, PATIENCE_ALONE = 2.0, 60.0
 # A process that is killed never writes that it has ended; on another host, its host cannot be
 # checked from here. It counts as gone once it has written nothing for so many seconds, and all that
 # is here has ended. Longer than a shared disk delays a write.
@@ -27,7 +29,7 @@ GONE_AFTER = 120.0
 
 
 def start_watcher(session: Session) -> None:
-    """Start this run's watcher. The leader waits for it at exit, `PATIENCE` seconds at most."""
+    """Start this run's watcher. At its exit, the leader waits for the report."""
     (session.run / VERDICT).unlink(missing_ok=True)
     remove_old(session.run)
     code = (
@@ -47,8 +49,10 @@ def start_watcher(session: Session) -> None:
 
     def wait() -> None:
         if os.getpid() == leader:
+            if session.journal is None and not session.over:  # it was no rank, and has ended, too
+                Journal(session.run).doing("ended", ended=True)
             try:
-                process.wait(PATIENCE)
+                process.wait(PATIENCE if "RANK" in os.environ else PATIENCE_ALONE)
             except subprocess.TimeoutExpired:
                 process.returncode = 0  # it goes on without us
 

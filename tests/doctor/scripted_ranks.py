@@ -120,7 +120,7 @@ def _run_rank(job: Job) -> None:
     try:
         if job.doctor is None:
             sys.argv = [str(job.script)]
-            script.run_script(str(job.script))
+            script.run_script(str(job.script), [])
         else:
             sys.argv = ["ddp_doctor", *job.doctor, str(job.script)]
             program.main()

@@ -12,8 +12,8 @@ import pytest
 from doctor.journals import run_of, window
 from nbclient import NotebookClient
 
-from ddp_doctor.__main__ import no_script
 from ddp_doctor.report import report
+from ddp_doctor.script import problem_with
 from ddp_doctor.session import Options
 from labkit.launch.kernels import AsyncKernelThroughFiles
 
@@ -51,7 +51,7 @@ def test_if_the_doctor_comes_before_the_launcher_the_error_has_the_right_command
 ) -> None:
     script, *arguments = f"{launcher} t.py --lr 1".split()
     right = f"    {launcher} -m ddp_doctor t.py --lr 1"
-    assert no_script(script, arguments).splitlines()[-1] == right
+    assert problem_with(script, arguments).splitlines()[-1] == right
 
 
 def test_accelerate_launches_the_doctor_as_a_module(tmp_path: Path) -> None:

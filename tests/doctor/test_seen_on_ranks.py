@@ -317,6 +317,25 @@ for step in range(4):
     with torch.no_grad():
         net[0].weight.add_(0.1 * rank)
 """,
+    ("model_changed_after_wrapping", "a layer is unfrozen after the first steps"): """
+net[0].requires_grad_(False)
+model = DDP(net)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(16):
+    net[0].requires_grad_(step >= 10)
+    opt.zero_grad()
+    loss_of(model, batch()).backward()
+    opt.step()
+""",
+    ("hyperparameters_differ", "they do so after the first steps"): WRAPPED
+    + """
+for step in range(14):
+    if step == 10 and rank == 0:
+        opt.param_groups[0]["lr"] = 0.02
+    opt.zero_grad()
+    loss_of(model, batch()).backward()
+    opt.step()
+""",
     ("own_reduction_sums", "gradients are unscaled and clipped"): """
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0)

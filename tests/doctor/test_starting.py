@@ -44,8 +44,27 @@ def test_a_script_sees_the_absolute_path_of_its_file_as_without_the_doctor(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    program.run_script("train.py")
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    program.run_script("train.py", [])
     plain = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True)
+    assert capsys.readouterr().out == plain.stdout
+
+
+def test_a_module_is_run_as_python_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(
+        "import sys\nfrom package import train\n"
+        "print(__name__, __package__, __spec__.name, __file__, sys.argv)\n" * 2
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    program.run_script("-m", ["package.train", "--lr", "1"])
+    command = [sys.executable, "-m", "package.train", "--lr", "1"]
+    plain = subprocess.run(command, capture_output=True, text=True)
     assert capsys.readouterr().out == plain.stdout
 
 

@@ -178,6 +178,20 @@ def test_quiet_prints_nothing_if_nothing_is_found(
     assert capsys.readouterr().err == ""
 
 
+def test_a_process_that_is_no_rank_ends_after_its_report_is_written(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\n"
+        "from ddp_doctor.session import Options, Session\n"
+        "from ddp_doctor.watcher import start_watcher\n"
+        "start_watcher(Session(Options(json='report.json'), Path('journals/run')))\n"
+    )
+    (tmp_path / "journals" / "run").mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    # Not captured: the watcher has the same standard error, and would be waited for.
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "report.json").exists()
+
+
 def test_neither_text_nor_page_calls_a_script_right_that_an_error_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,13 +115,13 @@ def _lightning(part: Part) -> None:
 
 def main() -> None:
     script, *arguments = sys.argv[1:]
-    sys.argv = [script, *arguments]
+    sys.argv = [script, *arguments]  # libraries look at it while they are imported
     # Run as a program, this file is another module than the one that `site` imports with torch.
     importlib.import_module("torch")
     importlib.import_module("ddp_doctor.certificate.child").install()
     from ddp_doctor.script import run_script
 
-    run_script(script)
+    run_script(script, arguments)
 
 
 if __name__ == "__main__":

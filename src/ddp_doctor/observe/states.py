@@ -50,6 +50,9 @@ class OptimizerState:
         self.left: dict[str, Any] | None = None  # the gradients that the last backward left
         self.norm: float | None = None  # of this rank's shards, as the last backward left them
         self.cut = False  # whether there were more backwards than `pending` may hold
+        self.numbers: list[dict[str, float]] = []  # each group's hyperparameters
+        self.trained: list[bool] = []  # of each parameter
+        self.changes = 0  # of `numbers`
         self.scale: float | None = None  # what GradScaler.unscale_ divided the gradients by
         self.reduced: set[str] = set()  # the gradients that the script has combined itself
         self.done: set[str] = set()

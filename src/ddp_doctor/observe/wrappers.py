@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_doctor.fingerprints import checksum
 from ddp_doctor.observe.batches import tensors_in
 from ddp_doctor.observe.random_numbers import note_state
-from ddp_doctor.observe.recorder import Recorder
+from ddp_doctor.observe.recorder import Recorder, ranks
 from ddp_doctor.observe.states import WrapperState
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import place
@@ -85,7 +85,27 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 known_classes.add(type(wrapper))
                 patches.observe(type(wrapper), "forward", forward, forwarded)
 
-    recorder.find_wrappers = find
+    looked: set[int] = set()  # how many backwards had run then
+
+    @session.guard
+    def first_forwards(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """Before a step's first forward, look for wrappers, unless there are some."""
+        if recorder.backward_count in looked or not torch.is_grad_enabled() or ranks() < 2:
+            return
+        looked.add(recorder.backward_count)
+        if len(looked) > 2:
+            handle.remove()
+        if not recorder.wrappers:
+            find()
+            inner = getattr(module, "module", None)
+            if isinstance(inner, torch.nn.Module) and recorder.wrapper_of(inner) is not None:
+                forward((module, *args), {})  # its class was not observed when it was called
+
+    def before_forward(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        first_forwards(module, args)
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    patches.hold(handle)
 
     def joining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.open()

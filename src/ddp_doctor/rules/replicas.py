@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ddp_doctor.equation import Equation
 from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Run
+from ddp_doctor.merged import Fact, Run
 
 SMALL = 1e-6
 
@@ -47,15 +47,59 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
         )
 
 
+def hyperparameters_differ(run: Run, equation: Equation) -> Iterator[Finding]:
+    """In some step the ranks' optimizers have other numbers: learning rates, weight decay.
+
+    Right if the ranks train models, or parts of one, of their own.
+    """
+    if not _replicas(run) or run.models_differ or len(run.ranks) < run.world:
+        return
+    changes = [[f for f in rank.all("settings") if f["optimizer"] == 0] for rank in run.ranks]
+    last = min(rank.steps for rank in run.ranks)
+    for step in sorted({fact["n"] for facts in changes for fact in facts}):
+        first, *others = [_settings_at(step, facts) for facts in changes]
+        if step >= last or first is None or None in others:
+            return
+        for rank, groups in enumerate(others, start=1):
+            pairs = zip(first, groups or (), strict=False)
+            differing = [
+                (name, value, its[name])
+                for ours, its in pairs
+                for name, value in ours.items()
+                if its.get(name, value) != value
+            ]
+            if not differing:
+                continue
+            name, ours, other = differing[0]
+            schedules = [fact for one in run.ranks for fact in one.all("schedule")]
+            yield finding(
+                "hyperparameters_differ",
+                f"Step {step}: {name} is {ours:.6g} on rank 0 and {other:.6g} on rank "
+                f"{rank}. The same gradient then changes the replicas differently.",
+                str(schedules[-1]["place"]) if schedules else "",
+                "Let every rank step the scheduler, and set the same numbers.",
+            )
+            return
+
+
+def _settings_at(step: int, changes: list[Fact]) -> list[dict[str, float]] | None:
+    """Each group's hyperparameters at a step; None if they were no longer written down."""
+    if not changes or (changes[-1]["full"] and step > changes[-1]["n"]):
+        return None
+    return next((f["groups"] for f in reversed(changes) if f["n"] <= step), None)
+
+
 def drift(run: Run, equation: Equation) -> Iterator[Finding]:
     """Parameters that were equal at the start differ after some step.
 
     Right for local SGD, which lets them differ and averages them; and for ranks whose gradients
-    nothing combines, which another rule names. Right for parts of a model that start alike: zero
-    biases.
+    nothing combines, or whose learning rates differ, which other rules name. Right for parts of a
+    model that start alike: zero biases.
     """
     starts = [rank.all("start")[0] for rank in run.ranks if rank.all("start")]
     if not _replicas(run) or len(starts) < run.world:
+        return
+    if next(hyperparameters_differ(run, equation), None) is not None:
         return
     windows = run.complete
     equal = {
@@ -167,4 +211,4 @@ def local_batch_norm(run: Run, equation: Equation) -> Iterator[Finding]:
         )
 
 
-RULES = (differ_at_start, drift, buffers_differ, local_batch_norm)
+RULES = (differ_at_start, hyperparameters_differ, drift, buffers_differ, local_batch_norm)

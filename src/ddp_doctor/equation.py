@@ -260,10 +260,9 @@ def step_of(window: Window, clipped: bool = False, groups: bool = False) -> Step
         rank: sorted({entry.micro for entry in entries if entry.rank == rank})
         for rank in window.ranks
     }
+    sign = -1.0 if all(entry.share < 0 for entry in entries) else 1.0  # a loss that is minus a sum
     entries = [
-        Entry(
-            entry.rank, order[entry.rank].index(entry.micro), entry.count, entry.share, entry.fact
-        )
+        replace(entry, micro=order[entry.rank].index(entry.micro), share=sign * entry.share)
         for entry in entries
     ]
     scaling: dict[tuple[Any, ...], Fact] = {}

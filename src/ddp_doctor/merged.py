@@ -213,8 +213,23 @@ class Run:
 
     @cached_property
     def averages_parameters(self) -> bool:
-        """Whether the script averages parameters (local SGD), every step or every few steps."""
-        return any(rank.all("average") for rank in self.ranks)
+        """Whether replicas that differed are equal at the start of a later step (local SGD)."""
+        starts = [(rank.last("totals") or {}).get("starts", {}) for rank in self.ranks] or [{}]
+        common = [step for step in starts[0] if all(step in start for start in starts)]
+        # A start is a sum of a few parameters, so a difference of a few others says nothing.
+        most = [
+            window.n + 1
+            for window in self.complete
+            for fact in [window.ranks[min(window.ranks)]]
+            if 2 * len(window.differing_parameters) >= len(fact["after"]["parameters"]) > 0
+        ]
+        differed = min(most, default=None)
+        for step in sorted(map(int, common)):
+            if len({start[str(step)] for start in starts}) > 1:
+                differed = step if differed is None else min(differed, step)
+            elif differed is not None and step >= differed:
+                return True
+        return False
 
     @cached_property
     def synced(self) -> list[Window]:

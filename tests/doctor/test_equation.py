@@ -41,6 +41,16 @@ def test_a_mean_on_every_rank_weighs_an_item_by_its_own_ranks_count(sizes: list[
         assert codes(windows) == set()
 
 
+def test_a_loss_that_is_minus_a_mean_is_weighed_like_a_mean() -> None:
+    combined, local = gradients(2, 1 / 2)
+    for sizes, wrong in (((4, 4), set()), ((4, 12), {"unequal_denominators"})):
+        windows = [
+            window([n], [-1.0], combined, mine) for n, mine in zip(sizes, local, strict=True)
+        ]
+        assert codes(windows) == wrong
+        assert equation(run_of(windows)).right == (not wrong)
+
+
 @given(st.lists(counts, min_size=2, max_size=6))
 def test_a_sum_times_w_over_the_global_count_is_right_for_all_counts(sizes: list[int]) -> None:
     world, total = len(sizes), sum(sizes)

@@ -155,6 +155,30 @@ def test_a_right_step_is_seen_as_right(server: Server, script: Write, text: str)
 
 # There is nothing to report; what a step computes is not always measured.
 INTENDED = {
+    "replicas may differ for many steps before they are averaged": """
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+anchors = [p.detach().clone() for p in net.parameters()]
+for step in range(1, 25):
+    loss_of(net, batch()).backward()
+    opt.step()
+    opt.zero_grad()
+    if step % 20 == 0:
+        for anchor, p in zip(anchors, net.parameters()):
+            change = anchor - p.detach()
+            dist.all_reduce(change)
+            anchor -= change / world
+            p.data.copy_(anchor)
+""",
+    "a loss that is NaN on every rank is no equal data": """
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(3):
+    opt.zero_grad()
+    (net(batch()).square().mean() / 0 * 0).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    opt.step()
+""",
     "an optimizer that shards by the newest collectives needs no wrapper": """
 class Sharded(torch.optim.Optimizer):
     def __init__(self, parameters):
@@ -336,6 +360,18 @@ for step in range(14):
     loss_of(model, batch()).backward()
     opt.step()
 """,
+    ("replicas_drift", "the script compares copies of the parameters itself"): """
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(4):
+    for micro in range(2):
+        (loss_of(net, batch()) / 2).backward()
+        for p in net.parameters() if micro else ():
+            dist.all_reduce(p.grad.clone())
+    opt.step()
+    opt.zero_grad()
+flat = torch.cat([p.detach().flatten() for p in net.parameters()])
+dist.all_reduce(flat)
+""",
     ("own_reduction_sums", "gradients are unscaled and clipped"): """
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -355,6 +391,26 @@ for step in range(4):
 @pytest.mark.parametrize(("code", "although"), WRONG)
 def test_a_fault_is_found_although(server: Server, script: Write, code: str, although: str) -> None:
     assert code in look(server, script, WRONG[code, although])["found"]
+
+
+def test_an_output_that_the_loss_does_not_use_does_not_end_the_observation(
+    server: Server, script: Write
+) -> None:
+    text = """
+class Both(nn.Module):
+    def forward(self, x):
+        out = net(x)
+        return nn.functional.mse_loss(out, x[:, :2]), nn.functional.l1_loss(out, x[:, :2])
+both = Both()
+both.net = net
+model = DDP(both, find_unused_parameters=True)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(3):
+    opt.zero_grad()
+    model(batch())[0].backward()
+    opt.step()
+"""
+    assert look(server, script, text)["found"].keys() == {"find_unused_without_need"}
 
 
 ACCUMULATE = (

@@ -21,9 +21,12 @@ from ddp_doctor.certificate.samples import FORWARD, alike
 from ddp_doctor.certificate.steps import Steps
 from ddp_doctor.places import is_users, users_frame
 
-MADE = {  # functions that make samples
+DRAWN = {  # functions that draw samples, also deep inside of a library
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
     *("rand_like", "randn_like", "randint_like", "uniform_", "normal_", "random_", "bernoulli_"),
+}
+MADE = {  # functions that make samples where the script's own lines call them
+    *DRAWN,
     *("tensor", "as_tensor", "from_numpy", "stack", "cat", "index_select", "__getitem__"),
 }
 LEFT_ALONE = {"backward", "size", "dim", "__len__", "detach_", "requires_grad_", "__get__"}
@@ -78,7 +81,8 @@ class Tensors(TorchFunctionMode):
             return self._followed(name, args, function(*args, **kwargs))
         site = (where.f_code.co_filename, where.f_lineno, where.f_lasti, name)
         changes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        if is_users(_caller(frame, function).f_code.co_filename):
+        direct = is_users(_caller(frame, function).f_code.co_filename)
+        if direct:
             if name == "__setitem__":  # if a step does it that the first did not, they are unlike
                 self.turns[site] = self.turns.get(site, 0) + 1
                 self.planned.pop(id(args[0]), None)
@@ -87,7 +91,11 @@ class Tensors(TorchFunctionMode):
         result = self._followed(name, args, function(*args, **kwargs))
         if self.steps.handed and (site, self.turns.get(site, 0) - 1) in self.steps.handed.mixed:
             self.planned.pop(id(result), None)  # a number of this rank went into it
-        if name in MADE and isinstance(result, Tensor) and self._is_data(result):
+        if (
+            name in (MADE if direct else DRAWN)
+            and isinstance(result, Tensor)
+            and self._is_data(result)
+        ):
             return self._planned(site, result, self.steps.handed is not None)
         return result
 

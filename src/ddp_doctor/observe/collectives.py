@@ -22,7 +22,8 @@ MAX_PER_WINDOW = 300
 def install(recorder: Recorder, patches: Patches) -> None:
     session = recorder.session
     depth = [0]
-    count = [0]
+    found: dict[Any, dict[str, Any]] = {}  # which gradient or parameter is where,
+    moment = [0, 0]  # as of this step and this backward
 
     def enter(name: str) -> Any:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,11 +34,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
             at = place(sys._getframe(1))
             tensor = _tensor(args, kwargs)
             shape = "" if tensor is None else f" of shape {list(tensor.shape)}"
-            count[0] += 1
             session.doing(f"{name}{shape} at {at}")
             recorder.collective_counts[name] = recorder.collective_counts.get(name, 0) + 1
-            if name == "all_reduce" and tensor is not None and recorder.is_parameters(tensor):
-                recorder.note_average(at)
             if not recorder.on:
                 return None
             room = len(recorder.window["collectives"]) < MAX_PER_WINDOW
@@ -71,31 +69,42 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def abandoned(error: BaseException) -> None:
         depth[0] = max(0, depth[0] - 1)
 
+    def look() -> None:
+        """Find out where gradients and parameters are now."""
+        names = {
+            id(parameter): {"name": name, "optimizer": state.index}
+            for state in recorder.optimizers.values()
+            for name, parameter in recorder.parameters_of(state)
+        }
+        found.clear()
+        for key, parameter in recorder.known_parameters().items():
+            if not hasattr(parameter, "placements"):
+                found[_key(parameter)] = {"what": "parameter"}
+                if parameter.grad is not None:
+                    named = names.get(key, {"name": ""})
+                    found[_key(parameter.grad)] = {"what": "gradient", **named}
+
     def _what(tensor: Tensor) -> dict[str, Any]:
         """Which of the run's tensors this is: gradient, parameter, loss, or something else."""
-        address = _address(tensor)
-        for parameter in recorder.known_parameters().values():
-            if hasattr(parameter, "placements"):
-                continue
-            grad = parameter.grad
-            if grad is not None and (grad is tensor or (address and _address(grad) == address)):
-                for state in recorder.optimizers.values():
-                    named = recorder.parameters_of(state)
-                    name = next((n for n, p in named if p is parameter), None)
-                    if name:
-                        return {"what": "gradient", "name": name, "optimizer": state.index}
-                return {"what": "gradient", "name": ""}
-            if address and _address(parameter) == address:
-                return {"what": "parameter"}
+        now = [session.step_count, recorder.backward_count]
+        if moment != now:
+            moment[:] = now
+            found.clear()
+        known = found.get(_key(tensor))
+        if known is None and tensor.numel() > 1 and not tensor.requires_grad:
+            look()  # there are new gradients
+            known = found.get(_key(tensor))
+        if known is not None:
+            return known
         if tensor.requires_grad:
             if tensor.numel() == 1:
                 return {"what": "loss", "grad": torch.is_grad_enabled()}
             return {"what": "activation", "grad": torch.is_grad_enabled()}
-        known = recorder.known_parameters().values()
+        parameters = recorder.known_parameters().values()
         if tensor.dim() and tensor.numel() > 1:
-            if tensor.numel() == sum(parameter.numel() for parameter in known):
+            if tensor.numel() == sum(parameter.numel() for parameter in parameters):
                 return {"what": "flat parameters" if recorder.is_parameters(tensor) else "flat"}
-            if any(tensor.shape == parameter.shape for parameter in known):
+            if any(tensor.shape == parameter.shape for parameter in parameters):
                 return {"what": "like a gradient"}
         return {"what": "other"}
 
@@ -109,10 +118,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
             patches.replace(dist, name, getattr(distributed_c10d, name))
 
 
-def _address(tensor: Tensor) -> int:
-    """Where the tensor's data are; 0 if they are not in one place that can be read."""
+def _key(tensor: Tensor) -> Any:
+    """Where the tensor's data are; the tensor itself if they are in no one place to be read."""
     readable = tensor.device.type != "meta" and tensor.layout == torch.strided
-    return tensor.data_ptr() if readable else 0
+    return (tensor.data_ptr() if readable else 0) or ("itself", id(tensor))
 
 
 def _tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -71,7 +71,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
         scalar = output.numel() == 1
 
         @session.guard
-        def arrived(gradient: Tensor) -> None:
+        def arrived(gradient: Tensor | None) -> None:
+            if gradient is None:  # of an output that the loss does not use
+                return
             gradient = gradient.detach()
             term["hit"] = True
             if scalar:

@@ -21,6 +21,7 @@ from ddp_doctor.session import Session
 
 MAX_WINDOWS = 80
 MAX_PARAMETERS = 400
+MAX_STARTS = 2000  # steps
 MAX_CHANGES = 400  # of an optimizer's hyperparameters
 REDUCED = "ddp_doctor.reduced"  # where a node of the graph keeps its number in `reduced_losses`
 
@@ -36,13 +37,13 @@ class Recorder:
         """Nothing has been seen yet in this process."""
         self.names = Names()
         self.optimizers: dict[int, OptimizerState] = {}
+        self.starts: dict[int, Tensor] = {}  # what `_note_start` summed, by step
         self.wrappers: list[WrapperState] = []
         self.written = 0
         self.backward_count = 0
         self.in_backward = 0
         self.in_step: list[int] = []
         self.made = 0
-        self.averages = 0
         self.addresses: set[int] = set()
         self.first_values: Tensor | None = None
         self.total = 0
@@ -235,12 +236,6 @@ class Recorder:
         scale = float(values @ first) / max(float(first @ first), 1e-300)
         return scale > 0.01 and torch.allclose(values, scale * first, rtol=1e-3, atol=1e-7)
 
-    def note_average(self, at: str) -> None:
-        """Parameters are averaged over the ranks: written down, also between observed steps."""
-        self.averages += 1
-        if self.averages <= 20:
-            self.session.write("average", n=self.session.step_count, place=at)
-
     def _remember_parameters(self, state: OptimizerState) -> None:
         parameters = [parameter for _, parameter in self.parameters_of(state)]
         plain = [parameter for parameter in parameters if not hasattr(parameter, "placements")]
@@ -253,8 +248,25 @@ class Recorder:
             first = torch.cat(parts)[:64]
             self.first_values = first if first.numel() >= 8 else None
 
+    def _note_start(self, state: OptimizerState) -> None:
+        """A sum of a few parameters at every step, left on their device: replicas have the same."""
+        if state.index or len(self.starts) >= MAX_STARTS:
+            return
+        optimizer = state.optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        listed = [p for group in groups for p in group["params"] if not hasattr(p, "placements")]
+        with torch.no_grad():
+            sums = [
+                p.detach().reshape(-1)[:1024].sum(dtype=torch.float64)
+                for p in listed[:: len(listed) // 8 + 1]
+                if p.layout == torch.strided and p.device.type != "meta" and not p.is_complex()
+            ]
+            if sums:
+                self.starts[self.session.step_count] = torch.stack(sums).sum()
+
     def before_update(self, state: OptimizerState) -> None:
         """The optimizer is about to change its parameters."""
+        self._note_start(state)
         if not self.on:
             return
         if self.wrappers and self._steps_own_shards(state):
@@ -406,6 +418,7 @@ class Recorder:
             steps={str(s.index): s.steps for s in self.optimizers.values()},
             backwards=self.backward_count,
             collectives=self.collective_counts,
+            starts={step: float(value) for step, value in self.starts.items()},
         )
 
 

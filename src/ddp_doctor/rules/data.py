@@ -1,5 +1,6 @@
 """Data and random numbers: which rank sees which samples."""
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -40,8 +41,8 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
 def _data(fact: Fact) -> list[object]:
     """Hashes of what the forward was given and of the losses' targets; empty if unknown.
 
-    The value of a loss without a target takes the target's place. A tensor that has elements and
-    the hash 0 could not be read.
+    The value of a loss without a target takes the target's place, if it is a number. A tensor that
+    has elements and the hash 0 could not be read.
     """
     given = [[hash_, size] for group in fact["inputs"] for hash_, size, _ in group]
     seen: list[object] = [*given]
@@ -49,7 +50,10 @@ def _data(fact: Fact) -> list[object]:
         terms = backward.get("terms", ())
         # Inputs without a tensor (strings, ids) are not in `given`; they do change the loss.
         if not terms or any("target" not in term for term in terms):
-            seen.append(backward.get("values"))
+            values = backward.get("values") or []
+            if any(not math.isfinite(value) for value in values):
+                return []  # NaN on every rank is no equal data
+            seen.append(values)
         for term in terms:
             if "target" in term:
                 seen.append([term["target"], 0 if given else term["input"]])

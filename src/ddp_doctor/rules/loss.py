@@ -166,7 +166,7 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
         if step.combination.local and step.micros < 2:
             continue
         checked += 1
-        for code, evidence, where, fix, severity in _scale(run, step):
+        for code, evidence, where, fix, severity in _scale(step):
             if step.combination.kind == "unknown" and code in _ABOUT_W:
                 severity = "note"
                 evidence += (
@@ -181,7 +181,7 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
         yield finding(code, f"Step {step.window.n}: {evidence}", where, fix, severity)
 
 
-def _scale(run: Run, step: Step) -> Iterator[tuple[str, str, str, str, str | None]]:
+def _scale(step: Step) -> Iterator[tuple[str, str, str, str, str | None]]:
     world, micros = step.world, step.micros
     total = step.total
     if step.combination.local:

@@ -115,7 +115,7 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
             continue
         if any(not later.differing_parameters for later in windows if later.n > window.n):
             return  # they are averaged again
-        if _averages_parameters(run):
+        if run.averages_parameters:
             return
         apart = _distance([fact["after"]["values"] for _, fact in window], names)
         last = [w for w in windows if w.optimizer == window.optimizer][-1]
@@ -140,17 +140,6 @@ def _distance(values: list[dict[str, float]], names: list[str]) -> float:
         if found:
             worst = max(worst, (max(found) - min(found)) / (1e-12 + max(map(abs, found))))
     return worst
-
-
-def _averages_parameters(run: Run) -> bool:
-    return run.averages_parameters or any(
-        call.get("what") in ("parameter", "flat parameters")
-        and call["op"] in ("all_reduce", "broadcast", "all_gather")
-        for window in run.windows
-        for _, fact in window
-        for call in fact["collectives"]
-        if window.n > 0
-    )
 
 
 def _own_collectives(run: Run) -> bool:

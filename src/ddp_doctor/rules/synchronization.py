@@ -1,5 +1,6 @@
 """Synchronization: which micro-batch is averaged, and what happens before and after."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -242,7 +243,8 @@ def clipped_local_shards(run: Run, equation: Equation) -> Iterator[Finding]:
 def _rescaled(fact: Fact) -> float | None:
     """The norm of this rank's shards at the update, divided by the norm that backward left."""
     norms = fact.get("norm")
-    return norms[1] / norms[0] if isinstance(norms, list) and norms[0] else None
+    factor = norms[1] / norms[0] if isinstance(norms, list) and norms[0] else math.nan
+    return factor if math.isfinite(factor) else None
 
 
 def manual_all_reduce_skips_none(run: Run, equation: Equation) -> Iterator[Finding]:

@@ -35,7 +35,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fail-on",
         choices=["error", "warning"],
-        help="exit with 3 if this is found, or 4 if nothing could be checked",
+        help="exit with 3 if this is found, or 4 if nothing could be checked; torchrun then exits "
+        "with 1",
     )
     parser.add_argument("--first", type=int, default=6, help="observe the first N steps (6)")
     parser.add_argument("--every", type=int, default=50, help="then every Nth step (50)")

@@ -4,7 +4,7 @@ A session observes every optimizer step fully at first, then a sample of them. `
 which kind the current step is; observers check it before they do anything that costs time. Steps
 are counted per process, and ranks take the same number of them, so all ranks sample the same ones.
 
-The watcher imports this module for its options, so torch is imported only by `open`.
+The watcher imports this module for its options, so nothing here imports torch.
 """
 
 import atexit
@@ -164,17 +164,11 @@ class Session:
             self.fail(error)
             return
         self._journal = journal
-        import torch
-
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         journal.write(
             "process",
-            pid=os.getpid(),
-            parent=os.getppid(),
             started=time.time(),
             environment={name: os.environ[name] for name in names if name in os.environ},
-            torch=str(torch.__version__),
-            argv=sys.argv[:8],
         )
         for kind, fact in self._facts_before:
             journal.write(kind, **fact)

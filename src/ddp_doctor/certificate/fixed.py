@@ -16,12 +16,8 @@ from torch import nn
 
 OFF = "Dropout is off, clipping is off, BatchNorm uses its running statistics, nothing is compiled."
 DROPOUT = (
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "feature_alpha_dropout",
+    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_alpha_dropout"),
 )
 
 

@@ -21,25 +21,17 @@ from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
 from ddp_doctor.session import Session
 
+PARTS = (
+    *(groups, collectives, wrappers, optimizers, losses, reads, backward, clipping, scaler),
+    *(schedulers, data, random_numbers),
+)
+
 
 def install(session: Session) -> Patches:
     """Observe everything from now on. Called again after `undo`, it continues the same record."""
     recorder = session.recorder if isinstance(session.recorder, Recorder) else Recorder(session)
     session.recorder = recorder
     patches = Patches(session.guard)
-    for part in (
-        groups,
-        collectives,
-        wrappers,
-        optimizers,
-        losses,
-        reads,
-        backward,
-        clipping,
-        scaler,
-        schedulers,
-        data,
-        random_numbers,
-    ):
+    for part in PARTS:
         part.install(recorder, patches)
     return patches

@@ -23,7 +23,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
         session.doing("running")
 
     def destroying(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session.write("group destroyed", place=place())
         session.doing(f"destroy_process_group at {place()}")
 
     def destroyed(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -19,27 +19,16 @@ from ddp_doctor.patching import Patches
 from ddp_doctor.places import expression, is_users, meaning, operand, place, users_frame
 
 FUNCTIONS = (
-    "cross_entropy",
-    "nll_loss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
-    "poisson_nll_loss",
-    "gaussian_nll_loss",
-    "ctc_loss",
-    "soft_margin_loss",
-    "multilabel_soft_margin_loss",
-    "multilabel_margin_loss",
-    "multi_margin_loss",
-    "margin_ranking_loss",
-    "hinge_embedding_loss",
-    "cosine_embedding_loss",
-    "triplet_margin_loss",
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"),
+    *("gaussian_nll_loss", "ctc_loss", "soft_margin_loss", "multilabel_soft_margin_loss"),
+    *("multilabel_margin_loss", "multi_margin_loss", "margin_ranking_loss"),
+    *("hinge_embedding_loss", "cosine_embedding_loss", "triplet_margin_loss"),
     "triplet_margin_with_distance_loss",
+)
+WRITTEN = (
+    *("function", "reduction", "count", "rows", "numel", "place", "loss", "spread", "target"),
+    *("input", "shape", "square", "over_parameters", "value"),
 )
 MAX_TERMS = 200
 NODE = "ddp_doctor"  # in a node's metadata: the number of the term that is its output
@@ -206,26 +195,8 @@ def _library_text(frame: Any) -> str:
 
 def written(term: dict[str, Any]) -> dict[str, Any]:
     """What the journal keeps of a term: `factor` is the gradient that arrived, summed."""
-    return {
-        key: term[key]
-        for key in (
-            "function",
-            "reduction",
-            "count",
-            "rows",
-            "numel",
-            "place",
-            "loss",
-            "spread",
-            "target",
-            "input",
-            "shape",
-            "square",
-            "over_parameters",
-            "value",
-        )
-        if key in term
-    } | {"factor": term["hits"]}
+    kept = {key: term[key] for key in WRITTEN if key in term}
+    return kept | {"factor": term["hits"]}
 
 
 def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

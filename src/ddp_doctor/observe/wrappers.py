@@ -50,10 +50,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
             place=place(),
         )
 
-    def hooked(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hook = kwargs.get("hook", args[2] if len(args) > 2 else None)
-        session.write("comm hook", name=getattr(hook, "__qualname__", str(hook)), place=place())
-
     def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> WrapperState | None:
         wrapper = args[0]
         session.doing("forward")
@@ -114,7 +110,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.observe(Join, "__enter__", joining)
     patches.observe(DistributedDataParallel, "__init__", after=made)
     patches.observe(DistributedDataParallel, "forward", forward, forwarded)
-    patches.observe(DistributedDataParallel, "register_comm_hook", after=hooked)
 
 
 def wrappers_like_ddp() -> list[torch.nn.Module]:

@@ -17,16 +17,16 @@ class _AfterTorch:
     Libraries look whether torch is there without importing it, so being found is not the moment.
     """
 
+    looks = False  # another finder may ask all finders, and so this one
+
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != "torch" or self.looks:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        found = (
-            finder.find_spec(name, path, target)
-            for finder in others
-            if hasattr(finder, "find_spec")
-        )
-        spec = next((candidate for candidate in found if candidate is not None), None)
+        self.looks = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.looks = False
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module

@@ -149,7 +149,9 @@ def test_under_torchrun_rank_0_reports_and_its_exit_code_fails_the_launch(
     assert done.stderr.count("ddp-doctor certificate: SCALED, 2 ranks") == 1
     certificate = json.loads((lost_factor / "certificate.json").read_text())["certificate"]
     assert (certificate["version"], certificate["factor"]) == (1, "1/W")
-    assert {path.name for path in lost_factor.iterdir()} == {"certificate.json", "train.py"}
+    found = json.loads((lost_factor / "certificate.json").read_text())["findings"]
+    assert "missing_world_size_factor" in {finding["code"] for finding in found}
+    assert "SCALED" in (lost_factor / "ddp-doctor" / "report.html").read_text()
 
 
 def test_a_test_of_ones_own_can_ask_for_the_certificate(lost_factor: Path) -> None:

@@ -89,7 +89,7 @@ def fully_shard(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> nn.Module:
     """Shard the parameters of `module` that no earlier call has sharded. Returns `module`.
@@ -102,7 +102,8 @@ def fully_shard(
         module: with dense, contiguous parameters of at least one dimension.
         mesh: of one dimension, or of two for HSDP: divided along the second, replicated along the
             first. None takes all ranks.
-        reshard_after_forward: free the whole parameters between forward and backward.
+        reshard_after_forward: free the whole parameters between forward and backward. None, as in
+            torch, frees those of all modules but the outermost one.
         mp_policy: as in torch: the dtypes to compute, reduce, and return in.
 
     Raises:
@@ -219,9 +220,11 @@ class Schedule:
         """`root` is the outermost module. Forget a backward that raised."""
         self.root = root
         self.forward, self.last_forward = [], self.forward
+        for state in self.states:
+            # Whole since a forward without a backward: the optimizer may have stepped in between.
+            state.group.reshard()
         if self.in_backward:
             for state in self.states:
-                state.group.reshard()
                 for param in state.group.params:
                     param.take_gradient()
                 state.training_state = TrainingState.IDLE
@@ -261,7 +264,7 @@ class FSDPState:
         module: nn.Module,
         group: FSDPParamGroup,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool,
+        reshard_after_forward: bool | None,
     ):
         self.group, self.policy = group, policy
         self.reshard_after_forward = reshard_after_forward
@@ -323,14 +326,16 @@ class FSDPState:
         if self.training_state is TrainingState.PRE_BACKWARD:
             return _cast(output, self.policy.output_dtype)
         schedule = self.schedule
+        outermost = schedule is not None and schedule.root is self
         self.training_state = TrainingState.IDLE
-        if self.reshard_after_forward or not torch.is_grad_enabled():
+        free = self.reshard_after_forward
+        if (not outermost if free is None else free) or not torch.is_grad_enabled():
             self.group.reshard()
         outputs = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
         if outputs and torch.is_grad_enabled():
             register_multi_grad_hook(outputs, self.pre_backward, mode="any")
             schedule.awaiting.append(self)
-        if schedule is not None and schedule.root is self:
+        if outermost:
             schedule.root = None
         return _cast(output, self.policy.output_dtype)
 

@@ -19,6 +19,9 @@ def build() -> nn.Module:
 
 
 def wrap(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if kind == "sharded as one group":  # torch, too, keeps it whole until backward
+        model = fully_shard(build())
+        return model, torch.optim.Adam(model.parameters())
     if kind.startswith("sharded"):
         model = build()
         for part in (*model, model):
@@ -47,6 +50,7 @@ def cost_on_this_rank(rank: int, kind: str) -> StepCost:
         ("zero2", 2, ["parameters"]),
         ("sharded", 3, []),
         ("sharded, kept whole", 2, []),
+        ("sharded as one group", 2, []),
     ],
 )
 def test_bytes_are_those_of_the_formulas(kind, times, whole, world_size):

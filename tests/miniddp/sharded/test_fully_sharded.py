@@ -294,6 +294,28 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank():
             assert reason in text
 
 
+def outputs_after_a_step(rank: int, reshard: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the sharded model, and of a single process with its parameters."""
+    build, draw = MODELS["mlp"]
+    model = shard(build(), "mlp", fully_shard, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.manual_seed(rank)
+    batch = draw(4)
+    loss_of(model(batch)).backward()
+    model(batch)
+    optimizer.step()
+    outputs = model(batch).detach()
+    alone = build()
+    alone.load_state_dict(full_state_dict(model))
+    return outputs, alone(batch).detach()
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+def test_a_forward_without_a_backward_leaves_no_old_parameters_to_the_next_one(reshard):
+    for found, wanted in run_ranks(outputs_after_a_step, 2, reshard):
+        torch.testing.assert_close(found, wanted)
+
+
 def interrupted(rank: int) -> list[list[torch.Tensor]]:
     """Gradients of a step, after a forward and a backward that raised, and without them."""
     build, draw = MODELS["mlp"]

@@ -27,9 +27,9 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cases import Case, cases
+from cases import CASES, Case
 from labkit.book.tables import table
 from labkit.launch.arguments import parse_arguments
 from labkit.launch.scripts import ScriptError, run_script
@@ -53,140 +53,130 @@ def arguments_of_this_lab() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-    given = {"nargs": "+", "metavar": "NAME"}
-    names, properties = list(TRAINERS), list(cases())
-    text = f"default: all of {', '.join(names)}"
-    parser.add_argument("--trainers", **given, choices=names, default=names, help=text)
-    text = "default: all of the above; WxK is W×K"
-    parser.add_argument(
-        "--properties", **given, type=written, choices=properties, default=properties, help=text
-    )
+    some: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
+    for option, names in (("--trainers", list(TRAINERS)), ("--properties", list(CASES))):
+        text = f"default: all of {', '.join(names)}"
+        parser.add_argument(option, **some, type=written, choices=names, default=names, help=text)
     return parse_arguments(parser)
 
 
 def written(name: str) -> str:
+    """W×K can be typed as WxK."""
     return "W×K" if name == "WxK" else name
 
 
 def main(trainers: Sequence[str], properties: Sequence[str]) -> None:
-    installed = [name for name in trainers if not TRAINERS[name].missing()]
-    needed = [*properties, *(base for one in properties if (base := cases()[one].base))]
+    needed = dict.fromkeys([*properties, *(CASES[one].base or one for one in properties)])
     keys = [
         (name, one)
-        for name in installed
-        for one in dict.fromkeys(needed)
-        if one not in TRAINERS[name].without
+        for name in trainers
+        for one in needed
+        if not TRAINERS[name].missing() and one not in TRAINERS[name].without
     ]
+    jobs: dict[tuple[str, int], list[Key]] = defaultdict(list)
+    for key in keys:
+        jobs[TRAINERS[key[0]].file, CASES[key[1]].world].append(key)
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        failures: dict[Key, str] = {}
-        jobs: dict[tuple[str, int], list[Key]] = defaultdict(list)
-        for key in keys:
-            jobs[TRAINERS[key[0]].file, cases()[key[1]].world].append(key)
+        folder, failures = Path(name), {}
         for (_, world), job in jobs.items():
-            failures |= run_job(job, world, folder, keys)
-        judged = {key: judge(key, keys, folder, failures) for key in keys}
+            failures |= run_job(job, world, folder)
+        judged = {key: judge(key, folder, failures) for key in keys}
     print(report(trainers, properties, judged))
 
 
-def run_job(job: list[Key], world: int, folder: Path, keys: list[Key]) -> dict[Key, str]:
-    """Run the cells in one set of processes; after a failure, go on behind it. What failed."""
-    failures = {}
+def stem(key: Key) -> str:
+    """What a cell's files begin with."""
+    return f"{list(TRAINERS).index(key[0])}-{list(CASES).index(key[1])}"
+
+
+def run_job(job: list[Key], world: int, folder: Path) -> dict[Key, str]:
+    """Run cells in one set of processes; go on behind a cell that fails. What failed, and why."""
+    failures: dict[Key, str] = {}
     while job:
-        words = [word for key in job for word in (keys.index(key), *key)]
+        words = [word for key in job for word in (stem(key), *key)]
         limit = SECONDS + 20 * len(job)
-        script = "labs/conformance/one_rank.py"
+        ranks = world if world > 1 else None
         try:
-            run_script(script, folder, *words, ranks=world if world > 1 else None, timeout=limit)
-        except ScriptError as error:
-            left = [key for key in job if not complete(keys.index(key), world, folder)]
-            why = reason(keys.index(left[0]), folder, error) if left else ""
-            if not why:  # it failed outside of every cell
-                return failures | dict.fromkeys(left, error.said.strip().rpartition("\n")[2])
-            failures[left[0]] = why
-            job = left[1:]
-        else:
+            run_script("labs/conformance/one_rank.py", folder, *words, ranks=ranks, timeout=limit)
             break
+        except ScriptError as error:
+            done = [len(list(folder.glob(f"{stem(key)}.[0-9].pt"))) == world for key in job]
+            left = [key for key, complete in zip(job, done, strict=True) if not complete]
+            errors = [path for key in left[:1] for path in folder.glob(f"{stem(key)}.*.error")]
+            if errors:
+                first = min(errors, key=lambda path: path.stat().st_mtime)
+                failures[left[0]] = first.read_text()
+            elif left and error.exit_code is None:
+                failures[left[0]] = "hangs"
+            else:  # it failed outside of every cell
+                return failures | dict.fromkeys(left, error.said.strip().rpartition("\n")[2])
+            job = left[1:]
     return failures
 
 
-def complete(number: int, world: int, folder: Path) -> bool:
-    return all((folder / f"{number}.{rank}.pt").exists() for rank in range(world))
-
-
-def reason(number: int, folder: Path, error: ScriptError) -> str:
-    """The first rank's error, or that the cell hangs, or nothing."""
-    errors = sorted(folder.glob(f"{number}.*.error"), key=lambda path: path.stat().st_mtime)
-    if errors:
-        return errors[0].read_text()
-    return "hangs" if error.exit_code is None else ""
-
-
-def judge(key: Key, keys: list[Key], folder: Path, failures: dict[Key, str]) -> Cell:
+def judge(key: Key, folder: Path, failures: dict[Key, str]) -> Cell:
     """Compare a cell's gradient, on every rank, with the wanted one or with its base's."""
     import torch
 
     from labkit.testing.verdict import verdicts
 
-    case = cases()[key[1]]
+    case = CASES[key[1]]
     base = (key[0], case.base)
-    for one in (key, base):
-        if one in failures:
-            error = failures[one]
-            name = error.partition(":")[0]
-            return Cell("no step" if name == "NoStepError" else name, error)
-    number = keys.index(key)
-    found = [{"": torch.load(folder / f"{number}.{rank}.pt")} for rank in range(case.world)]
-    relatives = torch.load(folder / f"{number}.wanted.pt")
+    if why := failures.get(key) or failures.get(base):
+        name = why.partition(":")[0]
+        return Cell("no step" if name == "NoStepError" else name, why)
+    found = [{"": torch.load(folder / f"{stem(key)}.{rank}.pt")} for rank in range(case.world)]
+    relatives = torch.load(folder / f"{stem(key)}.wanted.pt")
     if case.base:
-        relatives = {"wanted": torch.load(folder / f"{keys.index(base)}.0.pt")}
-    first, *others = verdicts(found, relatives["wanted"])
+        relatives = {"wanted": torch.load(folder / f"{stem(base)}.0.pt")}
+    first, *others = verdicts(found, relatives.pop("wanted"))
     if others:
         return Cell("ranks differ", "; ".join(str(one.comparison) for one in (first, *others)))
+    ratio, cosine = first.comparison
     if first.kind == "right":
         return Cell("equal")
-    if first.kind in ("not finite", "zero"):
-        return Cell("NaN" if first.kind == "not finite" else "zero", first.kind)
-    ratio, cosine = first.comparison
     if first.kind == "scale bug":
-        called = named(ratio, case)
-        return Cell(called or f"×{ratio:.3f}", f"{first.comparison}, factor {called or ratio}")
-    why = ""
+        factor = named(ratio, case)
+        return Cell(factor, f"{first.comparison}, factor {factor}")
+    if first.kind != "direction bug":
+        return Cell(first.kind, first.kind)
+    detail = str(first.comparison)
     for name, one in relatives.items():
-        if (relative := verdicts(found, one)[0]).kind in ("right", "scale bug"):
-            times = relative.comparison.ratio
-            of = f"{named(times, case) or f'{times:.3f}'} × " if relative.kind != "right" else ""
-            why = why or f": {of}{name}"
-    return Cell(f"{ratio:.2f} ∠ {cosine:.3f}", f"{first.comparison}{why}")
+        relative = verdicts(found, one)[0]
+        if relative.kind in ("right", "scale bug") and "mean" not in detail:
+            times = (
+                "" if relative.kind == "right" else f"{named(relative.comparison.ratio, case)} × "
+            )
+            detail = f"{first.comparison}: {times}{name}"
+    return Cell(f"{ratio:.2f} ∠ {cosine:.3f}", detail)
 
 
-def named(ratio: float, case: Case) -> str | None:
-    """The factor by name, in terms of ranks, micro-batches, and counts."""
+def named(ratio: float, case: Case) -> str:
+    """The factor by name, in terms of ranks, micro-batches, and counts; or the number."""
     from ddp_doctor.certificate.measure import called
 
     counts = (name for name, value in case.factors().items() if abs(ratio / value - 1) < 5e-3)
-    return called(ratio, case.world, case.steps) or next(counts, None)
+    return called(ratio, case.world, case.steps) or next(counts, f"{ratio:.3f}")
 
 
 def report(trainers: Sequence[str], properties: Sequence[str], judged: dict[Key, Cell]) -> str:
-    rows, details, sources = [], [], []
+    rows, details, used = [], [], ["torch"]
     for name in trainers:
         trainer = TRAINERS[name]
+        cells = [judged.get((name, one), Cell(NOT)) for one in properties]
+        promise = trainer.promise
         if missing := trainer.missing():
-            row = [f"not installed: pip install {' '.join(missing)}", *[""] * len(properties)]
-        else:
-            row = [trainer.promise]
-            for one in properties:
-                cell = judged.get((name, one), Cell(NOT))
-                row.append(cell.text)
-                if cell.detail:
-                    details.append([name, one, " ".join(cell.detail.split())[:90]])
-        rows.append([name, *row])
-        sources += [one for one in trainer.needs if version(one)]
-    versions = ", ".join(f"{one} {version(one)}" for one in dict.fromkeys(["torch", *sources]))
-    parts = [versions, table(["trainer", "promises", *properties], rows)]
+            promise = f"not installed: pip install {' '.join(missing)}"
+        rows.append([name, promise, *(cell.text for cell in cells)])
+        for one, cell in zip(properties, cells, strict=True):
+            if cell.detail:
+                details.append([name, one, " ".join(cell.detail.split())[:90]])
+        used += [one for one in trainer.needs if version(one)]
+    parts = [
+        ", ".join(f"{one} {version(one)}" for one in dict.fromkeys(used)),
+        table(["trainer", "promises", *properties], rows),
+    ]
     if details:
         parts.append(table(["trainer", "property", "measured"], details))
     return "\n\n".join(parts)

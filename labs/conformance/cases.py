@@ -7,7 +7,7 @@ micro-batches.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 PAD, EOS, FIRST_WORD, VOCABULARY = 0, 1, 2, 48
@@ -21,8 +21,7 @@ class Sample(NamedTuple):
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
-    reward: float
-    advantage: float
+    reward: float  # those of a prompt sum to 0, so it is the advantage, too
     scored: bool = True
 
     @property
@@ -66,14 +65,13 @@ class Case(NamedTuple):
         taken = len(self.window()[0])
         tokens = sum(one.count for of_rank in self.window() for batch in of_rank for one in batch)
         everything = sum(one.count for one in self.samples)
-        names = {"k": float(taken), "k/K": taken / self.steps, "K/k": self.steps / taken}
-        names |= {"1/G": 1 / self.generated, "G": self.generated}
-        shares = {"N/N_G": tokens / everything, "G·N/N_G": self.generated * tokens / everything}
-        return names | shares
+        share = tokens / everything
+        names = {"k": float(taken), "k/K": taken / self.steps, "1/G": 1 / self.generated}
+        return names | {"N/N_G": share, "G·N/N_G": self.generated * share}
 
 
 def draw() -> list[Sample]:
-    """24 samples; two that follow each other have one prompt, and advantages that sum to 0."""
+    """24 samples; two that follow each other have one prompt."""
     draws = random.Random(0)
 
     def words(count: int) -> tuple[int, ...]:
@@ -84,11 +82,11 @@ def draw() -> list[Sample]:
         prompt = (FIRST_WORD + i, *words(1 + i % 3))
         half = 0.5 + draws.random()  # of the distance between the two rewards
         for length, sign in zip(LENGTHS[i : i + 2], (1, -1), strict=True):
-            samples.append(Sample(prompt, (*words(length - 1), EOS), sign * half, sign * half))
+            samples.append(Sample(prompt, (*words(length - 1), EOS), sign * half))
     return samples
 
 
-def cases() -> dict[str, Case]:
+def all_cases() -> dict[str, Case]:
     """The eight properties."""
     samples = tuple(draw())
     half = len(samples) // 2
@@ -106,46 +104,23 @@ def cases() -> dict[str, Case]:
     }
 
 
-# A promise is the weight of each token of sample i in the loss Σ_i weight_i Σ_t −log p(token t).
-Weights = list[float]
+CASES = all_cases()
 
-
-def token_mean(samples: Sequence[Sample]) -> Weights:
-    count = sum(one.count for one in samples)
-    return [one.scored / count for one in samples]
-
-
-def pair_mean(samples: Sequence[Sample]) -> Weights:
-    """DPO where policy and reference are equal: −log σ has the slope ½ there."""
-    each = BETA / 2 / (len(samples) // 2)
-    return [each * (1 if one.reward > 0 else -1) for one in samples]
-
-
-def advantage_token_mean(samples: Sequence[Sample]) -> Weights:
-    each = token_mean(samples)
-    return [one.advantage * weight for one, weight in zip(samples, each, strict=True)]
-
-
-def advantage_sequence_mean(samples: Sequence[Sample]) -> Weights:
-    return [one.advantage * one.scored / (len(samples) * len(one.completion)) for one in samples]
-
-
-def advantage_constant(samples: Sequence[Sample]) -> Weights:
-    return [one.advantage * one.scored / (len(samples) * LONGEST) for one in samples]
-
-
-PROMISES: dict[str, Callable[[Sequence[Sample]], Weights]] = {
-    "token mean": token_mean,
-    "pair mean": pair_mean,
-    "A × token mean": advantage_token_mean,
-    "A × sequence mean": advantage_sequence_mean,
-    "A × constant": advantage_constant,
+# A promise is the weight of each scored token of a sample, among n samples with `tokens` scored
+# tokens, in the loss Σ weight · −log p(token). In DPO, −log σ has the slope ½ where policy and
+# reference are equal, as they are here, and n samples are n/2 pairs.
+PROMISES: dict[str, Callable[[Sample, int, int], float]] = {
+    "token mean": lambda one, n, tokens: 1 / tokens,
+    "pair mean": lambda one, n, tokens: BETA / n * (1 if one.reward > 0 else -1),
+    "A × token mean": lambda one, n, tokens: one.reward / tokens,
+    "A × sequence mean": lambda one, n, tokens: one.reward / n / len(one.completion),
+    "A × constant": lambda one, n, tokens: one.reward / n / LONGEST,
 }
 
 
 def wanted(case: Case, promise: str) -> dict[str, list[tuple[Sample, float]]]:
     """The weighted samples of the promise, and of the two usual means of means."""
-    weigh, ranks = PROMISES[promise], case.window()
+    ranks = case.window()
     groups = {
         "wanted": [[one for of_rank in ranks for batch in of_rank for one in batch]],
         "mean of rank means": [[one for batch in of_rank for one in batch] for of_rank in ranks],
@@ -153,10 +128,10 @@ def wanted(case: Case, promise: str) -> dict[str, list[tuple[Sample, float]]]:
     }
     return {
         name: [
-            (one, weight / len(of))
+            (one, PROMISES[promise](one, len(group), sum(each.count for each in group)) / len(of))
             for group in of
-            if any(one.scored for one in group)
-            for one, weight in zip(group, weigh(group), strict=True)
+            for one in group
+            if one.scored
         ]
         for name, of in groups.items()
     }

@@ -1,8 +1,7 @@
 """Ignite; torchtune's recipe and Axolotl's loss, with stubs for what is around them."""
 
-import importlib.util
+import runpy
 from importlib.metadata import distribution
-from types import ModuleType
 from unittest import mock
 
 import torch
@@ -10,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import hugging_face
 from cases import Case
+from hugging_face import trainer
 from plain import wrapped
 from tiny import IGNORED, Watched, collate, losses, model
 
@@ -63,19 +62,12 @@ def torchtune_recipe(case: Case, rank: int) -> list[Tensor]:
         total_epochs=1,
         global_step=0,
     )
-    recipes = recipe_file("torchtune", "recipes/full_finetune_distributed.py")
+    file = distribution("torchtune").locate_file("recipes/full_finetune_distributed.py")
+    train = runpy.run_path(str(file))["FullFinetuneRecipeDistributed"].train
     # It empties a GPU's cache, which torch 2.13 has not on the CPU.
-    with mock.patch.object(recipes.training, "cleanup_before_training"):
-        recipes.FullFinetuneRecipeDistributed.train(recipe)
+    with mock.patch("torchtune.training.cleanup_before_training"):
+        train(recipe)
     return optimizer.judged(case)
-
-
-def recipe_file(name: str, path: str) -> ModuleType:
-    """A file of a distribution that is no module of a package."""
-    spec = importlib.util.spec_from_file_location("recipe", distribution(name).locate_file(path))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def axolotl_loss(case: Case, rank: int) -> list[Tensor]:
@@ -83,15 +75,9 @@ def axolotl_loss(case: Case, rank: int) -> list[Tensor]:
     from axolotl.monkeypatch.loss.chunked import get_causal_lm_loss
 
     torch._dynamo.config.disable = True
-    loss = get_causal_lm_loss(CHUNKS)
-
-    def patched() -> nn.Module:
-        net = model()
-        net.loss_function = loss
-        return net
-
-    with mock.patch.object(hugging_face, "model", patched):
-        return hugging_face.trainer(case, rank, average=True)
+    net = model()
+    net.loss_function = get_causal_lm_loss(CHUNKS)
+    return trainer(case, rank, True, net)
 
 
 def ignite_trainer(case: Case, rank: int) -> list[Tensor]:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -30,8 +30,8 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
     }
 
 
-def trainer(case: Case, rank: int, average: bool) -> list[Tensor]:
-    net = model()
+def trainer(case: Case, rank: int, average: bool, net: nn.Module | None = None) -> list[Tensor]:
+    net = net or model()
     optimizer = Watched(net)
     with tempfile.TemporaryDirectory() as folder:
         given = TrainingArguments(

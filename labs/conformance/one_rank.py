@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cases import cases, wanted
+from cases import CASES, wanted
 from labkit.launch.lab import leave_group
 from tiny import gradient_of
 from trainers import TRAINERS
@@ -26,7 +26,7 @@ RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 
 def cell(name: str, property_: str, stem: Path) -> None:
-    trainer, case = TRAINERS[name], cases()[property_]
+    trainer, case = TRAINERS[name], CASES[property_]
     if RANK == 0:
         relatives = wanted(case, trainer.promise)
         found = {of: gradient_of(weighted) for of, weighted in relatives.items()}

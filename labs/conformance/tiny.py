@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cases import EOS, PAD, VOCABULARY, Case, Sample
@@ -33,20 +34,15 @@ def model() -> LlamaForCausalLM:
 
 def collate(samples: Sequence[Sample], pad: int = 0) -> dict[str, Tensor]:
     """A right-padded batch (B, T); labels are -100 but for the tokens that are scored."""
-    longest = max(len(one.prompt) + len(one.completion) for one in samples)
-    width = -(-longest // pad) * pad if pad else longest
-    batch = {
-        "input_ids": torch.full((len(samples), width), PAD),
-        "attention_mask": torch.zeros(len(samples), width, dtype=torch.long),
-        "labels": torch.full((len(samples), width), IGNORED),
-    }
-    for row, one in enumerate(samples):
-        tokens = torch.tensor([*one.prompt, *one.completion])
-        batch["input_ids"][row, : len(tokens)] = tokens
-        batch["attention_mask"][row, : len(tokens)] = 1
-        if one.scored:
-            batch["labels"][row, len(one.prompt) : len(tokens)] = tokens[len(one.prompt) :]
-    return batch
+    tokens = [torch.tensor([*one.prompt, *one.completion]) for one in samples]
+    labels = [of.clone() for of in tokens]
+    for of, one in zip(labels, samples, strict=True):
+        of[: len(one.prompt) if one.scored else None] = IGNORED
+    width = max(map(len, tokens))
+    more = (0, -width % pad if pad else 0)
+    inputs = F.pad(pad_sequence(tokens, True, PAD), more, value=PAD)
+    wanted = F.pad(pad_sequence(labels, True, IGNORED), more, value=IGNORED)
+    return {"input_ids": inputs, "attention_mask": (inputs != PAD).long(), "labels": wanted}
 
 
 def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

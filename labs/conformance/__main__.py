@@ -35,7 +35,6 @@ from labkit.launch.arguments import parse_arguments
 from labkit.launch.scripts import ScriptError, run_script
 from trainers import TRAINERS, version
 
-NOT = "–"
 SECONDS = 60  # for the imports of a job, and 20 more per cell
 
 
@@ -140,16 +139,13 @@ def judge(key: Key, folder: Path, failures: dict[Key, str]) -> Cell:
         factor = named(ratio, case)
         return Cell(factor, f"{first.comparison}, factor {factor}")
     if first.kind != "direction bug":
-        return Cell(first.kind, first.kind)
-    detail = str(first.comparison)
-    for name, one in relatives.items():
-        relative = verdicts(found, one)[0]
-        if relative.kind in ("right", "scale bug") and "mean" not in detail:
-            times = (
-                "" if relative.kind == "right" else f"{named(relative.comparison.ratio, case)} × "
-            )
-            detail = f"{first.comparison}: {times}{name}"
-    return Cell(f"{ratio:.2f} ∠ {cosine:.3f}", detail)
+        return Cell(first.kind)
+    related = (
+        f": {named(relative.comparison.ratio, case)} × {name}"
+        for name, one in relatives.items()
+        if (relative := verdicts(found, one)[0]).kind in ("right", "scale bug")
+    )
+    return Cell(f"{ratio:.2f} ∠ {cosine:.3f}", f"{first.comparison}{next(related, '')}")
 
 
 def named(ratio: float, case: Case) -> str:
@@ -164,19 +160,16 @@ def report(trainers: Sequence[str], properties: Sequence[str], judged: dict[Key,
     rows, details, used = [], [], ["torch"]
     for name in trainers:
         trainer = TRAINERS[name]
-        cells = [judged.get((name, one), Cell(NOT)) for one in properties]
-        promise = trainer.promise
-        if missing := trainer.missing():
-            promise = f"not installed: pip install {' '.join(missing)}"
+        cells = [judged.get((name, one), Cell("–")) for one in properties]
+        missing = " ".join(trainer.missing())
+        promise = f"not installed: pip install {missing}" if missing else trainer.promise
         rows.append([name, promise, *(cell.text for cell in cells)])
         for one, cell in zip(properties, cells, strict=True):
             if cell.detail:
                 details.append([name, one, " ".join(cell.detail.split())[:90]])
         used += [one for one in trainer.needs if version(one)]
-    parts = [
-        ", ".join(f"{one} {version(one)}" for one in dict.fromkeys(used)),
-        table(["trainer", "promises", *properties], rows),
-    ]
+    versions = ", ".join(f"{one} {version(one)}" for one in dict.fromkeys(used))
+    parts = [versions, table(["trainer", "promises", *properties], rows)]
     if details:
         parts.append(table(["trainer", "property", "measured"], details))
     return "\n\n".join(parts)

@@ -55,18 +55,20 @@ class Case(NamedTuple):
             for j in range(rank, len(self.samples) // self.size, self.world)
         ]
 
-    def window(self) -> list[list[tuple[Sample, ...]]]:
-        """[rank][micro-batch] of the judged step."""
-        start = self.judged * self.steps
+    def window(self, number: int) -> list[list[tuple[Sample, ...]]]:
+        """[rank][micro-batch] of one step."""
+        start = number * self.steps
         return [self.batches(rank)[start : start + self.steps] for rank in range(self.world)]
+
+    def tokens(self, number: int) -> int:
+        """How many tokens are scored in one step, on all ranks."""
+        return sum(one.count for rank in self.window(number) for batch in rank for one in batch)
 
     def factors(self) -> dict[str, float]:
         """What a ratio may be called besides W, K, and their products."""
-        taken = len(self.window()[0])
-        tokens = sum(one.count for of_rank in self.window() for batch in of_rank for one in batch)
-        everything = sum(one.count for one in self.samples)
-        share = tokens / everything
-        names = {"k": float(taken), "k/K": taken / self.steps, "1/G": 1 / self.generated}
+        taken = len(self.window(self.judged)[0])
+        share = self.tokens(self.judged) / sum(one.count for one in self.samples)
+        names = {"1": 1.0, "k": float(taken), "k/K": taken / self.steps, "1/G": 1 / self.generated}
         return names | {"N/N_G": share, "G·N/N_G": self.generated * share}
 
 
@@ -120,7 +122,7 @@ PROMISES: dict[str, Callable[[Sample, int, int], float]] = {
 
 def wanted(case: Case, promise: str) -> dict[str, list[tuple[Sample, float]]]:
     """The weighted samples of the promise, and of the two usual means of means."""
-    ranks = case.window()
+    ranks = case.window(case.judged)
     groups = {
         "wanted": [[one for of_rank in ranks for batch in of_rank for one in batch]],
         "mean of rank means": [[one for batch in of_rank for one in batch] for of_rank in ranks],

@@ -1,5 +1,6 @@
-"""Ignite; torchtune's recipe and Axolotl's loss, with stubs for what is around them."""
+"""torchtune's recipe and Axolotl's loss, without what is around them."""
 
+import importlib
 import runpy
 from importlib.metadata import distribution
 from unittest import mock
@@ -11,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cases import Case
 from hugging_face import trainer
-from plain import wrapped
-from tiny import IGNORED, Watched, collate, losses, model
+from tiny import IGNORED, Watched, collate, model
 
 CHUNKS = 8  # of the logits, along the tokens
 
@@ -46,21 +46,16 @@ def torchtune_recipe(case: Case, rank: int) -> list[Tensor]:
     recipe = mock.MagicMock(
         _model=net,
         _optimizer=optimizer,
-        _optimizer_in_bwd=False,
         _dataloader=loader,
         _loss_fn=CEWithChunkedOutputLoss(CHUNKS),
         _device=torch.device("cpu"),
         ignore_labels_cache=torch.full((case.size, 1), IGNORED),
         _gradient_accumulation_steps=case.steps,
-        max_steps_per_epoch=None,
-        _clip_grad_norm=None,
-        _lr_scheduler=None,
-        _log_every_n_steps=10**9,
-        _is_rank_zero=False,
         world_size=case.world,
-        epochs_run=0,
         total_epochs=1,
-        global_step=0,
+        _log_every_n_steps=10**9,
+        **dict.fromkeys(("max_steps_per_epoch", "_clip_grad_norm", "_lr_scheduler")),
+        **dict.fromkeys(("_optimizer_in_bwd", "_is_rank_zero", "epochs_run", "global_step"), 0),
     )
     file = distribution("torchtune").locate_file("recipes/full_finetune_distributed.py")
     train = runpy.run_path(str(file))["FullFinetuneRecipeDistributed"].train
@@ -72,27 +67,9 @@ def torchtune_recipe(case: Case, rank: int) -> list[Tensor]:
 
 def axolotl_loss(case: Case, rank: int) -> list[Tensor]:
     """transformers' Trainer with Axolotl's chunked cross-entropy, which is not compiled here."""
-    from axolotl.monkeypatch.loss.chunked import get_causal_lm_loss
-
+    # Its requirements name another transformers, so it is in no extra of this project.
+    chunked = importlib.import_module("axolotl.monkeypatch.loss.chunked")
     torch._dynamo.config.disable = True
     net = model()
-    net.loss_function = get_causal_lm_loss(CHUNKS)
+    net.loss_function = chunked.get_causal_lm_loss(CHUNKS)
     return trainer(case, rank, True, net)
-
-
-def ignite_trainer(case: Case, rank: int) -> list[Tensor]:
-    """create_supervised_trainer with the mean loss of the batch."""
-    from ignite.engine import create_supervised_trainer
-
-    net = wrapped(case)
-    optimizer = Watched(net)
-    batches = [collate(batch, case.pad) for batch in case.batches(rank)]
-    create_supervised_trainer(
-        net,
-        optimizer,
-        lambda each, labels: each.sum() / (labels != IGNORED).sum(),
-        model_fn=losses,
-        prepare_batch=lambda batch, **_: (batch, batch["labels"]),
-        gradient_accumulation_steps=case.steps,
-    ).run(batches)
-    return optimizer.judged(case)

@@ -21,6 +21,7 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
         "per_device_train_batch_size": case.size,
         "gradient_accumulation_steps": case.steps,
         "num_train_epochs": 1,
+        "train_sampling_strategy": "sequential",
         "max_grad_norm": 0,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -34,11 +35,7 @@ def trainer(case: Case, rank: int, average: bool, net: nn.Module | None = None) 
     net = net or model()
     optimizer = Watched(net)
     with tempfile.TemporaryDirectory() as folder:
-        given = TrainingArguments(
-            **arguments(case, folder),
-            average_tokens_across_devices=average,
-            train_sampling_strategy="sequential",
-        )
+        given = TrainingArguments(**arguments(case, folder), average_tokens_across_devices=average)
         Trainer(
             net,
             given,

@@ -8,37 +8,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from cases import Case
-from tiny import IGNORED, Watched, collate, losses, model
-
-Batch = dict[str, Tensor]
-
-
-def loss_of(net: Any, batch: Batch, case: Case, i: int, counted: bool) -> Tensor:
-    """The batch's mean; or its sum × W × K / N, where N counts the window of micro-batch i."""
-    total = losses(net, batch).sum()
-    if not counted:
-        return total / (batch["labels"] != IGNORED).sum()
-    start = i // case.steps * case.steps
-    taken = [case.batches(rank)[start : start + case.steps] for rank in range(case.world)]
-    tokens = sum(one.count for of_rank in taken for samples in of_rank for one in samples)
-    return total * case.world * case.steps / tokens
+from tiny import Watched, collate, losses, model
 
 
 class Module(LightningModule):
-    def __init__(self, case: Case, counted: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net, self.case, self.counted = model(), case, counted
+        self.net = model()
         self.watched = Watched(self.net)
 
     def configure_optimizers(self) -> Watched:
         return self.watched
 
-    def training_step(self, batch: Batch, i: int) -> Tensor:
-        return loss_of(self.net, batch, self.case, i, self.counted)
+    def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
+        return losses(self.net, batch).sum() * batch["scale"]
 
 
 def trainer(case: Case, rank: int, counted: bool) -> list[Tensor]:
-    module = Module(case, counted)
+    module = Module()
     Trainer(
         accelerator="cpu",
         devices=case.world,
@@ -50,7 +37,7 @@ def trainer(case: Case, rank: int, counted: bool) -> list[Tensor]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(module, own_batches(case, rank))
+    ).fit(module, own_batches(case, rank, counted))
     return module.watched.judged(case)
 
 
@@ -62,12 +49,11 @@ def fabric(case: Case, rank: int, counted: bool) -> list[Tensor]:
     net = model()
     watched = Watched(net)
     net, optimizer = fabric.setup(net, watched)
-    loader = fabric.setup_dataloaders(own_batches(case, rank), use_distributed_sampler=False)
-    batches = len(loader)
+    loader = own_batches(case, rank, counted)
     for i, batch in enumerate(loader):
-        accumulating = (i + 1) % case.steps != 0 and i + 1 < batches
+        accumulating = (i + 1) % case.steps != 0 and i + 1 < len(loader)
         with fabric.no_backward_sync(net, enabled=accumulating):
-            loss = loss_of(net, batch, case, i, counted)
+            loss = losses(net, batch).sum() * batch["scale"]
             fabric.backward(loss / case.steps if counted else loss)
         if not accumulating:
             optimizer.step()
@@ -75,5 +61,11 @@ def fabric(case: Case, rank: int, counted: bool) -> list[Tensor]:
     return watched.judged(case)
 
 
-def own_batches(case: Case, rank: int) -> DataLoader:
-    return DataLoader([collate(batch, case.pad) for batch in case.batches(rank)], batch_size=None)
+def own_batches(case: Case, rank: int, counted: bool) -> DataLoader:
+    """Batches with a `scale` for summed losses: 1 / own tokens, or W × K / tokens of the step."""
+    batches = []
+    for i, samples in enumerate(case.batches(rank)):
+        factor = case.world * case.steps / case.tokens(i // case.steps)
+        own = 1 / max(1, sum(one.count for one in samples))
+        batches.append(collate(samples, case.pad) | {"scale": factor if counted else own})
+    return DataLoader(batches, batch_size=None)

@@ -1,4 +1,4 @@
-"""One rank of a job of `__main__.py`: calls adapters, and writes what their optimizers got.
+"""One rank of a job: calls adapters, and writes what their optimizers got.
 
     python labs/conformance/one_rank.py FOLDER [NUMBER TRAINER PROPERTY]…
 

@@ -33,18 +33,15 @@ def text(tokens: tuple[int, ...]) -> str:
     return " ".join(WORDS[token] for token in tokens)
 
 
-def run(trainer: type, config: type, case: Case, settings: dict[str, Any], **parts: Any) -> Any:
+def run(kind: str, case: Case, settings: dict[str, Any], **parts: Any) -> list[Tensor]:
+    """Train with the trainer and the configuration of this kind. `parts` go to the trainer."""
     net = parts.pop("model", None) or model()
     optimizer = Watched(net)
+    given = {"bf16": False, "gradient_checkpointing": False, "pad_to_multiple_of": case.pad or None}
     with tempfile.TemporaryDirectory() as folder:
-        given = arguments(case, folder) | {"bf16": False, "gradient_checkpointing": False}
-        trainer(
-            model=net,
-            args=config(**(given | settings)),
-            processing_class=tokenizer(),
-            optimizers=(optimizer, None),
-            **parts,
-        ).train()
+        config = getattr(trl, f"{kind}Config")(**arguments(case, folder) | given | settings)
+        parts |= {"processing_class": tokenizer(), "optimizers": (optimizer, None)}
+        getattr(trl, f"{kind}Trainer")(net, args=config, **parts).train()
     return optimizer.judged(case)
 
 
@@ -53,13 +50,8 @@ def sft(case: Case, rank: int) -> list[Tensor]:
     batches = [collate([one]) for one in case.samples]
     columns = ("input_ids", "labels")
     rows = [{name: batch[name][0].tolist() for name in columns} for batch in batches]
-    settings = {
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "pad_to_multiple_of": case.pad or None,
-        "train_sampling_strategy": "sequential",
-    }
-    data = Dataset.from_list(rows)
-    return run(trl.SFTTrainer, trl.SFTConfig, case, settings, train_dataset=data)
+    settings = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    return run("SFT", case, settings, train_dataset=Dataset.from_list(rows))
 
 
 def dpo(case: Case, rank: int) -> list[Tensor]:
@@ -73,14 +65,9 @@ def dpo(case: Case, rank: int) -> list[Tensor]:
         }
         for chosen, rejected in pairs
     ]
-    settings = {
-        "per_device_train_batch_size": case.size // 2,
-        "beta": BETA,
-        "pad_to_multiple_of": case.pad or None,
-        "train_sampling_strategy": "sequential",
-    }
+    settings = {"per_device_train_batch_size": case.size // 2, "beta": BETA}
     parts = {"train_dataset": Dataset.from_list(rows), "ref_model": model()}
-    return run(trl.DPOTrainer, trl.DPOConfig, case, settings, **parts)
+    return run("DPO", case, settings, **parts)
 
 
 def grpo(case: Case, rank: int, loss_type: str) -> list[Tensor]:
@@ -103,7 +90,6 @@ def grpo(case: Case, rank: int, loss_type: str) -> list[Tensor]:
         "scale_rewards": "none",
         "beta": 0.0,
         "shuffle_dataset": False,
-        "pad_to_multiple_of": case.pad or None,
     }
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -112,7 +98,7 @@ def grpo(case: Case, rank: int, loss_type: str) -> list[Tensor]:
 
     data = Dataset.from_list([{"prompt": text(one.prompt)} for one in dealt[::2]])
     parts = {"model": net, "train_dataset": data, "reward_funcs": reward}
-    return run(trl.GRPOTrainer, trl.GRPOConfig, case, settings, **parts)
+    return run("GRPO", case, settings, **parts)
 
 
 def completed(samples: tuple[Sample, ...], input_ids: Tensor, **_: Any) -> Tensor:

@@ -1,0 +1,52 @@
+"""labs/conformance on the trainers that the book itself requires."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from in_process import run_in_process
+
+from labkit.launch.scripts import ScriptError, project_root
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The first table's cells, by trainer, without what is promised."""
+    lines = [re.split(r"  +", line) for line in text.split("\n\n")[1].splitlines()]
+    return {name: cells for name, _, *cells in lines[2:]}
+
+
+def test_the_right_loops_are_equal_and_the_wrong_ones_are_not():
+    names = ["plain", "plain-wrong", "transformers", "transformers-per-rank"]
+    ended = run_in_process(
+        "labs/conformance", "--trainers", *names, "--properties", "WxK", "empty-rank"
+    )
+    assert ended.code == 0, ended.stderr
+    assert rows(ended.stdout) == {
+        "plain": ["equal", "equal"],
+        "plain-wrong": ["1.48 ∠ 0.827", "1/W"],
+        "transformers": ["equal", "equal"],
+        "transformers-per-rank": ["1.04 ∠ 0.967", "1/W"],
+    }
+    assert "0.8272: 1 × mean of micro-batch means" in ended.stdout
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_cell_that_fails_is_named_and_the_cells_after_it_run(tmp_path, monkeypatch, hangs):
+    lab = runpy.run_path(str(project_root() / "labs/conformance"), run_name="lab")
+    job = [("plain", "W"), ("plain", "padding"), ("plain", "order")]
+    stems = [lab["stem"](key) for key in job]
+
+    def second_fails(_: str, folder: Path, *words: str, **__: object) -> None:
+        for stem in words[::3]:
+            if stem == stems[1]:
+                if not hangs:
+                    (folder / f"{stem}.1.error").write_text("ValueError: no")
+                raise ScriptError("", "", None if hangs else 1)
+            for rank in range(2):
+                (folder / f"{stem}.{rank}.pt").touch()
+
+    monkeypatch.setitem(lab["run_job"].__globals__, "run_script", second_fails)
+    failures = lab["run_job"](job, 2, tmp_path)
+    assert failures == {job[1]: "hangs" if hangs else "ValueError: no"}
+    assert (tmp_path / f"{stems[2]}.1.pt").exists()

@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 def model() -> LlamaForCausalLM:
-    """About 5,000 parameters in float32, the same on every rank and in every run."""
+    """About 4,000 parameters in float32, the same on every rank and in every run."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

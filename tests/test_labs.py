@@ -147,6 +147,7 @@ TWO_ARE_OFF = f"""{FINISH}
                 if type(self.averager) is Bucketed:  # the last bit of one number
                     weight.view(-1)[0].mul_(1 + 2**-23 * dist.get_rank())
 """
+MESH = "from miniddp.collectives.mesh import Mesh\n"
 WHOLE_STEP = "whole-step does not give the gradient of the full batch"
 APART = "accumulated and distributed gradients do not agree"
 
@@ -220,6 +221,12 @@ BROKEN = {
         ("--fix", "none"),
         r"Not every number is the one that the pull request printed.\n\nThe fixed replicas diverge",
     ),
+    "gradients that are not summed": (
+        "over_which_group",
+        [(MESH, MESH + "Mesh.add_up = lambda *_: None\n")],
+        ("--mesh", "context"),
+        "not as expected: context: the rule",
+    ),
     "a fix that is missing": (
         "accumulate_vs_ddp_lightning",
         [('"both-fixed": (False, True)', '"both-fixed": (True, True)')],
@@ -238,7 +245,7 @@ def test_a_lab_fails_if_its_numbers_do_not_agree_or_are_no_numbers(fault, lab_of
         assert right in text
         text = text.replace(right, broken)
     lab_of_ones_own(script, text)
-    ranks = None if script == LIGHTNING else 2
+    ranks = {"over_which_group": 4, "accumulate_vs_ddp_lightning": None}.get(lab, 2)
     with pytest.raises(ScriptError, match=said):
         run_script(script, *arguments, ranks=ranks)
 

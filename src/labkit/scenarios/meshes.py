@@ -5,9 +5,9 @@
 
     print(ways_table(judge(run_ranks(on_this_rank, 4))))
 
-A program has the loss of one rank and says which parameters are sharded. `gradients` follows one
-rule for all programs: divide by the tokens of the step, then add up each parameter's gradient along
-every dimension in which it has copies. A wrong way differs from the rule in one field.
+A program has the loss of one rank and says which parameters are sharded. One rule serves all of
+them: divide by the tokens of the step, then add up each parameter's gradient along every dimension
+in which it has copies. A wrong way differs from the rule in one field.
 
 A mesh is any object with the methods of `Grid`, such as `miniddp.collectives.mesh.Mesh`.
 """
@@ -56,9 +56,8 @@ class Program(NamedTuple):
         loss: the summed loss of a rank, from its parameters and one (part of a) sequence. A term
             that several ranks compute is divided by their number.
         sharded: parameter → (mesh dimension, tensor dimension).
-        counted: the dimensions along which token counts are added. By the rule: `split`.
-        summed: parameter → the dimensions along which its gradient is added, where they are not the
-            rule's: all except the one that shards it.
+        counted: the dimensions along which token counts are added.
+        summed: parameter → the dimensions along which its gradient is added.
         scaled: parameter → a factor on its gradient, which the rule does not have.
     """
 
@@ -66,10 +65,25 @@ class Program(NamedTuple):
     split: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
     loss: Loss
-    sharded: Mapping[str, tuple[str, int]] = {}
-    counted: tuple[str, ...] | None = None
-    summed: Mapping[str, tuple[str, ...]] = {}
+    sharded: Mapping[str, tuple[str, int]]
+    counted: tuple[str, ...]
+    summed: Mapping[str, tuple[str, ...]]
     scaled: Mapping[str, float] = {}
+
+
+def by_the_rule(
+    dimensions: tuple[str, str],
+    split: tuple[str, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    loss: Loss,
+    sharded: Mapping[str, tuple[str, int]],
+) -> Program:
+    """Count tokens where they differ; add up along every dimension that does not shard."""
+    summed = {}
+    for name in shapes:
+        shards_it, _ = sharded.get(name, (None, None))
+        summed[name] = tuple(d for d in dimensions if d != shards_it)
+    return Program(dimensions, split, shapes, loss, sharded, counted=split, summed=summed)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -83,38 +97,47 @@ def batch() -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
+def gradients(program: Program, mesh: Grid) -> dict[str, Tensor]:
+    """The combined gradients that this rank holds."""
+    inputs, targets = own_tokens(program, mesh)
+    count = (targets != IGNORED).sum().float()
+    for dimension in program.counted:
+        count = mesh.sum(count, dimension)
+
+    own = own_parameters(program, mesh)
+    for sequence, wanted in zip(inputs, targets, strict=True):
+        (program.loss(own, sequence, wanted, mesh) / count).backward()
+
+    for name, parameter in own.items():
+        mesh.add_up(parameter.grad, program.summed[name])
+        parameter.grad *= program.scaled.get(name, 1)
+    return {name: parameter.grad for name, parameter in own.items()}
+
+
+def own_tokens(program: Program, mesh: Grid) -> tuple[Tensor, Tensor]:
+    """This rank's part of the batch: whole sequences, or halves of them."""
+    inputs, targets = batch()
+    for axis, dimension in enumerate(program.split):
+        own = mesh.index(dimension)
+        inputs, targets = (t.chunk(mesh.size(dimension), axis)[own] for t in (inputs, targets))
+    return inputs, targets
+
+
+def own_parameters(program: Program, mesh: Grid) -> dict[str, Tensor]:
+    """This rank's shards and copies; their gradients are zero, not None."""
+    own = {}
+    for name, part in shards(program, parameters(program), mesh).items():
+        own[name] = part.clone().requires_grad_()
+        own[name].grad = torch.zeros_like(part)
+    return own
+
+
 def shards(program: Program, whole: Parameters, mesh: Grid) -> dict[str, Tensor]:
     """What one rank holds of parameters or of their gradients."""
     held = dict(whole)
     for name, (dimension, axis) in program.sharded.items():
         held[name] = whole[name].chunk(mesh.size(dimension), axis)[mesh.index(dimension)]
     return held
-
-
-def gradients(program: Program, mesh: Grid) -> dict[str, Tensor]:
-    """The combined gradients that this rank holds, by the rule or as `program` deviates from it."""
-    inputs, targets = batch()
-    for axis, dimension in enumerate(program.split):
-        own = mesh.index(dimension)
-        inputs, targets = (t.chunk(mesh.size(dimension), axis)[own] for t in (inputs, targets))
-    count = (targets != IGNORED).sum().float()
-    for dimension in program.split if program.counted is None else program.counted:
-        count = mesh.sum(count, dimension)
-
-    whole = parameters(program)
-    own_parameters = {
-        name: part.clone().requires_grad_() for name, part in shards(program, whole, mesh).items()
-    }
-    for one, wanted in zip(inputs, targets, strict=True):
-        (program.loss(own_parameters, one, wanted, mesh) / count).backward()
-
-    found = {}
-    for name, parameter in own_parameters.items():
-        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        copies = [d for d in program.dimensions if d != program.sharded.get(name, ("",))[0]]
-        mesh.add_up(found[name], program.summed.get(name, copies))
-        found[name] *= program.scaled.get(name, 1)
-    return found
 
 
 def parameters(program: Program) -> dict[str, Tensor]:
@@ -148,7 +171,7 @@ MLP = {
     "down": (CLASSES, HIDDEN),
     "down_bias": (CLASSES,),
 }
-TENSOR = Program(
+TENSOR = by_the_rule(
     ("data", "tensor"),
     ("data",),
     MLP,
@@ -195,11 +218,12 @@ def count_overwritten(p: Parameters, x: Tensor, targets: Tensor, mesh: Grid) -> 
     return attention_loss(p, x, targets, mesh) / (targets != IGNORED).sum() * own
 
 
-CONTEXT = Program(
+CONTEXT = by_the_rule(
     ("data", "context"),
     ("data", "context"),
     {**dict.fromkeys(("query", "key", "value"), (WIDTH, WIDTH)), "out": (WIDTH, CLASSES)},
     attention_loss,
+    {},
 )
 
 
@@ -244,7 +268,7 @@ def zero_only_in_forward(p: Parameters, x: Tensor, targets: Tensor, mesh: Grid) 
     return F.cross_entropy(own, targets, reduction="sum")
 
 
-EXPERT = Program(
+EXPERT = by_the_rule(
     ("data", "expert"),
     ("data", "expert"),
     {"router": (WIDTH, 2), "up": (2, WIDTH, HIDDEN), "down": (2, HIDDEN, CLASSES)},
@@ -261,7 +285,7 @@ def sharded_loss(p: Parameters, x: Tensor, targets: Tensor, mesh: Grid) -> Tenso
     return mlp_loss({name: mesh.gather(p[name], "shard") for name in p}, x, targets, mesh)
 
 
-HSDP = Program(
+HSDP = by_the_rule(
     ("replica", "shard"),
     ("replica", "shard"),
     MLP,
@@ -287,7 +311,7 @@ def pipeline_loss(p: Parameters, x: Tensor, targets: Tensor, mesh: Grid) -> Tens
     return total
 
 
-PIPELINE = Program(
+PIPELINE = by_the_rule(
     ("data", "stage"),
     ("data",),
     {"tied": (WIDTH, HIDDEN), "layers": (2, HIDDEN, HIDDEN)},
@@ -306,7 +330,8 @@ def times(program: Program, factor: float, *names: str) -> Program:
 
 def summed(program: Program, along: Iterable[str], *names: str) -> Program:
     """The program that adds up the gradients of these parameters, or of all, along `along`."""
-    return program._replace(summed=dict.fromkeys(names or program.shapes, tuple(along)))
+    changed = dict.fromkeys(names or program.shapes, tuple(along))
+    return program._replace(summed={**program.summed, **changed})
 
 
 WAYS: dict[str, dict[str, Program]] = {

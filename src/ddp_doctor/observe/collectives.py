@@ -26,45 +26,50 @@ def install(recorder: Recorder, patches: Patches) -> None:
     moment = [0, 0]  # as of this step and this backward
 
     def enter(name: str) -> Any:
-        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+            """Returns what the process was doing: a wrapper's backward goes on doing it."""
             depth[0] += 1
             if depth[0] > 1:
                 return None
             recorder.open()
+            doing = session.journal.text if session.journal is not None else None
             at = place(sys._getframe(1))
             tensor = _tensor(args, kwargs)
             shape = "" if tensor is None else f" of shape {list(tensor.shape)}"
             session.doing(f"{name}{shape} at {at}")
             recorder.collective_counts[name] = recorder.collective_counts.get(name, 0) + 1
-            if not recorder.on:
-                return None
-            room = len(recorder.window["collectives"]) < MAX_PER_WINDOW
-            reduces = name in REDUCTIONS and recorder.expects_own_reduction()
-            what = _what(tensor) if tensor is not None and (room or reduces) else {}
-            if reduces and what.get("what") in ("gradient", "flat"):
-                recorder.before_own_reduction(what.get("optimizer"), what.get("name", ""))
-            if not room:
-                return None
-            fact: dict[str, Any] = {"op": name, "place": at}
-            operator = kwargs.get("op", args[1] if name == "all_reduce" and len(args) > 1 else None)
-            if name == "all_reduce":
-                fact["reduce"] = "sum" if operator is None else str(operator).split(".")[-1].lower()
-            if tensor is not None:
-                fact |= {"shape": list(tensor.shape)[:6], "numel": tensor.numel()}
-                fact |= what
-            fact["backwards"] = recorder.so_far()
-            fact["through_autograd"] = _in_autograd_function()
-            if fact.get("what") == "loss" and tensor is not None and tensor.grad_fn is not None:
-                recorder.mark_reduced_loss(tensor.grad_fn, fact)
-            recorder.window["collectives"].append(fact)
-            return None
+            if recorder.on:
+                operator = kwargs.get("op", args[1] if len(args) > 1 else None)
+                note(name, at, tensor, operator)
+            return doing
 
         return before
 
-    def leave(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(name: str, at: str, tensor: Tensor | None, operator: Any) -> None:
+        room = len(recorder.window["collectives"]) < MAX_PER_WINDOW
+        reduces = name in REDUCTIONS and recorder.expects_own_reduction()
+        what = _what(tensor) if tensor is not None and (room or reduces) else {}
+        if reduces and what.get("what") in ("gradient", "flat"):
+            recorder.before_own_reduction(what.get("optimizer"), what.get("name", ""))
+        if not room:
+            return
+        fact: dict[str, Any] = {"op": name, "place": at}
+        if name == "all_reduce":
+            fact["reduce"] = "sum" if operator is None else str(operator).split(".")[-1].lower()
+        if tensor is not None:
+            fact |= {"shape": list(tensor.shape)[:6], "numel": tensor.numel()} | what
+        fact["backwards"] = recorder.so_far()
+        fact["through_autograd"] = _in_autograd_function()
+        if fact.get("what") == "loss" and tensor is not None and tensor.grad_fn is not None:
+            recorder.mark_reduced_loss(tensor.grad_fn, fact)
+        recorder.window["collectives"].append(fact)
+
+    def leave(
+        doing: str | None, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         depth[0] -= 1
         if depth[0] == 0:
-            session.doing("running")
+            session.doing(doing or "running")
 
     def abandoned(error: BaseException) -> None:
         depth[0] = max(0, depth[0] - 1)
@@ -133,7 +138,7 @@ def _tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 def _in_autograd_function() -> bool:
     """Whether a caller is the forward or the backward of an autograd Function."""
-    frame: Any = sys._getframe(3)
+    frame: Any = sys._getframe(4)
     for _ in range(12):
         if frame is None:
             return False

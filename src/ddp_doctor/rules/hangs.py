@@ -18,7 +18,7 @@ def _doing(rank: Rank) -> tuple[str, str]:
     if stuck and (text == "ended" or not text):
         text = str(stuck[-1]["doing"])
     if rank.error and text == "ended":
-        text = f"{_last_call(rank)} at {rank.error['place']}"
+        text = str((rank.last("end") or {}).get("during") or "failed")
     what, _, place = text.partition(" at ")
     if not place and stuck and stuck[-1]["stack"]:
         place = next(
@@ -32,11 +32,6 @@ def _doing(rank: Rank) -> tuple[str, str]:
     if rank.error and rank.error["place"]:
         place = place or str(rank.error["place"])
     return what, place
-
-
-def _last_call(rank: Rank) -> str:
-    ends = rank.all("end")
-    return str(ends[-1].get("during") or "failed") if ends else "failed"
 
 
 def stuck(run: Run, equation: Equation) -> Iterator[Finding]:

@@ -40,16 +40,23 @@ def full_batch(policy: nn.Module, found: Completions, loss: Loss) -> list[Tensor
 def gradients_by_way(
     policy: nn.Module,
     shares: Shares,
+    right_step: Callable[[nn.Module, Sequence[Completions], Loss], None],
     wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
 ) -> list[dict[tuple[str, Way], list[Tensor]]]:
-    """Per rank, the gradient for each loss and each way, under `wrap`."""
+    """Per rank, the gradient for each loss and each way, under `wrap`.
+
+    `right_step` is the way "all ranks"; the others are those of `sampled.accumulate`.
+    """
 
     def work(rank: int) -> dict[tuple[str, Way], list[Tensor]]:
         found = {}
         for name, loss in sampled.LOSSES.items():
             for way in sampled.WAYS:
                 replica = wrap(copy.deepcopy(policy))
-                sampled.accumulate(replica, shares[rank], loss, way)
+                if way == "all ranks":
+                    right_step(replica, shares[rank], loss)
+                else:
+                    sampled.accumulate(replica, shares[rank], loss, way)
                 found[name, way] = gradients(replica)
         return found
 
@@ -101,10 +108,7 @@ class Curves(NamedTuple):
 
 
 def trained(shares: Shares, way: Way, factor: float, steps: int) -> Curves:
-    """Fine-tune a new policy with clipping and Adam on ranks that hold `shares`.
-
-    `factor` multiplies the loss that is back-propagated.
-    """
+    """Fine-tune a new policy with clipping and Adam; `factor` multiplies the loss."""
     total, count = sampled.LOSSES["SFT"]
     found = sampled.joined([part for own in shares for part in own])
     scaled = Loss(lambda model, part: factor * total(model, part), count)

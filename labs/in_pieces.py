@@ -84,7 +84,7 @@ def zero_2(module: nn.Module) -> tuple[nn.Module, Optimizer]:
 
 
 def sharded(module: nn.Module, how: Callable, **options: Any) -> tuple[nn.Module, Optimizer]:
-    for layer in module:
+    for layer in module.children():
         how(layer, **options)
     return how(module, **options), SGD(module.parameters(), **MOMENTUM)
 
@@ -145,7 +145,7 @@ def main(arguments: argparse.Namespace) -> None:
     wrong = [name for name, outcome in found.items() if not outcome.error <= TOLERANCE]
     if place.rank == 0:
         print(f"{place.world_size} ranks, Ψ = {size:,} bytes of parameters")
-        rows = [
+        rows: list[list[Any]] = [
             [name, bound(error, TOLERANCE), *(n / size for n in (cost.sent, cost.held, *cost[1:]))]
             for name, (error, cost) in found.items()
         ]

@@ -918,6 +918,182 @@ def accepts(wrap):
 """,
 }
 
+PIECES = {
+    "one dimension of a table": """
+def piece_of(tensor):
+    w = dist.get_world_size()
+    size = (tensor.numel() + w - 1) // w
+    table = tensor.new_zeros(w, size)
+    table.view(-1)[: tensor.numel()] = tensor.reshape(-1)
+    return table[dist.get_rank()].clone()
+
+def whole_of(piece, shape):
+    parts = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, piece)
+    return torch.cat(parts)[: shape.numel()].reshape(shape)
+""",
+    "functional collectives and a sum of embedded pieces": """
+import torch.distributed._functional_collectives as fc
+
+def piece_of(tensor):
+    w, r = dist.get_world_size(), dist.get_rank()
+    size = -(-tensor.numel() // w)
+    own = tensor.detach().flatten()[r * size : (r + 1) * size]
+    return torch.cat([own, own.new_zeros(size - len(own))])
+
+def whole_of(piece, shape):
+    flat = fc.all_gather_tensor(piece, 0, dist.group.WORLD) + 0
+    return flat[: torch.Size(shape).numel()].view(*shape)
+""",
+}
+SHARDED = {
+    "matrices only, gathered into lists, with norms and biases averaged at the end": """
+class FullyShardedDataParallel(nn.Module):
+    def __init__(self, module, compute_dtype=None):
+        super().__init__()
+        self.module = module
+        self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.handles, self.replicated = [], []
+        sharded = set()
+        for m in module.modules():
+            if isinstance(m, (nn.Linear, nn.Embedding)):
+                self.shard(m)
+                sharded.add(id(m.weight))
+        self.replicated = [p for p in module.parameters() if id(p) not in sharded]
+
+    def shard(self, m):
+        w = m.weight
+        m._shape = w.shape
+        flat = w.data.reshape(-1)
+        m._size = -(-flat.numel() // self.world_size)
+        flat = torch.cat([flat, flat.new_zeros(m._size * self.world_size - flat.numel())])
+        m._shard = flat[self.rank * m._size : (self.rank + 1) * m._size].clone()
+        w.data = m._shard
+        m.register_forward_pre_hook(self.unshard)
+        m.register_forward_hook(self.reshard)
+        m.register_full_backward_pre_hook(self.unshard)
+        w.register_post_accumulate_grad_hook(lambda p, m=m: self.reduce(m))
+
+    def unshard(self, m, *_):
+        parts = [torch.empty_like(m._shard) for _ in range(self.world_size)]
+        dist.all_gather(parts, m._shard)
+        m.weight.data = torch.cat(parts)[: m._shape.numel()].view(m._shape)
+
+    def reshard(self, m, *_):
+        m.weight.data = m._shard
+
+    def reduce(self, m):
+        g = m.weight.grad.reshape(-1)
+        g = torch.cat([g, g.new_zeros(m._size * self.world_size - g.numel())])
+        m.weight.grad = None
+        self.reshard(m)
+        out = torch.empty_like(m._shard)
+        parts = list(g.chunk(self.world_size))
+        self.handles.append((m, out, dist.reduce_scatter(out, parts, async_op=True)))
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self):
+        for m, out, work in self.handles:
+            work.wait()
+            m.weight.grad = out.div_(self.world_size)
+        self.handles.clear()
+        for p in self.replicated:
+            dist.all_reduce(p.grad)
+            p.grad /= self.world_size
+
+def get_fsdp(module, compute_dtype=None):
+    return FullyShardedDataParallel(module, compute_dtype=compute_dtype)
+
+def after_backward(model):
+    model.finish_gradient_synchronization()
+""",
+    "torch's fully_shard per layer": """
+from torch.distributed.fsdp import fully_shard
+
+def get_fsdp(module):
+    for child in module.children():
+        fully_shard(child)
+    return fully_shard(module)
+
+def after_backward(model):
+    pass
+""",
+    "one flat parameter per layer, exchanged by all-to-all": """
+class Flat(nn.Module):
+    # The layer's parameters are views of one flat tensor while it computes.
+    def __init__(self, layer):
+        super().__init__()
+        self.names = [n for n, _ in layer.named_parameters(recurse=False)]
+        own = [getattr(layer, n) for n in self.names]
+        self.shapes = [p.shape for p in own]
+        flat = torch.cat([p.detach().flatten() for p in own])
+        self.w = dist.get_world_size()
+        self.size = -(-flat.numel() // self.w)
+        flat = nn.functional.pad(flat, (0, self.size * self.w - flat.numel()))
+        self.piece = nn.Parameter(flat.view(self.w, -1)[dist.get_rank()].clone())
+        for n in self.names:
+            delattr(layer, n)
+        object.__setattr__(self, "layer", layer)
+
+    def whole(self):
+        flat = Gathered.apply(self.piece, self.w)
+        sizes = [s.numel() for s in self.shapes]
+        return dict(zip(self.names, (
+            v.view(s) for v, s in zip(flat.split([*sizes, flat.numel() - sum(sizes)]), self.shapes)
+        )))
+
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, piece, w):
+        ctx.w = w
+        flat = piece.new_empty(w * piece.numel())
+        dist.all_gather_into_tensor(flat, piece.detach())
+        return flat
+
+    @staticmethod
+    def backward(ctx, grad):
+        parts = torch.empty_like(grad)
+        dist.all_to_all_single(parts, grad.contiguous())
+        return parts.view(ctx.w, -1).sum(0) / ctx.w, None
+
+class Wrapped(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        layers = [m for m in module.modules() if list(m.parameters(recurse=False))]
+        self.flats = nn.ModuleList(Flat(m) for m in layers)
+        for flat in self.flats:
+            call = flat.layer.forward
+
+            def forward(x, flat=flat, call=call):
+                def compute(x):
+                    for name, tensor in flat.whole().items():
+                        setattr(flat.layer, name, tensor)
+                    try:
+                        return call(x)
+                    finally:
+                        for name in flat.names:
+                            delattr(flat.layer, name)
+                if not torch.is_grad_enabled():
+                    return compute(x)
+                return torch.utils.checkpoint.checkpoint(compute, x, use_reentrant=False)
+
+            flat.layer.forward = forward
+
+    def forward(self, x):
+        return self.module(x)
+
+def get_fsdp(module):
+    import torch.utils.checkpoint
+    return Wrapped(module)
+
+def after_backward(model):
+    pass
+""",
+}
+
 RIGHT = {
     1: {"each": EACH, "flat": FLAT},
     2: {"count": COUNT, "loss": LOSS},
@@ -931,4 +1107,5 @@ RIGHT = {
         "unused": UNUSED,
         "test": TEST,
     },
+    6: {"pieces": PIECES, "sharded": SHARDED},
 }

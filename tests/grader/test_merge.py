@@ -50,7 +50,8 @@ def test_of_several_cells_the_last_one_edited_counts(tmp_path):
 def test_a_solution_that_looks_around_in_its_process_is_noted_for_a_person(tmp_path):
     def change(notebook):
         cell(notebook, "each")["source"] = "from inspect import stack\nget = '_getframe'\n"
-        cell(notebook, "flat")["source"] = "def average_flat(wrap):\n    wrap.run.__closure__\n"
+        wrapped = "def average_flat(wrap):\n    wrap.run.__closure__\n    wrap.modules()\n"
+        cell(notebook, "flat")["source"] = wrapped
 
     found = read(tmp_path, change)
     assert found.notes == [

@@ -9,8 +9,8 @@ has the weight that the trainer's documentation promises. The properties:
 
   W            2 ranks, one micro-batch each
   K            1 process, 3 micro-batches
-  W×K          2 ranks, 3 micro-batches each
-  order        as W×K with the samples dealt differently: compared with its own W×K
+  WxK          2 ranks, 3 micro-batches each
+  order        as WxK with the samples dealt differently: compared with its own WxK
   padding      as W, padded to 32 tokens: compared with its own W
   last-window  1 process; the last step has 2 micro-batches instead of 3
   generation   1 process; samples are generated for two steps at once (reinforcement learning)
@@ -55,13 +55,8 @@ def arguments_of_this_lab() -> argparse.Namespace:
     some: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     for option, names in (("--trainers", list(TRAINERS)), ("--properties", list(CASES))):
         text = f"default: all of {', '.join(names)}"
-        parser.add_argument(option, **some, type=written, choices=names, default=names, help=text)
+        parser.add_argument(option, **some, choices=names, default=names, help=text)
     return parse_arguments(parser)
-
-
-def written(name: str) -> str:
-    """W×K can be typed as WxK."""
-    return "W×K" if name == "WxK" else name
 
 
 def main(trainers: Sequence[str], properties: Sequence[str]) -> None:
@@ -74,7 +69,7 @@ def main(trainers: Sequence[str], properties: Sequence[str]) -> None:
     ]
     jobs: dict[tuple[str, int], list[Key]] = defaultdict(list)
     for key in keys:
-        jobs[TRAINERS[key[0]].file, CASES[key[1]].world].append(key)
+        jobs[TRAINERS[key[0]].adapter.partition(":")[0], CASES[key[1]].world].append(key)
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
     with tempfile.TemporaryDirectory() as name:
         folder, failures = Path(name), {}

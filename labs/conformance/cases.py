@@ -97,8 +97,8 @@ def all_cases() -> dict[str, Case]:
     return {
         "W": Case(2, 1, 12, samples),
         "K": Case(1, 3, 8, samples),
-        "W×K": Case(2, 3, 4, samples),
-        "order": Case(2, 3, 4, moved, base="W×K"),
+        "WxK": Case(2, 3, 4, samples),
+        "order": Case(2, 3, 4, moved, base="WxK"),
         "padding": Case(2, 1, 12, samples, pad=32, base="W"),
         "last-window": Case(1, 3, 4, samples[:20]),
         "generation": Case(1, 3, 4, samples, generated=2),

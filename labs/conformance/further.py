@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import Case
@@ -15,17 +15,6 @@ from hugging_face import trainer
 from tiny import IGNORED, Watched, collate, model
 
 CHUNKS = 8  # of the logits, along the tokens
-
-
-class Chunked(nn.Module):
-    """Called as torchtune's recipe calls its model: returns the logits in chunks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = model()
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> list[Tensor]:
-        return list(self.net(input_ids=tokens, attention_mask=mask).logits.chunk(CHUNKS, dim=1))
 
 
 def torchtune_recipe(case: Case, rank: int) -> list[Tensor]:
@@ -37,14 +26,18 @@ def torchtune_recipe(case: Case, rank: int) -> list[Tensor]:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    net = DistributedDataParallel(Chunked())
+    net = DistributedDataParallel(model())
     optimizer = Watched(net)
+
+    def chunks(tokens: Tensor, mask: Tensor) -> list[Tensor]:
+        return list(net(input_ids=tokens, attention_mask=mask).logits.chunk(CHUNKS, dim=1))
+
     batches = [collate(batch, case.pad) for batch in case.batches(rank)]
     names = {"input_ids": "tokens", "attention_mask": "mask", "labels": "labels"}
     loader = mock.MagicMock()
     loader.__iter__.return_value = [{names[n]: t for n, t in b.items()} for b in batches]
     recipe = mock.MagicMock(
-        _model=net,
+        _model=mock.MagicMock(side_effect=chunks, parameters=net.parameters),
         _optimizer=optimizer,
         _dataloader=loader,
         _loss_fn=CEWithChunkedOutputLoss(CHUNKS),

@@ -36,13 +36,8 @@ def trainer(case: Case, rank: int, average: bool, net: nn.Module | None = None) 
     optimizer = Watched(net)
     with tempfile.TemporaryDirectory() as folder:
         given = TrainingArguments(**arguments(case, folder), average_tokens_across_devices=average)
-        Trainer(
-            net,
-            given,
-            train_dataset=list(case.samples),
-            data_collator=partial(collate, pad=case.pad),
-            optimizers=(optimizer, None),
-        ).train()
+        parts = {"data_collator": partial(collate, pad=case.pad), "optimizers": (optimizer, None)}
+        Trainer(net, given, train_dataset=list(case.samples), **parts).train()
     return optimizer.judged(case)
 
 

@@ -26,25 +26,16 @@ class Module(LightningModule):
 
 def trainer(case: Case, rank: int, counted: bool) -> list[Tensor]:
     module = Module()
-    Trainer(
-        accelerator="cpu",
-        devices=case.world,
-        strategy="ddp" if case.world > 1 else "auto",
-        accumulate_grad_batches=case.steps,
-        max_epochs=1,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, own_batches(case, rank, counted))
+    shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    off = dict.fromkeys(("use_distributed_sampler", *shown), False)
+    trainer = Trainer(**where(case), accumulate_grad_batches=case.steps, max_epochs=1, **off)
+    trainer.fit(module, own_batches(case, rank, counted))
     return module.watched.judged(case)
 
 
 def fabric(case: Case, rank: int, counted: bool) -> list[Tensor]:
     """As in the guide, where nothing divides by K. `counted` divides, and counts."""
-    strategy = "ddp" if case.world > 1 else "auto"
-    fabric = Fabric(accelerator="cpu", devices=case.world, strategy=strategy)
+    fabric = Fabric(**where(case))
     fabric.launch()
     net = model()
     watched = Watched(net)
@@ -59,6 +50,11 @@ def fabric(case: Case, rank: int, counted: bool) -> list[Tensor]:
             optimizer.step()
             optimizer.zero_grad()
     return watched.judged(case)
+
+
+def where(case: Case) -> dict[str, Any]:
+    strategy = "ddp" if case.world > 1 else "auto"
+    return {"accelerator": "cpu", "devices": case.world, "strategy": strategy}
 
 
 def own_batches(case: Case, rank: int, counted: bool) -> DataLoader:

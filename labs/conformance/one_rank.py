@@ -1,10 +1,7 @@
 """One rank of a job: calls adapters, and writes what their optimizers got.
 
-    python labs/conformance/one_rank.py FOLDER [NUMBER TRAINER PROPERTY]…
-
-For every cell of the table, FOLDER/NUMBER.RANK.pt is the gradient and FOLDER/NUMBER.wanted.pt, from
-rank 0, the wanted one with its usual wrong relatives. The first exception ends the job and is
-written to FOLDER/NUMBER.RANK.error.
+FOLDER/NUMBER.RANK.pt is a cell's gradient and FOLDER/NUMBER.wanted.pt, from rank 0, the wanted one
+with its usual wrong relatives. The first exception ends the job: FOLDER/NUMBER.RANK.error.
 """
 
 import importlib
@@ -41,6 +38,7 @@ def cell(name: str, property_: str, stem: Path) -> None:
 
 
 def main(folder: str, *words: str) -> None:
+    """`words` are a number, a trainer, and a property per cell."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     if WORLD > 1:

@@ -18,18 +18,11 @@ IGNORED = -100
 def model() -> LlamaForCausalLM:
     """About 4,000 parameters in float32, the same on every rank and in every run."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        initializer_range=0.3,  # with the usual 0.02, all samples have nearly the same gradient
-    )
-    return LlamaForCausalLM(config)
+    tokens = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32}
+    blocks = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    # With the usual range, 0.02, all samples have nearly the same gradient.
+    return LlamaForCausalLM(LlamaConfig(**tokens, **sizes, **blocks, initializer_range=0.3))
 
 
 def collate(samples: Sequence[Sample], pad: int = 0) -> dict[str, Tensor]:

@@ -17,10 +17,6 @@ class Trainer(NamedTuple):
     promise: str
 
     @property
-    def file(self) -> str:
-        return self.adapter.partition(":")[0]
-
-    @property
     def without(self) -> set[str]:
         """Properties that it does not have."""
         if self.promise.startswith("A"):

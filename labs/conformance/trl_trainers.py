@@ -24,9 +24,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {word: i for i, word in enumerate(WORDS)}
     plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token=WORDS[PAD], eos_token=WORDS[EOS]
-    )
+    ends = {"pad_token": WORDS[PAD], "eos_token": WORDS[EOS]}
+    return PreTrainedTokenizerFast(tokenizer_object=plain, **ends)
 
 
 def text(tokens: tuple[int, ...]) -> str:

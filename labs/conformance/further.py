@@ -52,7 +52,7 @@ def torchtune_recipe(case: Case, rank: int) -> list[Tensor]:
     )
     file = distribution("torchtune").locate_file("recipes/full_finetune_distributed.py")
     train = runpy.run_path(str(file))["FullFinetuneRecipeDistributed"].train
-    # It empties a GPU's cache, which torch 2.13 has not on the CPU.
+    # It empties a cache that torch.cpu does not have.
     with mock.patch("torchtune.training.cleanup_before_training"):
         train(recipe)
     return optimizer.judged(case)

@@ -187,3 +187,15 @@ def test_each_loss_of_sampled_completions_is_its_sum_over_its_count():
     assert list(wanted) == list(sampled.LOSSES)
     for name, (total, count) in sampled.LOSSES.items():
         assert total(policy, found).item() / count(found) == pytest.approx(wanted[name], rel=1e-9)
+
+
+def test_a_completion_whose_tokens_are_all_masked_adds_nothing_to_any_loss_of_tokens():
+    sampler = sampled.Policy()
+    found = sampled.sample_completions(sampler, prompts=3, seed=1)
+    kept = torch.arange(12) >= 5  # masks a whole group and one completion of the next
+    masked = sampled.with_groups(found._replace(mask=found.mask * kept[:, None]))
+    policy = sampled.moved_policy(sampler)
+    for name in sampled.LOSSES.keys() - {"DPO"}:
+        total = sampled.LOSSES[name].total
+        without = total(policy, sampled.rows(masked, kept.nonzero().flatten()))
+        assert total(policy, masked).item() == pytest.approx(without.item(), rel=1e-9), name

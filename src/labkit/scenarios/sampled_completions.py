@@ -4,7 +4,10 @@ Each loss is a sum over a micro-batch and a count. The loss of an optimizer step
 these sums, divided by the sum of all counts, over all micro-batches and all ranks. `accumulate` is
 one such step under DDP, with the right denominator or with one of two wrong ones.
 
-Formulas: TRL 1.16 (`GRPOTrainer`, `DPOTrainer`), which follows the papers, without a KL term.
+Formulas: TRL 1.16 (`GRPOTrainer`, `DPOTrainer`) without a KL term. Dr. GRPO needs
+`scale_rewards="none"` there, DAPO `epsilon_high=0.28`, and GSPO `loss_type="grpo"` with
+`importance_sampling_level="sequence"`. "DAPO, per prompt" is the paper's; TRL doesn't have it.
+A completion or group without a token in the loss adds 0 and is counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -167,7 +170,7 @@ def token_losses(
 
 def grpo(policy: nn.Module, found: Completions) -> Tensor:
     losses = token_losses(policy, found, found.scaled)
-    return (losses.sum(1) / found.mask.sum(1)).sum()
+    return (losses.sum(1) / found.mask.sum(1).clamp(min=1)).sum()
 
 
 def dr_grpo(policy: nn.Module, found: Completions) -> Tensor:
@@ -180,13 +183,14 @@ def dapo(policy: nn.Module, found: Completions) -> Tensor:
 
 def dapo_per_prompt(policy: nn.Module, found: Completions) -> Tensor:
     losses = token_losses(policy, found, found.scaled, CLIP_HIGHER)
-    return (losses.sum(1) / found.group_tokens).sum()
+    return (losses.sum(1) / found.group_tokens.clamp(min=1)).sum()
 
 
 def gspo(policy: nn.Module, found: Completions) -> Tensor:
     log_ratio = (policy(found.prompts, found.tokens) - found.old) * found.mask
-    ratio = (log_ratio.sum(1) / found.mask.sum(1)).exp()  # one per sequence
-    return clipped(ratio, found.scaled).sum()
+    tokens = found.mask.sum(1)
+    ratio = (log_ratio.sum(1) / tokens.clamp(min=1)).exp()  # one per sequence
+    return (clipped(ratio, found.scaled) * (tokens > 0)).sum()
 
 
 def tokens_of(found: Completions) -> float:

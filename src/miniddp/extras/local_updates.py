@@ -12,8 +12,8 @@ a gradient, and an outer optimizer, SGD with Nesterov momentum, applies it to θ
 mistaken: an optimizer subtracts its gradient, so the difference must point away from progress.
 
 Neither is the gradient of the full batch: gradients of a later local step are taken at other
-weights. With H = 1, inner SGD, an outer learning rate of 1, and no outer momentum both are DDP up to
-rounding. The state of inner optimizers stays on its rank; it describes the path of that rank.
+weights. With H = 1, inner SGD, an outer learning rate of 1, and no outer momentum both are DDP up
+to rounding. The state of inner optimizers stays on its rank; it describes the path of that rank.
 Synchronize before you evaluate or save.
 
 Cost: one all-reduce of the weights per H steps, 2(W−1)/W/H bytes per byte of weights and step. With

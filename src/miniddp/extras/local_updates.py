@@ -112,6 +112,7 @@ class DiLoCo(LocalSGD):
             common.grad = common - parameter
         average([common.grad for common in self.common], self.process_group)
         self.outer.step()
+        self.outer.zero_grad()
         for common, parameter in zip(self.common, self.parameters, strict=True):
             parameter.copy_(common)
 

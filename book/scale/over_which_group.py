@@ -16,7 +16,15 @@ from matplotlib.patches import FancyBboxPatch
 from torch import Tensor, nn
 
 from labkit.book.figures import RANKS, TRUTH, use
-from labkit.scenarios.meshes import MLP, TENSOR, Judged, Measured, judge, parameters
+from labkit.scenarios.meshes import (
+    MLP,
+    TENSOR,
+    WAYS,
+    Judged,
+    Measured,
+    judge,
+    parameters,
+)
 
 
 class PlainMlp(nn.Module):
@@ -55,24 +63,26 @@ SEEN = {
     "own means, averaged": "finding 9, " + _link(f"{_MEGATRON} 7513", "pull"),
     "own count, overwritten": "finding 10, " + _link(f"{_MEGATRON} 7481", "pull"),
     "summed along data only": _link("ByteDance-Seed/VeOmni 1115", "pull"),
-    "keys and values gathered along data": "finding 7",
+    "keys and values gathered along data": "like finding 6, in cross-attention",
     "copies of terms summed": _link("huggingface/transformers 39648"),
     "tokens counted on all ranks": _link("huggingface/trl 7100") + ", in a metric",
-    "norm summed along data only": "finding 11, "
-    + _link("pytorch/torchtitan 1878", "pull"),
-    "row bias summed once more": _link("pytorch/torchtitan 2106", "pull"),
+    "norm summed along data only": "finding 11; like "
+    + _link("pytorch/torchtitan 1878", "pull")
+    + ", in all layers below the experts",
     "row bias ÷ 2, not summed": _link("pytorch/torchtitan 4332", "pull"),
     "experts averaged over copies": _link("pytorch/pytorch 160285")
     + ", "
     + _link("deepspeedai/DeepSpeed 6545"),
     "router summed along data only": _link("huggingface/transformers 48205", "pull"),
-    "weights gathered plainly": _link("NVIDIA-NeMo/Automodel 1260", "pull"),
+    "weights gathered plainly": "like "
+    + _link("NVIDIA-NeMo/Automodel 1260", "pull")
+    + ", with the gathered inputs",
     "weights zero in forward only": _link("huggingface/transformers 48687"),
     "divided in the log only": _link("pytorch/torchtitan 2972"),
     "divided by micro-batches, too": _link("pytorch/torchtitan 1733"),
-    "tied weight summed along data only": _link(
-        "NVIDIA-NeMo/Megatron-Bridge 5380", "pull"
-    ),
+    "tied weight summed along data only": "like "
+    + _link("NVIDIA-NeMo/Megatron-Bridge 5380", "pull")
+    + ", an embedding's copy on another stage",
 }
 
 
@@ -82,11 +92,13 @@ def wrong_ways(judged: Mapping[str, Sequence[Judged]]) -> Markdown:
         "| mesh | wrong way | ratio | cosine | worst parameter | copies | seen in |",
         "|---|---|--:|--:|---|---|---|",
     ]
-    for mesh, ways in judged.items():
-        for way, (ratio, cosine), worst, of_worst, agree in ways[1:]:
-            worst_one = f"`{worst}`: {_number(of_worst[0])}, {_number(of_worst[1])}"
+    for name, ways in judged.items():
+        mesh = " × ".join(WAYS[name]["the rule"].dimensions)
+        for way, of_all, worst, of_worst, agree in ways[1:]:
+            (ratio, cosine), (r, c) = map(_number, of_all), map(_number, of_worst)
+            worst_one = "all" if (r, c) == (ratio, cosine) else f"`{worst}`: {r}, {c}"
             copies = "agree" if agree else "**differ**"
-            numbers = f"{_number(ratio)} | {_number(cosine)} | {worst_one} | {copies}"
+            numbers = f"{ratio} | {cosine} | {worst_one} | {copies}"
             lines.append(f"| {mesh} | {way} | {numbers} | {SEEN.get(way, '')} |")
     return Markdown("\n".join(lines))
 
@@ -96,13 +108,13 @@ def _number(x: float) -> str:
 
 
 _TOKENS = {
-    "tensor": ["sequence 0", "sequence 0", "sequence 1", "sequence 1"],
     "context": ["0, first half", "0, second half", "1, first half", "1, second half"],
+    "tensor": ["sequence 0", "sequence 0", "sequence 1", "sequence 1"],
     "expert": ["0, first half", "0, second half", "1, first half", "1, second half"],
 }
 _COPIES = {
-    "tensor": ("black:\nnorm", "half of up", "other half"),
     "context": ("black:\nevery parameter", "", ""),
+    "tensor": ("black:\nnorm", "half of up", "other half"),
     "expert": ("black:\nrouter", "expert 0", "expert 1"),
 }
 

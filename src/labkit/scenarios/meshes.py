@@ -7,7 +7,7 @@
 
 A program has the loss of one rank and says which parameters are sharded. One rule serves all of
 them: divide by the tokens of the step, then add up each parameter's gradient along every dimension
-in which it has copies. A wrong way differs from the rule in one field.
+in which it has copies. A wrong way differs from the rule in a field or two.
 
 A mesh is any object with the methods of `Grid`, such as `miniddp.collectives.mesh.Mesh`.
 """
@@ -307,7 +307,7 @@ def pipeline_loss(p: Parameters, x: Tensor, targets: Tensor, mesh: Grid) -> Tens
             scores = torch.tanh(received @ p["layers"][-1]) @ p["tied"].T
             total = total + F.cross_entropy(scores, wanted, reduction="sum")
         else:
-            total = total + 0 * received.sum()  # as above
+            total = total + 0 * received.sum()  # so that backward gets the gradient
     return total
 
 

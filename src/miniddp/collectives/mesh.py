@@ -53,7 +53,13 @@ class Mesh:
         return all_gather(tensor, self._grid.get_group(dimension))
 
     def add_up(self, gradient: Tensor, dimensions: Iterable[str]) -> None:
-        """Replace `gradient` by its sum along each of `dimensions`: one all-reduce for each."""
+        """Replace `gradient` by its sum along each of `dimensions`: one all-reduce for each.
+
+        Raises:
+            TypeError: `dimensions` is a string; its letters would be taken for names.
+        """
+        if isinstance(dimensions, str):
+            raise TypeError(f"dimensions is the string {dimensions!r}; pass [{dimensions!r}]")
         for dimension in dimensions:
             if dimension in self.sizes:
                 dist.all_reduce(gradient, group=self._grid.get_group(dimension))

@@ -1,5 +1,6 @@
 """A mesh's collectives run along one dimension only, and their backward adds up along it, too."""
 
+import pytest
 import torch
 
 from labkit.launch.ranks import run_ranks
@@ -39,3 +40,8 @@ def test_a_mesh_without_dimensions_is_one_process_and_changes_nothing():
     assert (mesh.size("data"), mesh.index("data")) == (1, 0)
     assert mesh.sum(x, "data") is mesh.gather(x, "data") is x
     assert x.item() == 3
+
+
+def test_add_up_refuses_a_string_whose_letters_are_no_dimensions():
+    with pytest.raises(TypeError, match=r"pass \['data'\]"):
+        Mesh().add_up(torch.tensor([3.0]), "data")

@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
         "--certify",
         action="store_true",
         help="measure whether the ranks compute the gradient of one process: exit with 0 if they "
-        "do, 3 if not, 4 if it cannot be judged. Starts the script twice, for four steps each",
+        "do, 3 if not, 4 if it cannot be judged. Starts the script twice, for at most four steps "
+        "each, and if the gradients differ a third time, for six",
     )
     parser.add_argument(
         "--ranks", type=int, help="with --certify and no launcher: start so many ranks (2)"

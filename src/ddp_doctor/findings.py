@@ -16,19 +16,21 @@ BUCKETS = "speed/choosing_buckets.html"
 STEP = "surprises/in_the_step.html"
 DATA = "surprises/in_the_data.html"
 LOSS = "surprises/in_the_loss.html"
-MUSEUM = "surprises/museum.html"
 FAILS = "scale/when_a_node_fails.html"
+SYMPTOMS = "reference/symptoms.html"
+PIECES = "scale/in_pieces.html"
+REPORTS = "reference/reports.html"
 
 # code: (severity unless the rule says otherwise, title, page)
 CATALOG: dict[str, tuple[Severity, str, str]] = {
     "wrapper_bypassed": ("error", "The forward bypasses the wrapper", BYPASSED),
     "two_backwards": ("error", "Two backwards run through one forward", STEP),
     "wrapper_lost": ("error", "No wrapper combines the gradients", BYPASSED),
-    "model_changed_after_wrapping": ("error", "The model changed after it was wrapped", MUSEUM),
-    "optimizer_on_other_parameters": ("error", "The optimizer holds other parameters", MUSEUM),
+    "model_changed_after_wrapping": ("error", "The model changed after it was wrapped", BYPASSED),
+    "optimizer_on_other_parameters": ("error", "The optimizer holds other parameters", REPORTS),
     "hooks_lost": ("error", "Parameters lost the wrapper's hooks", BYPASSED),
     "optimizer_in_backward": ("error", "The optimizer steps before the average", STEP),
-    "parameters_averaged": ("warning", "Parameters are averaged instead of gradients", BY_HAND),
+    "parameters_averaged": ("warning", "Parameters are averaged instead of gradients", STEP),
     "world_size_one": ("error", "The run is not distributed", ACCUMULATE),
     "unequal_denominators": ("error", "Items weigh differently on different ranks", MEANS),
     "unequal_denominators_accumulation": (
@@ -60,7 +62,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "rank_skipped_step": ("error", "A rank took fewer optimizer steps", STEP),
     "clipped_before_sync": ("error", "Gradients are clipped before they are averaged", STEP),
     "clipped_per_micro_batch": ("warning", "Gradients are clipped in every micro-batch", STEP),
-    "clipped_local_shards": ("error", "The norm covers only the local shards", STEP),
+    "clipped_local_shards": ("error", "The norm covers only the local shards", PIECES),
     "manual_all_reduce_skips_none": (
         "error",
         "The all-reduce skips gradients that are None on some ranks",
@@ -84,9 +86,9 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "hang_missing_rank": ("error", "Ranks wait for a missing rank", FAILS),
     "mismatched_collectives": ("error", "Ranks are in different collectives", FAILS),
     "find_unused_without_need": ("note", "find_unused_parameters without need", BUCKETS),
-    "unused_parameters": ("error", "Parameters take no part in the loss", MUSEUM),
+    "unused_parameters": ("error", "Parameters take no part in the loss", STEP),
     "one_bucket": ("note", "One bucket holds all gradients", BUCKETS),
-    "saved_tensor_overwritten": ("error", "A saved tensor was overwritten", MUSEUM),
+    "saved_tensor_overwritten": ("error", "A saved tensor was overwritten", SYMPTOMS),
 }
 
 HANGS = {"hang_missing_rank", "mismatched_collectives"}

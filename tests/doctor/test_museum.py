@@ -17,6 +17,7 @@ ROW = re.compile(r"^\| `(\w+)` \| (?:`(\w+)`|—) \|", re.MULTILINE)
 # What makes a bug act, where two ranks with one micro-batch of four samples each do not.
 SITUATIONS = {
     "clip_before_sync": "clip = 0.5",
+    "clip_by_own_piece": "clip = 0.5",
     "last_forward_unsynced": "accumulate = 2",
     "last_micro_batch_only": "accumulate = 2",
     "launch_when_locally_ready": "takes = [('a', 'b', 'c'), ('b', 'a', 'c')]",

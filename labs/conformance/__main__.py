@@ -104,7 +104,7 @@ def run_job(job: list[Key], world: int, folder: Path) -> dict[Key, str]:
             elif left and error.exit_code is None:
                 failures[left[0]] = "hangs"
             else:  # it failed outside of every cell
-                return failures | dict.fromkeys(left, error.said.strip().rpartition("\n")[2])
+                return failures | dict.fromkeys(left, str(error).strip().rpartition("\n")[2])
             job = left[1:]
     return failures
 

@@ -62,7 +62,7 @@ def axolotl_loss(case: Case, rank: int) -> list[Tensor]:
     """transformers' Trainer with Axolotl's chunked cross-entropy, which is not compiled here."""
     # Its requirements name another transformers, so it is in no extra of this project.
     chunked = importlib.import_module("axolotl.monkeypatch.loss.chunked")
-    torch._dynamo.config.disable = True
     net = model()
     net.loss_function = chunked.get_causal_lm_loss(CHUNKS)
-    return trainer(case, rank, True, net)
+    with torch.compiler.set_stance("force_eager"):
+        return trainer(case, rank, True, net)

@@ -26,7 +26,7 @@ def agreeing(
     whole = judged.get("P1")
     copies = judged.get("P3", whole if whole and whole.verdict == "scaled" else None)
     wrong = set()
-    if copies is not None and copies.ratio is not None:
+    if copies is not None and copies.ratio is not None and copies.verdict != "different":
         too_small, too_large = copies.ratio < 0.99, copies.ratio > 1.01
         wrong |= set() if too_small else TOO_SMALL
         wrong |= set() if too_large else TOO_LARGE

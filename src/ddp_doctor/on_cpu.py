@@ -5,6 +5,7 @@ Only the user's own code is told that there are GPUs: libraries would try to use
 """
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -83,13 +84,12 @@ def _groups(tell: Used) -> None:
     def over_gloo(original: Any) -> Any:
         @functools.wraps(original)
         def group(*args: Any, **kwargs: Any) -> Any:
-            if original.__name__ == "init_process_group" and args:
-                kwargs["backend"], args = args[0], args[1:]
-            device = kwargs.pop("device_id", None)
-            if "nccl" in str(kwargs.get("backend")) or device is not None:
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            device = given.pop("device_id", None)
+            if "nccl" in str(given.get("backend")) or device is not None:
                 tell("nccl")
-                kwargs["backend"] = "gloo"
-            return original(*args, **kwargs)
+                given["backend"] = "gloo"
+            return original(**given)
 
         return group
 
@@ -101,6 +101,8 @@ def _groups(tell: Used) -> None:
 
     @functools.wraps(make)
     def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        if of_cpu(device_type) != device_type:
+            tell('init_device_mesh("cuda")')
         return make(of_cpu(device_type), *args, **kwargs)
 
     dist.init_device_mesh = dist.device_mesh.init_device_mesh = init_device_mesh
@@ -133,11 +135,17 @@ def _classes(tell: Used) -> None:
     make_wrapper, make_cast = wrap.__init__, cast.__init__
 
     @functools.wraps(make_wrapper)
-    def wrapper(self: Any, module: Any, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
-        if device_ids is not None or kwargs.get("output_device") is not None:
+    def wrapper(
+        self: Any,
+        module: Any,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if device_ids is not None or output_device is not None:
             tell("device_ids")
-            kwargs["output_device"], args = None, args[1:]
-        make_wrapper(self, module, None, *args, **kwargs)
+        make_wrapper(self, module, None, None, *args, **kwargs)
 
     @functools.wraps(make_cast)
     def autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -146,8 +154,10 @@ def _classes(tell: Used) -> None:
         make_cast(self, of_cpu(device_type), *args, **kwargs)
 
     @functools.wraps(load)
-    def loaded(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
-        return load(file, map_location="cpu", **kwargs)
+    def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if map_location not in (None, "cpu"):
+            tell("torch.load's map_location")
+        return load(file, "cpu", *args, **kwargs)
 
     def unchanged(module: nn.Module, process_group: Any = None) -> nn.Module:
         tell("SyncBatchNorm (each rank now uses its own samples)")

@@ -179,7 +179,7 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
 def written(result: Report, options: Options, folder: Path, silent: bool = False) -> None:
     """Print a report, and write its page and JSON. `silent`: print only what cannot be written."""
     width = shutil.get_terminal_size((100, 24)).columns
-    if result.certificate is not None:
+    if result.certificate is not None and not silent:
         _print(result.certificate.as_text(max(60, min(width, 110))))
     if result.run.ranks and not silent:
         _print(result.as_text(width))

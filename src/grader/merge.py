@@ -20,11 +20,10 @@ from grader.source import Assignment, kind_of, parse, source_of
 # communicate in other ways. No task needs them.
 LOOKS_AROUND = {"_getframe", "_current_frames", "f_back", "f_locals", "f_globals", "tb_frame"}
 LOOKS_AROUND |= {"__closure__", "__code__", "cell_contents", "__globals__", "gc", "inspect"}
-LOOKS_AROUND |= {"settrace", "setprofile", "ctypes", "socket", "subprocess", "__dict__"}
+LOOKS_AROUND |= {"settrace", "setprofile", "ctypes", "socket", "subprocess", "modules", "__dict__"}
 LOOKS_AROUND |= {"open", "mmap", "shared_memory", "multiprocessing", "grader", "labkit", "seen"}
 LOOKS_AROUND |= {
     "_disable_current_modes",
-    "sys.modules",
     "_get_default_store",
     "FileStore",
     "TCPStore",
@@ -116,11 +115,11 @@ def _looks_around(source: str) -> list[str]:
         return []
     words = {node.id for node in nodes if isinstance(node, ast.Name)}
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    words |= {node.attr for node in attributes} | {ast.unparse(node) for node in attributes}
+    # `model.modules()` is a method of every module; sys.modules is not called.
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    words |= {n.attr for n in attributes if n.attr != "modules" or id(n) not in called}
     words |= {node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            words |= {str(node.module), *(f"{node.module}.{one.name}" for one in node.names)}
+    words |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
     words |= {value for value in constants if isinstance(value, str)}
     return sorted(words & LOOKS_AROUND)

@@ -252,7 +252,7 @@ def test_a_solution_that_looks_around_is_marked_for_a_person(graded):
     results, _ = graded
     assert results["leaves processes and threads"].notes == []
     looks = results["patches labkit and the grader"].notes
-    assert looks == ["cell each uses grader, labkit, sys.modules: a person should look"]
+    assert looks == ["cell each uses grader, labkit, modules: a person should look"]
 
 
 PROBE = """

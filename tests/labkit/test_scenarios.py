@@ -199,3 +199,14 @@ def test_a_completion_whose_tokens_are_all_masked_adds_nothing_to_any_loss_of_to
         total = sampled.LOSSES[name].total
         without = total(policy, sampled.rows(masked, kept.nonzero().flatten()))
         assert total(policy, masked).item() == pytest.approx(without.item(), rel=1e-9), name
+
+
+def test_every_micro_batch_of_a_deal_has_a_pair():
+    for prompts, seed in ((2, 1), (3, 0), (4, 5)):
+        found = sampled.sample_completions(sampled.Policy(), prompts=prompts, seed=seed)
+        for parts in range(1, len(found.prompts) // 2 + 1):
+            ends = [(part.start, part.stop) for part in sampled.deal(found, parts, "tokens")]
+            assert all(first < end for first, end in ends)
+            assert [end for _, end in ends] == [first for first, _ in ends[1:]] + [
+                len(found.prompts)
+            ]

@@ -223,5 +223,6 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
         result = explained(command, folder, certificate, ranks, options.cpu)
     from ddp_doctor.report import written
 
-    written(result, options, Path(options.folder))
+    silent = options.quiet and certificate.verdict == "equal"
+    written(result, options, Path(options.folder), silent)
     return {"equal": 0, "not judged": 4}.get(certificate.verdict, 3)

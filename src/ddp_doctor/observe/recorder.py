@@ -260,6 +260,7 @@ class Recorder:
                 p.detach().reshape(-1)[:1024].sum(dtype=torch.float64)
                 for p in listed[:: len(listed) // 8 + 1]
                 if p.layout == torch.strided and p.device.type != "meta" and not p.is_complex()
+                if p.device == listed[0].device  # a model may lie on several
             ]
             if sums:
                 self.starts[self.session.step_count] = torch.stack(sums).sum()

@@ -38,14 +38,15 @@ def step_cost(
     """Take two steps, and return the cost of the second; the first one may plan buckets.
 
     Every rank must call it. The optimizer's own copies of parameters are found in its attribute
-    `inner`. Collectives must be those of the default group.
+    `inner`, or `optim` as in torch's `ZeroRedundancyOptimizer`. Collectives must be those of the
+    default group.
     """
     for _ in range(2):
         optimizer.zero_grad()
         with RecordedCollectives() as recorded:
             loss_of(model).backward()
             optimizer.step()
-    inner = getattr(optimizer, "inner", optimizer)
+    inner = getattr(optimizer, "inner", getattr(optimizer, "optim", optimizer))
     own = [parameter for group in inner.param_groups for parameter in group["params"]]
     parameters = list(model.parameters())
     gradients = [p.grad for p in (*own, *parameters) if p.grad is not None]

@@ -227,9 +227,11 @@ def deal(found: Completions, parts: int, equal: Literal["sequences", "tokens"]) 
     """
     weight = found.mask.sum(1) if equal == "tokens" else torch.ones(len(found.prompts))
     reached = weight.view(-1, 2).sum(1).cumsum(0)
-    wanted = reached[-1] * torch.arange(1, parts) / parts
-    cuts = [0, *(2 * (1 + (reached[:, None] - wanted).abs().argmin(0))).tolist(), len(weight)]
-    return [slice(*ends) for ends in pairwise(cuts)]
+    cuts, pairs = [0], len(reached)
+    for k in range(1, parts):
+        nearest = 1 + int((reached - reached[-1] * k / parts).abs().argmin())
+        cuts.append(min(max(nearest, cuts[-1] + 1), pairs - parts + k))  # at least one pair each
+    return [slice(2 * first, 2 * end) for first, end in pairwise([*cuts, pairs])]
 
 
 def accumulate(ddp: nn.Module, window: Sequence[Completions], loss: Loss, way: Way) -> None:

@@ -216,7 +216,7 @@ class Run:
         """Whether replicas that differed are equal at the start of a later step (local SGD)."""
         starts = [(rank.last("totals") or {}).get("starts", {}) for rank in self.ranks] or [{}]
         common = [step for step in starts[0] if all(step in start for start in starts)]
-        # A start is a sum of a few parameters, so a difference of a few others says nothing.
+        # A start is a checksum of a few parameters: a difference of a few others says nothing.
         most = [
             window.n + 1
             for window in self.complete

@@ -96,7 +96,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
             moment[:] = now
             found.clear()
         known = found.get(_key(tensor))
-        if known is None and tensor.numel() > 1 and not tensor.requires_grad:
+        leaf = tensor.requires_grad and tensor.is_leaf
+        if known is None and (leaf or (tensor.numel() > 1 and not tensor.requires_grad)):
             look()  # there are new gradients
             known = found.get(_key(tensor))
         if known is not None:

@@ -23,6 +23,7 @@ MAX_WINDOWS = 80
 MAX_PARAMETERS = 400
 MAX_STARTS = 2000  # steps
 MAX_CHANGES = 400  # of an optimizer's hyperparameters
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 REDUCED = "ddp_doctor.reduced"  # where a node of the graph keeps its number in `reduced_losses`
 
 
@@ -37,7 +38,7 @@ class Recorder:
         """Nothing has been seen yet in this process."""
         self.names = Names()
         self.optimizers: dict[int, OptimizerState] = {}
-        self.starts: dict[int, Tensor] = {}  # what `_note_start` summed, by step
+        self.starts: dict[int, Tensor] = {}  # the checksums of `_note_start`, by step
         self.wrappers: list[WrapperState] = []
         self.written = 0
         self.backward_count = 0
@@ -249,7 +250,11 @@ class Recorder:
             self.first_values = first if first.numel() >= 8 else None
 
     def _note_start(self, state: OptimizerState) -> None:
-        """A sum of a few parameters at every step, left on their device: replicas have the same."""
+        """A checksum of a few parameters' bits at every step, left on their device.
+
+        Equal replicas have the same. The tensors have different weights, so that gradients that
+        two of them have exchanged do not cancel.
+        """
         if state.index or len(self.starts) >= MAX_STARTS:
             return
         optimizer = state.optimizer()
@@ -257,13 +262,14 @@ class Recorder:
         listed = [p for group in groups for p in group["params"] if not hasattr(p, "placements")]
         with torch.no_grad():
             sums = [
-                p.detach().reshape(-1)[:1024].sum(dtype=torch.float64)
+                p.detach().reshape(-1)[:1024].view(BITS[p.element_size()]).sum(dtype=torch.int64)
                 for p in listed[:: len(listed) // 8 + 1]
                 if p.layout == torch.strided and p.device.type != "meta" and not p.is_complex()
                 if p.device == listed[0].device  # a model may lie on several
             ]
             if sums:
-                self.starts[self.session.step_count] = torch.stack(sums).sum()
+                weights = torch.arange(1, len(sums) + 1, device=sums[0].device)
+                self.starts[self.session.step_count] = (torch.stack(sums) * weights).sum()
 
     def before_update(self, state: OptimizerState) -> None:
         """The optimizer is about to change its parameters."""
@@ -419,7 +425,7 @@ class Recorder:
             steps={str(s.index): s.steps for s in self.optimizers.values()},
             backwards=self.backward_count,
             collectives=self.collective_counts,
-            starts={step: float(value) for step, value in self.starts.items()},
+            starts={step: int(value) for step, value in self.starts.items()},
         )
 
 

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cases import EOS, PAD, VOCABULARY, Case, Sample
-from labkit.testing.compare import gradients
+from labkit.testing import verdict
 
 IGNORED = -100
 
@@ -49,10 +49,9 @@ def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def gradient_of(weighted: list[tuple[Sample, float]]) -> list[Tensor]:
     """The gradient of Σ weight · Σ token losses, from one backward in one process."""
-    one_process = model()
-    each = losses(one_process, collate([one for one, _ in weighted])).sum(1)
-    (each * torch.tensor([weight for _, weight in weighted])).sum().backward()
-    return gradients(one_process)
+    batch = collate([one for one, _ in weighted])
+    weights = torch.tensor([weight for _, weight in weighted])
+    return verdict.gradient_of(model(), lambda net: (losses(net, batch).sum(1) * weights).sum())
 
 
 class NoStepError(Exception):

@@ -19,7 +19,7 @@ def agreeing(
 ) -> tuple[Equation, list[Finding]]:
     """The equation and the findings that agree with a certificate.
 
-    The scale is that of copies of one batch, which does not depend on who gets which sample. The
+    The scale is measured with copies of one batch, so it does not depend on the deal. The
     number of micro-batches is not measured.
     """
     judged = {one.name: one for one in certificate.properties if one.judged}

@@ -144,3 +144,5 @@ def test_what_contradicts_a_certificate_is_left_out_and_the_measured_factor_is_s
     assert left == []
     assert other.lines[-1] == "measured  the gradient is 2 times that of one process"
     assert "sum_of_weights" not in other.as_json()
+    elsewhere = Property("P3", "different", "", 1.3, 0.8)  # no factor repairs another direction
+    assert agreeing(Certificate("different", "", properties=[elsewhere]), said, found)[0] == said

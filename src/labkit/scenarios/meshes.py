@@ -12,9 +12,9 @@ in which it has copies. A wrong way differs from the rule in a field or two.
 A mesh is any object with the methods of `Grid`, such as `miniddp.collectives.mesh.Mesh`.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labkit.book.tables import table
-from labkit.testing.compare import Comparison, ratio_and_cosine, same_bits
-from labkit.testing.verdict import kind_of
+from labkit.testing.compare import Comparison, same_bits
+from labkit.testing.verdict import compared, kind_of
 
 SEQUENCES, LENGTH, WIDTH, HIDDEN, CLASSES = 2, 8, 6, 8, 4
 IGNORED = -100  # the target of a token without a loss, as in F.cross_entropy
@@ -419,8 +419,9 @@ def judge(of_ranks: Sequence[Measured]) -> list[Judged]:
     for way in of_ranks[0]:
         ranks = [of_rank[way] for of_rank in of_ranks]
         names = list(ranks[0][0])
-        of_names = {n: _compared([(got[n], true[n]) for got, true in ranks]) for n in names}
-        everything = _compared([(got[n], true[n]) for got, true in ranks for n in names])
+        pairs = {n: [(got[n], true[n]) for got, true in ranks] for n in names}
+        of_names = {n: compared(*zip(*own, strict=True)) for n, own in pairs.items()}
+        everything = compared(*zip(*chain(*pairs.values()), strict=True))
         worst = max(names, key=lambda n: round(_distance(of_names[n]), 3))  # of equals the first
         agree = all(
             same_bits([got[n]], [other[n]])
@@ -442,13 +443,6 @@ def ways_table(judged: Iterable[Judged]) -> str:
         rows.append([one.way, *one.comparison, *worst, one.kind])
     headers = ["", "ratio", "cosine", "worst parameter", "ratio", "cosine", ""]
     return table(headers, rows, digits=3)
-
-
-def _compared(pairs: Sequence[tuple[Tensor, Tensor]]) -> Comparison:
-    found, true = zip(*pairs, strict=True)
-    if not any(tensor.any() for tensor in found):
-        return Comparison(0.0, math.nan)
-    return ratio_and_cosine(found, true)
 
 
 def _distance(comparison: Comparison) -> float:

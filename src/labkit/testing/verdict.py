@@ -104,7 +104,7 @@ def verdicts(
         agree = all(same_bits(one, found[0]) for one in found)
         for rank, one in enumerate(found[:1] if agree else found):
             ranks = "all" if agree else f"rank {rank}"
-            comparison = _compared(one, true)
+            comparison = compared(one, true)
             judged.append(Verdict(variant, ranks, comparison, kind_of(comparison)))
     return judged
 
@@ -120,7 +120,7 @@ def angle_in_degrees(cosine: float) -> float:
     return math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
 
 
-def _compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:
+def compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:
     """Like `ratio_and_cosine`, but a zero `found` alone has the ratio 0 and is no error."""
     if any(tensor.any() for tensor in true) and not any(tensor.any() for tensor in found):
         largest_difference(found, true)  # raises if the shapes differ

@@ -21,10 +21,11 @@ import argparse
 import hashlib
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from labkit.launch.arguments import parse_arguments, positive
 
@@ -87,10 +88,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.launch.attendance import report_missing_ranks
-from labkit.launch.checkpoint import newest_checkpoint, save_checkpoint
 from labkit.launch.lab import Place, join_ranks
 from miniddp import MiniDDP
+from missing_ranks import report_missing_ranks
 
 
 def draw_batch(seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -128,6 +128,42 @@ def happen(arguments: argparse.Namespace, place: Place, step: int) -> None:
         if nodes[place.rank] == nodes[arguments.lose_node.rank]:
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Replace the file completely or not at all, even if this process or the machine stops."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())  # or a machine that loses power keeps a name without contents
+    unfinished.replace(path)
+
+
+def newest_checkpoint(path: Path) -> dict[str, Any] | None:
+    """The newest checkpoint of any rank, the same on every rank; None if no rank has one.
+
+    Exits on every rank, with the name of the file, if a rank cannot read its file.
+    """
+    rank, steps = dist.get_rank(), [None] * dist.get_world_size()
+    found, step = None, -1
+    try:
+        if path.exists():
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            step = found["step"]
+    except Exception as error:  # whatever it is, the other ranks have to hear of it
+        step = (
+            f"rank {rank} cannot read {path} ({type(error).__name__}: {error}). Move it away to "
+            "start from step 0."
+        )
+    dist.all_gather_object(steps, step)
+    if unreadable := [text for text in steps if isinstance(text, str)]:
+        sys.exit(unreadable[0])
+    source = steps.index(max(steps))
+    handed = [found if rank == source else None]
+    dist.broadcast_object_list(handed, src=source)
+    return handed[0]
 
 
 def train_with_faults(arguments: argparse.Namespace, place: Place) -> nn.Module:

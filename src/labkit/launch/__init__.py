@@ -10,7 +10,5 @@ __getattr__, __all__ = offer(
         "arguments": ["parse_arguments"],
         "lab": ["Place", "join_ranks", "leave_group", "largest_on_any_rank", "print_by_rank"],
         "guard": ["run_guarded"],
-        "checkpoint": ["newest_checkpoint", "save_checkpoint"],
-        "attendance": ["report_missing_ranks"],
     },
 )

@@ -1,0 +1,158 @@
+"""Checkpoints survive a kill and are the same on all ranks; the missing ranks are named."""
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.launch.ranks import run_ranks
+from labkit.launch.scripts import project_root
+from missing_ranks import Sign, report, report_missing_ranks
+
+LAB = str(project_root() / "labs/when_a_node_fails.py")
+BEHIND = Sign(10, 6, "host1", "step 3: its batch")
+ENDED = 'gone: rank 1 on host0, last seen at "the end"'
+WAITED = 'rank 0 on host0 waited in vain at "step 3: backward"\n'
+KILLED_WHILE_SAVING = """
+import os, runpy, signal, sys, torch
+from pathlib import Path
+
+save_checkpoint = runpy.run_path(sys.argv[1])["save_checkpoint"]
+path = Path(sys.argv[2])
+save_checkpoint(path, {"step": 4, "model": torch.zeros(1000)})
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+really = torch.save
+def half(state, file):
+    really(state, file)
+    file.truncate(file.tell() // 2)
+    killed()
+
+if sys.argv[3] == "writing":
+    torch.save = half
+elif sys.argv[3] == "reaching the disk":
+    os.fsync = killed
+else:
+    Path.replace = killed
+save_checkpoint(path, {"step": 8, "model": torch.ones(1000)})
+"""
+
+
+@pytest.mark.parametrize("moment", ["writing", "reaching the disk", "renaming"])
+def test_a_kill_while_saving_leaves_the_checkpoint_of_before(moment, tmp_path):
+    path = tmp_path / "a.pt"
+    command = [sys.executable, "-c", KILLED_WHILE_SAVING, LAB, str(path), moment]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, timeout=120, env=environment)
+    assert done.returncode == -signal.SIGKILL
+    state = torch.load(path)
+    assert state["step"] == 4
+    assert not state["model"].any()
+
+
+def find(rank: int, folder: Path, steps: list[int | bytes | None]) -> object:
+    """What rank `rank` resumes from. Nodes that share no disk: each rank has its own file."""
+    lab = runpy.run_path(LAB)
+    path = folder / f"{rank}.pt"
+    if isinstance(step := steps[rank], bytes):
+        path.write_bytes(step)
+    elif step is not None:
+        lab["save_checkpoint"](path, {"step": step, "model": torch.full((2,), 10.0 * step + rank)})
+    try:
+        state = lab["newest_checkpoint"](path)
+    except SystemExit as leave:
+        return str(leave.code).partition(" (")[0]
+    return None if state is None else (state["step"], state["model"].tolist())
+
+
+@pytest.mark.parametrize(
+    ("steps", "newest"),
+    [
+        ([None, None, None], None),
+        ([None, 0, None], (0, [1.0, 1.0])),
+        ([1, 3, 2], (3, [31.0, 31.0])),
+        ([2, b"no checkpoint", 2], "rank 1 cannot read {}/1.pt"),
+    ],
+)
+def test_all_ranks_go_on_from_the_newest_or_name_what_cannot_be_read(steps, newest, tmp_path):
+    expected = newest.format(tmp_path) if isinstance(newest, str) else newest
+    assert run_ranks(find, 3, tmp_path, steps) == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("signs", "silent", "later", "said"),
+    [
+        ({2: BEHIND}, (), {}, 'stuck: rank 2 on host1, last seen at "step 3: its batch"'),
+        ({}, (2,), {}, 'gone: rank 2 on host1, last seen at "step 3: backward"'),
+        ({2: BEHIND}, (), {2: Sign(14, 7, "host1", "step 3: backward")}, ""),  # caught up
+        ({}, (), {}, ""),
+        ({1: Sign(9, 8, "host0", "the end")}, (1,), {}, ""),
+        (
+            {1: Sign(9, 7, "host0", "the end")},
+            (1,),
+            {},
+            'gone: rank 1 on host0, last seen at "the end"',
+        ),
+    ],
+)
+def test_a_rank_is_stuck_or_gone_or_not_missing(signs, silent, later, said):
+    before = {rank: Sign(10, 7, f"host{rank // 2}", "step 3: backward") for rank in range(4)}
+    before |= signs
+    after = {
+        rank: sign if rank in silent else sign._replace(beats=sign.beats + 4)
+        for rank, sign in before.items()
+    }
+    assert report(0, before, after | later) == (f"{WAITED}  {said}" if said else "")
+
+
+class NotOfACollectiveError(RuntimeError):
+    pass
+
+
+def fail_while_another_is_slow(rank: int, message: str) -> tuple[str, bool, bool]:
+    """The error that comes out, and whether SIGTERM is handled inside, and as before outside."""
+    # Rank 0's store, where the environment says; it must outlive the other ranks' last notes.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=rank == 0) if rank == 0 else None
+    address = [store.port if store else 0]
+    dist.broadcast_object_list(address)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(address[0]))
+
+    def own_handler(*_: object) -> None: ...
+
+    signal.signal(signal.SIGTERM, own_handler)
+    found = "no error"
+    try:
+        with report_missing_ranks() as note:
+            handled = signal.getsignal(signal.SIGTERM) is not own_handler
+            if rank == 0:
+                note("the step")
+                raise NotOfACollectiveError(message)
+            time.sleep(2)
+    except (NotOfACollectiveError, SystemExit) as error:
+        found = type(error).__name__
+    dist.barrier()
+    del store
+    return found, handled, signal.getsignal(signal.SIGTERM) is own_handler
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ("CUDA out of memory", "NotOfACollectiveError"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms", "SystemExit"),
+    ],
+)
+def test_only_an_error_of_a_collective_is_explained_by_a_slow_rank(message, found):
+    assert run_ranks(fail_while_another_is_slow, 2, message) == [
+        (found, True, True),
+        ("no error", True, True),
+    ]

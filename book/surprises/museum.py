@@ -133,7 +133,7 @@ def list_of_checks() -> Markdown:
 def drawn_matrix(caught: Mapping[str, Mapping[str, Any]]) -> Figure:
     """`crosses` as a grid of exhibits and checks; a circle marks the label's check."""
     exhibits, names = museum.exhibits(), [check.__name__ for check in CHECKS]
-    figure, axes = plt.subplots(figsize=(5.8, 7.4))
+    figure, axes = plt.subplots(figsize=(5.8, 8.2))
     for row, exhibit in enumerate(exhibits):
         for column, name in enumerate(names):
             if name in caught[exhibit.name]:

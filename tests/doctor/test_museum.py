@@ -18,6 +18,7 @@ ROW = re.compile(r"^\| `(\w+)` \| (?:`(\w+)`|—) \|", re.MULTILINE)
 SITUATIONS = {
     "clip_before_sync": "clip = 0.5",
     "clip_by_own_piece": "clip = 0.5",
+    "earlier_pieces_lost": "accumulate = 2",
     "last_forward_unsynced": "accumulate = 2",
     "last_micro_batch_only": "accumulate = 2",
     "launch_when_locally_ready": "takes = [('a', 'b', 'c'), ('b', 'a', 'c')]",
@@ -26,7 +27,7 @@ SITUATIONS = {
     "none_skipped": "takes = [('a', 'c'), ('b', 'c')]",
     "stale_ready_count": "fails = True",
 }
-RANKS = {"whole_vector_ring": 3}
+RANKS = {"divided_by_one_replica": 4, "whole_vector_ring": 3}
 TRAINER = """
 from datetime import timedelta
 import torch, torch.distributed as dist

@@ -38,6 +38,26 @@ def average_gradients(module: nn.Module) -> None:
     copy_back(flat, gradients)
 
 
+def piece_of_sum(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's piece of the sum of all ranks' `tensor`; the last pieces are filled with zeros.
+
+    Costs one reduce-scatter.
+    """
+    size = dist.get_world_size(group)
+    flat = nn.functional.pad(tensor.detach().flatten(), (0, -tensor.numel() % size))
+    piece = flat.new_empty(len(flat) // size)
+    dist.reduce_scatter_single(piece, flat, group=group)
+    return piece
+
+
+@torch.no_grad()
+def fill_from_pieces(tensor: Tensor, piece: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fill `tensor` with the pieces of all ranks. Costs one all-gather."""
+    flat = piece.new_empty(len(piece) * dist.get_world_size(group))
+    dist.all_gather_single(flat, piece, group=group)
+    tensor.copy_(flat[: tensor.numel()].view_as(tensor))
+
+
 def one_vector(tensors: list[Tensor]) -> Tensor:
     """All elements in one new vector."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

@@ -4,11 +4,14 @@ Each replacement tells `used` its name when the script first needs it, and the r
 Only the user's own code is told that there are GPUs: libraries would try to use them.
 """
 
+import contextlib
 import functools
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,13 +23,17 @@ from ddp_doctor.places import is_users
 
 Used = Callable[[str], None]
 NOTHING_TO_DO = (
-    "set_device",
-    "synchronize",
-    "empty_cache",
-    "reset_peak_memory_stats",
-    "set_stream",
+    *("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"),
+    *("reset_max_memory_allocated", "set_stream"),
 )
-NUMBERS = ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved")
+NUMBERS = (
+    *("current_device", "memory_allocated", "max_memory_allocated"),
+    *("memory_reserved", "max_memory_reserved"),
+)
+MEMORY = 1 << 34  # bytes that a GPU is said to have
+GPU = SimpleNamespace(
+    name="CPU", total_memory=MEMORY, major=8, minor=0, multi_processor_count=1, gcnArchName=""
+)
 _installed: list[int] = []  # the process that has done it
 
 
@@ -45,6 +52,8 @@ def install(used: Used) -> None:
 
     _groups(tell)
     _cuda(tell)
+    _accelerator(tell)
+    _streams(tell)
     _classes(tell)
     _OnCpu(tell).__enter__()
 
@@ -108,26 +117,89 @@ def _groups(tell: Used) -> None:
     dist.init_device_mesh = dist.device_mesh.init_device_mesh = init_device_mesh
 
 
+def _replace(module: Any, name: str, result: Any, tell: Used, users_only: bool = False) -> None:
+    """Let `module.name` return `result`, whatever it is given."""
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        if users_only and not is_users(sys._getframe(1).f_code.co_filename):
+            return original(*args, **kwargs)
+        tell(f"{module.__name__}.{name}")
+        return result
+
+    setattr(module, name, instead)
+
+
+def _gpus() -> int:
+    """One per rank; at least two, because the one process of a certificate has as many."""
+    return max(2, int(os.environ.get("LOCAL_WORLD_SIZE", "2")))
+
+
 def _cuda(tell: Used) -> None:
-    def replace(name: str, result: Any, users_only: bool = False) -> None:
-        original = getattr(torch.cuda, name)
-
-        @functools.wraps(original)
-        def instead(*args: Any, **kwargs: Any) -> Any:
-            if users_only and not is_users(sys._getframe(1).f_code.co_filename):
-                return original(*args, **kwargs)
-            tell(f"torch.cuda.{name}")
-            return result
-
-        setattr(torch.cuda, name, instead)
-
     for name in NOTHING_TO_DO:
-        replace(name, None)
+        _replace(torch.cuda, name, None, tell)
     for name in NUMBERS:
-        replace(name, 0)
-    replace("is_available", True, users_only=True)
-    replace("is_bf16_supported", True, users_only=True)
-    replace("device_count", int(os.environ.get("LOCAL_WORLD_SIZE", "2")), users_only=True)
+        _replace(torch.cuda, name, 0, tell)
+    _replace(torch.cuda, "is_available", True, tell, users_only=True)
+    _replace(torch.cuda, "is_bf16_supported", True, tell, users_only=True)
+    _replace(torch.cuda, "device_count", _gpus(), tell, users_only=True)
+    _replace(torch.cuda, "get_device_name", GPU.name, tell)
+    _replace(torch.cuda, "get_device_capability", (GPU.major, GPU.minor), tell)
+    _replace(torch.cuda, "get_device_properties", GPU, tell)
+    _replace(torch.cuda, "mem_get_info", (MEMORY, MEMORY), tell)
+
+
+def _accelerator(tell: Used) -> None:
+    module = torch.accelerator
+    for name in ("set_device_index", "set_device_idx", "synchronize"):
+        _replace(module, name, None, tell)
+    for name in ("current_device_index", "current_device_idx"):
+        _replace(module, name, 0, tell)
+    _replace(module, "is_available", True, tell, users_only=True)
+    _replace(module, "device_count", _gpus(), tell, users_only=True)
+    _replace(module, "current_accelerator", torch.device("cuda"), tell, users_only=True)
+
+
+class _Stream:
+    """Does nothing: all work of a CPU rank is in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.time = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+class _Event(_Stream):
+    """The time of `record`."""
+
+    def record(self, stream: Any = None) -> None:
+        self.time = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "_Event") -> float:
+        """Milliseconds."""
+        return 1e3 * (end.time - self.time)
+
+
+def _streams(tell: Used) -> None:
+    def said(kind: type[_Stream]) -> type[_Stream]:
+        class Said(kind):  # type: ignore[misc,valid-type]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                tell(f"torch.cuda.{kind.__name__[1:]}")
+                super().__init__()
+
+        return Said
+
+    torch.cuda.Stream, torch.cuda.Event = said(_Stream), said(_Event)  # type: ignore[misc,assignment]
+    for name in ("current_stream", "default_stream"):
+        _replace(torch.cuda, name, _Stream(), tell)
+    _replace(torch.cuda, "stream", contextlib.nullcontext(), tell)
 
 
 def _classes(tell: Used) -> None:
@@ -163,6 +235,29 @@ def _classes(tell: Used) -> None:
         tell("SyncBatchNorm (each rank now uses its own samples)")
         return module
 
+    move = nn.Module.to
+
+    @functools.wraps(move)
+    def moved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and of_cpu(args[0]) is not args[0]:
+            tell('.to("cuda")')
+            args = ("cpu", *args[1:])
+        return move(self, *args, **kwargs)
+
+    draws = torch.Generator
+
+    class Kind(type(draws)):  # type: ignore[misc]
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, draws)
+
+    class Generator(draws, metaclass=Kind):  # type: ignore[misc]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            if of_cpu(device) is not device:
+                tell('torch.Generator("cuda")')
+            return draws(of_cpu(device))
+
+    nn.Module.to = moved  # type: ignore[method-assign,assignment]
+    torch.Generator = Generator  # type: ignore[misc]
     wrap.__init__ = wrapper  # type: ignore[method-assign,assignment]
     cast.__init__ = autocast  # type: ignore[method-assign,assignment]
     torch.load = loaded

@@ -15,23 +15,30 @@ from prove_it import ForkedStart
 
 
 def certified(
-    server: ForkServer, script: Script, arguments: tuple[str, ...] = (), timeout: float = 150.0
+    server: ForkServer,
+    script: Script,
+    arguments: tuple[str, ...] = (),
+    timeout: float = 150.0,
+    cpu: bool = False,
 ) -> dict[str, Any]:
     """The certificate of a script, as JSON. Raises TimeoutError."""
     with tempfile.TemporaryDirectory(prefix="doctor-") as name:
         path = Path(name) / f"{script.name}.py"
         path.write_text(script.text)
         ranks = script.ranks if script.launch == "torchrun" else None
-        with server.forked(_certify, [str(path), *arguments], Path(name), ranks) as connection:
+        command = [str(path), *arguments]
+        with server.forked(_certify, command, Path(name), ranks, cpu) as connection:
             if not connection.poll(timeout):
                 raise TimeoutError(f"no certificate of {script.name} after {timeout:g} s")
             return dict(connection.recv())
 
 
-def _certify(caller: Connection, command: list[str], folder: Path, ranks: int | None) -> None:
+def _certify(
+    caller: Connection, command: list[str], folder: Path, ranks: int | None, cpu: bool
+) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update(QUIET | {"PYTHONPATH": str(SOURCES)})
     os.chdir(folder)
-    certificate = measure(command, folder, ranks, cpu=False, start=ForkedStart)
+    certificate = measure(command, folder, ranks, cpu, start=ForkedStart)
     caller.send(None if certificate is None else certificate.as_json())

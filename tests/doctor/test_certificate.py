@@ -203,3 +203,46 @@ def test_a_marked_batch_is_judged_where_a_number_of_one_rank_would_prevent_it(
     unmarked = certified(forks, script(wrong.replace("ddp_doctor.batch(x)", "x")))
     assert unmarked["verdict"] == "not judged"
     assert "ddp_doctor.batch" in unmarked["why"]
+
+
+SHARED_MICRO_BATCHES = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = torch.randn(64, 8)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+passes = 4 // int(os.environ["WORLD_SIZE"])
+
+def batch():
+    rows = torch.randint(len(data), (6,))
+    x = torch.stack([data[row] for row in rows])
+    return x, torch.stack([data[row].argmax() % 4 for row in rows])
+
+x, y = batch()
+for step in range(5):
+    for _ in range(passes):
+        loss = nn.functional.cross_entropy(model(x), y) / passes
+        x, y = batch()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_divides_its_micro_batches_among_the_ranks_is_judged(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    certificate = certified(forks, script(SHARED_MICRO_BATCHES))
+    assert certificate["verdict"] == "equal", certificate
+    assert certificate["micro_batches"] == 2
+    (p1,) = [one for one in certificate["properties"] if one["name"] == "P1"]
+    assert p1["verdict"] == "equal"
+    wrong = SHARED_MICRO_BATCHES.replace("model(x), y)", 'model(x), y, reduction="sum")')
+    assert certified(forks, script(wrong))["verdict"] != "equal"

@@ -1,9 +1,13 @@
 """--cpu: a script that says nccl and cuda everywhere trains on CPU ranks, and is observed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import pytest
+from doctor.certified import certified
 from doctor.corpus_runs import Server
 from doctor.corpus_scripts import Script
+
+from labkit.launch.forks import ForkServer
 
 FOR_GPUS = """
 import os
@@ -22,17 +26,25 @@ group = dist.new_group(None, None, "nccl")
 device = torch.device(f"cuda:{local_rank}")
 torch.manual_seed(0)
 torch.cuda.manual_seed_all(0)
-model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).cuda()
+model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(local_rank).cuda()
 model = nn.SyncBatchNorm.convert_sync_batchnorm(model).to(device)
 model = DDP(model, [local_rank], local_rank, 0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cuda")
 weight = torch.ones(4, device="cuda")
-x = torch.randn(64, 8)
+generator = torch.Generator(device=device)
+assert isinstance(generator, torch.Generator)
+x = torch.randn(64, 8, generator=generator.manual_seed(0), device=device)
 data = TensorDataset(x, x.argmax(1) % 4)
 loader = DataLoader(data, 8, sampler=DistributedSampler(data), pin_memory=True)
+start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+start.record()
+copies = torch.cuda.Stream()
+torch.backends.cudnn.benchmark = True
 for x, y in loader:
-    x, y = x.cuda(non_blocking=True), y.to(local_rank, non_blocking=True)
+    with torch.cuda.stream(copies):
+        x, y = x.cuda(non_blocking=True), y.to(local_rank, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(copies)
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.cuda.amp.autocast(enabled=False):
         loss = nn.functional.cross_entropy(model(x), y, weight=weight)
     scaler.scale(loss).backward()
@@ -42,9 +54,15 @@ for x, y in loader:
     scaler.update()
     optimizer.zero_grad()
     torch.cuda.synchronize()
+end.record()
+end.synchronize()
+assert start.elapsed_time(end) > 0
 total = torch.tensor(float(loss), device=device)
 dist.all_reduce(total)
 assert torch.cuda.max_memory_allocated() == 0
+free, memory = torch.cuda.mem_get_info()
+assert 0 < free <= memory == torch.cuda.get_device_properties(device).total_memory
+assert torch.cuda.get_device_name(local_rank)
 dist.destroy_process_group()
 """
 
@@ -57,5 +75,52 @@ def test_a_script_for_gpus_is_observed_on_cpus_and_the_report_lists_what_was_rep
     assert found.report is not None
     assert found.report["equation"]["right"]
     (note,) = [each for each in found.report["notes"] if each.startswith("--cpu replaced: ")]
-    for name in ("nccl", "torch.cuda.set_device", ".cuda()", '.to("cuda")', "device_ids"):
+    for name in ("nccl", "torch.cuda.set_device", ".cuda()", '.to("cuda")', "torch.cuda.Event"):
         assert name in note
+
+
+@pytest.fixture
+def forks() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.stop()
+
+
+FOR_ACCELERATORS = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+assert torch.accelerator.is_available() and torch.accelerator.device_count() == 2
+rank = int(os.environ["LOCAL_RANK"])
+device = torch.device(f"{torch.accelerator.current_accelerator()}:{rank}")
+torch.accelerator.set_device_index(rank)
+dist.init_process_group(torch.distributed.get_default_backend_for_device(device))
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4).to(device), device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.cuda.manual_seed(rank)
+torch.manual_seed(rank)
+for step in range(5):
+    x = torch.randn(6, 8, device="cuda")
+    loss = nn.functional.cross_entropy(model(x), x.argmax(1) % 4)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_scripts_for_gpus_are_certified_on_cpus(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    scaled = FOR_ACCELERATORS.replace(
+        "loss.backward()", "(loss * dist.get_world_size()).backward()"
+    )
+    for text, verdict in ((FOR_GPUS, "equal"), (FOR_ACCELERATORS, "equal"), (scaled, "scaled")):
+        certificate = certified(forks, script(text), cpu=True)
+        assert certificate["verdict"] == verdict, certificate
+        (note,) = [each for each in certificate["notes"] if each.startswith("--cpu replaced: ")]
+        assert "nccl" in note

@@ -13,6 +13,7 @@ from typing import Any
 from ddp_doctor.certificate.plan import Part
 
 NEEDS_RANKS = "needs-ranks"  # a file: the script expects a launcher
+WORLD_IN_SCRIPT = "world-in-script"  # a file: one process calculates with the number of ranks
 _installed: list[int] = []  # the process that has done it
 
 
@@ -70,8 +71,10 @@ def _groups(part: Part) -> None:
                 os._exit(0)  # only the first of the ranks that the script starts goes on
             if given.get("world_size", 1) > 1:
                 given["world_size"] = 1
-                part.path("world-in-script").parent.mkdir(parents=True, exist_ok=True)
-                part.path("world-in-script").touch()
+                part.path(WORLD_IN_SCRIPT).parent.mkdir(parents=True, exist_ok=True)
+                part.path(WORLD_IN_SCRIPT).touch()
+            elif os.environ.get("WORLD_SIZE", "1") != "1":
+                given |= {"rank": 0, "world_size": 1}  # the group is of one; see `program.measure`
         if timeout is not None:
             given["timeout"] = timeout
         init(backend, init_method, **given)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_doctor.certificate.child import NEEDS_RANKS
+from ddp_doctor.certificate.child import NEEDS_RANKS, WORLD_IN_SCRIPT
 from ddp_doctor.certificate.plan import Part
 
 if TYPE_CHECKING:
@@ -120,6 +120,19 @@ def all_launched(world: int) -> list[dict[str, str]]:
     return [launched(rank, world, port) for rank in range(world)]
 
 
+def divides_micro_batches(folder: Path, world: str) -> bool:
+    """Whether one process made as many backward passes as all ranks together, as a script does that
+    divides their number by WORLD_SIZE. Then it is started again, and told the number of ranks.
+    """
+    from ddp_doctor.certificate.plan import OWN
+    from ddp_doctor.certificate.verdict import read
+
+    ranks, one = (read(folder / kind).get((0, 0, OWN)) for kind in ("ranks", "one"))
+    if ranks is None or one is None:
+        return False
+    return int(one["backwards"]) == int(world) * int(ranks["backwards"])
+
+
 @contextlib.contextmanager
 def common_folder() -> Iterator[Path]:
     """A folder that all ranks of a launch find; rank 0 removes it. A new one without ranks."""
@@ -168,6 +181,10 @@ def measure(
         by_launcher = rank is not None or ranks is not None
         environment = all_launched(1)[0] if by_launcher else alone
         failed_one = start(as_one, command, [environment]).wait()
+        if by_launcher and not failed_one and divides_micro_batches(folder, world.read_text()):
+            as_one.path(WORLD_IN_SCRIPT).touch()
+            environment["WORLD_SIZE"] = world.read_text()
+            failed_one = start(as_one, command, [environment]).wait()
     return judge(folder, failed, failed_one)
 
 

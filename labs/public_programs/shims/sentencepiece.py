@@ -1,0 +1,3 @@
+"""Stands for sentencepiece, which training imports and does not use."""
+
+SentencePieceProcessor = object

@@ -38,31 +38,6 @@ def average_each(module):
     thread.start()
     thread.join()
 """,
-    "AVG does the division": """
-def average_each(module):
-    ps = [p for p in module.parameters() if p.requires_grad]
-    flags = torch.tensor([p.grad is not None for p in ps], dtype=torch.int64)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    for p, f in zip(ps, flags):
-        if f:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
-""",
-    "all at once, asynchronously": """
-def average_each(module):
-    ps = [p for p in module.parameters() if p.requires_grad]
-    flags = torch.tensor([p.grad is not None for p in ps])
-    dist.all_reduce(flags, op=dist.ReduceOp.BOR)
-    works = []
-    for p, f in zip(ps, flags):
-        if f:
-            if p.grad is None:
-                p.grad = p.new_zeros(p.shape)
-            works.append((p, dist.all_reduce(p.grad, async_op=True)))
-    for p, w in works:
-        w.wait()
-        p.grad.div_(dist.get_world_size())
-""",
     "flags by all_gather_object": """
 def average_each(module):
     mine = {n for n, p in module.named_parameters() if p.grad is not None}
@@ -148,45 +123,6 @@ def average_each(module):
                 dist.all_reduce(g, group=group)
                 p.grad = g
 """,
-    "in double precision": """
-@torch.no_grad()
-def average_each(module):
-    params = list(filter(lambda p: p.requires_grad, module.parameters()))
-    flags = torch.tensor([p.grad is not None for p in params], dtype=torch.float64)
-    dist.all_reduce(flags)
-    for i, p in enumerate(params):
-        if flags[i] == 0:
-            continue
-        g = p.grad.double() if p.grad is not None else torch.zeros(p.shape, dtype=torch.float64)
-        dist.all_reduce(g)
-        p.grad = (g / dist.get_world_size()).to(p.dtype)
-""",
-    "a callable object and threads": """
-import threading
-
-class Averager:
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def __call__(self, module):
-        with self.lock:
-            ps = [p for p in module.parameters() if p.requires_grad]
-            have = [torch.zeros(len(ps)) for _ in range(dist.get_world_size())]
-            dist.all_gather(have, torch.tensor([float(p.grad is not None) for p in ps]))
-            any_rank = torch.stack(have).amax(0)
-            works = {}
-            for i, p in enumerate(ps):
-                if any_rank[i]:
-                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                    works[i] = dist.all_reduce(p.grad, async_op=True)
-            waiter = threading.Thread(target=lambda: [w.wait() for w in works.values()])
-            waiter.start()
-            waiter.join()
-            for i in works:
-                ps[i].grad /= dist.get_world_size()
-
-average_each = Averager()
-""",
     "magics, shell and a question": """
 %matplotlib inline
 !echo hello
@@ -205,17 +141,20 @@ def average_each(module):
             dist.all_reduce(p.grad)
             p.grad = p.grad / dist.get_world_size()
 """,
-    "flags as a bitmask": """
-def average_each(module):
-    ps = [p for p in module.parameters() if p.requires_grad]
-    mask = torch.tensor(sum(1 << i for i, p in enumerate(ps) if p.grad is not None))
-    dist.all_reduce(mask, op=dist.ReduceOp.BOR)
-    for i, p in enumerate(ps):
-        if int(mask) >> i & 1:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
+    "a callable object, and flags as a bitmask": """
+class Averager:
+    def __call__(self, module):
+        ps = [p for p in module.parameters() if p.requires_grad]
+        mask = torch.tensor(sum(1 << i for i, p in enumerate(ps) if p.grad is not None))
+        dist.all_reduce(mask, op=dist.ReduceOp.BOR)
+        for i, p in enumerate(ps):
+            if int(mask) >> i & 1:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+
+average_each = Averager()
 """,
     "reduced in inference mode": """
 def average_each(module):
@@ -230,56 +169,9 @@ def average_each(module):
             dist.all_reduce(g, op=dist.ReduceOp.AVG)
             p.grad = g
 """,
-    "flags gathered as booleans": """
-def average_each(module):
-    params = [p for p in module.parameters() if p.requires_grad]
-    mine = torch.tensor([p.grad is not None for p in params])
-    theirs = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, mine)
-    for p, anywhere in zip(params, torch.stack(theirs).any(0)):
-        if anywhere:
-            total = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            dist.all_reduce(total)
-            p.grad = total.div(dist.get_world_size())
-""",
-    "callbacks on the works": """
-def average_each(module):
-    params = dict(module.named_parameters())
-    params = {n: p for n, p in params.items() if p.requires_grad}
-    have = torch.tensor([int(p.grad is not None) for p in params.values()], dtype=torch.uint8)
-    dist.all_reduce(have, op=dist.ReduceOp.MAX)
-    futures = []
-    for p, yes in zip(params.values(), have.tolist()):
-        if not yes:
-            continue
-        if p.grad is None:
-            p.grad = torch.zeros_like(p, memory_format=torch.preserve_format)
-
-        def divide(future, p=p):
-            p.grad.mul_(1 / dist.get_world_size())
-            return p.grad
-
-        futures.append(dist.all_reduce(p.grad, async_op=True).get_future().then(divide))
-    torch.futures.wait_all(futures)
-""",
 }
 
 FLAT = {
-    "the utilities of torch": """
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-
-def average_flat(module):
-    ps = [p for p in module.parameters() if p.requires_grad]
-    flags = torch.tensor([float(p.grad is not None) for p in ps])
-    dist.all_reduce(flags)
-    ps = [p for p, f in zip(ps, flags) if f]
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in ps]
-    flat = _flatten_dense_tensors(grads)
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for p, g in zip(ps, _unflatten_dense_tensors(flat, grads)):
-        p.grad = g.clone()
-""",
     "flags in the same vector": """
 def average_flat(module):
     ps = [p for p in module.parameters() if p.requires_grad]
@@ -327,19 +219,6 @@ def average_flat(module):
             p.grad = line[at : at + p.numel()].reshape(p.shape).clone()
         at += p.numel()
 """,
-    "coalesced": """
-def average_flat(module):
-    ps = [p for p in module.parameters() if p.requires_grad]
-    flags = torch.tensor([float(p.grad is not None) for p in ps])
-    dist.all_reduce(flags)
-    used = [p for p, f in zip(ps, flags) if f]
-    for p in used:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    vector = nn.utils.parameters_to_vector([p.grad for p in used])
-    dist.barrier()
-    dist.all_reduce(vector)
-    nn.utils.vector_to_parameters(vector / dist.get_world_size(), [p.grad for p in used])
-""",
     "torch's own flatten and unflatten": """
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
@@ -357,26 +236,6 @@ def average_flat(module):
     for buf, synced in zip(grads, _unflatten_dense_tensors(coalesced, grads)):
         buf.copy_(synced)
 """,
-    "slices of a buffer, and a future": """
-def average_flat(module):
-    world = dist.get_world_size()
-    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    mine = [n for n, p in named if p.grad is not None]
-    known = [None] * world
-    dist.all_gather_object(known, mine)
-    used = [p for n, p in named if any(n in names for names in known)]
-    buffer = torch.zeros(sum(p.numel() for p in used))
-    at = 0
-    for p in used:
-        if p.grad is not None:
-            buffer[at : at + p.numel()] = p.grad.flatten()
-        at += p.numel()
-    [reduced] = dist.all_reduce(buffer, async_op=True).get_future().wait()
-    at = 0
-    for p in used:
-        p.grad = (reduced[at : at + p.numel()] / world).view(p.shape).clone()
-        at += p.numel()
-""",
 }
 
 COUNT = {
@@ -386,14 +245,6 @@ def count_tokens(batches):
     both = n.expand(2)
     dist.all_reduce(both)
     return int(both[1])
-""",
-    "a vector of one": """
-def count_tokens(batches):
-    n = torch.zeros(1, dtype=torch.long)
-    for b in batches:
-        n += b["counts"].long().sum()
-    dist.all_reduce(n, op=dist.ReduceOp.SUM)
-    return n.item()
 """,
     "concatenated, asynchronous": """
 def count_tokens(batches):
@@ -415,14 +266,6 @@ def count_tokens(batches):
     own = sum(b["counts"].sum() for b in batches)
     return int(fc.all_reduce(own, "sum", dist.group.WORLD))
 """,
-    "nonzero entries, stacked": """
-def count_tokens(batches):
-    per_batch = [torch.count_nonzero(batch["counts"]) for batch in batches]
-    n = torch.stack(per_batch).sum(dtype=torch.int64)
-    work = dist.all_reduce(n, op=dist.ReduceOp.SUM, async_op=True)
-    work.wait()
-    return n.item()
-""",
 }
 LOSS = {
     "one backward for all": """
@@ -440,21 +283,6 @@ def backward_weighted(model, batches, total):
         loss = token_losses(model, b).mean()
         loss.backward(torch.tensor(n * scale))
 """,
-    "gradients by hand": """
-def backward_weighted(model, batches, total):
-    for b in batches:
-        grads = torch.autograd.grad(token_losses(model, b).sum(), list(model.parameters()))
-        for p, g in zip(model.parameters(), grads):
-            g = g * dist.get_world_size() / total
-            p.grad = g if p.grad is None else p.grad + g
-""",
-    "the gradient argument of backward": """
-def backward_weighted(model, batches, total):
-    w = dist.get_world_size() / total
-    for batch in batches:
-        losses = token_losses(model, batch)
-        losses.backward(torch.full_like(losses, w))
-""",
     "autograd.grad, added up by hand": """
 def backward_weighted(model, batches, total):
     params = [p for p in model.parameters() if p.requires_grad]
@@ -469,10 +297,6 @@ def backward_weighted(model, batches, total):
 """,
 }
 RATE = {
-    "a table": """
-def equivalent_rate(lr, reduction, combine, world_size, per_rank):
-    return lr / {"mean": 1, "sum": per_rank}[reduction] / {"average": 1, "sum": world_size}[combine]
-""",
     "match": """
 def equivalent_rate(lr, reduction, combine, world_size, per_rank):
     match (reduction, combine):
@@ -480,11 +304,6 @@ def equivalent_rate(lr, reduction, combine, world_size, per_rank):
         case ("mean", "sum"): return lr / world_size
         case ("sum", "average"): return lr / per_rank
         case _: return torch.tensor(lr) .item() / (world_size * per_rank)
-""",
-    "a product of two factors": """
-def equivalent_rate(lr, reduction, combine, world_size, per_rank):
-    times_too_large = (world_size ** (combine == "sum")) * (per_rank ** (reduction == "sum"))
-    return lr / times_too_large
 """,
 }
 DATA_PARALLEL = {
@@ -504,18 +323,6 @@ def data_parallel_gradients(model, x, y, replicas):
 """,
 }
 STEP = {
-    "AVG and an optimizer": """
-def train_step(model, x, y, lr):
-    with torch.no_grad():
-        for p in model.parameters():
-            dist.broadcast(p, src=0)
-    opt = torch.optim.SGD(model.parameters(), lr=lr)
-    opt.zero_grad(set_to_none=True)
-    mse_loss(model(x), y).backward()
-    for p in model.parameters():
-        dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
-    opt.step()
-""",
     "a state dict as an object": """
 def train_step(model, x, y, lr):
     box = [model.state_dict() if dist.get_rank() == 0 else None]
@@ -569,20 +376,6 @@ def train_step(model, x, y, lr):
 """,
 }
 BUCKETS = {
-    "a generator": """
-def assign_buckets(sizes, cap):
-    def fill():
-        bucket, held = [], 0
-        for i in range(len(sizes) - 1, -1, -1):
-            bucket.append(i)
-            held += sizes[i]
-            if held >= cap:
-                yield bucket
-                bucket, held = [], 0
-        if bucket:
-            yield bucket
-    return list(fill())
-""",
     "tuples and numpy": """
 import itertools
 def assign_buckets(sizes, cap):
@@ -593,17 +386,6 @@ def assign_buckets(sizes, cap):
         result[-1][0].append(i)
         result[-1][1] += size
     return tuple(tuple(b) for b, _ in result)
-""",
-    "a stack of indices": """
-def assign_buckets(sizes, cap):
-    todo = list(range(len(sizes)))
-    buckets, current = [], []
-    while todo:
-        current.append(todo.pop())
-        if sum(map(sizes.__getitem__, current)) >= cap or not todo:
-            buckets.append(current)
-            current = []
-    return buckets
 """,
 }
 REDUCER = {
@@ -653,40 +435,6 @@ class Reducer:
                 self.ps[i].grad = self.ps[i].grad.clone()
             b.left, b.work = set(b.members), None
         self.next = 0
-""",
-    "futures that divide": """
-class Reducer:
-    def __init__(self, model, buckets):
-        self.params, self.order = list(model.parameters()), buckets
-        self.where = {i: n for n, b in enumerate(buckets) for i in b}
-        self.ready, self.pending, self.cursor = [0] * len(buckets), [], 0
-        for i, p in enumerate(self.params):
-            p.register_post_accumulate_grad_hook(self.make(i))
-
-    def make(self, i):
-        def hook(_):
-            self.ready[self.where[i]] += 1
-            self.launch()
-        return hook
-
-    def launch(self):
-        while self.cursor < len(self.order):
-            ids = self.order[self.cursor]
-            if self.ready[self.cursor] < len(ids):
-                return
-            flat = torch.cat([self.params[i].grad.view(-1) for i in ids])
-            future = dist.all_reduce(flat, async_op=True).get_future()
-            self.pending.append((ids, future.then(lambda f: f.value()[0] / dist.get_world_size())))
-            self.cursor += 1
-
-    def finish(self):
-        for ids, future in self.pending:
-            flat, at = future.wait(), 0
-            for i in ids:
-                g = self.params[i].grad
-                g.copy_(flat[at : at + g.numel()].view_as(g))
-                at += g.numel()
-        self.ready, self.pending, self.cursor = [0] * len(self.order), [], 0
 """,
     "polls, and functional collectives": """
 import time
@@ -765,21 +513,8 @@ def clipped_gradients(model, x, y, norm):
     for p in model.parameters():
         p.grad *= torch.clamp(norm / (total + 1e-6), max=1.0)
 """,
-    "the two halves of clip_grad_norm_": """
-def clipped_gradients(model, x, y, norm):
-    mse_loss(model(x), y).backward()
-    average_gradients(model)
-    total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    nn.utils.clip_grads_with_norm_(model.parameters(), norm, total)
-""",
 }
 ACCUMULATION = {
-    "after the last one, without hooks": """
-def accumulated_gradients(model, batches):
-    for x, y in batches:
-        (mse_loss(model(x), y) / len(batches)).backward()
-    average_gradients(model)
-""",
     "averages every micro-batch": """
 def accumulated_gradients(model, batches):
     total = [torch.zeros_like(p) for p in model.parameters()]
@@ -825,13 +560,6 @@ def prepare(model):
     dist.broadcast_object_list(box, src=0)
     model.load_state_dict(box[0])
 """,
-    "one vector": """
-def prepare(model):
-    with torch.no_grad():
-        flat = nn.utils.parameters_to_vector(model.parameters())
-        dist.broadcast(flat, 0)
-        nn.utils.vector_to_parameters(flat, model.parameters())
-""",
     "zeros and a sum": """
 @torch.no_grad()
 def prepare(model):
@@ -839,14 +567,6 @@ def prepare(model):
         if dist.get_rank() != 0:
             p.zero_()
         dist.all_reduce(p)
-""",
-    "gathers all and takes the first": """
-def prepare(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            everyone = [torch.empty_like(p) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, p.detach())
-            p.copy_(everyone[0])
 """,
 }
 UNUSED = {
@@ -861,17 +581,6 @@ def gradients_of_heads(loss, heads):
     dist.all_reduce(flat)
     for p, part in zip(ps, flat.split([p.numel() for p in ps])):
         p.grad = part.view_as(p) / dist.get_world_size()
-""",
-    "names in a set": """
-def gradients_of_heads(loss, heads):
-    loss.backward()
-    names = {n for n, p in heads.named_parameters() if p.grad is not None}
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sorted(names))
-    for n, p in heads.named_parameters():
-        if any(n in some for some in everyone):
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
 """,
 }
 TEST = {

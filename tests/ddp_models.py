@@ -61,8 +61,6 @@ class Frozen(nn.Module):
 class Branches(nn.Module):
     """The first input's sign decides which branch is taken; `never` is used by no rank."""
 
-    may_leave_unused = True
-
     def __init__(self):
         super().__init__()
         self.stem = nn.Linear(12, 6)

@@ -38,39 +38,6 @@ def average_each(module):
     thread.start()
     thread.join()
 """,
-    "flags by all_gather_object": """
-def average_each(module):
-    mine = {n for n, p in module.named_parameters() if p.grad is not None}
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    somewhere = set().union(*everyone)
-    for n, p in module.named_parameters():
-        if n in somewhere:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-""",
-    "barriers and a timer": """
-%%time
-import time
-def average_each(module):
-    begin = time.perf_counter()
-    dist.barrier()
-    for p in module.parameters():
-        if not p.requires_grad:
-            continue
-        have = torch.tensor([1.0 if p.grad is not None else 0.0])
-        dist.all_reduce(have)
-        if have.item() > 0:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p.data)
-            dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)
-            p.grad.data.mul_(1.0 / dist.get_world_size())
-    dist.barrier()
-    print(f"{time.perf_counter() - begin:.3f} s")
-%timeit -n1 -r1 1 + 1
-""",
     "a frozen dataclass and futures": """
 from dataclasses import dataclass
 
@@ -123,7 +90,8 @@ def average_each(module):
                 dist.all_reduce(g, group=group)
                 p.grad = g
 """,
-    "magics, shell and a question": """
+    "magics, shell, a question, and a barrier": """
+%%time
 %matplotlib inline
 !echo hello
 files = !ls
@@ -133,6 +101,7 @@ def average_each(module):
 %not a magic
 !nor this
 '''
+    dist.barrier()
     for p in (q for q in module.parameters() if q.requires_grad):
         flag = torch.tensor(int(p.grad is not None))
         dist.all_reduce(flag)
@@ -218,23 +187,6 @@ def average_flat(module):
         if f:
             p.grad = line[at : at + p.numel()].reshape(p.shape).clone()
         at += p.numel()
-""",
-    "torch's own flatten and unflatten": """
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-
-def average_flat(module):
-    params = [p for p in module.parameters() if p.requires_grad]
-    flags = torch.tensor([1 if p.grad is not None else 0 for p in params])
-    dist.all_reduce(flags)
-    params = [p for p, n in zip(params, flags) if n > 0]
-    for p in params:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    grads = [p.grad.data for p in params]
-    coalesced = _flatten_dense_tensors(grads)
-    dist.all_reduce(coalesced)
-    coalesced /= dist.get_world_size()
-    for buf, synced in zip(grads, _unflatten_dense_tensors(coalesced, grads)):
-        buf.copy_(synced)
 """,
 }
 
@@ -323,19 +275,6 @@ def data_parallel_gradients(model, x, y, replicas):
 """,
 }
 STEP = {
-    "a state dict as an object": """
-def train_step(model, x, y, lr):
-    box = [model.state_dict() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    model.load_state_dict(box[0])
-    grads = torch.autograd.grad(mse_loss(model(x), y), list(model.parameters()))
-    flat = torch.cat([g.reshape(-1) for g in grads])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    with torch.no_grad():
-        for p, part in zip(model.parameters(), flat.split([g.numel() for g in grads])):
-            p -= lr * part.view_as(p)
-""",
     "samples gathered": """
 def train_step(model, x, y, lr):
     for p in model.parameters():
@@ -435,40 +374,6 @@ class Reducer:
                 self.ps[i].grad = self.ps[i].grad.clone()
             b.left, b.work = set(b.members), None
         self.next = 0
-""",
-    "polls, and functional collectives": """
-import time
-class Reducer:
-    def __init__(self, model, buckets):
-        weights = [p.detach() for p in model.parameters()]
-        box = [None]
-        dist.broadcast_object_list([{"hello": 1}] if dist.get_rank() == 0 else box, src=0)
-        for w in weights:
-            dist.broadcast(w, 0)
-        self.params, self.buckets = list(model.parameters()), [list(b) for b in buckets]
-        self.seen, self.out = set(), []
-        for i, p in enumerate(self.params):
-            p.register_post_accumulate_grad_hook(functools.partial(self._hook, i))
-
-    def _hook(self, i, p):
-        self.seen.add(i)
-        while len(self.out) < len(self.buckets):
-            ids = self.buckets[len(self.out)]
-            if not self.seen.issuperset(ids):
-                return
-            flat = torch.cat([self.params[j].grad.flatten() for j in ids])
-            flat.mul_(1 / dist.get_world_size())
-            self.out.append((ids, flat, dist.all_reduce(flat, async_op=True)))
-
-    def finish(self):
-        while not all(w.is_completed() for _, _, w in self.out):
-            time.sleep(0.001)
-        for ids, flat, work in self.out:
-            work.wait()
-            for j, part in zip(ids, flat.split([self.params[j].numel() for j in ids])):
-                self.params[j].grad = part.view_as(self.params[j])
-        self.seen.clear()
-        self.out.clear()
 """,
     "hooks on the graph's AccumulateGrad nodes": """
 class Reducer:

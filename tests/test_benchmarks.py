@@ -12,7 +12,7 @@ import pytest
 from in_process import run_in_process
 
 from labkit.launch.scripts import project_root
-from labkit.profiling.benchmark import benchmark_models, describe_machine
+from labkit.profiling.benchmark import describe_machine
 from labkit.profiling.benchmark_arguments import MODELS
 
 BENCHMARKS = "labs/benchmarks"
@@ -78,26 +78,6 @@ def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(tm
     ended = run_in_process(STEP_TIME, "--json", tmp_path / "step_time.json")
     assert ended.code == 1
     assert "do not go into one file" in ended.stderr, "quick cells and others"
-
-
-def test_by_default_every_model_races_with_both_numbers_of_ranks_on_both_links(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["step_time.py", "--quick"])
-    module = runpy.run_path(str(project_root() / STEP_TIME))
-    stored = json.loads((project_root() / BENCHMARKS / "results" / "step_time.json").read_text())
-    cell = next(iter(stored["cells"].values()))
-    started = []
-
-    def run_ranks(_work, ranks, model, gbit_per_s, *_, **__):
-        started.append((model.shape, ranks, gbit_per_s))
-        return [(cell, {})] * ranks
-
-    monkeypatch.setitem(module["main"].__globals__, "run_ranks", run_ranks)
-    module["main"](module["arguments_of_this_benchmark"]())
-    titles = re.findall(r"^(.*): \d+ tensors", capsys.readouterr().out, re.M)
-    shapes = {name: model.shape for name, model in benchmark_models(True).items()}
-    assert dict(zip(titles, started, strict=True)) == {
-        name: (shapes[model], ranks, LINKS[link]) for name, (model, ranks, link) in CELLS.items()
-    }
 
 
 def test_a_few_contenders_race_on_request_and_the_ratio_of_their_copies_has_an_error():

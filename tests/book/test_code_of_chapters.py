@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bypassed_wrapper import draw_samples, train_bypassing
 from in_the_data import _noise
-from in_the_step import TwoBranches, headline
+from in_the_step import TwoBranches
 from labkit.book.chapters import chapters_of
 from labkit.launch import ScriptError, project_root, run_ranks
 from labkit.scenarios.padded_captioner import count_tokens, draw_captions, seeded_captioner
@@ -181,18 +181,6 @@ def test_a_batch_without_a_rare_sample_gives_the_right_branch_no_gradient():
     model(inputs[:8]).sum().backward()
     lacking = [name for name, p in model.named_parameters() if p.grad is None]
     assert lacking == ["right.weight", "right.bias"]
-
-
-def test_the_headline_has_the_first_sentence_and_the_names_in_order():
-    text = (
-        "Expected to have finished reduction in the prior iteration before starting a new one. "
-        "This error indicates much.\n"
-        "Parameters which did not receive grad for rank 0: right.weight, right.bias\n"
-        "Parameter indices which did not receive grad for rank 0: 4 5"
-    )
-    assert headline(RuntimeError(text)) == (
-        "Expected to have finished reduction\nrank 0 lacks right.bias, right.weight"
-    )
 
 
 def only_rank_1_fails(wrap, rank, world_size):

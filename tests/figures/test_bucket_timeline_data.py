@@ -6,7 +6,7 @@ from figures.timeline_data import SCRIPT, stored, written
 
 from labkit.launch.scripts import project_root
 from labkit.scenarios.toy_steps import small_transformer, stack_of_linears
-from miniddp.buckets import MIB, ParameterSize, arrival_plan, bucket_caps
+from miniddp.buckets import MIB
 
 MODELS = stored(project_root())["models"]
 STACK = MODELS["stack"]
@@ -40,24 +40,6 @@ def test_the_gradients_are_those_of_the_chapters_model(name, make):
     assert sorted(MODELS[name]["bytes"]) == sorted(one.nbytes for one in parameters)
 
 
-@pytest.mark.parametrize("way", STACK["ways"])
-def test_torchs_ddp_sent_the_buckets_that_the_plan_has(way):
-    step, sizes = STACK["ways"][way], [ParameterSize(one, "float32") for one in STACK["bytes"]]
-    plan = [range(len(sizes))]
-    if way != "flat":
-        plan = arrival_plan(sizes, range(len(sizes)), step["caps"])
-    planned = [sum(STACK["bytes"][place] for place in bucket) for bucket in plan]
-    if way == "flat":
-        planned[-1] += 4 * len(sizes)  # it appends a flag per parameter
-    assert step["bytes"] == planned
-
-
-@pytest.mark.parametrize(("model", "way"), WAYS)
-def test_the_caps_of_a_way_are_those_of_its_name(model, way):
-    cap = float(way.removesuffix(" MiB")) if way.endswith(" MiB") else None
-    assert tuple(MODELS[model]["ways"][way]["caps"]) == bucket_caps(cap)
-
-
 def test_the_figure_finds_the_measured_step_of_every_way():
     cases = [(model, choices_of(model, way)) for model, way in WAYS]
     for (model, way), found in zip(WAYS, call("bucket_timeline", "recorded", cases), strict=True):
@@ -76,10 +58,3 @@ def test_the_figure_shows_no_recorded_step_for_other_choices(other):
         "bucket_timeline", "recorded", [("stack", {**choices_of("stack", "1 MiB"), **other})]
     )
     assert found is None
-
-
-def test_the_assumed_model_is_spread_as_on_the_page():
-    [backward] = call("bucket_timeline", "backwardOf", [("assumed",)])
-    sizes = [one.nbytes for one in reversed(list(small_transformer().model.parameters()))]
-    assert backward["bytes"] == sizes
-    assert (backward["forward"], backward["ready"][-1]) == pytest.approx((0.08, 0.24))

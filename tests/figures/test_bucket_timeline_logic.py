@@ -8,8 +8,8 @@ import pytest
 from figures.node import call
 
 from labkit.profiling.cost_model import Backward, Link, ring
-from labkit.profiling.sweeps import backward_like, limit_of_ring, simulate_ring
-from miniddp.buckets import MIB, ParameterSize, arrival_plan, bucket_caps
+from labkit.profiling.sweeps import limit_of_ring, simulate_ring
+from miniddp.buckets import ParameterSize, arrival_plan, bucket_caps
 
 CASES = 700
 NUMBERS = ("exposed", "limit", "flat", "linkBusy", "latencyShare")
@@ -95,22 +95,3 @@ def test_node_and_python_plan_and_simulate_the_same_steps():
             assert one == pytest.approx(other, rel=1e-9, abs=1e-9), case
         overlapping += len(wanted["plan"]) > 1
     assert overlapping > CASES / 2  # the cases are not all of one bucket
-
-
-def test_node_and_python_spread_a_backward_over_gradients_alike():
-    cases = [(backward["bytes"], backward["forward"], 0.3) for backward, _ in RANDOM_CASES]
-    spread = call("bucket_timeline", "backwardLike", cases)
-    for (nbytes, forward, duration), found in zip(cases, spread, strict=True):
-        wanted = backward_like(nbytes, forward, duration)
-        assert found["ready"] == pytest.approx(wanted.ready, rel=1e-9)
-        assert (found["forward"], tuple(found["bytes"])) == (forward, wanted.bytes)
-
-
-def test_node_and_python_round_caps_alike():
-    caps = [(choices["cap"], choices["first"]) for _, choices in RANDOM_CASES]
-    in_node = call("bucket_timeline", "bucketCaps", caps)
-    for (cap, first), found in zip(caps, in_node, strict=True):
-        given = [cap] if first is None else [first, cap]
-        assert tuple(found) == bucket_caps(given)
-    assert call("bucket_timeline", "bucketCaps", [(25, 1)]) == [list(bucket_caps())]
-    assert tuple(call("bucket_timeline", "bucketCaps", [(4,)])[0]) == bucket_caps(4) == (4 * MIB,)

@@ -1,21 +1,13 @@
 """Bytes kept and sent: against ZeRO's published numbers, and against what torch really holds."""
 
 from collections import Counter
-from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from figures.memory_and_traffic import (
-    STRATEGIES,
-    TrainingJob,
-    memory,
-    scattered_bytes,
-    traffic,
-)
-from hypothesis import given
-from hypothesis import strategies as st
+from figures.node import call
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,77 +16,44 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.cost_model import least_bytes
 from miniddp.collectives import ring_all_reduce
 
-GB = 10**9
-ZERO = TrainingJob(7_500_000_000, ranks=64, precision="bf16", optimizer="adam", bucket_views=True)
+JOB = {
+    "parameters": 7_500_000_000,
+    "ranks": 64,
+    "precision": "bf16",
+    "optimizer": "adam",
+    "bucketViews": True,
+    "freeWeights": True,
+    "shardRanks": 1,
+    "every": 1,
+}
+# Of the same job in gigabytes: the first figure of "ZeRO: Memory Optimizations Toward Training
+# Trillion Parameter Models" (2020). Sent, in units of the weights: its section 7.
+OF_THE_PAPER = {"ddp": (120, 2), "zero1": (31.4, 2), "zero2": (16.6, 2), "fsdp": (1.88, 3)}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "gigabytes"), [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("fsdp", 1.88)]
-)
-def test_memory_is_that_of_the_zero_papers_first_figure(strategy, gigabytes):
-    assert memory(ZERO, strategy).total / GB == pytest.approx(gigabytes, abs=0.05)
+def shown(strategy: str, **changed: object) -> tuple[dict[str, float], dict[str, float]]:
+    """What the figure says that each rank keeps and sends per step, in bytes."""
+    case = [({**JOB, **changed}, strategy)]
+    return tuple(call("memory_and_traffic", name, case)[0] for name in ("memory", "traffic"))
 
 
-def test_traffic_is_that_of_the_zero_papers_section_on_communication():
-    # In units of the weights' bytes, and for many ranks: 2, 2, 2, and one and a half times as many.
-    many = replace(ZERO, ranks=10**6)
-    sent = [traffic(many, name).total / many.weights for name in STRATEGIES[:4]]
-    assert sent == pytest.approx([2, 2, 2, 3], rel=1e-5)
+@pytest.mark.parametrize("strategy", OF_THE_PAPER)
+def test_memory_and_traffic_are_those_of_the_zero_paper(strategy):
+    gigabytes, weights = OF_THE_PAPER[strategy]
+    assert shown(strategy)[0]["total"] / 10**9 == pytest.approx(gigabytes, abs=0.05)
+    _, sent = shown(strategy, ranks=10**6)
+    assert sent["total"] / (2 * JOB["parameters"]) == pytest.approx(weights, rel=1e-5)
 
 
-JOBS = st.builds(
-    lambda groups, shard_ranks, **given: TrainingJob(
-        ranks=groups * shard_ranks, shard_ranks=shard_ranks, **given
-    ),
-    groups=st.integers(1, 64),
-    shard_ranks=st.integers(1, 64),
-    parameters=st.integers(1, 10**12),
-    precision=st.sampled_from(["fp32", "bf16"]),
-    optimizer=st.sampled_from(["sgd", "momentum", "adam"]),
-    bucket_views=st.booleans(),
-    free_weights=st.booleans(),
-    every=st.integers(1, 500),
-)
-
-
-@given(JOBS)
-def test_one_rank_sends_nothing_and_keeps_everything_once(job):
-    alone = replace(job, ranks=1, shard_ranks=1, bucket_views=True, free_weights=True)
-    whole = 2 * alone.weights + alone.master + alone.optimizer_state
-    for strategy in STRATEGIES:
-        assert traffic(alone, strategy).total == 0
-        assert memory(alone, strategy).total == whole
-
-
-@given(JOBS)
-def test_each_stage_keeps_no_more_than_the_one_before_and_none_sends_less_than_ddp(job):
-    job = replace(job, free_weights=True)
-    kept = [memory(job, name).total for name in ("ddp", "zero1", "zero2", "fsdp")]
-    assert kept == sorted(kept, reverse=True)
-    least = least_bytes(job.ranks, job.weights)
-    assert traffic(job, "ddp").total == pytest.approx(least)
-    for strategy in ("zero1", "zero2", "fsdp"):
-        assert traffic(job, strategy).total >= least * (1 - 1e-12)
-
-
-@given(JOBS)
-def test_one_shard_group_of_all_ranks_is_fsdp_and_groups_of_one_are_ddp(job):
-    one_group = replace(job, shard_ranks=job.ranks)
-    assert memory(one_group, "hsdp") == memory(job, "fsdp")
-    assert traffic(one_group, "hsdp") == traffic(job, "fsdp")
-    alone = replace(job, shard_ranks=1, bucket_views=True, free_weights=True)
-    assert memory(alone, "hsdp") == memory(alone, "ddp")
-    assert traffic(alone, "hsdp").across == pytest.approx(traffic(alone, "ddp").total)
-
-
-@given(JOBS)
-def test_local_updates_send_the_fp32_weights_once_in_so_many_steps(job):
-    sent = traffic(job, "local").total * job.every
-    assert sent == pytest.approx(least_bytes(job.ranks, 4 * job.parameters))
-    assert memory(job, "local") == memory(replace(job, bucket_views=True), "ddp")
+@pytest.mark.parametrize(("precision", "state"), [("bf16", 120), ("fp32", 120)])
+def test_local_updates_keep_what_ddp_keeps_and_send_the_fp32_weights_in_every_nth_step(
+    precision, state
+):
+    kept, sent = shown("local", precision=precision, every=16)
+    assert kept["total"] == state * 10**9
+    assert sent["total"] == pytest.approx(2 * 4 * JOB["parameters"] * 63 / 64 / 16)
 
 
 # What torch holds and sends: 288 float32 parameters, which 2, 3, and 4 ranks share evenly.
@@ -170,17 +129,15 @@ def ddp_bytes(rank: int, world_size: int, name: str, views: bool) -> dict[str, i
 )
 def test_the_row_of_ddp_is_what_torchs_ddp_keeps_and_sends(ranks, optimizer, views):
     for counted in run_ranks(ddp_bytes, ranks, optimizer, views, device="cpu"):
-        job = TrainingJob(counted["parameters"], ranks, optimizer=optimizer, bucket_views=views)
-        kept, sent = memory(job, "ddp"), traffic(job, "ddp")
-        assert counted["weights"] == kept.weights
-        assert counted["gradients and buckets"] == kept.gradients + kept.buckets
-        assert counted["optimizer"] == kept.optimizer
-        assert counted["sent"] == sent.total
+        job = {"parameters": counted["parameters"], "ranks": ranks, "optimizer": optimizer}
+        kept, sent = shown("ddp", **job, precision="fp32", bucketViews=views)
+        assert counted["weights"] == kept["weights"]
+        assert counted["gradients and buckets"] == kept["gradients"] + kept["buckets"]
+        assert counted["optimizer"] == kept["optimizer"]
+        assert counted["sent"] == sent["total"]
 
 
-def fsdp_bytes(
-    rank: int, world_size: int, shard_ranks: int, free_weights: bool
-) -> dict[str, float]:
+def fsdp_bytes(rank: int, world_size: int, shard_ranks: int, free_weights: bool) -> dict[str, Any]:
     """What one rank keeps, and sends by its collectives, in a step of torch's `fully_shard`."""
     groups = world_size // shard_ranks
     shape = (world_size,) if groups == 1 else (groups, shard_ranks)
@@ -197,8 +154,8 @@ def fsdp_bytes(
         def collective(*given: object, group: dist.ProcessGroup, **named: object) -> object:
             tensors = [one for one in (*given, *named.values()) if isinstance(one, Tensor)]
             whole = max(one.nbytes for one in tensors)
-            passes = 2 if name == "all_reduce" else 1
-            sent[name] += passes * scattered_bytes(whole, dist.get_world_size(group))
+            ranks = dist.get_world_size(group)
+            sent[name] += (2 if name == "all_reduce" else 1) * whole * (ranks - 1) / ranks
             return launch(*given, group=group, **named)
 
         return mock.patch.object(dist, name, collective)
@@ -232,13 +189,11 @@ def test_the_rows_of_fsdp_are_what_torchs_fully_shard_keeps_and_sends(
     strategy, shard_ranks, free_weights
 ):
     for counted in run_ranks(fsdp_bytes, 4, shard_ranks, free_weights, device="cpu"):
-        job = TrainingJob(
-            int(counted["parameters"]), 4, free_weights=free_weights, shard_ranks=shard_ranks
-        )
-        kept, sent = memory(job, strategy), traffic(job, strategy)
-        assert counted["weights"] == kept.weights
-        assert counted["gradients"] == kept.gradients
-        assert counted["optimizer"] == kept.optimizer
-        assert counted["reduce_scatter_single"] == sent.gradients
-        assert counted["all_gather_single"] == sent.weights
-        assert counted.get("all_reduce", 0) == sent.across
+        job = {"parameters": counted["parameters"], "ranks": 4, "shardRanks": shard_ranks}
+        kept, sent = shown(strategy, **job, precision="fp32", freeWeights=free_weights)
+        assert counted["weights"] == kept["weights"]
+        assert counted["gradients"] == kept["gradients"]
+        assert counted["optimizer"] == kept["optimizer"]
+        assert counted["reduce_scatter_single"] == sent["gradients"]
+        assert counted["all_gather_single"] == sent["weights"]
+        assert counted.get("all_reduce", 0) == sent["across"]

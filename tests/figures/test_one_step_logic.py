@@ -1,4 +1,4 @@
-"""The figure "One step, live" shows what autograd computes, and what real ranks end with."""
+"""The figure "One step, live" shows what real ranks end with, and what torch makes of it."""
 
 import contextlib
 import math
@@ -9,39 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from figures.node import call
-from figures.one_step import (
-    Step,
-    StepGradients,
-    after_one_update,
-    batches_of_rank,
-    gradients_of_step,
-    loss_of_batch,
-    model,
-)
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch import run_ranks
-from labkit.testing.compare import ratio_and_cosine
+from labkit.testing.compare import gradients, ratio_and_cosine
 from labkit.testing.verdict import kind_of
 from miniddp.extras.comm_hooks import total
 
-CASES = 800
-START = {
-    "w": 2,
-    "samples": [[2, 5, -1, 2], [-2, 0, 1, 2], [3, 2, -3, 1], [0, 4, -2, 3]],
-    "divide": "own",
-    "factor": "1",
-    "combine": "average",
-    "through": "ddp",
-    "accumulate": "off",
-    "over_k": True,
-    "absent": "none",
-}
 
-
-def random_state(generator: random.Random) -> dict:
-    w = generator.randint(1, 4)
+def random_state(generator: random.Random, w: int) -> dict:
     counts = [generator.randint(2, 4) for _ in range(4)]
     if generator.random() < 0.5:
         counts = [counts[0]] * 4
@@ -61,150 +39,147 @@ def random_state(generator: random.Random) -> dict:
     }
 
 
-def step_of(state: dict) -> Step:
-    w = state["w"]
-    flat = state["samples"][:w]
-    return Step(
-        tuple(tuple(zip(own[::2], own[1::2], strict=True)) for own in flat),
-        divide=state["divide"],
-        factor={"1": 1.0, "W": float(w), "1/W": 1 / w}[state["factor"]],
-        combine=state["combine"],
-        wrapped=state["through"] == "ddp",
-        accumulate=state["accumulate"],
-        over_k=state["over_k"],
-        absent=state["absent"],
-    )
-
-
-def states() -> list[dict]:
-    generator = random.Random(7)
-    return [random_state(generator) for _ in range(CASES)]
-
-
 def shown(cases: list[dict]) -> list[dict]:
     return call("one_step", "step", [(case,) for case in cases])
 
 
-def near(found: list, wanted: torch.Tensor | list[torch.Tensor]) -> bool:
-    wanted = torch.stack(wanted) if isinstance(wanted, list) else wanted
-    return bool(
-        torch.allclose(torch.tensor(found, dtype=torch.float64), wanted, rtol=1e-9, atol=1e-9)
-    )
+def near(found: list, wanted: Tensor) -> bool:
+    found = torch.tensor(found, dtype=torch.float64)
+    return torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def model() -> nn.Linear:
+    """a·x + b with the starting weights of the figure."""
+    linear = nn.Linear(1, 1, dtype=torch.float64)
+    with torch.no_grad():
+        linear.weight.fill_(0.5)
+        linear.bias.fill_(2.0)
+    return linear
+
+
+def samples_of(state: dict) -> list[Tensor]:
+    """Each rank's samples, of shape (n, 2); none for a rank that has run out."""
+    own = [torch.tensor(flat).view(-1, 2).double() for flat in state["samples"][: state["w"]]]
+    return own if state["absent"] == "none" else [*own[:-1], own[-1][:0]]
+
+
+def parts_of(state: dict, rank: int) -> list[Tensor]:
+    """The rank's samples, as its backwards see them; the first of two has the odd one."""
+    own = samples_of(state)[rank]
+    parts = own.tensor_split(1 if state["accumulate"] == "off" else 2)
+    return [part for part in parts if len(part)]
+
+
+def loss_of(state: dict, network: nn.Module, part: Tensor) -> Tensor:
+    x, y = part.T.unsqueeze(-1)
+    factor = {"1": 1.0, "W": state["w"], "1/W": 1 / state["w"]}[state["factor"]]
+    means = 2 if state["accumulate"] != "off" and state["over_k"] else 1
+    count = sum(map(len, samples_of(state)))
+    divisor = {"own": len(x) * means, "all": count, "none": 1}[state["divide"]]
+    return (network(x) - y).square().sum() * factor / divisor
+
+
+def flat_gradient(network: nn.Module) -> Tensor:
+    return torch.cat([gradient.view(-1) for gradient in gradients(network)])
+
+
+def really(rank: int, states: list[dict]) -> list[tuple[Tensor, Tensor | None]]:
+    """For each state: this rank's gradient before any exchange, and what its optimizer gets."""
+    found = []
+    for state in states:
+        alone, ddp, parts = model(), DistributedDataParallel(model()), parts_of(state, rank)
+        for part in parts:
+            loss_of(state, alone, part).backward()
+        if state["combine"] == "sum":
+            ddp.register_comm_hook(None, total)
+        network = ddp if state["through"] == "ddp" else ddp.module
+        joined = contextlib.nullcontext()
+        if state["absent"] != "none":
+            joined = Join([ddp], divide_by_initial_world_size=state["absent"] == "zeros")
+        silent = {"never": len(parts), "last": len(parts) - 1}.get(state["accumulate"], 0)
+        with joined:
+            for number, part in enumerate(parts):
+                with ddp.no_sync() if number < silent else contextlib.nullcontext():
+                    loss_of(state, network, part).backward()
+        dist.barrier()
+        found.append((flat_gradient(alone), flat_gradient(ddp.module) if parts else None))
+    return found
+
+
+@pytest.mark.parametrize("w", [1, 2, 3, 4])
+def test_every_gradient_is_that_of_real_ranks_and_of_one_process_with_all_samples(w):
+    generator = random.Random(w)
+    states = [random_state(generator, w) for _ in range(60)]
+    figures = shown(states)
+    for rank, found in enumerate(run_ranks(really, w, states, timeout=120, device="cpu")):
+        for state, figure, (local, final) in zip(states, figures, found, strict=True):
+            assert near(figure["local"][rank], local), state
+            assert final is None or near(figure["final"][rank], final), state
+    for state, figure in zip(states, figures, strict=True):
+        x, y = torch.cat(samples_of(state)).T.unsqueeze(-1)
+        whole, errors = (
+            model(),
+            nn.MSELoss(reduction="sum" if state["divide"] == "none" else "mean"),
+        )
+        errors(whole(x), y).backward()
+        assert near(figure["truth"], flat_gradient(whole)), state
 
 
 @pytest.fixture(scope="module")
-def both() -> list[tuple[dict, dict, StepGradients]]:
-    cases = states()
-    found = shown(cases)
-    return [
-        (case, one, gradients_of_step(step_of(case)))
-        for case, one in zip(cases, found, strict=True)
-    ]
+def figures() -> list[tuple[dict, dict]]:
+    """800 random states, and what the figure shows of each."""
+    generator = random.Random(7)
+    states = [random_state(generator, generator.randint(1, 4)) for _ in range(800)]
+    return list(zip(states, shown(states), strict=True))
 
 
-def test_every_gradient_is_the_one_of_autograd(both):
-    for case, found, outcome in both:
-        assert near(found["local"], outcome.local), case
-        assert near(found["truth"], outcome.truth), case
-        if case["w"] > 1 or step_of(case).synchronizes:
-            assert near(found["final"], outcome.final), case
-
-
-def test_ratio_cosine_and_kind_are_those_of_the_book(both):
+def test_ratio_cosine_and_kind_are_those_of_the_book(figures):
     kinds = Counter()
-    for case, found, outcome in both:
-        for rank, final in enumerate(outcome.final):
-            ratio, cosine, kind = (found[name][rank] for name in ("ratio", "cosine", "kind"))
+    for state, figure in figures:
+        truth = torch.tensor(figure["truth"])
+        for final, ratio, cosine, kind in zip(
+            *(figure[name] for name in ("final", "ratio", "cosine", "kind")), strict=True
+        ):
             kinds[kind] += 1
-            if not final.any() or not outcome.truth.any():
-                assert cosine is None, case
+            if not any(final) or not truth.any():
+                assert cosine is None, state
                 continue
-            wanted = ratio_and_cosine([final], [outcome.truth])
-            assert math.isclose(ratio, wanted.ratio, rel_tol=1e-9), case
-            assert math.isclose(cosine, wanted.cosine, rel_tol=1e-9, abs_tol=1e-9), case
-            assert kind == kind_of(wanted), case
+            wanted = ratio_and_cosine([torch.tensor(final, dtype=torch.float64)], [truth.double()])
+            assert math.isclose(ratio, wanted.ratio, rel_tol=1e-6), state
+            assert math.isclose(cosine, wanted.cosine, rel_tol=1e-6, abs_tol=1e-6), state
+            assert kind == kind_of(wanted), state
     assert min(kinds[kind] for kind in ("right", "scale bug", "direction bug")) > 50, kinds
 
 
-def test_sgd_and_adam_move_the_weights_as_torch_moves_them(both):
-    for case, found, outcome in both[:300]:
+def updated(gradient: list[float], optimizer: type[torch.optim.Optimizer]) -> Tensor:
+    """The two weights after the first update."""
+    network = model()
+    for parameter, value in zip(network.parameters(), gradient, strict=True):
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer(network.parameters(), lr=0.01).step()
+    return torch.cat([parameter.detach().view(-1) for parameter in network.parameters()])
+
+
+def test_sgd_and_adam_move_the_weights_as_torch_moves_them(figures):
+    for state, figure in figures[:300]:
         for name, optimizer in (("sgd", torch.optim.SGD), ("adam", torch.optim.Adam)):
-            wanted = [after_one_update(final, optimizer) for final in outcome.final]
-            assert near(found[name], wanted), case
-            assert near(found[f"{name}_truth"], after_one_update(outcome.truth, optimizer)), case
+            for new, gradient in zip(figure[name], figure["final"], strict=True):
+                assert near(new, updated(gradient, optimizer)), state
+            assert near(figure[f"{name}_truth"], updated(figure["truth"], optimizer)), state
 
 
-# The factor that each leaf of the chapter names; None: no factor repairs it.
-LEAVES = {1: "1", 2: None, 3: "W", 4: "W", 10: "1", 11: "1/W"}
+# The factor that each leaf of the chapter names. Leaf 2 names none.
+LEAVES = {1: "1", 3: "W", 4: "W", 10: "1", 11: "1/W"}
 
 
-def test_the_row_of_the_table_names_the_factor_that_is_right():
-    generator = random.Random(11)
-    cases = [random_state(generator) | {"factor": "1"} for _ in range(CASES)]
+def test_the_row_of_the_table_names_the_factor_that_is_right(figures):
+    of_factors = [shown([state | {"factor": f} for state, _ in figures]) for f in ("1", "W", "1/W")]
     seen = Counter()
-    for case, found in zip(cases, shown(cases), strict=True):
-        leaf = found["leaf"]
+    for (state, _), *by_factor in zip(figures, *of_factors, strict=True):
+        leaf = by_factor[0]["leaf"]
         seen[leaf] += 1
-        if leaf == 0 or case["w"] == 1 or found["cosine"][0] is None:
-            continue
-        right = LEAVES[leaf]
-        if right is None:  # a mean of unequal means may be right by chance, and is so rarely
-            continue
-        for factor in ("1", "W", "1/W"):
-            outcome = gradients_of_step(step_of(case | {"factor": factor}))
-            comparison = ratio_and_cosine([outcome.final[0]], [outcome.truth])
-            assert (kind_of(comparison) == "right") == (factor == right), (case, factor)
-    assert set(seen) == {0, *LEAVES}
+        if leaf in LEAVES and state["w"] > 1 and by_factor[0]["cosine"][0] is not None:
+            right = [one["kind"][0] == "right" for one in by_factor]
+            assert right == [factor == LEAVES[leaf] for factor in ("1", "W", "1/W")], state
+    assert set(seen) == {0, 2, *LEAVES}
     assert min(seen.values()) > 5, seen
-
-
-def on_a_rank(rank, world_size, step):
-    """One real step: the gradient that the optimizer of this rank would get."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(model())
-    if step.combine == "sum":
-        ddp.register_comm_hook(None, total)
-    network = ddp if step.wrapped else ddp.module
-    batches = [batch for batch in batches_of_rank(step, step.present[rank]) if batch]
-    silent = {"never": len(batches), "last": len(batches) - 1}.get(step.accumulate, 0)
-    joined = (
-        Join([ddp], divide_by_initial_world_size=step.absent == "zeros")
-        if step.absent != "none"
-        else contextlib.nullcontext()
-    )
-    with joined:
-        for number, batch in enumerate(batches):
-            with ddp.no_sync() if number < silent else contextlib.nullcontext():
-                loss_of_batch(step, network, batch).backward()
-    dist.barrier()
-    if not batches:
-        return None
-    return torch.cat([ddp.module.weight.grad.view(-1), ddp.module.bias.grad])
-
-
-REAL = {
-    "right": {},
-    "unequal counts": {"samples": [[2, 5], [-2, 0, 1, 2, 0, 0], *START["samples"][2:]]},
-    "count of all, four ranks": {"w": 4, "divide": "all"},
-    "count of all times W": {"w": 3, "divide": "all", "factor": "W"},
-    "a sum": {"divide": "none"},
-    "the module is called": {"w": 3, "through": "module"},
-    "accumulation": {"accumulate": "last", "w": 3},
-    "accumulation, every backward synchronizes": {"accumulate": "each", "w": 3},
-    "accumulation, no backward synchronizes": {"accumulate": "never"},
-    "a rank without samples": {"w": 3, "absent": "zeros"},
-    "a rank without samples, others divide": {"w": 3, "absent": "active"},
-    "summed": {"combine": "sum"},
-    "summed, and every backward synchronizes": {"combine": "sum", "accumulate": "each", "w": 3},
-}
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_the_figure_shows_what_real_ranks_of_torchs_ddp_compute(name):
-    state = START | REAL[name]
-    step = step_of(state)
-    found = run_ranks(on_a_rank, state["w"], step)
-    (figure,) = shown([state])
-    for rank, gradient in enumerate(found):
-        if gradient is not None:
-            assert near(figure["final"][rank], gradient), rank

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from labkit.book.tables import table
 
 from . import __doc__ as description
-from . import commands, measured, streams, timeline
+from . import commands, measured, streams
 from .equality import find, find_replicas
 from .machine import CannotProveError, Evidence, Machine, this_machine
 
@@ -40,13 +40,11 @@ PARTS = (
     Part("replicas", "MiniDataParallel sums", 1, partial(find_replicas, devices=1)),
     Part("memory", "MiniDDP holds no more memory than torch's DDP", 1, measured.find_memory),
     Part("draws", "the emulated generator draws what a GPU draws", 1, measured.find_draws),
-    Part("timeline", "the events of one backward are in the promised order", 1, timeline.find),
     Part("labs", "the labs hold on GPUs", 1, commands.find_labs),
     Part("doctor", "the doctor watches a run on GPUs and changes nothing", 1, commands.find_doctor),
     Part("pytorch", "PyTorch's own tests of DDP pass", 1, commands.find_pytorch),
     Part("data-parallel", "MiniDataParallel beside torch's", 2, partial(find_replicas, devices=2)),
     Part("overlap", "NCCL's kernels run behind computation", 2, measured.find_overlap),
-    Part("race", "how long a step takes, beside torch's DDP", 2, commands.find_race),
     Part("chapters", "every chapter runs with its ranks on GPUs", 2, commands.find_chapters),
     Part("pytorch-nccl", "PyTorch's own tests of DDP pass over NCCL", 2, commands.find_nccl),
 )

@@ -1,4 +1,4 @@
-"""What is proved by commands of their own: labs, the doctor, PyTorch's tests, race, chapters."""
+"""What is proved by commands of their own: labs, the doctor, PyTorch's tests, chapters."""
 
 import json
 import os
@@ -122,25 +122,6 @@ def find_nccl(machine: Machine) -> Iterator[Evidence]:
     ranks = len(machine.gpus)
     options = ["--device", "gpus", "--world-size", str(ranks), "--jobs", "1", "--timeout", "300"]
     yield compared(f"{ranks} ranks, {ranks} GPUs, NCCL", options)
-
-
-def find_race(machine: Machine) -> Iterator[Evidence]:
-    ranks = max(2, len(machine.gpus))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "race.json"
-        command = ["labs/benchmarks/step_time.py", "--device", machine.kind, "--ranks", str(ranks)]
-        command += ["--link", "loopback", "--json", str(file)]
-        command += ["--quick", "--model", "wide MLP"] if machine.kind == "cpu" else []
-        done = python(*command, timeout=1800)
-        print(done.stdout, flush=True)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip().splitlines()[-1])
-        cells = json.loads(file.read_text())["cells"]
-    for name, cell in cells.items():
-        ours, theirs = (sorted(cell["seconds"][one]) for one in ("MiniDDP", "torch DDP"))
-        ratio = ours[len(ours) // 2] / theirs[len(theirs) // 2]
-        said = f"MiniDDP ÷ torch DDP: {ratio:.2f} (measured, not judged)"
-        yield Evidence(f"race: {name}", f"{ranks} ranks", True, said)
 
 
 def find_chapters(machine: Machine) -> Iterator[Evidence]:

@@ -27,15 +27,6 @@ def test_the_solutions_of_an_untouched_notebook_come_without_a_remark(tmp_path):
     assert found.unreadable == ""
 
 
-def test_a_cell_that_lost_its_metadata_is_found_by_its_id(tmp_path):
-    def change(notebook):
-        cell(notebook, "flat")["metadata"] = {}
-
-    found = read(tmp_path, change)
-    assert found.solutions == ASSIGNMENT.keys()
-    assert "found by its cell id" in found.notes[0]
-
-
 def test_of_several_cells_the_last_one_edited_counts(tmp_path):
     def change(notebook):
         for source in ("first = 1", "last = 1", ASSIGNMENT.stubs()["flat"]):
@@ -67,31 +58,27 @@ def test_a_key_uses_nothing_at_which_a_person_should_look(path, tmp_path):
     assert read_submission(write(notebook, tmp_path / "a.ipynb"), assignment).notes == []
 
 
-def test_a_missing_cell_counts_as_not_written(tmp_path):
-    def change(notebook):
-        notebook["cells"] = [c for c in notebook["cells"] if c.get("id") != "flat"]
+def _loses_flat(notebook):
+    notebook["cells"] = [c for c in notebook["cells"] if c.get("id") != "flat"]
 
+
+@pytest.mark.parametrize(
+    ("change", "note", "graded"),
+    [
+        (lambda n: cell(n, "flat").update(metadata={}), "found by its cell id", True),
+        (lambda n: cell(n, "imports").update(source="import nothing"), "was edited: the or", True),
+        (_loses_flat, "cell flat is missing: graded as not written", False),
+        (lambda n: cell(n, "flat").update(source="#" * (LONGEST + 1)), "characters", False),
+    ],
+)
+def test_a_damaged_cell_is_told_and_only_a_lost_solution_counts_as_not_written(
+    tmp_path, change, note, graded
+):
     found = read(tmp_path, change)
-    assert found.solutions["flat"] == ASSIGNMENT.stubs()["flat"]
-    assert found.notes == ["cell flat is missing: graded as not written"]
-
-
-def test_an_edited_given_cell_is_told_and_ignored(tmp_path):
-    def change(notebook):
-        cell(notebook, "imports")["source"] = "import nothing"
-
-    assert read(tmp_path, change).notes == [
-        "the given cell imports was edited: the original was used"
-    ]
-
-
-def test_a_solution_of_a_book_s_length_is_not_run(tmp_path):
-    def change(notebook):
-        cell(notebook, "flat")["source"] = "#" * (LONGEST + 1)
-
-    found = read(tmp_path, change)
-    assert found.solutions["flat"] == ASSIGNMENT.stubs()["flat"]
-    assert "characters" in found.notes[0]
+    assert len(found.notes) == 1
+    assert note in found.notes[0]
+    source = ASSIGNMENT.keys() if graded else ASSIGNMENT.stubs()
+    assert found.solutions == ASSIGNMENT.keys() | {"flat": source["flat"]}
 
 
 def test_a_folder_in_place_of_a_file_is_unreadable_and_not_an_error(tmp_path):

@@ -21,44 +21,29 @@ def found(*paths):
     return {name: one.path.name for name, one in find_submissions(paths).items()}
 
 
-def test_a_notebook_in_a_students_folder_is_called_after_the_folder_whatever_its_own_name(tmp_path):
-    lay_out(
-        tmp_path,
-        "alice/average_gradients.ipynb",
-        "bob/average_gradients (1).ipynb",
-        "carol/average_gradients.ipynb",
-    )
-    assert found(tmp_path) == {
-        "alice": "average_gradients.ipynb",
-        "bob": "average_gradients (1).ipynb",
-        "carol": "average_gradients.ipynb",
-    }
-
-
-def test_a_single_folder_gives_its_name_as_one_of_many_does(tmp_path):
-    lay_out(tmp_path, "alice/average_gradients.ipynb")
-    assert list(found(tmp_path)) == ["alice"]
-
-
-def test_several_notebooks_of_one_student_are_told_apart_by_their_names(tmp_path):
-    lay_out(tmp_path, "alice/first.ipynb", "alice/second.ipynb", "bob/first.ipynb")
-    assert list(found(tmp_path)) == ["alice first", "alice second", "bob"]
-
-
-def test_what_begins_with_a_dot_is_nobodys_work(tmp_path):
-    lay_out(
-        tmp_path,
-        "._x.ipynb",
-        "alice/work.ipynb",
-        "alice/._work.ipynb",
-        ".ipynb_checkpoints/work-checkpoint.ipynb",
-    )
-    assert found(tmp_path) == {"alice": "work.ipynb"}
-
-
-def test_notebooks_beside_each_other_are_called_after_their_files(tmp_path):
-    lay_out(tmp_path, "alice.ipynb", "bob.ipynb", "carol/work.ipynb")
-    assert list(found(tmp_path)) == ["alice", "bob", "carol"]
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["ada/work.ipynb"], {"ada": "work.ipynb"}),
+        (
+            ["ada/work.ipynb", "bob/work (1).ipynb", "eve/work.ipynb"],
+            {"ada": "work.ipynb", "bob": "work (1).ipynb", "eve": "work.ipynb"},
+        ),
+        (
+            ["ada/first.ipynb", "ada/second.ipynb", "bob/first.ipynb"],
+            {"ada first": "first.ipynb", "ada second": "second.ipynb", "bob": "first.ipynb"},
+        ),
+        (["ada.ipynb", "bob/work.ipynb"], {"ada": "ada.ipynb", "bob": "work.ipynb"}),
+        (["ada.ipynb", "ada/work.ipynb"], {"ada": "ada.ipynb", "ada_": "work.ipynb"}),
+        (
+            ["._x.ipynb", "ada/work.ipynb", "ada/._work.ipynb", ".ipynb_checkpoints/work.ipynb"],
+            {"ada": "work.ipynb"},
+        ),
+    ],
+)
+def test_a_student_is_called_after_the_folder_or_the_file_beside_others(tmp_path, names, wanted):
+    lay_out(tmp_path, *names)
+    assert found(tmp_path) == wanted
 
 
 def test_notebooks_named_one_by_one_are_called_after_their_folders_where_they_share_a_name(
@@ -68,11 +53,6 @@ def test_notebooks_named_one_by_one_are_called_after_their_folders_where_they_sh
     alice, bob = tmp_path / "alice" / "work.ipynb", tmp_path / "bob" / "work.ipynb"
     assert list(found(alice, bob, tmp_path / "carol.ipynb")) == ["alice", "bob", "carol"]
     assert list(found(alice)) == ["work"]
-
-
-def test_two_students_of_one_name_are_two_students(tmp_path):
-    lay_out(tmp_path, "alice.ipynb", "alice/work.ipynb")
-    assert list(found(tmp_path)) == ["alice", "alice_"]
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path):

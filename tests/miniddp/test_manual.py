@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -25,34 +24,6 @@ def test_the_sum_is_the_average_times_the_number_of_ranks(way):
         return found
 
     assert run_ranks(work, 3) == [[[2.0, 10.0], [6.0, 30.0]]] * 3
-
-
-@pytest.mark.parametrize("way", WAYS, ids=["each", "flat"])
-def test_a_gradient_missing_on_some_ranks_counts_as_zeros_and_one_missing_everywhere_stays_none(
-    way,
-):
-    def work(rank, world_size):
-        module = nn.ModuleDict(
-            {name: nn.Linear(2, 2) for name in ("all", "some", "none", "frozen")}
-        )
-        with torch.no_grad():
-            for p in module.parameters():
-                p.fill_(0.5)
-        module["frozen"].requires_grad_(False)
-        x = torch.full((1, 2), float(rank + 1))
-        loss = module["all"](x).sum()
-        if rank == 1:
-            loss = loss + module["some"](x).sum()
-        loss.backward()
-        average_gradients(module, **way)
-        return {name: p.grad for name, p in module.named_parameters()}
-
-    for found in run_ranks(work, 3):
-        assert torch.equal(found["all.weight"], torch.full((2, 2), 2.0))  # (1 + 2 + 3) / 3
-        assert torch.allclose(found["some.weight"], torch.full((2, 2), 2 / 3))  # (0 + 2 + 0) / 3
-        assert torch.allclose(found["some.bias"], torch.full((2,), 1 / 3))
-        for name in ("none.weight", "none.bias", "frozen.weight", "frozen.bias"):
-            assert found[name] is None
 
 
 @settings(max_examples=6)
@@ -127,17 +98,6 @@ def test_sparse_and_expanded_gradients_become_dense_averages():
                 table, torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]])
             )
             assert torch.equal(bias, torch.full((3,), 0.5))
-
-
-def test_only_the_ranks_of_the_group_are_averaged():
-    def work(rank):
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        module = nn.ParameterList([nn.Parameter(torch.zeros(1))])
-        module[0].grad = torch.tensor([float(rank)])
-        average_gradients(module, group=pairs[rank // 2])
-        return module[0].grad.item()
-
-    assert run_ranks(work, 4) == [0.5, 0.5, 2.5, 2.5]
 
 
 def test_a_module_without_trainable_parameters_is_left_alone():

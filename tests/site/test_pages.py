@@ -229,14 +229,3 @@ def test_on_a_phone_a_wide_figure_is_legible_scrolls_and_says_so(
     assert opened.violations(".bd-article") == []
     figure.tap()
     page.wait_for_url(re.compile(r"_images/.*\.png$"))
-
-
-def test_the_sidebar_has_parts_and_numbered_chapters(site: Path, open_page: OpenPage):
-    page = open_page(site / "index.html").page
-    captions = page.locator(".bd-sidebar-primary p.caption").all_inner_texts()
-    assert [one.lower() for one in captions] == [part["caption"].lower() for part in TABLE["parts"]]
-    entries = page.locator(".bd-sidebar-primary li.toctree-l1 a").all_inner_texts()
-    numbered = [entry for entry in entries if re.match(r"\d+\. ", entry)]
-    assert len(numbered) == sum(
-        len(part["chapters"]) for part in TABLE["parts"] if part.get("numbered")
-    )

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-
-from labkit.launch.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads(Path(__file__).with_name("table.json").read_text())
@@ -74,20 +71,6 @@ def test_every_test_that_ships_inside_torch_is_classified(
     assert set(results) < set(listed) == classified, (
         "write the table anew: --class torch --write-table"
     )
-
-
-def pretended() -> tuple[int, bool]:
-    from tests.torch_suite import placement
-
-    torch.cuda._is_compiled = lambda: True
-    placement.pretend_devices(placement.CPU)
-    return torch.cuda.device_count(), torch.cuda.is_available()
-
-
-def test_on_the_cpu_pretended_gpus_make_no_gpu_available_also_in_a_build_with_cuda() -> None:
-    # In a process of its own: nothing takes back what is pretended.
-    found = run_ranks(pretended, 1, device="cpu", env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
-    assert found == [(8, False)]
 
 
 LIKE_PYTORCHS = """

@@ -90,8 +90,9 @@ def test_next_and_back_take_one_step_and_stop_at_the_ends(open_figure):
 def test_it_moves_only_on_request_and_can_be_stopped(open_figure):
     opened = open_figure(NAME, beside=True)  # its clock must not stop for other tests
     before = said(opened)
-    opened.page.clock.install()
+    opened.page.clock.install(time=0)
     opened.page.reload()
+    opened.page.clock.pause_at(3600)  # from now on it moves only below
     opened.page.clock.run_for(10_000)
     assert said(opened) == before
     opened.page.get_by_role("button", name="Play").click()

@@ -7,18 +7,19 @@ from playwright.sync_api import expect
 
 
 def test_answers_lead_to_every_leaf_of_the_tree(open_figure):
+    own, gathered = "its own only", "samples of all ranks, gathered"
     paths = {
+        1: [own, "its own count", "yes, always"],
+        2: [own, "its own count", "not always"],
+        3: [own, "the global count"],
+        4: [own, 'nothing (reduction="sum")'],
+        5: [gathered, "the whole loss", "yes"],
+        6: [gathered, "the whole loss", "no; the rank reinserts its own slice"],
+        7: [gathered, "its own rows of it", "yes; the global count"],
+        8: [gathered, "its own rows of it", "yes; the own count"],
+        9: [gathered, "its own rows of it", "no"],
         10: ["summed", "the global count"],
         11: ["summed", "its own count, equal on all ranks"],
-        2: ["its own only", "its own count", "not always"],
-        4: ["its own only", 'nothing (reduction="sum")'],
-        6: [
-            "samples of all ranks, gathered",
-            "the whole loss",
-            "no; the rank reinserts its own slice",
-        ],
-        7: ["samples of all ranks, gathered", "its own rows of it", "yes; the global count"],
-        9: ["samples of all ranks, gathered", "its own rows of it", "no"],
     }
     leaves = call("which_factor", "leaf", [(number,) for number in paths])
     for (number, answers), leaf in zip(paths.items(), leaves, strict=True):

@@ -61,22 +61,6 @@ def test_a_chapter_that_fails_is_named_and_leaves_no_stale_copy(tmp_path):
         assert not (tmp_path / "out" / "c.ipynb").exists()
 
 
-def test_a_file_that_is_no_notebook_is_named(tmp_path):
-    (tmp_path / "c.ipynb").write_text("no notebook")
-    done = chapters("update", tmp_path / "c.ipynb", tmp_path / "none.ipynb")
-    assert done.returncode == 1
-    assert "c.ipynb: NotJSONError" in done.stderr
-    assert "none.ipynb: FileNotFoundError" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_an_unknown_name_gets_the_list_of_notebooks():
-    done = chapters("update", "opera")
-    assert done.returncode == 1
-    assert "There is no notebook opera. There are:\n" in done.stderr
-    assert "  book/surprises/museum.ipynb\n" in done.stderr
-
-
 def test_a_book_that_is_not_there_costs_no_executed_page(tmp_path):
     (tmp_path / "book").mkdir()
     (tmp_path / "book" / "page.md").touch()
@@ -139,10 +123,3 @@ def test_progress_says_how_many_chapters_have_run_and_what_is_left():
     assert progress(3, 12, "museum", 16.4, 20.0) == "[ 3/12] museum … 16 s, about 60 s left"
     assert progress(1, 4, "museum", 100.0, 100.0) == "[1/4] museum … 100 s, about 5 min left"
     assert progress(4, 4, "museum", 3.0, 80.0) == "[4/4] museum … 3 s"
-
-
-def test_update_prints_one_line_for_each_chapter(tmp_path):
-    names = [notebook(tmp_path / f"{name}.ipynb", "1") for name in "ab"]
-    lines = chapters("update", *names).stdout.splitlines()
-    assert [line[:5] for line in lines] == ["[1/2]", "[2/2]"]
-    assert {line.split()[1] for line in lines} == {"a", "b"}

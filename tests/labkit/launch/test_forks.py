@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from large_pages import ON_REQUEST, mib_in_large_pages
 from processes import all_gone, processes_with
 
 from labkit.launch import forks
@@ -153,13 +152,6 @@ def test_if_no_server_can_be_started_the_reason_is_given(monkeypatch):
     monkeypatch.setattr(forks, "_SERVER", "raise SystemExit(3)")
     with pytest.raises(NotStartedError), ForkServer().forked(answer):
         pass
-
-
-@pytest.mark.skipif(not ON_REQUEST, reason="needs Linux 6.1, and pages of 2 MiB on request")
-def test_the_server_lies_in_large_pages():
-    with forked(answer, "torch") as connection:
-        assert connection.recv() == [True]
-    assert mib_in_large_pages(forks._SHARED.pid) > 50
 
 
 IN_A_KERNEL = """

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import matplotlib
 import pytest
-from matplotlib import pyplot as plt
 
 from labkit.profiling.recording import (
     Collective,
@@ -14,7 +13,7 @@ from labkit.profiling.recording import (
     Recording,
     merge,
 )
-from labkit.profiling.timeline import draw_together, save_trace
+from labkit.profiling.timeline import save_trace
 
 matplotlib.use("agg")
 MIB = 2**20
@@ -40,19 +39,6 @@ def recording() -> Recording:
         )
 
     return merge([one(1), one(0)])
-
-
-def test_one_rank_of_several_recordings_is_drawn_from_zero_on_one_axis(recording):
-    figure = draw_together({"as is": recording, "once more": recording}, rank=1, title="two")
-    (axes,) = figure.axes
-    lanes = [label.get_text() for label in axes.get_yticklabels()]
-    assert lanes == ["as is", "sends", "once more", "sends"]
-    assert axes.get_title(loc="left") == "two"
-    assert [text.get_text() for text in axes.texts].count("exposed 34.0 ms") == 2
-    # Rank 1 began 1 ms after rank 0, and its forward 1 ms after that.
-    forwards = [bar.get_x() for bar in axes.patches if bar.get_width() == pytest.approx(8)]
-    assert forwards == [pytest.approx(1), pytest.approx(1)]
-    plt.close(figure)
 
 
 def check_events(events: list[dict]) -> None:

@@ -1,24 +1,18 @@
 """Recipes against the truth: the kinds of bugs, who differs, and what is drawn."""
 
-import copy
 import math
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import Comparison, gradients, largest_difference
 from labkit.testing.verdict import (
     gradient_of,
     kind_of,
     moved,
-    verdict_table,
     verdicts,
     weights,
 )
@@ -101,30 +95,3 @@ def test_gradient_of_leaves_the_model_alone_and_moved_is_the_way_from_the_start(
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     way = moved(model, start)
     assert largest_difference(way, [-0.5 * g for g in before]) < 1e-6
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_torchs_ddp_is_right_a_sum_is_a_scale_bug_and_no_exchange_differs_by_rank(world_size):
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(12, 3), torch.randn(12, 1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def work(rank, world_size):
-        x, y = inputs.chunk(world_size)[rank], targets.chunk(world_size)[rank]
-        ddp, summed = DistributedDataParallel(copy.deepcopy(model)), model
-        F.mse_loss(ddp(x), y).backward()
-        F.mse_loss(summed(x), y).backward()
-        alone = gradients(summed)
-        for parameter in summed.parameters():
-            dist.all_reduce(parameter.grad)
-        return {"DDP": gradients(ddp), "sum": gradients(summed), "alone": alone}
-
-    truth = gradient_of(model, lambda m: F.mse_loss(m(inputs), targets))
-    judged = verdicts(run_ranks(work, world_size, device="cpu"), truth)
-    ddp, summed, *alone = judged
-    assert (ddp.ranks, ddp.kind) == ("all", "right")
-    assert (summed.ranks, summed.kind) == ("all", "scale bug")
-    assert summed.comparison.ratio == pytest.approx(world_size, rel=1e-5)
-    assert [v.ranks for v in alone] == [f"rank {rank}" for rank in range(world_size)]
-    assert all(v.kind == "direction bug" for v in alone)
-    assert "scale bug" in verdict_table(judged).splitlines()[3]

@@ -1,8 +1,6 @@
 """All-reduce from send and recv: the result, the same bits everywhere, and the promised cost."""
 
-import math
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -41,57 +39,6 @@ def test_the_result_is_that_of_dist_all_reduce_and_has_the_same_bits_on_every_ra
     of_rank = run_ranks(by_each, world_size, todo)
     for name in ALGORITHMS:
         check(todo, [found[name] for found in of_rank])
-
-
-def count_messages(rank: int, world_size: int, lengths: list[int]) -> list[tuple[str, int, int]]:
-    """For each algorithm and length: how many steps this rank took, and the elements it sent."""
-    counted = []
-    for name, all_reduce in ALGORITHMS.items():
-        for length in lengths:
-            tensor = torch.arange(length) + rank
-            really = dist.batch_isend_irecv
-            with mock.patch.object(dist, "batch_isend_irecv", wraps=really) as exchange:
-                all_reduce(tensor)
-            steps = [
-                sum(o.tensor.numel() for o in call.args[0] if o.op is dist.isend)
-                for call in exchange.call_args_list
-            ]
-            everybodys = torch.arange(length) * world_size + sum(range(world_size))
-            assert torch.equal(tensor, everybodys)
-            counted.append((name, len(steps), sum(steps)))
-    return counted
-
-
-def promised(name: str, rank: int, world_size: int, length: int) -> tuple[int, int]:
-    """Steps and elements sent by `rank`, as the docstrings of `miniddp.collectives` have them."""
-    if world_size == 1:
-        return 0, 0
-    if name == "naive":
-        others = world_size - 1
-        return (2 * others, others * length) if rank == 0 else (2, length)
-    if name == "ring":
-        chunks = [len(c) for c in torch.empty(length).tensor_split(world_size)]
-        left_out = chunks[(rank + 1) % world_size] + chunks[(rank + 2) % world_size]
-        return 2 * (world_size - 1), 2 * length - left_out
-    doublings = int(math.log2(world_size))
-    power = 2**doublings
-    if rank >= power:
-        return 2, length
-    stands_in = rank + power < world_size
-    return doublings + 2 * stands_in, (doublings + stands_in) * length
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8])
-def test_each_rank_takes_the_steps_and_sends_the_bytes_of_the_docstring(world_size: int) -> None:
-    lengths = [0, 1, world_size, 7 * world_size, 7 * world_size + 1, 1000]
-    of_rank = run_ranks(count_messages, world_size, lengths)
-    for rank, counted in enumerate(of_rank):
-        wanted = [
-            (name, *promised(name, rank, world_size, length))
-            for name in ALGORITHMS
-            for length in lengths
-        ]
-        assert counted == wanted
 
 
 def in_two_groups(rank: int) -> list[Tensor]:

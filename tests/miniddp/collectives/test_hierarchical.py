@@ -2,12 +2,10 @@
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from all_reduce_cases import Case, cases, check, reduce_all
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -16,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients
-from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
+from miniddp.collectives import Nodes, hierarchical_all_reduce
 from miniddp.extras import comm_hooks
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
@@ -36,48 +34,6 @@ def on_nodes(rank: int, ranks_per_node: int, todo: list[Case]) -> list[tuple[Ten
 @given(todo=st.lists(cases(), min_size=40, max_size=80))
 def test_the_result_is_that_of_dist_all_reduce_and_has_the_same_bits_on_every_rank(shape, todo):
     check(todo, run_ranks(on_nodes, shape[0] * shape[1], shape[1], todo))
-
-
-def count_messages(rank: int, ranks_per_node: int, lengths: list[int]) -> list[dict[str, Any]]:
-    """For each length: the steps, and the elements sent to this node and to others, both ways."""
-    nodes, really = Nodes.groups(ranks_per_node), dist.batch_isend_irecv
-    ways = {
-        "hierarchical": lambda t: hierarchical_all_reduce(t, nodes=nodes),
-        "flat": ring_all_reduce,
-    }
-    counted = []
-    for length in lengths:
-        found = {}
-        for name, all_reduce in ways.items():
-            tensor = torch.arange(length) + rank
-            with mock.patch.object(dist, "batch_isend_irecv", wraps=really) as exchange:
-                all_reduce(tensor)
-            sent = {"inside": 0, "across": 0}
-            for call in exchange.call_args_list:
-                for operation in call.args[0]:
-                    if operation.op is dist.isend:
-                        near = operation.peer // ranks_per_node == rank // ranks_per_node
-                        sent["inside" if near else "across"] += operation.tensor.numel()
-            found[name] = {"steps": len(exchange.call_args_list), **sent}
-        counted.append(found)
-    return counted
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} x {shape[1]}")
-def test_each_kind_of_link_carries_the_steps_and_bytes_of_the_docstring(shape):
-    count, size = shape
-    length = 5 * count * size
-    of_rank = [ranks[0] for ranks in run_ranks(count_messages, count * size, size, [length])]
-    for found in of_rank:
-        assert found["hierarchical"] == {
-            "steps": 2 * (size - 1) + 2 * (count - 1),
-            "inside": 2 * (size - 1) * length // size,
-            "across": 2 * (count - 1) * length // size // count,
-        }
-    for node in range(count):
-        across = sum(found["flat"]["across"] for found in of_rank[node * size :][:size])
-        ranks = count * size
-        assert across == (2 * (ranks - 1) * length // ranks if count > 1 else 0)
 
 
 def uneven(rank: int, ranks_per_node: int) -> str:

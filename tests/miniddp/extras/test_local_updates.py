@@ -100,27 +100,6 @@ def test_synchronized_at_every_step_it_is_ddp_up_to_rounding(kind, world_size):
         torch.testing.assert_close(ours, ddps, rtol=1e-5, atol=1e-6)
 
 
-def exact_step(rank: int, kind: str) -> Tensor:
-    """One step with numbers that are sums of few powers of two: nothing is rounded."""
-    model = nn.Linear(2, 1, bias=False)
-    model.weight.data = torch.tensor([[0.5, -0.25]])
-    inner = SGD(model.parameters(), lr=0.25)
-    wrapped = MiniDDP(model) if kind == "ddp" else model
-    kinds = {"local": LocalSGD, "diloco": lambda i, e: DiLoCo(i, e, lr=1.0, momentum=0.0)}
-    optimizer = inner if kind == "ddp" else kinds[kind](inner, 1)
-    wrapped(torch.tensor([[1.0 + rank, 2.0 - rank]])).pow(2).sum().backward()
-    optimizer.step()
-    return model.weight.detach()
-
-
-@pytest.mark.parametrize("kind", ["local", "diloco"])
-def test_synchronized_at_every_step_it_is_ddp_bit_for_bit_where_nothing_is_rounded(kind):
-    for ours, ddps in zip(
-        run_ranks(exact_step, 2, kind), run_ranks(exact_step, 2, "ddp"), strict=True
-    ):
-        assert torch.equal(ours, ddps)
-
-
 def test_an_interval_of_no_steps_is_refused():
     def refused() -> str:
         with pytest.raises(ValueError, match="at least 1"):

@@ -88,20 +88,6 @@ def test_a_sub_group_averages_over_its_own_ranks_only():
 # Construction -------------------------------------------------------------------------------------
 
 
-def starts_apart(rank, world_size):
-    torch.manual_seed(rank)
-    module = nn.BatchNorm1d(3)
-    module.weight.data.normal_()
-    module.running_mean.normal_()
-    return [t.clone() for t in DropIn(module).state_dict().values()]
-
-
-def test_all_ranks_start_from_rank_zeros_parameters_and_buffers():
-    first, *others = run_ranks(starts_apart, 3)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
 def differing_models(rank, world_size):
     shape = nn.Linear(4, 5 if rank == 2 else 3)
     count = nn.Sequential(nn.Linear(4, 3), *([nn.Linear(3, 3)] if rank == 1 else []))
@@ -187,30 +173,6 @@ def test_a_parameter_used_on_one_rank_is_averaged_and_one_used_on_none_keeps_its
         assert gradients["never.bias"] is None
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 2), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return {"one": self.one(x), "rest": [self.two(x)]}
-
-
-def half_used_outputs(rank, world_size):
-    wrapped = DropIn(TwoHeads(), find_unused_parameters=True)
-    for _ in range(3):
-        wrapped.zero_grad()
-        wrapped(batch(rank))["one"].sum().backward()
-    return wrapped.module.one.weight.grad, wrapped.module.two.weight.grad
-
-
-def test_an_output_that_the_loss_does_not_use_leaves_its_parameters_untouched():
-    per_rank = run_ranks(half_used_outputs, 2)
-    assert torch.equal(per_rank[0][0], per_rank[1][0])
-    assert per_rank[0][1] is None
-    assert per_rank[1][1] is None
-
-
 class WithItsScale(nn.Module):
     def __init__(self):
         super().__init__()
@@ -277,32 +239,6 @@ def test_each_forward_takes_rank_zeros_buffers_unless_the_one_before_was_not_syn
         torch.testing.assert_close(other[step], start + 0.1 * batch(1, step).mean(0))
 
 
-def uneven(rank, world_size, initial_divisor, wrap_name):
-    wrap = {"mini": DropIn, "torch": DistributedDataParallel}[wrap_name]
-    wrapped = wrap(nn.Sequential(linear(), nn.BatchNorm1d(3)))
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    seen = []
-    with wrapped.join(divide_by_initial_world_size=initial_divisor):
-        for step in range(2 + 2 * rank):
-            optimizer.zero_grad()
-            wrapped(batch(rank, step)).pow(2).sum().backward()
-            optimizer.step()
-            seen.append(wrapped.module[0].weight.grad.clone())
-    return seen, [t.clone() for t in wrapped.state_dict().values()]
-
-
-@pytest.mark.parametrize("initial_divisor", [True, False])
-def test_uneven_inputs_end_in_the_same_model_as_torchs_on_every_rank(initial_divisor):
-    ours = run_ranks(uneven, 3, initial_divisor, "mini")
-    theirs = run_ranks(uneven, 3, initial_divisor, "torch")
-    for rank in range(3):
-        for a, b in zip(ours[rank][0], theirs[rank][0], strict=True):
-            assert torch.equal(a, b)
-        for a, b, first in zip(ours[rank][1], theirs[rank][1], ours[0][1], strict=True):
-            assert torch.equal(a, b)
-            assert torch.equal(a, first)
-
-
 # Errors -------------------------------------------------------------------------------------------
 
 
@@ -314,21 +250,6 @@ def unused_without_the_flag(rank, world_size, strict):
     first = error_of(lambda: loss_of(wrapped(inputs)).backward())
     second = error_of(lambda: loss_of(wrapped(inputs)).backward())
     return first, second
-
-
-def test_a_missing_gradient_is_reported_by_the_next_forward_in_torchs_words():
-    def same_branch(rank, world_size):
-        torch.manual_seed(3)
-        wrapped = DropIn(Branches())
-        inputs = batch(rank, size=12).view(4, 12)
-        inputs[0, 0] = 1.0
-        loss_of(wrapped(inputs)).backward()
-        return error_of(lambda: wrapped(inputs))
-
-    for rank, error in enumerate(run_ranks(same_branch, 2)):
-        assert "Expected to have finished reduction in the prior iteration before" in error
-        assert f"did not receive grad for rank {rank}: right.weight, right.bias, never.w" in error
-        assert "`find_unused_parameters=True`" in error
 
 
 def test_strict_reports_what_each_rank_lacked_in_the_step_itself_and_on_every_rank():
@@ -438,45 +359,6 @@ def test_a_backward_that_creates_a_graph_averages_like_one_that_does_not(views):
         for ours in (core, drop_in):
             for of_step, expected in zip(ours, torchs, strict=True):
                 assert all(map(torch.equal, of_step, expected))
-
-
-class Precisions:
-    """What torch's `_MixedPrecision` holds."""
-
-    def __init__(self, param=None, reduce=None, buffer=None):
-        self.param_dtype, self.reduce_dtype, self.buffer_dtype = param, reduce, buffer
-
-
-def narrow_training(rank, world_size):
-    seen = []
-
-    class Watched(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = linear()
-
-        def forward(self, x):
-            seen.append((x.dtype, self.layer.weight.dtype))
-            return self.layer(x)
-
-    wrapped = DropIn(Watched(), mixed_precision=Precisions(torch.bfloat16, torch.float32))
-    for step in range(3):
-        wrapped.zero_grad()
-        wrapped(batch(rank, step)).float().sum().backward()
-    weight = wrapped.module.layer.weight
-    return seen, weight.dtype, weight.grad, torch.equal(weight, linear().weight)
-
-
-def test_mixed_precision_computes_in_the_narrow_type_and_leaves_wide_parameters_and_gradients():
-    per_rank = run_ranks(narrow_training, 2)
-    full = linear()
-    (sum(full(batch(rank, 2)).sum() for rank in range(2)) / 2).backward()
-    for seen, dtype, gradient, untouched in per_rank:
-        assert seen == [(torch.bfloat16, torch.bfloat16)] * 3
-        assert dtype == gradient.dtype == torch.float32
-        assert untouched
-        assert torch.equal(gradient, per_rank[0][2])
-        torch.testing.assert_close(gradient, full.weight.grad, rtol=3e-2, atol=3e-2)
 
 
 def logged_keys(rank, world_size):

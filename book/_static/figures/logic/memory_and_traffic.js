@@ -1,6 +1,10 @@
 // Memory and traffic: bytes that each rank keeps and sends, as pure functions without a page.
 //
-// The same functions in Python are tests/figures/memory_and_traffic.py, which has the sources.
+// Two rules give every number. Memory: what a strategy splits over n ranks takes 1/n of its bytes
+// on each; the rest is on every rank. Traffic: to reduce-scatter or to all-gather b bytes over n
+// ranks, each sends b·(n−1)/n; an all-reduce is one of each. Activations, padding, and temporary
+// buffers are left out. Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+// Trillion Parameter Models" (2020), sections 3 and 7; torch's documentation of `fully_shard`.
 // A job is { parameters, ranks, precision, optimizer, bucketViews, freeWeights, shardRanks, every }.
 (function (root, make) {
   if (typeof module === "object") module.exports = make();

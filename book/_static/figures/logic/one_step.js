@@ -1,6 +1,6 @@
 // One data-parallel step of the model a·x + b with squared errors, in closed form.
 //
-// tests/figures/one_step.py computes the same with autograd; a test compares the two.
+// A test compares it with what real ranks of torch's DDP end with.
 (function (root, make) {
   if (typeof module === "object") module.exports = make();
   else (root.FigureLogic ??= {}).one_step = make();

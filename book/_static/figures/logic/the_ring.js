@@ -1,5 +1,5 @@
 /* Which rank sends which elements to which, step by step, in the four all-reduces of
-   src/miniddp/collectives/all_reduce.py. The tests compare this schedule with what those send. */
+   src/miniddp/collectives/all_reduce.py. A test compares the bytes per link with what those send. */
 (function (root, make) {
   if (typeof module === "object") module.exports = make();
   else (root.FigureLogic ??= {}).the_ring = make();

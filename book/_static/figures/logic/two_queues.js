@@ -1,5 +1,11 @@
-/* What happens if two ranks call different collectives. The same model as
-   tests/figures/two_queues.py, which is checked against gloo.
+/* What happens if two ranks call different collectives, as measured on gloo with two CPU ranks (a
+   test measures it again). The n-th call of one rank pairs with the n-th call of the other: names
+   play no part, because no message contains them.
+
+   A pair is "right" (the same tensor), "mixed" (different tensors of one length and dtype, combined
+   without an error), "garbled" (no error, and a rank has numbers that mean nothing), "hang", a
+   "mismatch" (a rank waits, or gloo aborts its process), an "error" on both ranks (with DETAIL), or
+   "unreached". A run that ends is "wrong" if any pair was mixed or garbled.
 
    A queue is written as calls joined by dots: "ra12f.bw3h.s" is an all-reduce of a1 (2 float32),
    a broadcast of w (3 float16) from rank 0, and a barrier. */

@@ -1,5 +1,5 @@
-// The tree of "When do I multiply by the world size?" as questions. A test compares it with the
-// chapter's own tree, with what the chapter's leaves printed, and with gradients.
+// The tree of "When do I multiply by the world size?" as questions. A test compares its
+// leaves with those of the chapter's own tree, and with what these printed.
 (function (root, make) {
   if (typeof module === "object") module.exports = make();
   else (root.FigureLogic ??= {}).which_factor = make();
@@ -103,10 +103,5 @@
     return { asked, leaf: target, possible: [target] };
   }
 
-  // By what to multiply on `world_size` ranks: a number, or null where no factor repairs it.
-  function multiplier(leaf, world_size) {
-    return { 1: 1, W: world_size, "1/W": 1 / world_size, none: null }[LEAVES[leaf].factor];
-  }
-
-  return { QUESTIONS, LEAVES, walk, multiplier, leaf: (number) => LEAVES[number] };
+  return { QUESTIONS, LEAVES, walk, leaf: (number) => LEAVES[number] };
 });

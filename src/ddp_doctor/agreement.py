@@ -9,7 +9,7 @@ TOO_LARGE = {"own_reduction_sums"}
 OTHER_SCALE = {"scaled_by_world_size"}
 OTHER_DIRECTION = {
     *("unequal_denominators", "local_negatives", "gather_without_gradient"),
-    *("wrapper_bypassed", "wrapper_lost", "two_backwards", "hooks_lost"),
+    *("wrapper_bypassed", "wrapper_lost", "two_backwards"),
     *("model_changed_after_wrapping", "last_micro_batch_unsynced"),
 }
 

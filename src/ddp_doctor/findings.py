@@ -12,7 +12,6 @@ BYPASSED = "puzzles/bypassed_wrapper.html"
 BY_HAND = "puzzles/by_hand_or_ddp.html"
 MEANS = "puzzles/mean_of_means.html"
 SUMS = "puzzles/sum_or_average.html"
-BUCKETS = "speed/choosing_buckets.html"
 STEP = "surprises/in_the_step.html"
 DATA = "surprises/in_the_data.html"
 LOSS = "surprises/in_the_loss.html"
@@ -28,7 +27,6 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "wrapper_lost": ("error", "No wrapper combines the gradients", BYPASSED),
     "model_changed_after_wrapping": ("error", "The model changed after it was wrapped", BYPASSED),
     "optimizer_on_other_parameters": ("error", "The optimizer holds other parameters", REPORTS),
-    "hooks_lost": ("error", "Parameters lost the wrapper's hooks", BYPASSED),
     "optimizer_in_backward": ("error", "The optimizer steps before the average", STEP),
     "parameters_averaged": ("warning", "Parameters are averaged instead of gradients", STEP),
     "world_size_one": ("error", "The run is not distributed", ACCUMULATE),
@@ -70,7 +68,6 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     ),
     "scaler_scales_differ": ("error", "The ranks' loss scales differ", STEP),
     "scheduler_steps_per_rank": ("warning", "The scheduler steps once per rank", STEP),
-    "logged_value_is_local": ("note", "The logged value is one rank's", DATA),
     "static_graph_with_no_sync": ("error", "static_graph conflicts with no_sync", STEP),
     "replicas_differ_at_start": ("error", "The replicas differ before the first step", BYPASSED),
     "replicas_drift": ("error", "The replicas diverge", BYPASSED),
@@ -85,9 +82,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "padded_evaluation": ("warning", "The evaluation counts some samples twice", DATA),
     "hang_missing_rank": ("error", "Ranks wait for a missing rank", FAILS),
     "mismatched_collectives": ("error", "Ranks are in different collectives", FAILS),
-    "find_unused_without_need": ("note", "find_unused_parameters without need", BUCKETS),
     "unused_parameters": ("error", "Parameters take no part in the loss", STEP),
-    "one_bucket": ("note", "One bucket holds all gradients", BUCKETS),
     "saved_tensor_overwritten": ("error", "A saved tensor was overwritten", SYMPTOMS),
 }
 

@@ -57,7 +57,7 @@ def main() -> None:
 OF_ONE_GRADIENT = {
     *("unequal_denominators", "unequal_denominators_accumulation", "missing_world_size_factor"),
     *("scaled_by_world_size", "loss_reduced_before_backward", "own_reduction_sums"),
-    *("wrapper_bypassed", "wrapper_lost", "hooks_lost", "model_changed_after_wrapping"),
+    *("wrapper_bypassed", "wrapper_lost", "model_changed_after_wrapping"),
     *("gather_without_gradient", "local_negatives", "last_micro_batch_unsynced"),
     *("clipped_before_sync", "clipped_per_micro_batch", "clipped_local_shards"),
     *("manual_all_reduce_skips_none", "optimizer_in_backward", "parameters_averaged"),

@@ -38,8 +38,8 @@ BASE = "# doctor: expect=none ranks=2 launch=torchrun\n# measured: yes\na = 1\nb
 
 
 def test_a_variant_that_no_longer_fits_its_base_is_named_with_the_lines_it_looks_for() -> None:
-    (variant,) = variants(BASE, "=== twice expect=one_bucket ranks=4\n-b = 2\n+b = 3\n", "f")
-    assert (variant.expected, variant.ranks) == ({"one_bucket"}, 4)
+    (variant,) = variants(BASE, "=== twice expect=unused_parameters ranks=4\n-b = 2\n+b = 3\n", "f")
+    assert (variant.expected, variant.ranks) == ({"unused_parameters"}, 4)
     assert variant.text.endswith("a = 1\nb = 3\na = 1\n")
     for hunk, times in (("-a = 1\n+a = 0\n", 2), ("-c = 3\n", 0)):
         with pytest.raises(ValueError, match=f"f, variant x: the base has this {times} times"):

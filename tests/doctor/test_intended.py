@@ -17,9 +17,8 @@ LOADER = {
 
 def wrapper(world: int) -> dict[str, Any]:
     return {
-        "kind": "wrapper", "index": 0, "type": "DDP", "module": "Net", "world": world, "of": 4,
-        "find_unused": False, "static_graph": False, "broadcast_buffers": True, "bucket_cap": None,
-        "parameters": 2, "bytes": 8, "place": "train.py:3",
+        "kind": "wrapper", "index": 0, "world": world, "of": 4, "static_graph": False,
+        "broadcast_buffers": True, "place": "train.py:3",
     }  # fmt: skip
 
 

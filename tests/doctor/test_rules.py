@@ -74,31 +74,6 @@ def test_random_numbers_are_the_same_only_if_some_are_drawn() -> None:
     assert "one mask instead of 2" in findings(dropout)["same_random_numbers"].evidence
 
 
-def logging_step(readers: tuple[int, ...], losses: tuple[float, float], **more: Any) -> Any:
-    windows = step(
-        reads=tuple(
-            [[each, "train.py:12"]] if r in readers else [] for r, each in enumerate(losses)
-        ),
-        **more,
-    )
-    for one, loss in zip(windows, losses, strict=True):
-        one["backwards"][0]["values"] = [loss]
-    return windows
-
-
-def test_a_loss_that_only_rank_0_reads_is_noted_unless_it_is_averaged() -> None:
-    run = run_with_steps([logging_step((0,), (2.0, 3.0))] * 2)
-    noted = findings(run)["logged_value_is_local"]
-    assert noted.severity == "note"
-    assert noted.where == "train.py:12"
-    reduced = {"op": "all_reduce", "what": "other", "numel": 1, "place": "", "backwards": {"0": 1}}
-    averaged = logging_step((0,), (2.0, 3.0), collectives=[reduced])
-    assert findings(run_with_steps([averaged] * 2)) == {}
-    equal = findings(run_with_steps([logging_step((0,), (2.0, 2.0))] * 2))
-    assert "logged_value_is_local" not in equal
-    assert findings(run_with_steps([logging_step((), (2.0, 3.0))] * 2)) == {}
-
-
 def test_scores_that_are_gathered_for_a_metric_are_no_contrastive_loss() -> None:
     gathered = {
         "op": "all_gather", "shape": [5, 10], "numel": 50, "what": "activation",

@@ -12,7 +12,6 @@ from ddp_doctor.observe import (
     losses,
     optimizers,
     random_numbers,
-    reads,
     scaler,
     schedulers,
     wrappers,
@@ -22,8 +21,8 @@ from ddp_doctor.patching import Patches
 from ddp_doctor.session import Session
 
 PARTS = (
-    *(groups, collectives, wrappers, optimizers, losses, reads, backward, clipping, scaler),
-    *(schedulers, data, random_numbers),
+    *(groups, collectives, wrappers, optimizers, losses, backward, clipping, scaler, schedulers),
+    *(data, random_numbers),
 )
 
 

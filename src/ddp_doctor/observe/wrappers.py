@@ -23,30 +23,22 @@ def install(recorder: Recorder, patches: Patches) -> None:
     known_classes: set[type] = {DistributedDataParallel}
 
     def made(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        note(args[0], kwargs)
+        note(args[0])
 
-    def note(wrapper: Any, kwargs: dict[str, Any]) -> None:
+    def note(wrapper: Any) -> None:
         module = getattr(wrapper, "module", None)
         if not isinstance(module, torch.nn.Module) or recorder.wrapper_of(module) is not None:
             return
         recorder.open()
         state = WrapperState(wrapper, module, len(recorder.wrappers))
         recorder.wrappers.append(state)
-        sizes = [parameter.numel() * parameter.element_size() for parameter in module.parameters()]
-        cap = kwargs.get("bucket_cap_mb")
         session.write(
             "wrapper",
             index=state.index,
-            type=type(wrapper).__name__,
-            module=type(module).__name__,
             world=dist.get_world_size(getattr(wrapper, "process_group", None)),
             of=dist.get_world_size(),
-            find_unused=bool(getattr(wrapper, "find_unused_parameters", False)),
             static_graph=bool(getattr(wrapper, "static_graph", False)),
             broadcast_buffers=bool(getattr(wrapper, "broadcast_buffers", True)),
-            bucket_cap=cap,
-            bytes=sum(sizes),
-            parameters=len(sizes),
             place=place(),
         )
 
@@ -76,7 +68,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def find() -> None:
         """Look for wrappers of other libraries, by what they have, and observe their classes."""
         for wrapper in wrappers_like_ddp():
-            note(wrapper, {"bucket_cap_mb": getattr(wrapper, "bucket_cap_mb", None)})
+            note(wrapper)
             if not known_classes & set(type(wrapper).__mro__):
                 known_classes.add(type(wrapper))
                 patches.observe(type(wrapper), "forward", forward, forwarded)

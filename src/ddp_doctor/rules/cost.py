@@ -1,37 +1,10 @@
-"""Cost, and the errors of the wrapper that have a better explanation than their text."""
+"""Errors of the wrapper that have a better explanation than their text."""
 
 from collections.abc import Iterator
 
 from ddp_doctor.equation import Equation
 from ddp_doctor.findings import Finding, finding
 from ddp_doctor.merged import Run
-
-
-def find_unused_without_need(run: Run, equation: Equation) -> Iterator[Finding]:
-    """find_unused_parameters=True, and every parameter had a gradient in every observed step.
-
-    Right if some step does leave parameters out.
-    """
-    for wrapper in run.wrappers:
-        if not wrapper["find_unused"] or len(run.complete) < 2 or run.world < 2:
-            continue
-        if any(fact["snapshot"].get("missing") for w in run.complete for _, fact in w):
-            continue
-        reached = [
-            b["wrappers"].get(str(wrapper["index"]), 0)
-            for w in run.complete
-            for _, fact in w
-            for b in fact["backwards"]
-        ]
-        if reached and min(reached) >= wrapper["parameters"]:
-            yield finding(
-                "find_unused_without_need",
-                f"All {wrapper['parameters']} parameters had a gradient in every observed step; "
-                f"the wrapper walks the graph in every forward to look for unused ones.",
-                wrapper["place"],
-                "Leave out find_unused_parameters=True.",
-            )
-            return
 
 
 def unused_parameters(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -73,29 +46,6 @@ def unused_parameters(run: Run, equation: Equation) -> Iterator[Finding]:
         )
 
 
-def one_bucket(run: Run, equation: Equation) -> Iterator[Finding]:
-    """All gradients are in one bucket, so that the all-reduce starts when backward ends.
-
-    Right for small models (under 2 MB), where there is nothing to overlap.
-    """
-    for wrapper in run.wrappers:
-        cap = wrapper["bucket_cap"]
-        if (
-            wrapper["world"] > 1
-            and cap
-            and wrapper["bytes"] > 2 << 20
-            and cap * (1 << 20) >= wrapper["bytes"]
-        ):
-            yield finding(
-                "one_bucket",
-                f"bucket_cap_mb={cap} holds all {wrapper['bytes'] >> 20} MB of gradients in one "
-                f"bucket: the all-reduce cannot overlap with backward.",
-                wrapper["place"],
-                "Leave bucket_cap_mb at its default of 25, or choose a smaller cap.",
-            )
-            return
-
-
 def saved_tensor_overwritten(run: Run, equation: Equation) -> Iterator[Finding]:
     """Backward fails because a tensor that it needs was changed after the forward.
 
@@ -121,4 +71,4 @@ def saved_tensor_overwritten(run: Run, equation: Equation) -> Iterator[Finding]:
             return
 
 
-RULES = (find_unused_without_need, unused_parameters, one_bucket, saved_tensor_overwritten)
+RULES = (unused_parameters, saved_tensor_overwritten)

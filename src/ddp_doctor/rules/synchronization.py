@@ -395,60 +395,6 @@ def static_graph_with_no_sync(run: Run, equation: Equation) -> Iterator[Finding]
             return
 
 
-def logged_value_is_local(run: Run, equation: Equation) -> Iterator[Finding]:
-    """A rank reads its own loss as a number, and no rank sends a number to the others.
-
-    Right if the value is only that rank's, and labeled so: a note. Silent if the ranks' losses are
-    equal, and if any step reduces or gathers a few numbers.
-    """
-    if run.world < 2 or len(run.complete) < 2:
-        return
-    seen = []
-    for window in run.complete:
-        if any(_sends_numbers(fact) for _, fact in window):
-            return
-        reads = {rank: _own_loss(fact) for rank, fact in window}
-        first = reads[min(reads)]
-        losses = [
-            b["values"][0] for _, fact in window for b in fact["backwards"][-1:] if b.get("values")
-        ]
-        if first and len(losses) == run.world and not alike(losses):
-            seen.append((window, first, losses, [rank for rank, read in reads.items() if read]))
-    if len(seen) < 2:
-        return
-    window, (value, where), losses, readers = seen[0]
-    listed = ", ".join(f"rank {rank}: {number(loss)}" for rank, loss in enumerate(losses[:8]))
-    who = "Only rank 0 reads" if len(readers) == 1 else "Each rank reads only"
-    yield finding(
-        "logged_value_is_local",
-        f"Step {window.n}: {who} its own loss ({number(value)} on rank 0), and nothing averages "
-        f"it. The losses are {listed}.",
-        where,
-        "mean = loss.detach().clone(); dist.all_reduce(mean); mean /= dist.get_world_size(), then "
-        "log mean.item().",
-    )
-
-
-def _own_loss(fact: Fact) -> tuple[float, str] | None:
-    """The first read of a number that is a loss of this step, and where."""
-    losses = [value for b in fact["backwards"] for value in b.get("values") or ()]
-    losses += [
-        term["value"] for b in fact["backwards"] for term in b.get("terms", ()) if "value" in term
-    ]
-    for value, where in fact.get("reads", ()):
-        if any(near(value, loss, 1e-6) for loss in losses):
-            return float(value), str(where)
-    return None
-
-
-def _sends_numbers(fact: Fact) -> bool:
-    return any(
-        call["op"].endswith("_object") or 0 < call.get("numel", 0) <= 16
-        for call in fact["collectives"]
-        if call.get("what") not in ("gradient", "parameter")
-    )
-
-
 RULES = (
     static_graph_with_no_sync,
     last_micro_batch_unsynced,
@@ -460,5 +406,4 @@ RULES = (
     manual_all_reduce_skips_none,
     scaler_scales_differ,
     scheduler_steps_per_rank,
-    logged_value_is_local,
 )

@@ -189,26 +189,15 @@ def changed_after_wrapping(run: Run, equation: Equation) -> Iterator[Finding]:
                     changes.setdefault(change["name"], change["how"])
         if not changes:
             continue
-        by_how: dict[str, list[str]] = {}
-        for name, how in changes.items():
-            by_how.setdefault(how, []).append(name)
-        lost = {how: names for how, names in by_how.items() if how in ("replaced", "moved")}
-        other = {how: names for how, names in by_how.items() if how not in lost}
-        where = str(run.wrappers[0]["place"]) if run.wrappers else ""
-        fix = "Change the model first, then wrap it: DistributedDataParallel(model) comes last."
-        for code, part in (("hooks_lost", lost), ("model_changed_after_wrapping", other)):
-            if part:
-                listed = "; ".join(
-                    f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} {how}"
-                    for how, names in part.items()
-                )
-                yield finding(
-                    code,
-                    f"Step {window.n}: since the model was wrapped: {listed}. The wrapper's hooks "
-                    f"are not on them, and their gradients differ between the ranks.",
-                    where,
-                    fix,
-                )
+        listed = "; ".join(f"{name} {how}" for name, how in list(changes.items())[:4])
+        more = f", and {len(changes) - 4} more" if len(changes) > 4 else ""
+        yield finding(
+            "model_changed_after_wrapping",
+            f"Step {window.n}: since the model was wrapped: {listed}{more}. The wrapper's hooks "
+            f"are not on them, and their gradients differ between the ranks.",
+            str(run.wrappers[0]["place"]) if run.wrappers else "",
+            "Change the model first, then wrap it: DistributedDataParallel(model) comes last.",
+        )
         return
 
 

@@ -15,6 +15,7 @@ saw, over all parameters. No trust in the wrapper's class is needed.
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -146,16 +147,9 @@ class Step:
         values = [abs(weight) for _, weight in self.weights() if weight]
         return max(values) / min(values) if values else 1.0
 
-    def by_rank(self) -> dict[int, tuple[float, float]]:
-        """(items, share) per rank."""
-        return self._summed(lambda entry: entry.rank)
-
-    def by_micro(self) -> dict[int, tuple[float, float]]:
-        """(items, share) per micro-batch."""
-        return self._summed(lambda entry: entry.micro)
-
-    def _summed(self, key: Any) -> dict[int, tuple[float, float]]:
-        sums: dict[int, tuple[float, float]] = {}
+    def by(self, key: Callable[[Entry], Any]) -> dict[Any, tuple[float, float]]:
+        """(items, share) of the entries with the same key: a rank, a micro-batch, or both."""
+        sums: dict[Any, tuple[float, float]] = {}
         for entry in self.entries:
             count, share = sums.get(key(entry), (0.0, 0.0))
             sums[key(entry)] = (count + entry.count, share + entry.share)

@@ -77,6 +77,11 @@ class Window:
     def backwards(self) -> int:
         return max((len(fact["backwards"]) for fact in self.ranks.values()), default=0)
 
+    @property
+    def backward_place(self) -> str:
+        """Where the first backward of the step was called."""
+        return next((str(b["place"]) for _, fact in self for b in fact["backwards"]), "")
+
     @cached_property
     def sharded(self) -> bool:
         return any(fact.get("sharded") for fact in self.ranks.values())

@@ -103,12 +103,12 @@ def test_summed_gradients_of_means_are_w_times_too_large_and_of_divided_means_ar
 
 def test_a_coefficient_that_the_code_writes_as_a_number_is_no_world_size() -> None:
     combined, local = gradients(2, 0.5)
-    half = {"op": "*", "value": 0.5, "text": "0.5 * loss", "meaning": "0.5 * loss", "place": ""}
+    half = {"op": "*", "value": 0.5, "text": "0.5 * loss", "operand": "0.5", "place": ""}
     world = {
         "op": "/",
         "value": 2.0,
-        "text": "loss / n",
-        "meaning": "loss / n ; dist.get_world_size()",
+        "text": "loss / world",
+        "operand": "world",
         "place": "train.py:7",
     }
     for scaling, expected in ((half, set()), (world, {"scaled_by_world_size"})):

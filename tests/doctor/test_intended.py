@@ -24,10 +24,8 @@ def wrapper(world: int) -> dict[str, Any]:
 
 def scaled_by(op: str, value: float, operand: str, **more: str) -> dict[str, Any]:
     text = f"loss {op} {operand}"
-    return {
-        "op": op, "value": value, "operand": operand, "text": text, "meaning": text,
-        "place": "train.py:8", **more,
-    }  # fmt: skip
+    place = {"place": "train.py:8"}
+    return {"op": op, "value": value, "operand": operand, "text": text} | place | more
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

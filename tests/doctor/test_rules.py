@@ -27,7 +27,7 @@ def test_a_short_last_window_is_a_warning_and_two_halves_of_one_window_are_a_not
 def test_a_short_window_is_no_factor_of_the_world_size() -> None:
     """Half of a window on two ranks sums to 1/2, as a loss divided by W would."""
     division = {
-        "op": "/", "value": 2.0, "text": "loss / n", "meaning": "dist.get_world_size()",
+        "op": "/", "value": 2.0, "text": "loss / world", "operand": "world",
         "place": "train.py:7",
     }  # fmt: skip
     halves = [[{**one, "scaling": [division]} for one in short(count, 2)] for count in (2, 2, 1, 1)]

@@ -5,7 +5,6 @@ the division by accumulation steps, the multiplication by the world size, and th
 function does not reduce. Divided by the count of items, the product is the weight of one item.
 """
 
-import linecache
 import sys
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 from ddp_doctor.fingerprints import checksum
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
-from ddp_doctor.places import expression, is_users, meaning, operand, place, users_frame
+from ddp_doctor.places import expression, operand, place, users_frame
 
 FUNCTIONS = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -149,16 +148,12 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 return
             frame = users_frame(sys._getframe(1))
             text = expression(frame)
-            factor = operand(text, left)
-            file = "" if frame is None else frame.f_code.co_filename
-            inner = _library_text(sys._getframe(1)) if frame is not None else ""
             recorder.window["scaling"].append(
                 {
                     "op": sign,
                     "value": float(other),
                     "text": text,
-                    "operand": factor,
-                    "meaning": " ; ".join(said for said in (meaning(factor, file), inner) if said),
+                    "operand": operand(text, left),
                     "place": place(frame),
                 }
             )
@@ -182,15 +177,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
     ):
         for name in names:
             patches.observe(owner, name, after=scaled(sign), when=when)
-
-
-def _library_text(frame: Any) -> str:
-    """The line of a library that scales a loss; empty if the user's own code does."""
-    while frame is not None and "ddp_doctor" in frame.f_code.co_filename:
-        frame = frame.f_back
-    if frame is None or is_users(frame.f_code.co_filename):
-        return ""
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()[:200]
 
 
 def written(term: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ddp_doctor.equation import Equation, Step, alike, is_literal, near, number
 from ddp_doctor.findings import Finding, finding
@@ -23,6 +24,10 @@ GATHER = (
     "features = torch.cat(torch.distributed.nn.functional.all_gather(features)). Where torch "
     "deprecates that: all_gather_tensor_autograd of torch.distributed._functional_collectives."
 )
+ASSUMED = (
+    " This assumes that the ranks' gradients are averaged, which could not be measured, as with "
+    "sharded parameters."
+)
 _ABOUT_W = {"missing_world_size_factor", "scaled_by_world_size", "own_reduction_sums"}
 
 
@@ -35,14 +40,13 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
     steps = [step for step in equation.steps if step.world > 1 and _combined(step)]
     found = []
     for step in steps:
-        sums = list(step.by_rank().values())
+        sums = list(step.by(lambda entry: entry.rank).values())
         if _own_counts(step, sums) or _own_divisors(step, sums):
-            weights = [share / count for count, share in sums]
-            found.append((max(weights) / min(weights), step, weights))
+            found.append((_ratio(sums), step, [share / count for count, share in sums]))
     if not found:
         return
     ratio, step, weights = max(found, key=lambda case: case[0])
-    counts = {rank: count for rank, (count, _) in step.by_rank().items()}
+    counts = {rank: count for rank, (count, _) in step.by(lambda entry: entry.rank).items()}
     heavy, light = weights.index(max(weights)), weights.index(min(weights))
     listed = ", ".join(f"rank {r} has {number(c)}" for r, c in list(counts.items())[:8])
     yield finding(
@@ -65,14 +69,11 @@ def unequal_denominators_accumulation(run: Run, equation: Equation) -> Iterator[
     steps = [step for step in equation.steps if step.micros > 1 and not step.several]
     found = []
     for step in steps:
-        per_rank: dict[int, list[tuple[float, float]]] = {}
-        micro: dict[tuple[int, int], tuple[float, float]] = {}
-        for entry in step.entries:
-            count, share = micro.get((entry.rank, entry.micro), (0.0, 0.0))
-            micro[entry.rank, entry.micro] = (count + entry.count, share + entry.share)
-        for (rank, _), sums in sorted(micro.items()):
-            per_rank.setdefault(rank, []).append(sums)
-        kinds = [*per_rank.values(), list(step.by_micro().values())]
+        micros = step.by(lambda entry: (entry.rank, entry.micro))
+        kinds = [
+            [sums for (of, _), sums in micros.items() if of == rank] for rank, _ in step.window
+        ]
+        kinds.append(list(step.by(lambda entry: entry.micro).values()))
         unequal = [sums for sums in kinds if _own_counts(step, sums)]
         if unequal:
             sums = max(unequal, key=_ratio)
@@ -131,9 +132,8 @@ def _ratio(sums: list[tuple[float, float]]) -> float:
 
 
 def _how_bad(ratio: float, seen: int, of: int) -> str | None:
-    if ratio < 1.02:
-        return "note"
-    return "note" if of >= 3 and seen / of < FEW else None
+    few = of >= 3 and seen / of < FEW
+    return "note" if ratio < 1.02 or few else None
 
 
 def _combined(step: Step) -> bool:
@@ -157,7 +157,7 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
     Right if factors cancel: W times a global count, or an all-reduce that sums a loss divided by N.
     Right too if the factor is a coefficient that the code writes as a number.
     """
-    findings: dict[str, list[tuple[Step, str, str, str, str | None]]] = {}
+    findings: dict[str, list[Finding]] = {}
     checked = 0
     usual = {at: _usual_length(steps) for at, steps in _by_optimizer(equation).items()}
     for step in equation.steps:
@@ -166,145 +166,138 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
         if step.combination.local and step.micros < 2:
             continue
         checked += 1
-        for code, evidence, where, fix, severity in _scale(step):
-            if step.combination.kind == "unknown" and code in _ABOUT_W:
-                severity = "note"
-                evidence += (
-                    " This assumes that the ranks' gradients are averaged, which could not be "
-                    "measured, as with sharded parameters."
-                )
-            findings.setdefault(code, []).append((step, evidence, where, fix, severity))
-    for code, found in findings.items():
-        if len(found) < FEW * checked:
-            continue
-        step, evidence, where, fix, severity = found[0]
-        yield finding(code, f"Step {step.window.n}: {evidence}", where, fix, severity)
+        for found in _scale(step):
+            if step.combination.kind == "unknown" and found.code in _ABOUT_W:
+                found = replace(found, severity="note", evidence=found.evidence + ASSUMED)
+            findings.setdefault(found.code, []).append(found)
+    for seen in findings.values():
+        if len(seen) >= FEW * checked:
+            yield seen[0]
 
 
-def _scale(step: Step) -> Iterator[tuple[str, str, str, str, str | None]]:
-    world, micros = step.world, step.micros
-    total = step.total
-    if step.combination.local:
-        total = sum(entry.share for entry in step.entries) / world
-    wrapper = step.alpha * world  # 1 if the ranks' gradients are averaged
-    if step.combination.local:
-        wrapper = 1.0
+def _scale(step: Step) -> Iterator[Finding]:
+    """What is wrong with one step's sum of weights: with the ranks' part of it, and the loss's."""
+    combined = 1.0 if step.combination.local else step.alpha * step.world  # 1: averaged
+    total = combined / step.world * sum(entry.share for entry in step.entries)
     if not total > 0 or near(total, 1.0):
         return
     if near(total, step.coefficient) and not step.divided_again:
         return
-    if step.reduction == "sum" and alike([entry.share / entry.count for entry in step.entries]):
-        each_share = step.entries[0].share / step.entries[0].count
-        if near(each_share, 1.0):  # nobody divides: the reference is the sum over all items
-            if world > 1 and near(total, 1 / world):
-                yield (
-                    "missing_world_size_factor",
-                    f"the gradients are averaged over {world} ranks, and after backward they are "
-                    f"divided by the {number(step.items)} items of all ranks as well. The weights "
-                    f"add up to {number(total)} instead of 1, so the gradient is {world} times too "
-                    f"small.",
-                    step.place,
-                    "Multiply the gradients by dist.get_world_size(), too.",
-                    None,
-                )
-            elif world > 1 and near(wrapper, 1.0):
-                yield (
-                    "missing_world_size_factor",
-                    f"the loss sums over the items and the gradients are averaged over {world} "
-                    f"ranks: they are {world} times smaller than those of the sum over all items.",
-                    step.place,
-                    "Multiply the loss by dist.get_world_size(), or use the mean over the items.",
-                    "warning",
-                )
-            return
-        if near(each_share, world):
-            return
-    loss = total / wrapper
-    reduced = _reduced_loss(step)
-    if near(wrapper, world) and world > 1:
-        place = _reduction_place(step)
-        yield (
-            "own_reduction_sums",
-            f"the gradients are summed over {world} ranks, and nothing divides them: all weights "
-            f"together are {number(total)}, not 1.",
-            place or step.place,
-            "grad.div_(dist.get_world_size()) after the all-reduce, or op=dist.ReduceOp.AVG.",
-            None,
+    each = [entry.share / entry.count for entry in step.entries]
+    if step.reduction == "sum" and alike(each) and near(each[0], 1.0):
+        yield from _of_a_sum(step, total, combined)
+    elif step.reduction != "sum" or not alike(each) or not near(each[0], step.world):
+        yield from _of_the_ranks(step, total, combined)
+        loss = total / combined
+        wrong_k = _of_micro_batches(step, total, loss)
+        if wrong_k is not None:
+            yield wrong_k
+            loss *= step.micros if wrong_k.code == "loss_divided_twice" else 1 / step.micros
+        yield from _of_the_loss(step, total, loss)
+
+
+def _of_a_sum(step: Step, total: float, combined: float) -> Iterator[Finding]:
+    """Nobody divides the loss: the reference is the gradient of the sum over all items."""
+    world = step.world
+    if world > 1 and near(total, 1 / world):
+        yield finding(
+            "missing_world_size_factor",
+            f"Step {step.window.n}: the gradients are averaged over {world} ranks, and after "
+            f"backward they are divided by the {number(step.items)} items of all ranks as well. "
+            f"The weights add up to {number(total)} instead of 1, so the gradient is {world} times "
+            f"too small.",
+            step.place,
+            "Multiply the gradients by dist.get_world_size(), too.",
         )
-    elif world > 1 and near(wrapper, 1 / world):
-        yield (
+    elif world > 1 and near(combined, 1.0):
+        yield finding(
+            "missing_world_size_factor",
+            f"Step {step.window.n}: the loss sums over the items and the gradients are averaged "
+            f"over {world} ranks: they are {world} times smaller than those of the sum over all "
+            f"items.",
+            step.place,
+            "Multiply the loss by dist.get_world_size(), or use the mean over the items.",
+            "warning",
+        )
+
+
+def _of_the_ranks(step: Step, total: float, combined: float) -> Iterator[Finding]:
+    world = step.world
+    if world > 1 and near(combined, world):
+        yield finding(
+            "own_reduction_sums",
+            f"Step {step.window.n}: the gradients are summed over {world} ranks, and nothing "
+            f"divides them: all weights together are {number(total)}, not 1.",
+            _reduction_place(step) or step.place,
+            "grad.div_(dist.get_world_size()) after the all-reduce, or op=dist.ReduceOp.AVG.",
+        )
+    elif world > 1 and near(combined, 1 / world):
+        yield finding(
             "scaled_by_world_size",
-            f"the gradients are divided by the world size once more after they were averaged: all "
-            f"weights together are {number(total)}.",
+            f"Step {step.window.n}: the gradients are divided by the world size once more after "
+            f"they were averaged: all weights together are {number(total)}.",
             _reduction_place(step) or step.place,
             "Remove the all-reduce and the division: the wrapper has already averaged.",
-            None,
         )
-    if near(loss, 1.0):
-        return
-    if micros > 1 and _unscaled(step) and _times(loss, micros, world) and _other_data(step):
-        yield (
+
+
+def _of_micro_batches(step: Step, total: float, loss: float) -> Finding | None:
+    """The loss is off by K, possibly together with a factor of the world size."""
+    world, micros = step.world, step.micros
+    divisions = _by_value(step, "/", micros)
+    if micros < 2 or near(loss, 1.0):
+        return None
+    if any(near(loss, micros * other) for other in (1.0, world, 1 / world)):
+        if divisions or not _other_data(step):
+            return None
+        return finding(
             "loss_not_divided_by_accumulation",
-            f"{micros} micro-batches with a mean each are added and nothing divides by {micros}: "
-            f"the gradient is {micros} times too large.",
-            _backward_place(step) or step.place,
+            f"Step {step.window.n}: {micros} micro-batches with a mean each are added and nothing "
+            f"divides by {micros}: the gradient is {micros} times too large.",
+            step.window.backward_place or step.place,
             f"loss = loss / {micros} before backward (the number of accumulation steps).",
-            None,
         )
-        loss /= micros
-    elif micros > 1 and _times(loss, 1 / micros, world) and _divided_twice(step):
-        places = [operation["place"] for operation in _divided_twice(step)]
-        yield (
+    if any(near(loss, other / micros) for other in (1.0, world, 1 / world)):
+        if len(divisions) < 2 or (micros == world and _worldly(step, "/")):
+            return None
+        places = ", ".join(operation["place"] for operation in divisions)
+        return finding(
             "loss_divided_twice",
-            f"the loss is divided by the {micros} accumulation steps twice: all weights together "
-            f"are {number(total)}" + (f" (divisions at {', '.join(places)})." if places else "."),
-            places[0] if places else step.place,
+            f"Step {step.window.n}: the loss is divided by the {micros} accumulation steps twice: "
+            f"all weights together are {number(total)} (divisions at {places}).",
+            divisions[0]["place"],
             f"Remove one of the two divisions by {micros}.",
-            None,
         )
-        loss *= micros
-    if near(loss, 1.0) or world == 1:
+    return None
+
+
+def _of_the_loss(step: Step, total: float, loss: float) -> Iterator[Finding]:
+    """The loss is off by W, and it did not go through an all-reduce, which is another finding."""
+    world = step.world
+    if world == 1 or near(loss, 1.0) or _reduced_loss(step) is not None:
         return
-    if near(loss, 1 / world):
-        if reduced is not None:
-            return  # said by loss_reduced_before_backward
-        division = _worldly(step, "/", world)
-        if division:
-            yield _scaled(step, world, total, "divided", division)
-        elif step.reduction != "mean" and _divides_by_all(step):
-            yield (
-                "missing_world_size_factor",
-                f"the loss is divided by the {number(step.items)} items of all ranks, and the "
-                f"gradients are then averaged over {world} ranks as well. The weights add up to "
-                f"{number(total)} instead of 1, so the gradient is {world} times too small.",
-                step.place,
-                "Multiply the loss by dist.get_world_size(): the average divides by it again.",
-                None,
+    for op, wrong, how in (("/", 1 / world, "divided"), ("*", float(world), "multiplied")):
+        operation = _worldly(step, op)
+        if near(loss, wrong) and operation is not None:
+            yield finding(
+                "scaled_by_world_size",
+                f"Step {step.window.n}: the loss is {how} by the world size ({operation['text']}) "
+                f"although each rank takes the mean over its own items and the gradients are "
+                f"averaged: all weights together are {number(total)}, not 1.",
+                operation["place"],
+                "Remove the factor. With equal batch sizes, averaging the ranks' means already "
+                "gives the mean over all items.",
             )
-    elif near(loss, world):
-        multiplication = _worldly(step, "*", world)
-        if reduced is None and multiplication:
-            yield _scaled(step, world, total, "multiplied", multiplication)
-
-
-def _scaled(
-    step: Step, world: int, total: float, how: str, op: Fact
-) -> tuple[str, str, str, str, str | None]:
-    return (
-        "scaled_by_world_size",
-        f"the loss is {how} by the world size ({op['text']}) although each rank takes the mean "
-        f"over its own items and the gradients are averaged: all weights together are "
-        f"{number(total)}, not 1.",
-        op["place"],
-        "Remove the factor. With equal batch sizes, averaging the ranks' means already gives the "
-        "mean over all items.",
-        None,
-    )
-
-
-def _times(loss: float, factor: float, world: int) -> bool:
-    """Whether the loss is off by this factor, possibly together with a factor of the world size."""
-    return any(near(loss, factor * other) for other in (1.0, world, 1 / world))
+            return
+    if near(loss, 1 / world) and step.reduction != "mean" and _divides_by_all(step):
+        yield finding(
+            "missing_world_size_factor",
+            f"Step {step.window.n}: the loss is divided by the {number(step.items)} items of all "
+            f"ranks, and the gradients are then averaged over {world} ranks as well. The weights "
+            f"add up to {number(total)} instead of 1, so the gradient is {world} times too small.",
+            step.place,
+            "Multiply the loss by dist.get_world_size(): the average divides by it again.",
+        )
 
 
 def _other_data(step: Step) -> bool:
@@ -313,92 +306,55 @@ def _other_data(step: Step) -> bool:
         return False
     for _, fact in step.window:
         inputs = [str(tensors) for tensors in fact["inputs"]]
-        if len(inputs) >= step.micros and len(set(inputs)) < step.micros:
-            return False
-        if inputs and len(inputs) < step.micros:
+        if inputs and (len(inputs) < step.micros or len(set(inputs)) < step.micros):
             return False
     return True
 
 
-def _unscaled(step: Step) -> bool:
-    """Whether each micro-batch's items have a total weight of 1 (nobody divides by K)."""
-    sums: Counter[tuple[int, int]] = Counter()
-    for entry in step.entries:
-        sums[entry.rank, entry.micro] += entry.share
-    factors = [operation["value"] for operation in step.scaling if operation["op"] == "/"]
-    worldly = {float(step.world), 1.0 / step.world, 1.0}
-    return all(any(near(total, w) for w in worldly) for total in sums.values()) and not any(
-        near(value, step.micros) and step.micros != step.world for value in factors
-    )
-
-
-def _divided_twice(step: Step) -> list[Fact]:
-    """Two visible divisions by the accumulation steps, or none."""
-    divisions = [
-        operation
-        for operation in _by_value(step, "/", step.micros)
-        if operation["op"] == "/" or not is_literal(operation)
-    ]
-    if step.micros == step.world and _worldly(step, "/", step.world):
-        return []
-    return divisions if len(divisions) >= 2 else []
-
-
 def _by_value(step: Step, op: str, value: float) -> list[Fact]:
-    same = [
+    """The visible divisions or multiplications by a value; by its inverse, if it has a name."""
+    return [
         operation
         for operation in step.scaling
-        if operation["op"] == op and near(operation["value"], value)
-    ]
-    other = "*" if op == "/" else "/"
-    return same + [
-        operation
-        for operation in step.scaling
-        if operation["op"] == other and near(operation["value"], 1 / value)
+        if (operation["op"] == op and near(operation["value"], value))
+        or (
+            operation["op"] != op
+            and near(operation["value"], 1 / value)
+            and not is_literal(operation)
+        )
     ]
 
 
-def _worldly(step: Step, op: str, world: int) -> Fact | None:
-    """The scaling by the world size, recognized by value and by what its source says."""
-    for operation in _by_value(step, op, world):
-        if WORLD.search(operation["meaning"]) and not WINDOW.search(operation.get("operand", "")):
+def _worldly(step: Step, op: str) -> Fact | None:
+    """The scaling by the world size, recognized by its value and by how the source names it."""
+    for operation in _by_value(step, op, step.world):
+        if WORLD.search(operation["operand"]) and not WINDOW.search(operation["operand"]):
             return operation
     return None
 
 
 def _divides_by_all(step: Step) -> bool:
     """Whether the loss is divided by the items of all ranks: visibly, or as counts tell."""
-    counts = [count for count, _ in step.by_rank().values()]
-    wanted = [step.items, *(count for count, _ in step.by_micro().values())]
+    micros = step.by(lambda entry: entry.micro).values()
+    wanted = [step.items, *(count for count, _ in micros)]
     seen = any(
         operation["op"] == "/" and any(near(operation["value"], count) for count in wanted)
         for operation in step.scaling
     )
+    counts = [count for count, _ in step.by(lambda entry: entry.rank).values()]
     weights = [entry.share / entry.count for entry in step.entries if entry.count]
     return seen or (not alike(counts, 0.003) and alike(weights))
 
 
 def _reduction_place(step: Step) -> str:
-    for _, fact in step.window:
-        for call in fact["collectives"]:
-            if call["op"] in ("all_reduce", "reduce") and call.get("what") in ("gradient", "flat"):
-                return str(call["place"])
-    return next(
-        (
-            call["place"]
-            for _, f in step.window
-            for call in f["collectives"]
-            if call["op"] == "all_reduce" and call.get("numel", 0) > 1
-        ),
-        "",
-    )
-
-
-def _backward_place(step: Step) -> str:
-    for _, fact in step.window:
-        for backward in fact["backwards"]:
-            return str(backward["place"])
-    return ""
+    """Where the script combines gradients itself, or something like them."""
+    calls = [
+        (call.get("what") in ("gradient", "flat"), str(call["place"]))
+        for _, fact in step.window
+        for call in fact["collectives"]
+        if call["op"] in ("all_reduce", "reduce") and call.get("numel", 0) > 1
+    ]
+    return max(calls, key=lambda call: call[0], default=(False, ""))[1]
 
 
 def _reduced_loss(step: Step) -> Fact | None:
@@ -444,71 +400,29 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
     other ranks' features. Right too if each rank's rows are multiplied by W to make up for the
     missing paths.
     """
-    if run.world < 2:
-        return
-    for window in run.complete:
+    for window in run.complete if run.world > 1 else ():
         for _, fact in window:
-            square = None
-            term = None
-            for backward in fact["backwards"]:
-                for candidate in backward.get("terms", ()):
-                    if candidate.get("square"):
-                        square, term = candidate["square"], candidate
-            if square is None or term is None:
+            term = _contrasting(fact)
+            if term is None or not (term["square"][2] or _always_contrasts(run)):
                 continue
-            rows, columns, ascending = square
-            if not ascending and not _always_square(run):
+            rows, columns, _ = term["square"]
+            gathers = [call for call in _gathers(fact) if call["shape"] != term["shape"]]
+            if any(call["through_autograd"] for call in gathers):
                 continue
-            gathers = [
-                call
-                for call in fact["collectives"]
-                if call["op"].startswith("all_gather")
-                and "numel" in call
-                and call["op"] != "all_gather_object"
-            ]
-            # SyncBatchNorm gathers through autograd, too, but vectors of statistics.
-            through = [
-                call for call in gathers if call["through_autograd"] and len(call["shape"]) > 1
-            ]
-            plain = [
-                call
-                for call in gathers
-                if not call["through_autograd"]
-                and len(call["shape"]) > 1
-                and call["shape"] != term["shape"]  # the scores themselves, for a metric
-                and _gathers(call, columns, run.world)
-            ]
-            if through:
-                continue
-            if plain:
-                if near(abs(term["factor"]), run.world) or any(
-                    near(operation["value"], run.world) and operation["op"] == "*"
-                    for operation in fact["scaling"]
-                ):
-                    continue
-                if rows == columns:
-                    yield finding(
-                        "gather_without_gradient",
-                        f"Step {window.n}: each rank compares the {rows} samples of all ranks with "
-                        f"each other, gathered by {plain[0]['op']}, which carries gradient to this "
-                        f"rank's own samples at most. The average over the ranks is then 1/"
-                        f"{run.world} of one process's gradient for what comes before the gather, "
-                        f"and all of it for what comes after, such as a temperature.",
-                        plain[0]["place"],
-                        GATHER,
-                        "warning",
-                    )
-                    return
+            plain = [call for call in gathers if _brings(call, columns, run.world)]
+            if plain and not _times_world(fact, term, run.world):
                 yield finding(
                     "gather_without_gradient",
                     f"Step {window.n}: the loss compares {rows} with {columns} samples, gathered "
-                    f"by {plain[0]['op']}, which carries no gradient. The gradient lacks every "
-                    f"path through the other ranks' features; no factor repairs it.",
+                    f"by {plain[0]['op']}, which carries no gradient: every path through the other "
+                    f"ranks' features is missing. --certify measures how much that changes.",
                     plain[0]["place"],
                     GATHER,
+                    # If each rank compares all samples, the direction is right for each layer.
+                    "warning" if rows == columns else None,
                 )
                 return
-            if rows == columns and _rows_are_local(fact, rows):
+            if not plain and rows == columns and _rows_are_local(fact, rows):
                 yield finding(
                     "local_negatives",
                     f"Step {window.n}: each rank's loss compares its own {rows} samples only. One "
@@ -519,19 +433,36 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                 return
 
 
-def _gathers(call: Fact, columns: int, world: int) -> bool:
+def _contrasting(fact: Fact) -> Fact | None:
+    """The last loss in which every row has a target of its own."""
+    terms = [term for backward in fact["backwards"] for term in backward.get("terms", ())]
+    return next((term for term in reversed(terms) if term.get("square")), None)
+
+
+def _always_contrasts(run: Run) -> bool:
+    """Whether there was such a loss in each of several steps: a batch of classes may look alike."""
+    facts = [fact for window in run.complete for _, fact in window]
+    return len(run.complete) > 1 and all(_contrasting(fact) for fact in facts)
+
+
+def _gathers(fact: Fact) -> list[Fact]:
+    """All-gathers of more than vectors: those are SyncBatchNorm's statistics, through autograd."""
+    return [
+        call
+        for call in fact["collectives"]
+        if call["op"].startswith("all_gather") and len(call.get("shape", ())) > 1
+    ]
+
+
+def _brings(call: Fact, columns: int, world: int) -> bool:
     """Whether the columns are what one gather brings, or two gathers of as much each."""
     first = call["shape"][0]
     return columns in (first, first * world, 2 * first * world)
 
 
-def _always_square(run: Run) -> bool:
-    """Whether in each of several steps every row of a loss had a target of its own."""
-    return len(run.complete) > 1 and all(
-        any(term.get("square") for b in fact["backwards"] for term in b.get("terms", ()))
-        for window in run.complete
-        for _, fact in window
-    )
+def _times_world(fact: Fact, term: Fact, world: int) -> bool:
+    factors = [each["value"] for each in fact["scaling"] if each["op"] == "*"]
+    return any(near(factor, world) for factor in (abs(term["factor"]), *factors))
 
 
 def _rows_are_local(fact: Fact, rows: int) -> bool:
@@ -661,7 +592,7 @@ def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Findin
                     "partial_window_divided_by_k",
                     f"Step {step.window.n} has {step.micros} of {usual} micro-batches, each still "
                     f"divided by {usual}: all weights together are {number(step.total)}.",
-                    _backward_place(step) or step.place,
+                    step.window.backward_place or step.place,
                     "Divide by the number of micro-batches in this window, or drop the last one.",
                     "note" if cut else None,
                 )

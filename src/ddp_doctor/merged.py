@@ -46,6 +46,13 @@ class Rank:
         return end.get("error") if end else None
 
     @property
+    def backwards(self) -> int:
+        totals = self.last("totals")
+        if totals:
+            return int(totals["backwards"])
+        return self.now.backwards if self.now else 0
+
+    @property
     def steps(self) -> int:
         totals = self.last("totals")
         if totals:
@@ -179,6 +186,16 @@ class Run:
             for window in self.windows
             if window.complete and not window.skipped and not window.cut
         ]
+
+    @cached_property
+    def own_collectives(self) -> bool:
+        """Whether the script itself sends gradients or parameters."""
+        return any(
+            call.get("what") in ("gradient", "flat", "parameter")
+            for window in self.windows
+            for _, fact in window
+            for call in fact["collectives"]
+        )
 
     @cached_property
     def wrappers(self) -> list[Fact]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ddp_doctor.equation import Equation, number
+from ddp_doctor.equation import Equation
 from ddp_doctor.findings import Finding, finding
 from ddp_doctor.merged import Fact, Rank, Run
 
@@ -81,45 +81,35 @@ def _overlap(run: Run) -> Iterator[Finding]:
     ]
     if not loaders or loaders[0]["sharded"] or loaders[0]["replacement"]:
         return
-    whole, read = loaders[0]["length"], []
-    for rank in run.ranks:
-        batches = rank.all("batch")
-        if not batches or _sliced(rank):
-            return
-        first = batches[0]["iterator"]
-        rows = [row for batch in batches if batch["iterator"] == first for row in batch["rows"]]
-        rows = rows[:whole]  # persistent workers: one iterator for all epochs
-        if len(set(rows)) < 0.9 * len(rows):
-            return  # rows that are equal by chance tell nothing
-        read.append(set(rows))
-    smallest = min((len(rows) for rows in read), default=0)
-    if len(read) < 2 or smallest < 8:
+    whole = loaders[0]["length"]
+    if any(not rank.all("batch") or _sliced(rank) for rank in run.ranks):
         return
+    listed = [_first_epoch(rank, whole) for rank in run.ranks]
+    if len(listed) < 2 or any(len(set(rows)) < 0.9 * len(rows) for rows in listed):
+        return  # rows that are equal by chance tell nothing
+    read = [set(rows) for rows in listed]
     other = min(read[1:], key=lambda rows: len(rows & read[0]))
-    common = len(set.intersection(*read))
-    if common > 0.9 * smallest and smallest > 0.9 * whole:
-        seen = (
-            f"Every rank reads all {whole} samples in each epoch, in its own order: {common} "
-            f"of {smallest} rows of the first epoch are the same."
-        )
-    else:
-        # Two random parts of one data set have about this many rows in common.
-        common, expected = len(other & read[0]), len(other) * len(read[0]) / whole
-        usual = loaders[0]["inner"] in ("RandomSampler", "SequentialSampler")
-        if not usual or expected < 8 or common < 0.5 * expected:
-            return
-        seen = (
-            f"The ranks do not split the {whole} samples between them: {common} of the first "
-            f"{len(other)} rows that two ranks read are the same. (Two random orders of one data "
-            f"set would share about {number(round(expected))}.)"
-        )
+    # Two random parts of one data set have about this many rows in common.
+    common, expected = len(other & read[0]), len(other) * len(read[0]) / whole
+    usual = loaders[0]["inner"] in ("RandomSampler", "SequentialSampler")
+    if expected < 8 or common < 0.5 * expected or not (usual or expected > 0.9 * whole):
+        return
     yield finding(
         "same_data_on_ranks",
-        f"{seen} So an epoch trains on the whole data set {run.world} times.",
+        f"The ranks do not split the {whole} samples between them: {common} of the first "
+        f"{len(other)} rows that two ranks read are the same. (Two random orders of one data set "
+        f"share about {expected:.0f}.) So an epoch trains on the whole data set {run.world} times.",
         str(loaders[0]["place"]),
         "DataLoader(dataset, sampler=DistributedSampler(dataset)).",
         "warning",
     )
+
+
+def _first_epoch(rank: Rank, whole: int) -> list[int]:
+    """The rows of a rank's first iterator. With persistent workers, it goes on after an epoch."""
+    batches = rank.all("batch")
+    first = [batch for batch in batches if batch["iterator"] == batches[0]["iterator"]]
+    return [row for batch in first for row in batch["rows"]][:whole]
 
 
 def _sliced(rank: Rank) -> bool:
@@ -149,8 +139,6 @@ def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
 
     Right if each rank loads its own part and no sampler splits it again.
     """
-    if run.world < 2:
-        return
     loaders: list[list[Fact]] = [
         [
             loader
@@ -159,15 +147,11 @@ def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
         ]
         for rank in run.ranks
     ]
-    if len(loaders) < run.world or not all(loaders):
+    if run.world < 2 or len(loaders) < run.world:
         return
     for same in zip(*loaders, strict=False):
-        if (
-            len({loader["length"] for loader in same}) != 1
-            or len({loader["dataset"] for loader in same}) != 1
-        ):
-            continue
-        if len({loader["content"] for loader in same}) > 1:
+        alike = len({(loader["length"], loader["dataset"]) for loader in same}) == 1
+        if alike and len({loader["content"] for loader in same}) > 1:
             yield finding(
                 "datasets_differ",
                 f"{same[0]['dataset']} has {same[0]['length']} samples on every rank, but other "
@@ -245,76 +229,36 @@ def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
 
     Right under Join, and if every rank trains the same number of steps all the same.
     """
-    if run.world < 2 or len(run.ranks) < run.world:
+    if run.world < 2 or len(run.ranks) < run.world or any(rank.all("join") for rank in run.ranks):
         return
-    counts = {}
-    for rank in run.ranks:
-        totals = rank.last("totals")
-        counts[rank.rank] = (
-            totals["backwards"] if totals else (rank.now.backwards if rank.now else 0)
-        )
-    if len(set(counts.values())) < 2 or max(counts.values()) - min(counts.values()) < 1:
+    counts = {rank.rank: rank.backwards for rank in run.ranks}
+    few = min(run.ranks, key=lambda rank: rank.backwards)
+    # An average that the short rank no longer takes part in hangs or fails; others do not.
+    averages = any(rank.all("wrapper") for rank in run.ranks) or run.own_collectives
+    well = all(rank.ended and rank.error is None for rank in run.ranks)
+    if len(set(counts.values())) < 2 or not averages or well or not _left_the_loop(few):
         return
-    joined = any(rank.all("join") for rank in run.ranks)
-    failed = [rank for rank in run.ranks if rank.error or not rank.ended]
-    lengths = {
-        rank.rank: {loader["length"] for loader in rank.all("loader") if loader["length"]}
-        for rank in run.ranks
-    }
-    if joined:
-        return
-    few = min(counts, key=lambda rank: counts[rank])
-    # An average that the short rank no longer takes part in hangs or fails.
-    through = any(rank.all("wrapper") for rank in run.ranks) or _by_hand(run)
-    if not through:
-        return
-    own_failure = next((r for r in run.ranks if r.rank == few and r.error), None)
-    if own_failure is not None and not _connection(own_failure.error):
-        return  # the short rank failed for a reason of its own
     listed = ", ".join(f"rank {r}: {c}" for r, c in list(counts.items())[:8])
-    sizes = ", ".join(f"rank {r}: {sorted(v)}" for r, v in lengths.items() if v)
-    if not failed or not _short_ended(run, few):
-        return  # all ended well: the additional passes were not synchronized ones
     where = run.first("loader")
     yield finding(
         "uneven_batches",
-        f"Backward passes per rank: {listed}."
-        + (
-            f" Data set lengths: {sizes}."
-            if len({tuple(sorted(v)) for v in lengths.values()}) > 1
-            else ""
-        )
-        + f" Rank {few} was done while others still trained.",
+        f"Backward passes per rank: {listed}. Rank {few.rank} was done while others still trained.",
         str(where["place"] if where else ""),
         "Give every rank the same number of batches (DistributedSampler with drop_last=True), or "
         "train inside with Join([model]):.",
     )
 
 
-def _short_ended(run: Run, few: int) -> bool:
-    """Whether the rank with the fewest batches had left its training loop."""
-    rank = next(rank for rank in run.ranks if rank.rank == few)
-    if rank.ended and (rank.error is None or _connection(rank.error)):
-        return True
+def _left_the_loop(rank: Rank) -> bool:
+    """Whether a rank had left its training loop, and not for a reason of its own."""
+    if rank.error is not None:
+        text = rank.error["text"].lower()
+        return any(word in text for word in ("closed by peer", "timed out", "connection", "gloo"))
     doing = rank.now.doing if rank.now else ""
-    if any(word in doing for word in ("destroy", "barrier", "ended")):
+    if rank.ended or any(word in doing for word in ("destroy", "barrier")):
         return True
     over = rank.last("loader ended")
-    return over is not None and rank.now is not None and over["backwards"] == rank.now.backwards
-
-
-def _connection(error: Fact | None) -> bool:
-    text = (error or {}).get("text", "").lower()
-    return any(word in text for word in ("closed by peer", "timed out", "connection", "gloo"))
-
-
-def _by_hand(run: Run) -> bool:
-    return any(
-        call.get("what") in ("gradient", "flat")
-        for window in run.windows
-        for _, fact in window
-        for call in fact["collectives"]
-    )
+    return over is not None and over["backwards"] == rank.backwards
 
 
 def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -325,49 +269,28 @@ def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
     """
     if not run.ranks:
         return
-    rank = run.ranks[0]
-    trained = {
-        earlier["sampler"]
-        for earlier in rank.all("sampler")
-        for later in rank.all("sampler")
-        if earlier["sampler"] == later["sampler"]
-        and later["backwards"] > earlier["backwards"]
-        and later["pass_"] == earlier["pass_"] + 1
-        and earlier["shuffle"]
-    }
-    totals = rank.last("totals")
-    for fact in rank.all("sampler"):
+    passes, totals = run.ranks[0].all("sampler"), run.ranks[0].last("totals") or {}
+    ends = [*(fact["backwards"] for fact in passes[1:]), totals.get("backwards")]
+    for fact, end in zip(passes, ends, strict=False):
         length, replicas = fact["length"], fact["replicas"] or 1
         if length is None or fact["drop_last"] or length % replicas == 0:
             continue
-        evaluating = not fact["grad"] or (
-            fact["backwards"] > 0
-            and totals is not None
-            and not fact["shuffle"]
-            and fact["backwards"]
-            in (totals["backwards"], _next_backwards(rank.all("sampler"), fact))
+        if fact["grad"] and (fact["shuffle"] or not 0 < fact["backwards"] == end):
+            continue  # it trains
+        extra = -length % replicas
+        collectives = totals.get("collectives", {})
+        gathered = any("gather" in name for name in collectives)
+        reduced = not gathered and ("all_reduce" in collectives or "reduce" in collectives)
+        yield finding(
+            "padded_evaluation",
+            f"The evaluation set has {length} samples for {replicas} ranks: the sampler "
+            f"repeats {extra} of them, and a sum over the ranks counts {length + extra}.",
+            fact["place"],
+            "Give each rank range(rank, len(dataset), world_size) without padding, or drop the "
+            "last duplicates after gathering.",
+            None if reduced else "note",
         )
-        if evaluating and fact["sampler"] not in trained:
-            extra = -length % replicas
-            collectives = (totals or {}).get("collectives", {})
-            gathered = any("gather" in name for name in collectives)
-            reduced = not gathered and ("all_reduce" in collectives or "reduce" in collectives)
-            yield finding(
-                "padded_evaluation",
-                f"The evaluation set has {length} samples for {replicas} ranks: the sampler "
-                f"repeats {extra} of them, and a sum over the ranks counts {length + extra}.",
-                fact["place"],
-                "Give each rank range(rank, len(dataset), world_size) without padding, or drop the "
-                "last duplicates after gathering.",
-                None if reduced else "note",
-            )
-            return
-
-
-def _next_backwards(facts: list[Fact], fact: Fact) -> int:
-    """How many backwards had run when the next pass of any sampler began."""
-    later = [sampler["backwards"] for sampler in facts[facts.index(fact) + 1 :]]
-    return later[0] if later else -1
+        return
 
 
 RULES = (

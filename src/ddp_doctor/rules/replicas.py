@@ -26,7 +26,7 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
     if not _replicas(run) or len(starts) < run.world:
         return
     combined = any(not window.differing_gradients for window in run.complete)
-    if not combined and not run.wrappers and not _own_collectives(run):
+    if not combined and not run.wrappers and not run.own_collectives:
         return
     names = list(starts[min(starts)]["parameters"])
     differing = [
@@ -140,15 +140,6 @@ def _distance(values: list[dict[str, float]], names: list[str]) -> float:
         if found:
             worst = max(worst, (max(found) - min(found)) / (1e-12 + max(map(abs, found))))
     return worst
-
-
-def _own_collectives(run: Run) -> bool:
-    return any(
-        call.get("what") in ("gradient", "flat", "parameter")
-        for window in run.windows
-        for _, fact in window
-        for call in fact["collectives"]
-    )
 
 
 def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """The wrapper: whether the gradients pass through what combines them."""
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from ddp_doctor.equation import Equation
 from ddp_doctor.findings import Finding, finding
@@ -208,39 +209,33 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
     frozen by leaving them out of the optimizer in some steps only. Right if some steps have no
     backward, because their batches have no labels.
     """
-    for window in run.windows:
-        for rank, fact in window:
-            stale = fact["stale"]
-            snapshot = fact.get("snapshot") or {}
-            empty = not snapshot.get("hashes") and not window.sharded
-            if fact["skipped"] or not (empty and (snapshot.get("missing") or stale["outside"])):
-                continue
-            if not stale["anywhere"] and not _never_reached(run, window.optimizer):
-                continue
-            if window.n < 1 and len(run.windows) > 1 and not _again(run, window):
-                continue
+    for optimizer in dict.fromkeys(window.optimizer for window in run.windows):
+        windows = [window for window in run.windows if window.optimizer == optimizer]
+        last = list(takewhile(_without_gradient, reversed(windows)))
+        if len(last) >= min(2, len(windows)):
+            window = last[-1]
+            rank, fact = next(iter(window))
             yield finding(
                 "optimizer_on_other_parameters",
                 f"Step {window.n}, rank {rank}: none of the optimizer's parameters has a gradient. "
-                f"Backward reached {stale['anywhere']} tracked parameters; {stale['outside']} of "
-                f"them are in no optimizer.",
+                f"Backward reached {fact['stale']['anywhere']} tracked parameters; "
+                f"{fact['stale']['outside']} of them are in no optimizer.",
                 str(fact.get("step_place", "")),
                 "Create the optimizer from the parameters of the model that is trained, after "
                 "wrapping, sharding, or moving it.",
             )
             return
-    counts = [
-        (window, rank, fact)
+    outside = [
+        [(window.n, rank, fact) for rank, fact in window if fact["stale"]["outside"]]
         for window in run.complete
-        for rank, fact in window
-        if fact["stale"]["outside"] and not window.sharded
+        if not window.sharded
     ]
-    if counts and len({window.n for window, _, _ in counts}) == len({w.n for w in run.complete}):
-        window, rank, fact = counts[0]
+    if outside and all(outside):
+        n, rank, fact = outside[0][0]
         yield finding(
             "optimizer_on_other_parameters",
-            f"Step {window.n}, rank {rank}: backward gives gradients to "
-            f"{fact['stale']['outside']} parameters of the wrapped model that no optimizer holds.",
+            f"Step {n}, rank {rank}: backward gives gradients to {fact['stale']['outside']} "
+            f"parameters of the wrapped model that no optimizer holds.",
             str(fact.get("step_place", "")),
             "Pass all trained parameters to the optimizer, or freeze the others: "
             "parameter.requires_grad_(False).",
@@ -248,22 +243,15 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
         )
 
 
-def _never_reached(run: Run, optimizer: int) -> bool:
-    """Whether no backward reaches anything in more than half of the optimizer's steps."""
-    seen = [
-        fact["stale"]["anywhere"] > 0
-        for window in run.windows
-        if window.optimizer == optimizer
-        for _, fact in window
-    ]
-    return 2 * sum(seen) < len(seen)
-
-
-def _again(run: Run, window: Window) -> bool:
-    """Whether the next observed step shows the same."""
-    later = [other for other in run.windows if other.n > window.n]
-    return bool(later) and all(
-        not (fact.get("snapshot") or {}).get("hashes") for _, fact in later[0]
+def _without_gradient(window: Window) -> bool:
+    """Whether no rank's optimizer has a gradient, though it could have some."""
+    snapshots = [fact.get("snapshot") or {} for _, fact in window]
+    unused = any(fact["stale"]["outside"] for _, fact in window)
+    return (
+        not window.sharded
+        and not window.skipped
+        and not any(snapshot.get("hashes") for snapshot in snapshots)
+        and (unused or any(snapshot.get("missing") for snapshot in snapshots))
     )
 
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,77 +29,68 @@ def parser() -> argparse.ArgumentParser:
         description="Runs a training script unchanged and tells what one optimizer step computes, "
         "what is wrong, where, and how to fix it.",
     )
-    parser.add_argument(
-        "--folder", default="ddp-doctor", help="where report.html goes (ddp-doctor)"
-    )
-    parser.add_argument("--json", metavar="PATH", help="also write the report as JSON")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--folder", default="ddp-doctor", help="where report.html goes (ddp-doctor)")
+    add("--json", metavar="PATH", help="also write the report as JSON")
+    add(
         "--fail-on",
         choices=["error", "warning"],
         help="exit with 3 if this is found, or 4 if nothing could be checked; torchrun then exits "
         "with 1",
     )
-    parser.add_argument("--first", type=int, default=6, help="observe the first N steps (6)")
-    parser.add_argument("--every", type=int, default=50, help="then every Nth step (50)")
-    parser.add_argument(
-        "--hang-after", type=float, default=60.0, help="report ranks stuck for so many seconds (60)"
-    )
-    parser.add_argument("--quiet", action="store_true", help="print nothing if nothing is found")
-    parser.add_argument(
+    add("--first", type=int, default=6, help="observe the first N steps (6)")
+    add("--every", type=int, default=50, help="then every Nth step (50)")
+    stuck = "report ranks stuck for so many seconds (60)"
+    add("--hang-after", type=float, default=60.0, help=stuck)
+    add("--quiet", action="store_true", help="print nothing if nothing is found")
+    add(
         "--cpu",
         action="store_true",
         help="run a script that was written for GPUs on CPU ranks, over gloo; the report lists "
         "what was replaced",
     )
-    parser.add_argument(
+    add(
         "--certify",
         action="store_true",
         help="measure whether the ranks compute the gradient of one process: exit with 0 if they "
         "do, 3 if not, 4 if it cannot be judged. Starts the script twice, for at most four steps "
         "each, and if the gradients differ a third time, for six",
     )
-    parser.add_argument(
-        "--ranks", type=int, help="with --certify and no launcher: start so many ranks (2)"
-    )
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does"
-    )
-    parser.add_argument("script", nargs="?", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    add("--ranks", type=int, help="with --certify and no launcher: start so many ranks (2)")
+    module = "run a module, as python -m does"
+    add("-m", dest="module", nargs=argparse.REMAINDER, help=module)
+    add("script", nargs="?", help="the training script")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
 def main() -> None:
     arguments = parser()
-    given = arguments.parse_args()
+    given = vars(arguments.parse_args())
     try:
-        options = Options(
-            folder=given.folder,
-            json=given.json,
-            fail_on=given.fail_on,
-            first=given.first,
-            every=given.every,
-            hang_after=given.hang_after,
-            quiet=given.quiet,
-            cpu=given.cpu,
-        )
+        names = [field.name for field in fields(Options) if field.name in given]
+        options = Options(**{name: given[name] for name in names})
     except ValueError as error:
         arguments.error(str(error))
-    script, its = given.script, given.arguments
-    if given.module is not None:
-        script, its = "-m", given.module
+    script, its = given["script"], given["arguments"]
+    if given["module"] is not None:
+        script, its = "-m", given["module"]
     if script is None:
         arguments.error("the following arguments are required: script")
     if script == "explain" and not Path("explain").exists():
         sys.exit(_explain(its))
     if problem := problem_with(script, its):
         sys.exit(f"ddp-doctor: {problem}")
-    if given.certify:
+    if given["certify"]:
         from ddp_doctor.certificate.program import run
 
-        sys.exit(run([script, *its], given.ranks, options))
+        sys.exit(run([script, *its], given["ranks"], options))
+    _observed(script, its, options)
+
+
+def _observed(script: str, its: list[str], options: Options) -> None:
+    """Run the script, and end as it does, or with an exit code of --fail-on."""
     session = start(options)
-    code: int | None = None
     try:
         run_script(script, its)
     except SystemExit as end:
@@ -131,17 +123,14 @@ def _explain(codes: list[str]) -> int:
 
 
 def _close(
-    session: Session | None,
-    options: Options,
-    error: BaseException | None,
-    code: int,
+    session: Session | None, options: Options, error: BaseException | None, code: int
 ) -> None:
     if session is not None:
         # A process that is no rank has to say how it ended, too: for --fail-on if it starts ranks,
         # and for a report that would name no rank if an error ended it.
         if error is not None or (options.fail_on and session.leads):
             session.open()
-        session.close(error, code)
+        session.close(error)
     if not options.fail_on or code:
         return
     if session is None:

@@ -429,18 +429,8 @@ def _lines(step: Step, right: bool) -> list[str]:
             lines.append(f"weight    items weigh from {number(low)} to {number(high)} times 1/N")
         elif values:
             lines.append(f"weight    every item weighs {number(values[0])} times 1/N")
-        ends = ", the factor in the code" if _chosen(step) else ", wanted: 1"
-        lines.append(f"sum       all weights together: {number(step.total)}{ends}")
+        lines.append(f"sum       all weights together: {number(step.total)}, wanted: 1")
     return lines
-
-
-def _chosen(step: Step) -> bool:
-    """Whether the sum of the weights is a coefficient: a number in the code, or a term's factor."""
-    if near(step.total, 1.0):
-        return False
-    factors = [operation["value"] for operation in step.scaling if operation["op"] == "*"]
-    weighted = bool(step.others) and any(near(step.total, factor) for factor in factors)
-    return weighted or (near(step.total, step.coefficient) and not step.divided_again)
 
 
 def _relevant(step: Step) -> list[Fact]:

@@ -164,7 +164,7 @@ class Session:
             self.fail(error)
             return
         self._journal = journal
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         journal.write(
             "process",
             started=time.time(),
@@ -197,7 +197,7 @@ class Session:
 
     def _leave(self) -> None:
         """End this process, once all ranks are here: what they still do is not wanted."""
-        self.close(code=0)
+        self.close()
         until = time.monotonic() + 10.0
         while any(not page.ended for page in glance(self.run)) and time.monotonic() < until:
             time.sleep(0.05)
@@ -209,7 +209,7 @@ class Session:
         """Observe the next steps, whatever is due: something has changed."""
         self._look_until = self.step_count + LOOK_AGAIN
 
-    def close(self, error: BaseException | None = None, code: int | None = None) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Write the last facts. Idempotent; called by `__main__`, or at exit."""
         if self._closed or self._journal is None or self._journal.process != os.getpid():
             return
@@ -218,9 +218,7 @@ class Session:
             error = getattr(sys, "last_value", None) or _of_a_started_process()
         if not self.over and self.recorder is not None:
             self.guard(self.recorder.finish)()
-        fact: dict[str, Any] = {"code": code, "steps": self.step_count}
-        fact["raised"] = error is not None
-        fact["during"] = self._journal.text
+        fact: dict[str, Any] = {"raised": error is not None, "during": self._journal.text}
         if error is not None and not isinstance(error, SystemExit):
             fact["error"] = described(error)
         self._journal.write("end", **fact)

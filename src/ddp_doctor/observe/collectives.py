@@ -109,7 +109,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         parameters = recorder.known_parameters().values()
         if tensor.dim() and tensor.numel() > 1:
             if tensor.numel() == sum(parameter.numel() for parameter in parameters):
-                return {"what": "flat parameters" if recorder.is_parameters(tensor) else "flat"}
+                return {"what": "flat"}
             if any(tensor.shape == parameter.shape for parameter in parameters):
                 return {"what": "like a gradient"}
         return {"what": "other"}

@@ -35,13 +35,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
         session.write(
             "sampler",
             sampler=number,
-            type=type(sampler).__name__,
-            pass_=epochs[number],
             epoch=getattr(sampler, "epoch", None),
             seed=getattr(sampler, "seed", None),
             shuffle=bool(getattr(sampler, "shuffle", False)),
             replicas=getattr(sampler, "num_replicas", None),
-            rank=getattr(sampler, "rank", None),
             length=_length(getattr(sampler, "dataset", None)),
             drop_last=bool(getattr(sampler, "drop_last", False)),
             grad=torch.is_grad_enabled(),
@@ -60,18 +57,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
         inner = getattr(batches, "sampler", None)
         session.write(
             "loader",
-            loader=number,
-            type=type(loader).__name__,
             dataset=type(loader.dataset).__name__,
             length=_length(loader.dataset),
             content=_content(loader.dataset),
-            sampler=type(sampler).__name__,
             inner=type(inner).__name__,
             replacement=bool(getattr(inner, "replacement", False)),
             sharded=_sharded(loader),
             replicas=getattr(sampler, "num_replicas", getattr(batches, "num_processes", None)),
             grad=torch.is_grad_enabled(),
-            backwards=recorder.backward_count,
             place=place(),
         )
 
@@ -94,7 +87,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
             session.write(
                 "batch",
                 iterator=key,
-                n=recorder.backward_count,
                 size=min((tensor.shape[0] for tensor in tensors), default=0),
                 rows=found,
             )

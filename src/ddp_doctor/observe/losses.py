@@ -26,8 +26,8 @@ FUNCTIONS = (
     "triplet_margin_with_distance_loss",
 )
 WRITTEN = (
-    *("function", "reduction", "count", "rows", "numel", "place", "loss", "spread", "target"),
-    *("input", "shape", "square", "over_parameters", "value"),
+    *("function", "reduction", "count", "rows", "place", "loss", "spread", "target"),
+    *("input", "shape", "square", "over_parameters"),
 )
 MAX_TERMS = 200
 NODE = "ddp_doctor"  # in a node's metadata: the number of the term that is its output
@@ -89,8 +89,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
             term = _counted(name, args, kwargs)
             term["place"] = place(sys._getframe(1))
             term["loss"] = True
-            if result.numel() == 1:
-                term["value"] = float(result.detach())
             watch(term, result)
 
         return after
@@ -114,7 +112,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 "reduction": kind,
                 "count": count,
                 "rows": source.shape[0] if source.dim() else 1,
-                "numel": source.numel(),
                 "place": place(sys._getframe(1)),
                 "loss": False,
                 "over_parameters": bool(source.is_leaf),
@@ -195,7 +192,7 @@ def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
     target = values.get("target")
     count: float = source.numel()
     rows = source.shape[0] if source.dim() else 1
-    term: dict[str, Any] = {"function": name, "reduction": reduction, "numel": source.numel()}
+    term: dict[str, Any] = {"function": name, "reduction": reduction}
     if name in ("cross_entropy", "nll_loss") and isinstance(target, Tensor):
         if target.is_floating_point():
             count = source.numel() // source.shape[1 if source.dim() > 1 else 0]

@@ -91,9 +91,8 @@ class Names:
                 if isinstance(module, nn.modules.batchnorm._NormBase):
                     if isinstance(module, nn.modules.instancenorm._InstanceNorm):
                         continue
-                    if module.training:
-                        sync = isinstance(module, nn.SyncBatchNorm)
-                        add("synced batch norm" if sync else "batch norm")
+                    if module.training and not isinstance(module, nn.SyncBatchNorm):
+                        add("batch norm")
                 dropout = isinstance(module, nn.modules.dropout._DropoutNd)
                 if dropout and module.training and module.p > 0:
                     add("dropout")

@@ -7,7 +7,6 @@ gradients that the optimizer saw. Observed windows are written to the journal, a
 """
 
 import math
-import sys
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from ddp_doctor.fingerprints import checksum, projection, sum_of_squares
 from ddp_doctor.observe.models import Names
 from ddp_doctor.observe.states import OptimizerState, WrapperState
-from ddp_doctor.places import place
 from ddp_doctor.session import Session
 
 MAX_WINDOWS = 80
@@ -45,9 +43,6 @@ class Recorder:
         self.in_backward = 0
         self.in_step: list[int] = []
         self.made = 0
-        self.addresses: set[int] = set()
-        self.first_values: Tensor | None = None
-        self.total = 0
         self.local: dict[int, float] = {}
         self.used: dict[int, float | None] = {}  # gradients right after the step that used them
         self.leftover: set[int] = set()  # parameters that still held these when backward came
@@ -83,7 +78,6 @@ class Recorder:
                 "group",
                 rank=torch.distributed.get_rank(),
                 world=torch.distributed.get_world_size(),
-                place=place(sys._getframe(1)),
             )
         self.grouped = there
 
@@ -114,19 +108,8 @@ class Recorder:
             state = OptimizerState(optimizer, self.made)
             self.made += 1
             self.optimizers[id(optimizer)] = state
-            parameters = [
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            ]
-            self.session.write(
-                "optimizer",
-                index=state.index,
-                type=type(optimizer).__name__,
-                parameters=len(parameters),
-                momentum=any(
-                    group.get("momentum") or "betas" in group for group in optimizer.param_groups
-                ),
-                place=place(sys._getframe(1)),
-            )
+            remembers = any(g.get("momentum") or "betas" in g for g in optimizer.param_groups)
+            self.session.write("optimizer", type=type(optimizer).__name__, momentum=remembers)
         return state
 
     def parameters_of(self, state: OptimizerState) -> list[tuple[str, Tensor]]:
@@ -222,33 +205,6 @@ class Recorder:
                 total += sum_of_squares(grad)
         return math.sqrt(total)
 
-    def is_parameters(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a parameter of an optimizer, or all of them in one, also × 1/W."""
-        if tensor.device.type == "meta" or (tensor.requires_grad and tensor.grad_fn is not None):
-            return False
-        if tensor.numel() == 0 or hasattr(tensor, "placements") or tensor.layout != torch.strided:
-            return False
-        if tensor.data_ptr() in self.addresses:
-            return True
-        if tensor.numel() != self.total or self.first_values is None:
-            return False
-        first = self.first_values
-        values = tensor.detach().reshape(-1)[: first.numel()].double().cpu()
-        scale = float(values @ first) / max(float(first @ first), 1e-300)
-        return scale > 0.01 and torch.allclose(values, scale * first, rtol=1e-3, atol=1e-7)
-
-    def _remember_parameters(self, state: OptimizerState) -> None:
-        parameters = [parameter for _, parameter in self.parameters_of(state)]
-        plain = [parameter for parameter in parameters if not hasattr(parameter, "placements")]
-        if state.index == 0 and plain and plain[0].device.type != "meta":
-            self.addresses = {parameter.data_ptr() for parameter in plain if parameter.numel()}
-            self.total = sum(parameter.numel() for parameter in plain) if len(plain) > 1 else 0
-            parts: list[Tensor] = []
-            while sum(part.numel() for part in parts) < 64 and len(parts) < len(plain):
-                parts.append(plain[len(parts)].detach().reshape(-1)[:64].double().cpu())
-            first = torch.cat(parts)[:64]
-            self.first_values = first if first.numel() >= 8 else None
-
     def _note_start(self, state: OptimizerState) -> None:
         """A checksum of a few parameters' bits at every step, left on their device.
 
@@ -312,8 +268,6 @@ class Recorder:
         """The optimizer has stepped: close the window."""
         state.steps += 1
         self._note_settings(state)
-        if self.on:
-            self._remember_parameters(state)
         self.end_window(state, skipped=False)
 
     def _note_settings(self, state: OptimizerState) -> None:
@@ -353,7 +307,6 @@ class Recorder:
                 "window",
                 n=session.step_count,
                 optimizer=state.index,
-                step=state.steps,
                 skipped=skipped,
                 backwards=state.pending,
                 snapshot=snapshot,
@@ -365,7 +318,6 @@ class Recorder:
                 cut=state.cut,
                 # what the model did in training, by class of module
                 modules=self.names.modules(self.wrappers),
-                scale=self.scales,
                 world=ranks(),
                 **self.window,
             )

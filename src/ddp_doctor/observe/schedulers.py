@@ -33,7 +33,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
         session.write(
             "schedule",
             scheduler=number,
-            type=type(scheduler).__name__,
             count=count,
             steps=session.step_count,
             backwards=recorder.backward_count,

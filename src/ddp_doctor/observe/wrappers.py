@@ -97,7 +97,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def joining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.open()
-        session.write("join", place=place())
+        session.write("join")
 
     patches.observe(Join, "__enter__", joining)
     patches.observe(DistributedDataParallel, "__init__", after=made)

@@ -5,7 +5,7 @@ from itertools import takewhile
 
 from ddp_doctor.equation import Equation
 from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Run, Window
+from ddp_doctor.merged import Fact, Run, Window, so_far
 
 CALL_THE_WRAPPER = (
     "Call the wrapper itself: loss = model(batch), not model.module(batch). If the loss needs the "
@@ -166,7 +166,7 @@ def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
 
 def _touches_model(fact: Fact) -> bool:
     return any(
-        call.get("what") in ("gradient", "parameter", "flat", "flat parameters", "like a gradient")
+        call.get("what") in ("gradient", "parameter", "flat", "like a gradient")
         or call.get("numel", 0) > 64
         for call in fact["collectives"]
         if not call["op"].endswith("barrier")
@@ -291,7 +291,7 @@ def parameters_averaged(run: Run, equation: Equation) -> Iterator[Finding]:
             call
             for _, fact in window
             for call in fact["collectives"]
-            if call["op"] == "all_reduce" and call.get("what") in ("parameter", "flat parameters")
+            if call["op"] == "all_reduce" and _parameters(call, window)
         ]
         hits.append((window, ones))
     # The all-reduce after step n is seen in the window of step n + 1.
@@ -311,6 +311,12 @@ def parameters_averaged(run: Run, equation: Equation) -> Iterator[Finding]:
         "All-reduce parameter.grad between backward() and step(), and leave the parameters alone.",
         None if optimizer.get("momentum") else "note",
     )
+
+
+def _parameters(call: Fact, window: Window) -> bool:
+    """Whether a collective is of parameters. All in one tensor look like all gradients in one."""
+    flat = call.get("what") == "flat" and so_far(call, window) == 0
+    return flat or call.get("what") == "parameter"
 
 
 def world_size_one(run: Run, equation: Equation) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ddp_doctor.findings import Finding
@@ -81,7 +81,7 @@ class Step:
     reduction: str
     place: str
     scaling: list[Fact]
-    others: list[str] = field(default_factory=list)
+    others: bool = False  # whether the loss has other terms
     several: bool = False  # its micro-batches are losses of their own: see `_several`
 
     @property
@@ -227,28 +227,11 @@ def rescaled(window: Window) -> float:
 
 def step_of(window: Window, clipped: bool = False, groups: bool = False) -> Step | None:
     """The equation of a window, for its main loss term. None if no loss was seen."""
-    terms: dict[tuple[str, str], list[Entry]] = {}
-    for rank, fact in window:
-        for micro, backward in enumerate(fact["backwards"]):
-            scale = backward.get("scale") or 1.0
-            for term in backward.get("terms", ()):
-                entry = Entry(rank, micro, float(term["count"]), _share(term) / scale, term)
-                terms.setdefault((term["function"], term["place"]), []).append(entry)
-    candidates = {
-        key: entries
-        for key, entries in terms.items()
-        if not any(entry.fact.get("over_parameters") for entry in entries)
-    }
-    if not candidates:
+    terms = _terms(window)
+    if not terms:
         return None
-
-    def weight(key: tuple[str, str]) -> tuple[bool, int, float]:
-        entries = candidates[key]
-        ranks = {(entry.rank, entry.micro) for entry in entries}
-        return entries[0].fact["loss"], len(ranks), sum(abs(entry.share) for entry in entries)
-
-    main = max(candidates, key=weight)
-    entries = candidates[main]
+    main = max(terms, key=lambda key: _importance(terms[key]))
+    entries = terms[main]
     # Micro-batches are the backward passes that this term is in, counted per rank from 0.
     order = {
         rank: sorted({entry.micro for entry in entries if entry.rank == rank})
@@ -259,13 +242,8 @@ def step_of(window: Window, clipped: bool = False, groups: bool = False) -> Step
         replace(entry, micro=order[entry.rank].index(entry.micro), share=sign * entry.share)
         for entry in entries
     ]
-    scaling: dict[tuple[Any, ...], Fact] = {}
-    for _, fact in window:
-        for operation in fact["scaling"]:
-            scaling.setdefault(
-                (operation["op"], operation["value"], operation["place"], operation["text"]),
-                operation,
-            )
+    scaling = [operation for _, fact in window for operation in fact["scaling"]]
+    distinct = {(each["op"], each["value"], each["place"], each["text"]): each for each in scaling}
     return Step(
         window=window,
         world=window.world,
@@ -275,10 +253,29 @@ def step_of(window: Window, clipped: bool = False, groups: bool = False) -> Step
         function=main[0],
         reduction=entries[0].fact["reduction"],
         place=main[1],
-        scaling=list(scaling.values()),
-        others=[f"{name} at {place}" for name, place in candidates if (name, place) != main],
+        scaling=list(distinct.values()),
+        others=len(terms) > 1,
         several=all(_several(fact, order[rank]) for rank, fact in window),
     )
+
+
+def _terms(window: Window) -> dict[tuple[str, str], list[Entry]]:
+    """The loss terms of all ranks by function and place, without penalties on parameters."""
+    terms: dict[tuple[str, str], list[Entry]] = {}
+    for rank, fact in window:
+        for micro, backward in enumerate(fact["backwards"]):
+            scale = backward.get("scale") or 1.0
+            for term in backward.get("terms", ()):
+                entry = Entry(rank, micro, float(term["count"]), _share(term) / scale, term)
+                terms.setdefault((term["function"], term["place"]), []).append(entry)
+    penalties = [key for key, of in terms.items() if any(e.fact.get("over_parameters") for e in of)]
+    return {key: entries for key, entries in terms.items() if key not in penalties}
+
+
+def _importance(entries: list[Entry]) -> tuple[bool, int, float]:
+    """A loss function counts more than a mean; then how many backwards a term is in; its share."""
+    backwards = {(entry.rank, entry.micro) for entry in entries}
+    return entries[0].fact["loss"], len(backwards), sum(abs(entry.share) for entry in entries)
 
 
 def _several(fact: Fact, micros: list[int]) -> bool:
@@ -396,14 +393,16 @@ def _lines(step: Step, right: bool) -> list[str]:
     )
     ranks = f"{step.world} rank{'s' * (step.world != 1)}"
     micros = f"{step.micros} micro-batch{'es' * (step.micros != 1)}"
-    lines = [f"{ranks} × {micros} × {count} items = N = {number(step.items)} items per step"]
     reduction = {"mean": "averages", "sum": "sums", "none": "returns one loss per item"}
-    said = f"loss      {step.function} at {step.place or '?'} {reduction.get(step.reduction, '')}"
-    lines.append(said)
-    for operation in _relevant(step):
+    lines = [
+        f"{ranks} × {micros} × {count} items = N = {number(step.items)} items per step",
+        f"loss      {step.function} at {step.place or '?'} {reduction.get(step.reduction, '')}",
+    ]
+    factors = [operation for operation in step.scaling if operation["value"] not in (0.0, 1.0)]
+    for operation in factors[:3]:
         name = f"{operation['text']}  ({operation['op']} {number(operation['value'])})"
         lines.append(f"factor    {name} at {operation['place']}")
-    how = {
+    combines = {
         "averaged": f"averages over the ranks (× 1/{step.world})",
         "summed": "sums over the ranks (× 1)",
         "scaled": f"combines the ranks with × {number(step.alpha)}",
@@ -411,27 +410,26 @@ def _lines(step: Step, right: bool) -> list[str]:
         "in groups": "not measured: the wrapper combines the ranks of its group only",
         "unknown": f"not measured; taken as × 1/{step.world}",
         "alone": "one rank, nothing to combine",
-    }[step.combination.kind]
-    lines.append(f"combine   {how}")
+    }
+    return [*lines, f"combine   {combines[step.combination.kind]}", *_weighing(step, right)]
+
+
+def _weighing(step: Step, right: bool) -> list[str]:
+    """What is said of the weights, and of their sum."""
     if step.combination.local:
         where = "in its group" if step.combination.kind == "in groups" else "on its own rank"
-        lines.append(f"weight    each item counts {where} only")
-    elif step.leftover:
-        lines.append("weight    the gradients of earlier steps are in this one, too")
-    elif right:
-        lines.append("weight    every item weighs 1/N")
-    elif step.several:
-        lines.append("weight    several calls compute a loss each, and their gradients are added")
-    else:
-        values = [weight for _, weight in step.weights()]
-        if not alike(values):
-            low, high = min(values), max(values)
-            lines.append(f"weight    items weigh from {number(low)} to {number(high)} times 1/N")
-        elif values:
-            lines.append(f"weight    every item weighs {number(values[0])} times 1/N")
-        lines.append(f"sum       all weights together: {number(step.total)}, wanted: 1")
-    return lines
-
-
-def _relevant(step: Step) -> list[Fact]:
-    return [operation for operation in step.scaling if operation["value"] not in (0.0, 1.0)][:3]
+        return [f"weight    each item counts {where} only"]
+    if step.leftover:
+        return ["weight    the gradients of earlier steps are in this one, too"]
+    if right:
+        return ["weight    every item weighs 1/N"]
+    if step.several:
+        return ["weight    several calls compute a loss each, and their gradients are added"]
+    values = [weight for _, weight in step.weights()] or [0.0]
+    said = f"every item weighs {number(values[0])}"
+    if not alike(values):
+        said = f"items weigh from {number(min(values))} to {number(max(values))}"
+    return [
+        f"weight    {said} times 1/N",
+        f"sum       all weights together: {number(step.total)}, wanted: 1",
+    ]

@@ -566,18 +566,15 @@ for step in range(3):
 
 
 @pytest.mark.parametrize(
-    ("synced", "whole", "says"),
-    [
-        (False, False, "no factor repairs it"),
-        (True, False, "no factor repairs it"),
-        (False, True, "1/2 of one process's gradient for what comes before the gather"),
-    ],
+    ("synced", "whole", "severity"),
+    [(False, False, "error"), (True, False, "error"), (False, True, "warning")],
 )
 def test_a_gather_without_gradient_is_told_by_what_each_rank_compares(
-    synced, whole, says, server: Server, script: Write
+    synced, whole, severity, server: Server, script: Write
 ) -> None:
     text = CONTRASTIVE.replace("SYNCED", str(synced)).replace("WHOLE", str(whole))
-    assert says in look(server, script, text)["found"]["gather_without_gradient"]
+    found = {one["code"]: one["severity"] for one in look(server, script, text)["findings"]}
+    assert found["gather_without_gradient"] == severity
 
 
 SUMMED_SHARDS = """

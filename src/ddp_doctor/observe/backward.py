@@ -4,7 +4,7 @@ A hook on a parameter sees the *local* gradient, before any wrapper or all-reduc
 hooks are registered when an observed backward begins and removed when it ends.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,7 +81,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
             and parameter.is_leaf
             and not hasattr(parameter, "placements")
         ]
-        recorder.window["current"] = record
         shards = any(hasattr(p, "placements") for p in recorder.known_parameters().values())
         recorder.window["sharded"] = recorder.names.sharded() or shards
         if shards:
@@ -97,55 +96,36 @@ def install(recorder: Recorder, patches: Patches) -> None:
             return
         record, nodes = token
         remove_hooks()
-        recorder.window.pop("current", None)
         session.doing("after backward")
         # A hook may step an optimizer: observing can begin or end while backward runs.
         observed = recorder.on and "call" in record
         if observed and recorder.reduced_losses:
-            for number in _marked(nodes) & recorder.reduced_losses.keys():
-                recorder.reduced_losses[number]["needed"] = True
+            for node in _nodes(nodes):
+                if node.metadata.get(REDUCED) in recorder.reduced_losses:
+                    recorder.reduced_losses[node.metadata[REDUCED]]["needed"] = True
         if observed:
-            hit = [term for term in recorder.terms if term.get("hit")]
-            if not any(term["loss"] for term in hit):
-                tops = _outermost(nodes, {term["node"] for term in hit})
-                hit = [term for term in hit if term["node"] in tops]
-            else:
-                hit = [term for term in hit if term["loss"]]
+            hit = _terms(recorder, nodes)
             record["terms"] = [losses.written(term) for term in hit[:40]]
             used = {id(term) for term in hit}
             recorder.terms = [term for term in recorder.terms if id(term) not in used]
-            record["wrappers"] = {}
-            for wrapper in recorder.wrappers:
-                module = wrapper.module()
-                if module is not None:
-                    ids = {id(parameter) for parameter in module.parameters()}
-                    record["wrappers"][str(wrapper.index)] = len(ids & record["_reached"])
+            record["wrappers"] = _reached(recorder, record)
         for wrapper in recorder.wrappers:
             if not observed or record["wrappers"].get(str(wrapper.index)):
                 wrapper.prepared = None
         for state in recorder.optimizers.values():
-            optimizer = state.optimizer()
-            if optimizer is None:
-                continue
-            if observed and len(state.pending) >= MAX_BACKWARDS:
+            mine = {id(parameter) for parameter in state.parameters()} if observed else set()
+            if mine and len(state.pending) >= MAX_BACKWARDS:
                 state.cut = True
-            elif observed:
-                mine = {
-                    id(parameter)
-                    for group in optimizer.param_groups
-                    for parameter in group["params"]
-                }
-                if mine & record["_reached"] or not record["_reached"]:
-                    state.pending.append(record)
-                    if kept := len(mine & recorder.leftover):
-                        record.setdefault("leftover", {})[str(state.index)] = kept
-                    recorder.note_gradients(state)
+            elif mine and (mine & record["_reached"] or not record["_reached"]):
+                state.pending.append(record)
+                if kept := len(mine & recorder.leftover):
+                    record.setdefault("leftover", {})[str(state.index)] = kept
+                recorder.note_gradients(state)
 
     def abandoned(error: BaseException) -> None:
         recorder.in_backward = max(0, recorder.in_backward - 1)
         if recorder.in_backward == 0:
             remove_hooks()
-            recorder.window.pop("current", None)  # what it was doing stays written down
 
     patches.observe(torch.Tensor, "backward", before, after, failed=abandoned)
     patches.observe(torch.autograd, "backward", before, after, failed=abandoned)
@@ -166,34 +146,37 @@ def _retains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(given.get("retain_graph") or given.get("create_graph"))
 
 
-def _marked(roots: list[Any]) -> set[int]:
-    """The reduced losses that this backward went through."""
+def _nodes(roots: list[Any], stop: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """The nodes of a graph, at most `MAX_NODES` of them; none behind one at which to `stop`."""
     seen = {node for node in roots if node is not None}
-    todo, found = list(seen), set()
+    todo = list(seen)
     while todo and len(seen) < MAX_NODES:
         node = todo.pop()
-        if REDUCED in node.metadata:
-            found.add(node.metadata[REDUCED])
-        for following, _ in node.next_functions:
+        yield node
+        for following, _ in () if stop is not None and stop(node) else node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 todo.append(following)
-    return found
 
 
-def _outermost(roots: list[Any], terms: set[int]) -> set[int]:
-    """The terms that a walk from the roots meets first."""
-    if len(terms) < 2:
-        return terms
-    seen, todo, tops = set(roots), [node for node in roots if node is not None], set()
-    while todo and len(seen) < MAX_NODES:
-        node = todo.pop()
-        number = node.metadata.get(losses.NODE)
-        if number in terms:
-            tops.add(number)
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return tops
+def _terms(recorder: Recorder, roots: list[Any]) -> list[dict[str, Any]]:
+    """The loss functions that the gradient reached; else the reductions that it meets first."""
+    hit = [term for term in recorder.terms if term.get("hit")]
+    if any(term["loss"] for term in hit):
+        return [term for term in hit if term["loss"]]
+    numbers = {term["node"] for term in hit}
+    tops = numbers
+    if len(numbers) > 1:
+        met = _nodes(roots, stop=lambda node: node.metadata.get(losses.NODE) in numbers)
+        tops = {node.metadata.get(losses.NODE) for node in met}
+    return [term for term in hit if term["node"] in tops]
+
+
+def _reached(recorder: Recorder, record: dict[str, Any]) -> dict[str, int]:
+    """How many parameters of each wrapped model have received a gradient."""
+    modules = [(str(wrapper.index), wrapper.module()) for wrapper in recorder.wrappers]
+    return {
+        index: len({id(parameter) for parameter in module.parameters()} & record["_reached"])
+        for index, module in modules
+        if module is not None
+    }

@@ -21,15 +21,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
         listed = isinstance(parameters, list | tuple)  # looking would use up a generator
         ids = {id(parameter) for parameter in parameters} if listed else set()
         for state in recorder.optimizers.values():
-            optimizer = state.optimizer()
-            if optimizer is None or not state.pending:
-                continue
-            held = {
-                id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-            }
+            held = {id(parameter) for parameter in state.parameters() if state.pending}
             # Without a list, what backward left is compared with what the optimizer sees. That does
             # not show a clip after an all-reduce of one's own.
-            if ids & held or (not listed and state.reduced):
+            if ids & held or (held and not listed and state.reduced):
                 recorder.take_snapshot(state)
 
     def clip(kind: str) -> Any:

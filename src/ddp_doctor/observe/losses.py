@@ -124,36 +124,20 @@ def install(recorder: Recorder, patches: Patches) -> None:
         def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not recorder.on or depth[0] or len(args) < 2 or recorder.in_backward:
                 return
-            loss, other = args[0], args[1]
-            left = reflected
+            loss, other, left = args[0], args[1], reflected
             if isinstance(loss, Tensor) and not loss.requires_grad and isinstance(other, Tensor):
+                loss, other, left = other, loss, not left
                 if sign == "/":
                     return
-                loss, other, left = other, loss, not left
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(result, Tensor):
                 return
-            if not result.requires_grad or len(recorder.window["scaling"]) >= 100:
-                return
-            if isinstance(other, Tensor):
-                if other.requires_grad or other.numel() != 1:
-                    return
-                try:
-                    other = other.detach().item()
-                except RuntimeError:
-                    return  # inside vmap there is no number to read
-            if not isinstance(other, int | float):
+            value = _number(other)
+            if value is None or not result.requires_grad or len(recorder.window["scaling"]) >= 100:
                 return
             frame = users_frame(sys._getframe(1))
             text = expression(frame)
-            recorder.window["scaling"].append(
-                {
-                    "op": sign,
-                    "value": float(other),
-                    "text": text,
-                    "operand": operand(text, left),
-                    "place": place(frame),
-                }
-            )
+            fact = {"op": sign, "value": value, "text": text, "operand": operand(text, left)}
+            recorder.window["scaling"].append({**fact, "place": place(frame)})
 
         return after
 
@@ -174,6 +158,18 @@ def install(recorder: Recorder, patches: Patches) -> None:
     ):
         for name in names:
             patches.observe(owner, name, after=scaled(sign), when=when)
+
+
+def _number(factor: Any) -> float | None:
+    """A factor without a gradient, as a number."""
+    if isinstance(factor, Tensor):
+        if factor.requires_grad or factor.numel() != 1:
+            return None
+        try:
+            factor = factor.detach().item()
+        except RuntimeError:
+            return None  # inside vmap there is no number to read
+    return float(factor) if isinstance(factor, int | float) else None
 
 
 def written(term: dict[str, Any]) -> dict[str, Any]:

@@ -63,16 +63,12 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def after(optimizer: Any) -> None:
         del recorder.in_step[-1:]
         if not recorder.in_step:
-            recorder.after_update(recorder.add_optimizer(optimizer))
-            _remember(optimizer)
-
-    def _remember(optimizer: Any) -> None:
-        """The gradients that this step has used: what is still there later was never cleared."""
-        listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for parameter in listed[:MAX_PARAMETERS] if recorder.on else ():
-            recorder.used[id(parameter)] = (
-                None if parameter.grad is None else projection(parameter.grad)
-            )
+            state = recorder.add_optimizer(optimizer)
+            recorder.after_update(state)
+            # The gradients that this step has used: what is still there later was never cleared.
+            for parameter in state.parameters()[:MAX_PARAMETERS] if recorder.on else ():
+                grad = parameter.grad
+                recorder.used[id(parameter)] = None if grad is None else projection(grad)
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         after(optimizer)
@@ -85,12 +81,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def module_cleared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inside = {id(parameter) for parameter in args[0].parameters()}
         for state in recorder.optimizers.values():
-            optimizer = state.optimizer()
-            if optimizer is not None and any(
-                id(parameter) in inside
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-            ):
+            if any(id(parameter) in inside for parameter in state.parameters()):
                 _forget(state)
 
     def _forget(state: Any) -> None:
@@ -103,21 +94,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
         ]
         for backward in state.pending if recorder.on else ():
             dropped = recorder.window.setdefault("dropped", [])
-            if (
-                backward.get("used")
-                or len(dropped) >= 64
-                or any(backward is other for other in kept)
-            ):
-                continue
-            targets = [term["target"] for term in backward["terms"] if "target" in term]
-            fact = {"optimizer": state.index, "call": backward["call"], "targets": targets}
-            dropped.append(fact)
+            in_use = backward.get("used") or any(backward is other for other in kept)
+            if not in_use and len(dropped) < 64:
+                targets = [term["target"] for term in backward["terms"] if "target" in term]
+                fact = {"optimizer": state.index, "call": backward["call"], "targets": targets}
+                dropped.append(fact)
         state.forget()
-        optimizer = state.optimizer()
-        if optimizer is not None:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    recorder.local.pop(id(parameter), None)
+        for parameter in state.parameters():
+            recorder.local.pop(id(parameter), None)
 
     patches.hold(register_optimizer_step_pre_hook(step))
     patches.hold(register_optimizer_step_post_hook(stepped))

@@ -90,17 +90,11 @@ class Recorder:
 
     def known_parameters(self) -> dict[int, Tensor]:
         """The parameters of all optimizers and wrappers, by id."""
-        known: dict[int, Tensor] = {}
-        for state in list(self.optimizers.values()):
-            optimizer = state.optimizer()
-            if optimizer is not None:
-                for group in optimizer.param_groups:
-                    known.update((id(parameter), parameter) for parameter in group["params"])
+        listed = [p for state in list(self.optimizers.values()) for p in state.parameters()]
         for wrapper in self.wrappers:
             module = wrapper.module()
-            if module is not None:
-                known.update((id(parameter), parameter) for parameter in module.parameters())
-        return {key: parameter for key, parameter in known.items() if isinstance(parameter, Tensor)}
+            listed += [] if module is None else module.parameters()
+        return {id(each): each for each in listed if isinstance(each, Tensor)}
 
     def add_optimizer(self, optimizer: Any) -> OptimizerState:
         state = self.optimizers.get(id(optimizer))
@@ -113,10 +107,7 @@ class Recorder:
         return state
 
     def parameters_of(self, state: OptimizerState) -> list[tuple[str, Tensor]]:
-        optimizer = state.optimizer()
-        if optimizer is None:
-            return []
-        listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        listed = state.parameters()
         named = self.names.of(listed, self.wrappers)
         return list(zip(named, listed, strict=True))[:MAX_PARAMETERS]
 
@@ -213,9 +204,7 @@ class Recorder:
         """
         if state.index or len(self.starts) >= MAX_STARTS:
             return
-        optimizer = state.optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        listed = [p for group in groups for p in group["params"] if not hasattr(p, "placements")]
+        listed = [p for p in state.parameters() if not hasattr(p, "placements")]
         with torch.no_grad():
             sums = [
                 p.detach().reshape(-1)[:1024].view(BITS[p.element_size()]).sum(dtype=torch.int64)
@@ -255,13 +244,10 @@ class Recorder:
             return False
         modules = [module for wrapper in self.wrappers if (module := wrapper.module()) is not None]
         wrapped = {id(parameter) for module in modules for parameter in module.parameters()}
-        optimizers = [state.optimizer() for state in self.optimizers.values()]
         return not any(
             id(parameter) in wrapped
-            for optimizer in optimizers
-            if optimizer is not None
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for state in self.optimizers.values()
+            for parameter in state.parameters()
         )
 
     def after_update(self, state: OptimizerState) -> None:
@@ -288,7 +274,7 @@ class Recorder:
             step = self.session.step_count
             full = state.changes == MAX_CHANGES
             self.session.write("settings", n=step, optimizer=state.index, groups=numbers, full=full)
-        trained = [parameter.requires_grad for group in groups for parameter in group["params"]]
+        trained = [parameter.requires_grad for parameter in state.parameters()]
         if state.trained and trained != state.trained:
             self.session.look_again()
         state.trained = trained
@@ -338,15 +324,9 @@ class Recorder:
 
     def _stale(self) -> dict[str, int]:
         """Parameters that got gradients and that no optimizer of this process holds."""
-        optimized = set()
-        for state in self.optimizers.values():
-            optimizer = state.optimizer()
-            if optimizer is not None:
-                optimized |= {id(p) for group in optimizer.param_groups for p in group["params"]}
-        everything = {
-            key for backward in self.all_backwards() for key in backward.get("_reached", ())
-        }
-        for record in self.all_backwards():
+        optimized = {id(p) for state in self.optimizers.values() for p in state.parameters()}
+        everything = {key for record in self.all_backwards() for key in record.get("_reached", ())}
+        for record in self.all_backwards():  # one record may be pending for several optimizers
             record.pop("_reached", None)
         return {"outside": len(everything - optimized), "anywhere": len(everything)}
 
@@ -368,7 +348,6 @@ class Recorder:
         """The process ends: write down what is only known then."""
         for record in self.all_backwards():
             record.pop("_reached", None)
-        self.window.pop("current", None)
         pending = next((state.pending for state in self.optimizers.values() if state.pending), [])
         if self.written < MAX_WINDOWS and (pending or any(self.window.values())):
             self.session.write("open", n=self.session.step_count, backwards=pending, **self.window)

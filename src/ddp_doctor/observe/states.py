@@ -57,6 +57,12 @@ class OptimizerState:
         self.reduced: set[str] = set()  # the gradients that the script has combined itself
         self.done: set[str] = set()
 
+    def parameters(self) -> list[Tensor]:
+        """What it steps; nothing once it is gone."""
+        optimizer = self.optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
+
     def forget(self) -> None:
         """The gradients were used or cleared: nothing of them is left to write down."""
         self.pending = []

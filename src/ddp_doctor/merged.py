@@ -188,6 +188,11 @@ class Run:
         ]
 
     @cached_property
+    def starts(self) -> list[Fact]:
+        """What each rank that stepped had before its first step."""
+        return [rank.all("start")[0] for rank in self.ranks if rank.all("start")]
+
+    @cached_property
     def own_collectives(self) -> bool:
         """Whether the script itself sends gradients or parameters."""
         return any(
@@ -214,7 +219,7 @@ class Run:
         Most parameters differ at the start, and no step's gradients are equal. (Zero biases are
         equal by chance.)
         """
-        starts = [rank.all("start")[0]["parameters"] for rank in self.ranks if rank.all("start")]
+        starts = [start["parameters"] for start in self.starts]
         if len(starts) < self.world or any(
             not window.differing_gradients for window in self.complete
         ):

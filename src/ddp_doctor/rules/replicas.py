@@ -4,14 +4,15 @@ from collections.abc import Iterator
 
 from ddp_doctor.equation import Equation
 from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Run
+from ddp_doctor.merged import Fact, Run, Window
 
 SMALL = 1e-6
 
 
 def _replicas(run: Run) -> bool:
     """Whether all ranks are meant to hold the same parameters: no shards, no smaller groups."""
-    return run.world > 1 and not run.in_groups and not any(w.sharded for w in run.windows)
+    whole = not run.in_groups and not any(w.sharded for w in run.windows)
+    return run.world > 1 and whole and len(run.starts) == run.world
 
 
 def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -22,18 +23,11 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
     the wrapper's group has fewer ranks than the run: the other groups hold other parts of the model
     (tensor or pipeline parallelism, experts).
     """
-    starts = {rank.rank: rank.all("start")[0] for rank in run.ranks if rank.all("start")}
-    if not _replicas(run) or len(starts) < run.world:
-        return
     combined = any(not window.differing_gradients for window in run.complete)
-    if not combined and not run.wrappers and not run.own_collectives:
+    if not _replicas(run) or not (combined or run.wrappers or run.own_collectives):
         return
-    names = list(starts[min(starts)]["parameters"])
-    differing = [
-        name
-        for name in names
-        if len({start["parameters"].get(name) for start in starts.values()}) > 1
-    ]
+    names = [name for start in run.starts[:1] for name in start["parameters"]]
+    differing = [name for name in names if name not in _equal_at_start(run)]
     if differing:
         window = run.complete[0] if run.complete else None
         where = str(window.ranks[min(window.ranks)].get("step_place", "")) if window else ""
@@ -45,6 +39,12 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
             "Seed every rank alike before the model is built, or broadcast rank 0's parameters: "
             "for p in model.parameters(): dist.broadcast(p.data, src=0).",
         )
+
+
+def _equal_at_start(run: Run) -> set[str]:
+    """The parameters that were equal on all ranks before the first step."""
+    starts = [start["parameters"] for start in run.starts]
+    return {name for name in starts[0] if len({start.get(name) for start in starts}) == 1}
 
 
 def hyperparameters_differ(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -96,31 +96,18 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
     nothing combines, or whose learning rates differ, which other rules name. Right for parts of a
     model that start alike: zero biases.
     """
-    starts = [rank.all("start")[0] for rank in run.ranks if rank.all("start")]
-    if not _replicas(run) or len(starts) < run.world:
+    if not _replicas(run) or run.averages_parameters:
         return
     if next(hyperparameters_differ(run, equation), None) is not None:
         return
-    windows = run.complete
-    equal = {
-        name
-        for name in starts[0]["parameters"]
-        if len({start["parameters"].get(name) for start in starts}) == 1
-    }
-    for window in windows:
-        if window.ranks[min(window.ranks)]["optimizer"] != 0:
-            continue
-        names = [name for name in window.differing_parameters if name in equal]
-        if not names:
-            continue
-        if any(not later.differing_parameters for later in windows if later.n > window.n):
-            return  # they are averaged again
-        if run.averages_parameters:
-            return
-        apart = _distance([fact["after"]["values"] for _, fact in window], names)
-        last = [w for w in windows if w.optimizer == window.optimizer][-1]
-        apart = max(apart, _distance([fact["after"]["values"] for _, fact in last], names))
+    equal = _equal_at_start(run)
+    for window in run.complete:
         fact = window.ranks[min(window.ranks)]
+        names = [name for name in window.differing_parameters if name in equal]
+        if not names or fact["optimizer"] != 0:
+            continue
+        last = [later for later in run.complete if later.optimizer == 0][-1]
+        apart = max(_distance(window, names), _distance(last, names))
         yield finding(
             "replicas_drift",
             f"After step {window.n}, {len(names)} parameters differ between the ranks, first "
@@ -133,10 +120,12 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
         return
 
 
-def _distance(values: list[dict[str, float]], names: list[str]) -> float:
+def _distance(window: Window, names: list[str]) -> float:
+    """The largest relative difference of a parameter's projection between two ranks."""
     worst = 0.0
     for name in names:
-        found = [value[name] for value in values if value.get(name) is not None]
+        values = [fact["after"]["values"].get(name) for _, fact in window]
+        found = [value for value in values if value is not None]
         if found:
             worst = max(worst, (max(found) - min(found)) / (1e-12 + max(map(abs, found))))
     return worst

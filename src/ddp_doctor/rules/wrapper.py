@@ -132,25 +132,17 @@ def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
     from time to time (local SGD). Right too if the ranks' models are different on purpose: those do
     not start from the same weights.
     """
-    if run.world < 2 or (run.windows and any(window.sharded for window in run.windows)):
-        return
     differing = [window for window in run.complete if window.differing_gradients]
-    if not differing or len(differing) < len(run.complete):
+    if run.world < 2 or not differing or len(differing) < len(run.complete):
+        return
+    if run.averages_parameters or run.models_differ or any(w.sharded for w in run.windows):
         return
     window = differing[0]
     facts = [fact for _, fact in window]
-    if any("stepped_in_backward" in fact for fact in facts):
-        return
-    if run.averages_parameters:
-        return
-    if any(fact["collectives"] and _touches_model(fact) for w in run.complete for _, fact in w):
-        return
-    if run.models_differ:
-        return
-    reached = any(
-        count for fact in facts for b in fact["backwards"] for count in b["wrappers"].values()
-    )
-    if reached:
+    everywhere = [fact for each in run.complete for _, fact in each]
+    reached = any(n for fact in facts for b in fact["backwards"] for n in b["wrappers"].values())
+    in_backward = any("stepped_in_backward" in fact for fact in facts)
+    if reached or in_backward or any(_touches_model(fact) for fact in everywhere):
         return
     where = str(facts[0].get("step_place", ""))
     other = " The wrapper that was made is around other parameters." if run.wrappers else ""

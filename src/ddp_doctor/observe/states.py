@@ -80,7 +80,6 @@ class WrapperState:
         self.module = weakref.ref(module, lambda _: self.at_start.clear())
         self.index = index
         self.prepared: bool | None = None
-        self.forwards = 0
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.at_start = {
             name: (

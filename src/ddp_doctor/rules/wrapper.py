@@ -18,12 +18,14 @@ KEEP_THE_WRAPPER = (
 
 
 def wrapper_bypassed(run: Run, equation: Equation) -> Iterator[Finding]:
-    """Backward reaches a wrapped model that no forward of the wrapper has prepared.
+    """Backward reaches a wrapped model that no forward has prepared, or a second time.
+
+    The wrapper averages gradients once per forward that is called on it.
 
     Right if the gradients are combined in another way: they are equal on all ranks then. A backward
-    under no_sync is prepared, and is another rule's subject, as is a second one through the same
-    forward. Right too for local SGD, which averages the parameters, and for parts of a model: the
-    schedule of a pipeline calls its stage inside the wrapper.
+    under no_sync is prepared, and is another rule's subject. Right too for local SGD, which
+    averages the parameters, and for parts of a model: the schedule of a pipeline calls its stage
+    inside the wrapper.
     """
     if run.world < 2 or not run.wrappers or run.averages_parameters or run.in_groups:
         return
@@ -32,82 +34,51 @@ def wrapper_bypassed(run: Run, equation: Equation) -> Iterator[Finding]:
         if not names or _changed(window, names):
             continue
         for rank, fact in window:
-            backward = _bypassed(fact)
-            if backward is None or _second(fact) is not None:
-                continue
-            earlier = _was_prepared(run, window.n)
-            gone = [run.wrappers[at] for at in fact.get("gone", ()) if at < len(run.wrappers)]
-            yield finding(
-                "wrapper_lost" if earlier or gone else "wrapper_bypassed",
-                f"Step {window.n}, rank {rank}: backward reached the wrapped model, but no forward "
-                f"went through the wrapper"
-                + (" any more" if earlier else "")
-                + (f", which no longer exists (made at {gone[0]['place']})" if gone else "")
-                + f". {len(names)} of {_total(fact)} gradients differ between the ranks, first "
-                f"{names[0]}.",
-                _place(backward),
-                KEEP_THE_WRAPPER if gone else CALL_THE_WRAPPER,
-            )
-            return
+            again, backward = _unprepared(fact)
+            if backward is not None:
+                differ = (
+                    f"{len(names)} of {_total(fact)} gradients differ between the ranks, first "
+                    f"{names[0]}."
+                )
+                at = f"Step {window.n}, rank {rank}"
+                yield (_again if again else _bypassed)(run, fact, backward, at, differ)
+                return
 
 
-def two_backwards(run: Run, equation: Equation) -> Iterator[Finding]:
-    """A second backward runs through a forward whose gradients were averaged in the first.
-
-    Right if the gradients are combined in another way: they are equal on all ranks then. Right too
-    for local SGD, which averages the parameters. Parts of a model have other gradients anyway.
-    """
-    if run.world < 2 or run.averages_parameters or run.in_groups:
-        return
-    for window in run.complete:
-        names = window.differing_gradients
-        for rank, fact in window:
-            backward = _second(fact)
-            if not names or backward is None:
-                continue
-            yield finding(
-                "two_backwards",
-                f"Step {window.n}, rank {rank}: a second backward ran through the same forward. "
-                f"The wrapper averages gradients once per forward, so those of the second backward "
-                f"are never averaged. {len(names)} of {_total(fact)} gradients differ between the "
-                f"ranks, first {names[0]}.",
-                _place(backward),
-                "Add the losses, and call backward once: (loss_1 + loss_2).backward().",
-            )
-            return
-
-
-def _was_prepared(run: Run, step: int) -> bool:
-    """Whether a backward before this step went through the wrapper."""
-    return any(
-        prepared is not None and backward["wrappers"].get(index)
-        for window in run.windows
-        if window.n < step
-        for _, fact in window
-        for backward in fact["backwards"]
-        for index, prepared in backward["prepared"].items()
+def _again(run: Run, fact: Fact, backward: Fact, at: str, differ: str) -> Finding:
+    return finding(
+        "two_backwards",
+        f"{at}: a second backward ran through the same forward. The wrapper averages gradients "
+        f"once per forward, so those of the second backward are never averaged. {differ}",
+        _place(backward),
+        "Add the losses, and call backward once: (loss_1 + loss_2).backward().",
     )
 
 
-def _bypassed(fact: Fact) -> Fact | None:
-    for backward in fact["backwards"]:
-        for index, reached in backward.get("wrappers", {}).items():
-            if reached and backward["prepared"].get(index) is None:
-                return dict(backward)
-    return None
+def _bypassed(run: Run, fact: Fact, backward: Fact, at: str, differ: str) -> Finding:
+    gone = [run.wrappers[each] for each in fact.get("gone", ()) if each < len(run.wrappers)]
+    longer = f", which no longer exists (made at {gone[0]['place']})" if gone else ""
+    return finding(
+        "wrapper_lost" if gone else "wrapper_bypassed",
+        f"{at}: backward reached the wrapped model, but no forward went through the "
+        f"wrapper{longer}. {differ}",
+        _place(backward),
+        KEEP_THE_WRAPPER if gone else CALL_THE_WRAPPER,
+    )
 
 
-def _second(fact: Fact) -> Fact | None:
-    """A backward that no forward prepared, after one that kept the graph of a prepared forward."""
+def _unprepared(fact: Fact) -> tuple[bool, Fact | None]:
+    """A backward that no forward prepared, and whether one before it had kept the same graph."""
     kept: set[str] = set()
+    found: list[tuple[bool, Fact | None]] = []
     for backward in fact["backwards"]:
         for index, reached in backward.get("wrappers", {}).items():
             prepared = backward["prepared"].get(index)
-            if reached and prepared is None and index in kept:
-                return dict(backward)
-            if reached and prepared and backward.get("retained"):
+            if reached and prepared is None:
+                found.append((index in kept, backward))
+            elif reached and prepared and backward.get("retained"):
                 kept.add(index)
-    return None
+    return max(found, key=lambda one: one[0], default=(False, None))
 
 
 def _changed(window: Window, differing: list[str]) -> bool:
@@ -356,7 +327,6 @@ RULES = (
     world_size_one,
     changed_after_wrapping,
     wrapper_bypassed,
-    two_backwards,
     optimizer_in_backward,
     parameters_averaged,
     optimizer_on_other_parameters,

@@ -114,21 +114,6 @@ class Step:
         return product * (calls.pop() if len(calls) == 1 else 1)
 
     @property
-    def divided_again(self) -> bool:
-        """Whether one of two divisions by the number of micro-batches is written as a number.
-
-        A 2 can be a coefficient (half of a square, the mean of two losses), unless it is in the
-        call of backward. So can any number in a loss of several terms.
-        """
-        divisions = [operation for operation in self.scaling if operation["op"] == "/"]
-        divisions = [operation for operation in divisions if near(operation["value"], self.micros)]
-        numbers = [operation for operation in divisions if is_literal(operation)]
-        if self.micros < 2 or not numbers or len(numbers) == len(divisions) or self.others:
-            return False
-        places = {backward["place"] for _, fact in self.window for backward in fact["backwards"]}
-        return self.micros > 2 or numbers[0]["place"] in places
-
-    @property
     def leftover(self) -> bool:
         """Whether the gradients that the step before used were still there when this one began."""
         return any(self.window.leftover(fact) for _, fact in self.window)

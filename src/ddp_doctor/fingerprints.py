@@ -61,17 +61,16 @@ def hash_on_device(flat: Tensor) -> int:
     irrelevant.
     """
     bits = flat.view(_SIZES.get(flat.element_size(), torch.int64))
-    sums = [
-        (block.to(torch.int64) * _odd(bits.device)[: len(block)]).sum() for block in _blocks(bits)
-    ]
+    blocks, odd = bits.split(BLOCK), _odd(bits.device)
+    sums = [(block.to(torch.int64) * odd[: len(block)]).sum() for block in blocks]
     return zlib.crc32(repr(torch.stack(sums).tolist()).encode())
 
 
 def sum_of_squares(tensor: Tensor) -> float:
     """The square of the norm of a tensor's own data, in 64-bit precision."""
     with torch.no_grad():
-        flat = tensor.detach().reshape(-1)
-        return float(sum(torch.linalg.vector_norm(block.double()) ** 2 for block in _blocks(flat)))
+        blocks = tensor.detach().reshape(-1).split(BLOCK)
+        return float(sum(torch.linalg.vector_norm(block.double()) ** 2 for block in blocks))
 
 
 def projection(tensor: Tensor) -> float | None:
@@ -91,15 +90,7 @@ def projection(tensor: Tensor) -> float | None:
             flat = flat[:: flat.numel() // SAMPLED + 1]
         if flat.is_complex():
             flat = torch.view_as_real(flat).reshape(-1)
-        return _weighted(flat.to(torch.float64))
-
-
-def _weighted(flat: Tensor) -> float:
-    return float(torch.dot(flat, _weights(flat.device)[: flat.numel()]))
-
-
-def _blocks(flat: Tensor) -> tuple[Tensor, ...]:
-    return flat.split(BLOCK)
+        return float(torch.dot(flat.to(torch.float64), _weights(flat.device)[: flat.numel()]))
 
 
 @lru_cache(maxsize=16)

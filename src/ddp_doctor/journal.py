@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +112,7 @@ class Pages:
 
 def read(folder: Path) -> list[Pages]:
     """Every process that wrote into `folder`, by name. Half-written last lines are left out."""
-    return [
-        Pages(path.stem, _facts(path), read_now(path.with_suffix(".now")))
-        for path in sorted(folder.glob("*.jsonl"))
-    ]
+    return [replace(page, facts=_facts(folder / f"{page.name}.jsonl")) for page in glance(folder)]
 
 
 def glance(folder: Path) -> list[Pages]:

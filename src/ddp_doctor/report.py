@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from ddp_doctor.findings import HANGS, ORDER, Finding
 from ddp_doctor.journal import alive, read
 from ddp_doctor.merged import Run
 from ddp_doctor.rules import examine
-from ddp_doctor.session import Options
+from ddp_doctor.session import Options, say, tell
 
 VERSION = 1
 NOTHING = (
@@ -171,7 +170,7 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
         )
     silent = options.quiet and not result.findings and not waited
     if not result.run.ranks and not (silent or _left_early(run_folder)):
-        _print(NOTHING)
+        tell(NOTHING)
     written(result, options, run_folder.parent.parent, silent)
     return result
 
@@ -180,26 +179,26 @@ def written(result: Report, options: Options, folder: Path, silent: bool = False
     """Print a report, and write its page and JSON. `silent`: print only what cannot be written."""
     width = shutil.get_terminal_size((100, 24)).columns
     if result.certificate is not None and not silent:
-        _print(result.certificate.as_text(max(60, min(width, 110))))
+        tell(result.certificate.as_text(max(60, min(width, 110))))
     if result.run.ranks and not silent:
-        _print(result.as_text(width))
+        tell(result.as_text(width))
     if result.run.ranks or result.certificate is not None:
         try:
             path = folder / "report.html"
             _write_page(result, path)
             shown = os.path.relpath(path)
             if not silent:
-                _print(f"ddp-doctor: {path if shown.startswith('..') else shown}")
+                say(f"{path if shown.startswith('..') else shown}")
         except ImportError:
             if not silent:
-                _print("ddp-doctor: no page, because Jinja2 is not installed (pip install jinja2).")
+                say("no page, because Jinja2 is not installed (pip install jinja2).")
         except OSError as error:
-            _print(f"ddp-doctor: could not write the page ({error}).")
+            say(f"could not write the page ({error}).")
     if options.json:
         try:
             Path(options.json).write_text(json.dumps(result.as_json(), indent=2) + "\n")
         except OSError as error:
-            _print(f"ddp-doctor: could not write {options.json} ({error}).")
+            say(f"could not write {options.json} ({error}).")
 
 
 def _write_page(report: Report, path: Path) -> None:
@@ -232,11 +231,3 @@ def _left_early(run_folder: Path) -> bool:
         for page in read(run_folder)
         for fact in page.facts
     )
-
-
-def _print(text: str) -> None:
-    try:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        pass

@@ -256,8 +256,12 @@ def _of_a_started_process() -> BaseException | None:
 
 def say(text: str) -> None:
     """One line of the doctor's own, on standard error."""
+    tell(f"ddp-doctor: {text}")
+
+
+def tell(text: str) -> None:
     try:
-        sys.stderr.write(f"ddp-doctor: {text}\n")
+        sys.stderr.write(text + "\n")
         sys.stderr.flush()
     except (OSError, ValueError):
         pass  # standard error is closed: nobody can be told

@@ -67,11 +67,11 @@ def test_gradients_that_are_never_cleared_are_found_and_the_equation_is_not_righ
     assert findings(keeping(0, 2, 0, 0)) == {}
 
 
-def divided(k: int, *operands: str, others: bool = False, places: str = "train.py:8") -> Run:
+def divided(k: int, *operands: str, others: bool = False) -> Run:
     windows = []
     for mine in OWN:
         one = window([4] * k, [1 / k**2] * k, SAME, mine)
-        one["scaling"] = [scaled_by("/", float(k), each, place=places) for each in operands]
+        one["scaling"] = [scaled_by("/", float(k), each) for each in operands]
         for backward in one["backwards"] if others else ():
             term = backward["terms"][0]
             backward["terms"].append({**term, "function": "l1_loss", "factor": term["factor"] / 2})
@@ -87,7 +87,6 @@ def test_a_second_division_that_is_written_as_a_number_is_still_the_second() -> 
     assert "loss_divided_twice" in findings(divided(4, "4", "self.gradient_accumulation_steps"))
     assert "loss_divided_twice" in findings(divided(4, "steps", "accumulation"))
     assert findings(divided(2, "2", "accumulation")) == {}  # half of a square
-    assert "loss_divided_twice" in findings(divided(2, "2", "accumulation", places="train.py:9"))
     assert findings(divided(4, "4", "accumulation", others=True)) == {}  # the mean of four losses
 
 

@@ -181,15 +181,15 @@ def _scale(step: Step) -> Iterator[Finding]:
     total = combined / step.world * sum(entry.share for entry in step.entries)
     if not total > 0 or near(total, 1.0):
         return
-    if near(total, step.coefficient) and not step.divided_again:
-        return
+    loss = total / combined
+    wrong_k = _of_micro_batches(step, total, loss)
+    if wrong_k is None and near(total, step.coefficient):
+        return  # a choice
     each = [entry.share / entry.count for entry in step.entries]
     if step.reduction == "sum" and alike(each) and near(each[0], 1.0):
         yield from _of_a_sum(step, total, combined)
     elif step.reduction != "sum" or not alike(each) or not near(each[0], step.world):
         yield from _of_the_ranks(step, total, combined)
-        loss = total / combined
-        wrong_k = _of_micro_batches(step, total, loss)
         if wrong_k is not None:
             yield wrong_k
             loss *= step.micros if wrong_k.code == "loss_divided_twice" else 1 / step.micros
@@ -244,7 +244,12 @@ def _of_the_ranks(step: Step, total: float, combined: float) -> Iterator[Finding
 def _of_micro_batches(step: Step, total: float, loss: float) -> Finding | None:
     """The loss is off by K, possibly together with a factor of the world size."""
     world, micros = step.world, step.micros
-    divisions = _by_value(step, "/", micros)
+    divisions = [
+        operation
+        for operation in _by_value(step, "/", micros)
+        # The number 2 is half of a square, and another number may be the count of a loss's terms.
+        if not is_literal(operation) or (micros > 2 and not step.others)
+    ]
     if micros < 2 or near(loss, 1.0):
         return None
     if any(near(loss, micros * other) for other in (1.0, world, 1 / world)):

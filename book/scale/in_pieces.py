@@ -1,10 +1,16 @@
-"""For in_pieces.ipynb: the picture of who holds what."""
+"""For in_pieces.ipynb: the picture of who holds what, and the bytes that are sent."""
+
+from collections.abc import Callable
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from labkit.book.figures import RANKS, TRUTH, use
+from labkit.profiling.step_cost import step_cost
 
 _PARTS = ("optimizer state", "gradients", "parameters")  # from the bottom up
 _SHARDED = {
@@ -41,3 +47,23 @@ def draw_who_holds_what(world_size: int = 4) -> Figure:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
     return figure
+
+
+def bytes_per_parameter(
+    rank: int,
+    world_size: int,
+    model: nn.Sequential,
+    loss: Callable[[nn.Module, slice], Tensor],
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+) -> float:
+    """What torch's `fully_shard` sends per step, times W/(W−1). Runs on each rank."""
+    number = sum(parameter.numel() for parameter in model.parameters())
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, torch.float32)
+    for part in (*model, model):
+        if list(part.parameters()):
+            fully_shard(part, mp_policy=policy)
+    rows = slice(rank, None, world_size)
+    optimizer = torch.optim.SGD(model.parameters())
+    cost = step_cost(model, optimizer, lambda module: loss(module, rows))
+    return cost.sent / number * world_size / (world_size - 1)

@@ -1,8 +1,4 @@
-"""For over_which_group.ipynb: plain modules, what was measured, and the figure.
-
-held = run_ranks(on_a_mesh, 4, WAYS["tensor"])
-print(verdict("data × tensor", held))
-"""
+"""For over_which_group.ipynb: plain modules, what was measured, and the figure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from torch import Tensor, nn
 
+from labkit.book import table
 from labkit.book.figures import RANKS, TRUTH, use
 from labkit.scenarios.meshes import (
     MLP,
@@ -44,11 +41,16 @@ class PlainMlp(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def verdict(mesh: str, held: Sequence[Measured]) -> str:
-    """How the rule's gradients compare with those of one process, in two lines."""
-    (rule,) = judge([{"the rule": of_rank["the rule"]} for of_rank in held])
-    agree = "all copies agree" if rule.copies_agree else "copies differ"
-    return f"{mesh}: {rule.comparison}; {agree}\nworst parameter: {rule.of_worst}"
+def verdicts(held: Mapping[str, Sequence[Measured]]) -> str:
+    """One line per mesh: how the rule's gradients compare with those of one process."""
+    rows = []
+    for name, of_ranks in held.items():
+        (rule,) = judge([{"the rule": of_rank["the rule"]} for of_rank in of_ranks])
+        mesh = " × ".join(WAYS[name]["the rule"].dimensions)
+        copies = "agree" if rule.copies_agree else "differ"
+        rows.append([mesh, *rule.comparison, *rule.of_worst, copies])
+    headers = ["the rule on", "ratio", "cosine", "worst ratio", "cosine", "copies"]
+    return table(headers, rows, digits=4)
 
 
 def _link(thread: str, kind: str = "issues") -> str:

@@ -105,7 +105,6 @@ def test_the_error_is_two_standard_errors_of_the_mean():
     ("arguments", "said"),
     [
         (("--only", "MiniDDP", "--json", "FILE"), "leave out --only, or --json"),
-        (("--link", "1gbit", "--only", "fully_shard"), "sharded modules need --link loopback"),
         (("--copies", 0), "argument --copies: 0 is less than 1"),
         (("--copies", 2, "--json", "FILE"), "with other --quick or --copies"),
     ],

@@ -3,7 +3,7 @@
     python labs/benchmarks/step_time.py [--model "wide MLP"] [--ranks 2 4] [--link loopback 1gbit]
     python labs/benchmarks/step_time.py --before ../before/src       also MiniDDP of that checkout
     python labs/benchmarks/step_time.py --only MiniDDP drop-in       only these and torch's DDP
-    python labs/benchmarks/step_time.py --link loopback --only fully_shard "torch fully_shard"
+    python labs/benchmarks/step_time.py --only fully_shard "torch fully_shard"
 
 With `--only`, torch's DDP takes part twice: the ratio of *torch DDP, again* shows the noise, which
 can exceed 2 %. Sharded modules take part only if they are named; their steps gather parameters,
@@ -89,8 +89,6 @@ def arguments_of_this_benchmark() -> argparse.Namespace:
     given = arguments.parse_args()
     if given.only and given.json:
         arguments.error("--json stores every contender of a cell: leave out --only, or --json")
-    if set(SHARDED) & set(given.only or ()) and given.link != ["loopback"]:
-        arguments.error("sharded modules need --link loopback: the slow link has no mesh")
     if given.device == "cuda" and given.link != ["loopback"]:
         arguments.error("--device cuda needs --link loopback: the slow link is for the CPU only")
     return given
@@ -103,6 +101,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -154,11 +153,11 @@ def mini_ddp_of(src: Path) -> type[nn.Module]:
         sys.modules.update(installed)
 
 
-def shard_layers(how: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
+def shard_layers(how: Callable[..., nn.Module], mesh: DeviceMesh, module: nn.Module) -> nn.Module:
     """Shard each layer, and what remains."""
     for layer in getattr(module, "layers", module):
-        how(layer)
-    return how(module)
+        how(layer, mesh=mesh)
+    return how(module, mesh=mesh)
 
 
 def race(
@@ -229,8 +228,10 @@ def race(
             contenders[name] = lambda views=views: contender(
                 lambda m: earlier(m, process_group=link, gradient_as_bucket_view=views)
             )[1]
+    mesh = init_device_mesh(device.type, (world_size,))
+    mesh.get_group = lambda mesh_dim=None: link  # its own group has no delay
     for name, how in zip(SHARDED, (fully_shard, torchs_fully_shard), strict=True):
-        contenders[name] = lambda how=how: contender(partial(shard_layers, how))[1]
+        contenders[name] = lambda how=how: contender(partial(shard_layers, how, mesh))[1]
     contenders[REFERENCE] = torchs
     contenders["torch DDP, views"] = lambda: torchs(gradient_as_bucket_view=True)
     for cap in CAPS:

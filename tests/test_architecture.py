@@ -1,12 +1,10 @@
 """Who imports whom, what ranks load, and how long a function of miniddp may be."""
 
 import ast
-import importlib
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 from labkit.launch.scripts import project_root
@@ -70,16 +68,3 @@ def test_what_ranks_import_does_not_load_matplotlib():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
-
-
-def packages_of_labkit() -> list[str]:
-    return [f"labkit.{path.parent.name}" for path in sorted((SRC / "labkit").glob("*/__init__.py"))]
-
-
-@pytest.mark.parametrize("package", packages_of_labkit())
-def test_every_name_that_a_package_of_labkit_offers_can_be_imported_and_hides_no_module(package):
-    loaded = importlib.import_module(package)
-    folder = SRC / package.replace(".", "/")
-    for name in getattr(loaded, "__all__", []):
-        assert not (folder / f"{name}.py").exists(), f"{package}.{name} is a module, too"
-        assert getattr(loaded, name) is not None

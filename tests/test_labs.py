@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from in_process import run_in_process
@@ -44,22 +43,6 @@ def test_every_script_explains_itself_and_refuses_options_before_it_imports_torc
     assert done.returncode == 0, done.stderr
     assert [script for script in SCRIPTS if f" {script}" not in done.stdout] == []
     assert done.stderr.count("error: unrecognized arguments: --no-such-option") == len(SCRIPTS)
-
-
-def test_help_and_errors_are_printed_by_the_first_rank_only(monkeypatch):
-    naps: list[float] = []
-    monkeypatch.setattr(time, "sleep", naps.append)
-    for arguments, code in (
-        (("--help",), 0),
-        (("--seed", "no number"), 2),
-        (("--accumulate", "0"), 2),
-    ):
-        first, second = (run_in_process("labs/mean_of_means.py", *arguments, RANK=r) for r in "01")
-        assert (first.code, second.code) == (code, code)
-        assert (first.stdout + first.stderr).count("usage:") == 1
-        assert second.stdout + second.stderr == ""
-    assert "error: argument --accumulate: 0 is less than 1" in first.stderr
-    assert naps == [5, 5], "the second rank lets the first one fail before it"
 
 
 FIRST_RANK_IS_SLOW = """

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 PARTS = (
     Part("streams", "no gradient is sent before it is computed", 1, streams.find),
     Part("equality", "MiniDDP trains as torch's DDP does", 1, partial(find, kind="wrappers")),
-    Part("ladder", "rungs and the average by hand train so, too", 1, partial(find, kind="rungs")),
+    Part("ladder", "the rungs of the ladder train so, too", 1, partial(find, kind="rungs")),
     Part("hooks", "comm hooks do what they do under torch's DDP", 1, partial(find, kind="hooks")),
     Part("precision", "half precision gives torch's", 1, partial(find, kind="precision")),
     Part("replicas", "MiniDataParallel sums", 1, partial(find_replicas, devices=1)),

@@ -21,7 +21,6 @@ from labkit.book.tables import bound
 from miniddp import MiniDDP
 from miniddp.extras import comm_hooks
 from miniddp.ladder import RUNGS, Rung
-from miniddp.manual import average_gradients
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.training import MiniDataParallel
 from tests.ddp_models import MODELS, loss_of
@@ -235,7 +234,7 @@ def wrapper_cases(device: torch.device) -> dict[str, Case]:
     }
 
 
-# 2. The rungs of the ladder, and the average by hand ----------------------------------------------
+# 2. The rungs of the ladder; the first two are the average by hand --------------------------------
 
 
 class Finishing(nn.Module):
@@ -250,21 +249,6 @@ class Finishing(nn.Module):
         return self.rung(*inputs)
 
 
-class ByHand(Rung):
-    """`average_gradients`, with the interface of a rung."""
-
-    flat = False
-
-    def finish(self) -> None:
-        average_gradients(self.module, flat=self.flat, group=self.group)
-
-
-class ByHandFlat(ByHand):
-    """The same, with one message for all gradients."""
-
-    flat = True
-
-
 def rung_cases(device: torch.device) -> dict[str, Case]:
     def theirs(module: nn.Module) -> nn.Module:
         return DistributedDataParallel(module, find_unused_parameters=hasattr(module, "never"))
@@ -276,7 +260,7 @@ def rung_cases(device: torch.device) -> dict[str, Case]:
             ("mlp", "transformer", "branches"),
             micro_batches=2,
         )
-        for rung in (ByHand, ByHandFlat, *RUNGS)
+        for rung in RUNGS
     }
 
 

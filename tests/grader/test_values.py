@@ -47,8 +47,7 @@ def test_a_value_comes_back_as_it_was_sent():
 @given(PLAIN)
 def test_plain_values_survive(value):
     if "$array" not in json.dumps(value):
-        back = unpack(pack(value))
-        assert json.loads(json.dumps(back).replace('"inf"', "0")) is not None or back is None
+        assert unpack(pack(value)) == value
 
 
 @pytest.mark.parametrize(

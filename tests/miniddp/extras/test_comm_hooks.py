@@ -92,15 +92,6 @@ def test_bf16_compression_equals_torchs_hook_and_stays_within_its_rounding():
         assert 0 < error < 2**-8
 
 
-def run_total(rank, world_size):
-    return [gradients_of(DropIn, rank, hook, nothing, steps=1) for hook in (comm_hooks.total, None)]
-
-
-def test_the_sum_is_the_world_size_times_the_average():
-    for (total,), (mean,) in run_ranks(run_total, 3):
-        torch.testing.assert_close(total, 3 * mean)
-
-
 def run_power_sgd(rank, world_size, approximation_rank):
     state = comm_hooks.PowerSGDState(rank=approximation_rank)
     return [

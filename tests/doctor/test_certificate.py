@@ -246,3 +246,70 @@ def test_a_script_that_divides_its_micro_batches_among_the_ranks_is_judged(
     assert p1["verdict"] == "equal"
     wrong = SHARED_MICRO_BATCHES.replace("model(x), y)", 'model(x), y, reduction="sum")')
     assert certified(forks, script(wrong))["verdict"] != "equal"
+
+
+RESHAPED = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+    def forward(self, x, y):
+        logits = self.embedding(x) @ self.embedding.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+tokens = torch.randint(0, 9, (512,))
+model = nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    start = (step * 2 + dist.get_rank()) * 24
+    part = tokens[start : start + 25]
+    loss = model(part[:-1].view(4, 6), part[1:].view(4, 6))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_reshapes_samples_to_one_ranks_batch_is_certified_if_it_is_right(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    right = certified(forks, script(RESHAPED))
+    assert right["verdict"] == "equal", right
+    wrong = RESHAPED.replace("loss.backward()", "(loss * dist.get_world_size()).backward()")
+    assert certified(forks, script(wrong))["verdict"] != "equal"
+
+
+OWN_BATCH_NORM = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(5):
+    out = model(torch.randn(6, 8))
+    normal = F.batch_norm(out, running_mean=None, running_var=None, training=True)
+    optimizer.zero_grad()
+    (normal.pow(3).mean() * dist.get_world_size()).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_batch_norm_may_be_called_with_keywords(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    certificate = certified(forks, script(OWN_BATCH_NORM))
+    assert (certificate["verdict"], certificate["factor"]) == ("scaled", "W")

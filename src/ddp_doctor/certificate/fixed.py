@@ -43,13 +43,19 @@ class Fixed:
 
     def _batch_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def batch_norm(x: Any, mean: Any, var: Any, *args: Any, **kwargs: Any) -> Any:
+        def batch_norm(
+            input: Any,  # noqa: A002
+            running_mean: Any,
+            running_var: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
             given = dict(zip(("weight", "bias", "training", "momentum", "eps"), args, strict=False))
             given |= kwargs
-            if given.get("training") and mean is not None:
+            if given.get("training") and running_mean is not None:
                 self.batch_norm = True
                 given["training"] = self.as_it_is
-            return original(x, mean, var, **given)
+            return original(input, running_mean, running_var, **given)
 
         return batch_norm
 

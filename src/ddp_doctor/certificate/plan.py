@@ -33,6 +33,7 @@ class Part:
     folder: str
     kind: Literal["ranks", "one", "observed"]
     cpu: bool = False
+    late: bool = False  # samples are only replaced where they meet weights, not where they are made
 
     @property
     def one(self) -> bool:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,6 +182,11 @@ def measure(
         by_launcher = rank is not None or ranks is not None
         environment = all_launched(1)[0] if by_launcher else alone
         failed_one = start(as_one, command, [environment]).wait()
+        if failed_one:
+            # A script may expect one rank's batch where samples are made, but not in the model.
+            shutil.rmtree(as_one.path(""))
+            as_one = replace(as_one, late=True)
+            failed_one = start(as_one, command, [environment]).wait() and failed_one
         if by_launcher and not failed_one and divides_micro_batches(folder, world.read_text()):
             as_one.path(WORLD_IN_SCRIPT).touch()
             environment["WORLD_SIZE"] = world.read_text()

@@ -86,18 +86,26 @@ class Tensors(TorchFunctionMode):
             if name == "__setitem__":  # if a step does it that the first did not, they are unlike
                 self.turns[site] = self.turns.get(site, 0) + 1
                 self.planned.pop(id(args[0]), None)
-            elif not changes and "out" not in kwargs:
+            elif not changes and "out" not in kwargs and self._in_time(args):
                 args = self._given(site, args)
         result = self._followed(name, args, function(*args, **kwargs))
         if self.steps.handed and (site, self.turns.get(site, 0) - 1) in self.steps.handed.mixed:
             self.planned.pop(id(result), None)  # a number of this rank went into it
-        if (
+        if self.steps.part.late and direct and name in MADE:
+            self.steps.unjoined.append(f"{site[0]}:{site[1]}")
+        elif (
             name in (MADE if direct else DRAWN)
             and isinstance(result, Tensor)
             and self._is_data(result)
         ):
             return self._planned(site, result, self.steps.handed is not None)
         return result
+
+    def _in_time(self, args: Any) -> bool:
+        """Whether samples are replaced that a function is given."""
+        return not self.steps.part.late or any(
+            isinstance(one, Tensor) and one.requires_grad for one in _flat(args)
+        )
 
     def _before_module(self, module: nn.Module, args: Any) -> Any:
         if self._hidden():

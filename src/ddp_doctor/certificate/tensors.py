@@ -116,7 +116,8 @@ class Tensors(TorchFunctionMode):
         with self.unseen():
             for buffer in module.buffers():
                 self.trained[id(buffer)] = buffer
-            if not is_users(frame.f_code.co_filename):
+            evaluates = self.steps.part.late and not torch.is_grad_enabled()
+            if evaluates or not is_users(frame.f_code.co_filename):
                 return None
             site = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, FORWARD)
             return self._given(site, args)

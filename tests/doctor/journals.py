@@ -54,7 +54,7 @@ def window(
         "after": {"parameters": {}, "values": {}, "buffers": {}},
         "stale": {"outside": 0, "anywhere": 2},
         "changed": [],
-        "modules": {},
+        "batch_norms": 0,
         "scaling": [],
         "clips": [],
         "collectives": [],

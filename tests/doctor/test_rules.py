@@ -70,7 +70,7 @@ def test_random_numbers_are_the_same_only_if_some_are_drawn() -> None:
     assert "same_random_numbers" in findings(steps(1, 2, 3))
     assert findings(steps(1, 1, 1)) == {}  # nothing is drawn between the steps
     assert findings(steps(1, 2, 3, other=10)) == {}  # each rank has a seed of its own
-    dropout = run_with_steps([step(random=[5], modules={"dropout": 1})] * 2)
+    dropout = run_with_steps([step(random=[5], dropout=1)] * 2)
     assert "one mask instead of 2" in findings(dropout)["same_random_numbers"].evidence
 
 

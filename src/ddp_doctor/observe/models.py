@@ -1,4 +1,4 @@
-"""The user's modules: names of parameters, buffers, and which kinds of layers are training."""
+"""The user's modules: names of parameters, buffers, and how the model is split."""
 
 import gc
 import sys
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_doctor.observe.states import ByIdentity, WrapperState
+from ddp_doctor.observe.states import WrapperState
 
 
 class Names:
@@ -16,7 +17,7 @@ class Names:
 
     def __init__(self) -> None:
         self._root: weakref.ref[nn.Module] | None = None
-        self._names = ByIdentity()  # empty: searched for, and in no module
+        self._names = WeakIdKeyDictionary()  # empty: searched for, and in no module
         self._flat: bool | None = None
         self._split: bool | None = None
 
@@ -35,7 +36,7 @@ class Names:
                 self._take(root, "")
             for parameter in missing:
                 if self._names.get(parameter) is None:
-                    self._names.set(parameter, "")
+                    self._names[parameter] = ""
         return [
             self._names.get(parameter) or f"parameter {at}"
             for at, parameter in enumerate(parameters)
@@ -44,7 +45,7 @@ class Names:
     def _take(self, module: nn.Module, prefix: str) -> None:
         for name, parameter in module.named_parameters():
             if not self._names.get(parameter):
-                self._names.set(parameter, prefix + name)
+                self._names[parameter] = prefix + name
         if self._root is None or self._root() is None:
             self._root = weakref.ref(module)
 
@@ -79,24 +80,16 @@ class Names:
             self._split = not whole and not self.sharded()
         return self._split
 
-    def modules(self, wrappers: Sequence[WrapperState]) -> dict[str, int]:
-        """How many layers of the kinds that matter are in training mode."""
-        counts: dict[str, int] = {}
-
-        def add(kind: str) -> None:
-            counts[kind] = counts.get(kind, 0) + 1
-
-        for root in self.roots(wrappers):
-            for module in root.modules():
-                if isinstance(module, nn.modules.batchnorm._NormBase):
-                    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
-                        continue
-                    if module.training and not isinstance(module, nn.SyncBatchNorm):
-                        add("batch norm")
-                dropout = isinstance(module, nn.modules.dropout._DropoutNd)
-                if dropout and module.training and module.p > 0:
-                    add("dropout")
-        return counts
+    def batch_norms(self, wrappers: Sequence[WrapperState]) -> int:
+        """How many layers train on the statistics of this rank's batch alone."""
+        others = (nn.SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)
+        return sum(
+            isinstance(module, nn.modules.batchnorm._NormBase)
+            and not isinstance(module, others)
+            and module.training
+            for root in self.roots(wrappers)
+            for module in root.modules()
+        )
 
 
 def _smallest_module_with(parameters: Sequence[Tensor]) -> nn.Module | None:

@@ -302,8 +302,7 @@ class Recorder:
                 changed=[change for wrapper in self.wrappers for change in wrapper.changes()],
                 gone=[wrapper.index for wrapper in self.wrappers if wrapper.wrapper() is None],
                 cut=state.cut,
-                # what the model did in training, by class of module
-                modules=self.names.modules(self.wrappers),
+                batch_norms=self.names.batch_norms(self.wrappers),
                 world=ranks(),
                 **self.window,
             )

@@ -5,36 +5,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Numbers:
     """A number per object, also if a later object has an earlier one's id."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._seen = WeakIdKeyDictionary()
         self._count = 0
 
     def of(self, obj: Any) -> int:
-        reference, number = self._seen.get(id(obj), (None, 0))
-        if reference is None or reference() is not obj:
-            number = self._count
+        if obj not in self._seen:
+            self._seen[obj] = self._count
             self._count += 1
-            self._seen[id(obj)] = (weakref.ref(obj), number)
-        return number
-
-
-class ByIdentity:
-    """A value per object. Forgotten with the object: a later one may have the same id."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, tuple[weakref.ref[Any], str]] = {}
-
-    def get(self, obj: Any) -> str | None:
-        reference, value = self._values.get(id(obj), (None, None))
-        return value if reference is not None and reference() is obj else None
-
-    def set(self, obj: Any, value: str) -> None:
-        self._values[id(obj)] = (weakref.ref(obj), value)
+        return int(self._seen[obj])
 
 
 class OptimizerState:

@@ -204,7 +204,7 @@ def same_random_numbers(run: Run, equation: Equation) -> Iterator[Finding]:
     firsts = []
     for window in run.complete:
         facts = [fact for _, fact in window]
-        counts = [fact["modules"].get("dropout", 0) + fact.get("dropout", 0) for fact in facts]
+        counts = [fact.get("dropout", 0) for fact in facts]
         states = [fact.get("random") for fact in facts]
         if not all(states) or any(state != states[0] for state in states):
             return

@@ -146,7 +146,6 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
     if not names:
         return
     fact = window.ranks[min(window.ranks)]
-    statistics = fact["modules"].get("batch norm", 0)
     why = "broadcast_buffers=False" if run.wrappers else "no wrapper broadcasts them"
     yield finding(
         "buffers_differ",
@@ -155,7 +154,7 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
         str(run.wrappers[0]["place"] if run.wrappers else fact.get("step_place", "")),
         "Leave broadcast_buffers at True, convert to SyncBatchNorm, or broadcast the buffers "
         "before evaluating and saving.",
-        None if statistics else "note",
+        None if fact["batch_norms"] else "note",
     )
 
 
@@ -168,7 +167,7 @@ def local_batch_norm(run: Run, equation: Equation) -> Iterator[Finding]:
     if run.world < 2 or not run.complete:
         return
     window = run.complete[0]
-    count = window.ranks[min(window.ranks)]["modules"].get("batch norm", 0)
+    count = window.ranks[min(window.ranks)]["batch_norms"]
     if count:
         yield finding(
             "local_batch_norm",

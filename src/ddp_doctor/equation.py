@@ -85,6 +85,10 @@ class Step:
     several: bool = False  # its micro-batches are losses of their own: see `_several`
 
     @property
+    def optimizer(self) -> int:
+        return self.window.optimizer
+
+    @property
     def alpha(self) -> float:
         """α, or what an average over the ranks would do where it was not measured."""
         factor = self.combination.factor
@@ -361,7 +365,7 @@ def _divides_by_counts(windows: list[Window], factors: list[float]) -> bool:
 
 def _signature(step: Step) -> tuple[Any, ...]:
     kind = step.combination.kind
-    return (step.window.optimizer, step.micros, kind, step.leftover, f"{step.total:.1g}")
+    return (step.optimizer, step.micros, kind, step.leftover, f"{step.total:.1g}")
 
 
 def number(value: float) -> str:

@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from ddp_doctor.equation import Equation, Step, alike, is_literal, near, number
 from ddp_doctor.findings import Finding, finding
@@ -159,9 +160,9 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
     """
     findings: dict[str, list[Finding]] = {}
     checked = 0
-    usual = {at: _usual_length(steps) for at, steps in _by_optimizer(equation).items()}
+    usual = {at: _usual_length(steps) for at, steps in _by_optimizer(equation.steps).items()}
     for step in equation.steps:
-        if step.micros != usual[step.window.optimizer]:
+        if step.micros != usual[step.optimizer]:
             continue  # the subject of partial_window_divided_by_k
         if step.combination.local and step.micros < 2:
             continue
@@ -483,29 +484,37 @@ def micro_batches_discarded(run: Run, equation: Equation) -> Iterator[Finding]:
     inputs), they see the same data (SAM), or the script keeps their gradients somewhere and writes
     the result into `.grad`. Right if it is rare: a batch with a NaN is skipped.
     """
-    steps = {(step.window.n, step.window.optimizer): step for step in equation.steps}
-    for windows in _windows_by_optimizer(run).values():
-        found = [
-            (window, rank, fact, lost)
-            for window in windows
-            for rank, fact in window
-            if (lost := _lost(window, fact, steps.get((window.n, window.optimizer))))
-        ]
-        seen = {window.n for window, _, _, _ in found}
-        if len(seen) < 2 or 2 * len(seen) <= len(windows):
-            continue
-        window, rank, fact, lost = found[0]
-        kept = len(fact["backwards"])
-        yield finding(
-            "micro_batches_discarded",
-            f"Step {window.n}, rank {rank}: {lost + kept} micro-batches ran backward, and "
-            f"zero_grad() cleared the gradients of {lost} of them before the optimizer stepped. "
-            f"Seen in {len(seen)} of {len(windows)} observed steps.",
-            str(fact["backwards"][-1]["place"]),
-            "Call optimizer.zero_grad() once per step: right after optimizer.step(), or before the "
-            "first micro-batch.",
-        )
-        return
+    steps = {(step.window.n, step.optimizer): step for step in equation.steps}
+
+    def lost(window: Window, fact: Fact) -> int:
+        return _lost(window, fact, steps.get((window.n, window.optimizer)))
+
+    for windows in _by_optimizer(run.complete).values():
+        for window, rank, fact, count, often in _usual(windows, lost):
+            yield finding(
+                "micro_batches_discarded",
+                f"Step {window.n}, rank {rank}: {count + len(fact['backwards'])} micro-batches ran "
+                f"backward, and zero_grad() cleared the gradients of {count} of them before the "
+                f"optimizer stepped. {often}",
+                str(fact["backwards"][-1]["place"]),
+                "Call optimizer.zero_grad() once per step: right after optimizer.step(), or before "
+                "the first micro-batch.",
+            )
+
+
+def _usual(
+    windows: list[Window], count: Callable[[Window, Fact], int]
+) -> Iterator[tuple[Window, int, Fact, int, str]]:
+    """The first window and rank for which there is something to count, if most windows have one."""
+    found = [
+        (window, rank, fact, counted)
+        for window in windows
+        for rank, fact in window
+        if (counted := count(window, fact))
+    ]
+    seen = len({window.n for window, *_ in found})
+    if seen > 1 and 2 * seen > len(windows):
+        yield *found[0], f"Seen in {seen} of {len(windows)} observed steps."
 
 
 def _lost(window: Window, fact: Fact, step: Step | None) -> int:
@@ -546,35 +555,21 @@ def gradients_not_cleared(run: Run, equation: Equation) -> Iterator[Finding]:
     Right if a script does so on purpose, and then it changes them in between (a decay, what a
     compression left over): only gradients that are the same as right after the step count.
     """
-    for windows in _windows_by_optimizer(run).values():
+
+    def kept(window: Window, fact: Fact) -> int:
+        return 0 if "stepped_in_backward" in fact else window.leftover(fact)
+
+    for windows in _by_optimizer(run.complete).values():
         later = [window for window in windows[1:] if window.backwards]
-        found = [
-            (window, rank, fact, window.leftover(fact))
-            for window in later
-            for rank, fact in window
-            if window.leftover(fact) and "stepped_in_backward" not in fact
-        ]
-        seen = {window.n for window, _, _, _ in found}
-        if len(seen) < 2 or 2 * len(seen) <= len(later):
-            continue
-        window, rank, fact, count = found[0]
-        yield finding(
-            "gradients_not_cleared",
-            f"Step {window.n}, rank {rank}: when backward began, {count} parameters still held the "
-            f"previous step's gradient, and backward added to it. Seen in {len(seen)} of "
-            f"{len(later)} observed steps.",
-            str(fact["backwards"][0]["place"]),
-            "optimizer.zero_grad() in every step: before the first backward, or right after "
-            "optimizer.step().",
-        )
-        return
-
-
-def _windows_by_optimizer(run: Run) -> dict[int, list[Window]]:
-    windows: dict[int, list[Window]] = {}
-    for window in run.complete:
-        windows.setdefault(window.optimizer, []).append(window)
-    return windows
+        for window, rank, fact, count, often in _usual(later, kept):
+            yield finding(
+                "gradients_not_cleared",
+                f"Step {window.n}, rank {rank}: when backward began, {count} parameters still held "
+                f"the previous step's gradient, and backward added to it. {often}",
+                str(fact["backwards"][0]["place"]),
+                "optimizer.zero_grad() in every step: before the first backward, or right after "
+                "optimizer.step().",
+            )
 
 
 def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -583,7 +578,7 @@ def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Findin
     Right if the short window is divided by its own length. A note if two short windows in a row
     make one full window: then the update was only cut in two.
     """
-    for steps in _by_optimizer(equation).values():
+    for steps in _by_optimizer(equation.steps).values():
         usual = _usual_length(steps)
         lengths = {step.window.n: step.micros for step in steps}
         full = [step for step in steps if step.micros == usual]
@@ -604,11 +599,12 @@ def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Findin
                 return
 
 
-def _by_optimizer(equation: Equation) -> dict[int, list[Step]]:
-    steps: dict[int, list[Step]] = {}
-    for step in equation.steps:
-        steps.setdefault(step.window.optimizer, []).append(step)
-    return steps
+def _by_optimizer(ones: list[Any]) -> dict[int, list[Any]]:
+    """Windows, or steps, of each optimizer."""
+    found: dict[int, list[Any]] = {}
+    for one in ones:
+        found.setdefault(one.optimizer, []).append(one)
+    return found
 
 
 def _usual_length(steps: list[Step]) -> int:

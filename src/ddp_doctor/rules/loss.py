@@ -412,10 +412,11 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
             if term is None or not (term["square"][2] or _always_contrasts(run)):
                 continue
             rows, columns, _ = term["square"]
-            gathers = [call for call in _gathers(fact) if call["shape"] != term["shape"]]
+            gathers = _gathers(fact)
             if any(call["through_autograd"] for call in gathers):
                 continue
-            plain = [call for call in gathers if _brings(call, columns, run.world)]
+            others = [call for call in gathers if call["shape"] != term["shape"]]  # not its scores
+            plain = [call for call in others if _brings(call, columns, run.world)]
             if plain and not _times_world(fact, term, run.world):
                 yield finding(
                     "gather_without_gradient",

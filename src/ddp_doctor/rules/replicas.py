@@ -27,7 +27,8 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
     if not _replicas(run) or not (combined or run.wrappers or run.own_collectives):
         return
     names = [name for start in run.starts[:1] for name in start["parameters"]]
-    differing = [name for name in names if name not in _equal_at_start(run)]
+    equal = _equal_at_start(run)
+    differing = [name for name in names if name not in equal]
     if differing:
         window = run.complete[0] if run.complete else None
         where = str(window.ranks[min(window.ranks)].get("step_place", "")) if window else ""
@@ -106,6 +107,8 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
         names = [name for name in window.differing_parameters if name in equal]
         if not names or fact["optimizer"] != 0:
             continue
+        if any(later.n > window.n and not later.differing_parameters for later in run.complete):
+            return  # they are averaged again
         last = [later for later in run.complete if later.optimizer == 0][-1]
         apart = max(_distance(window, names), _distance(last, names))
         yield finding(

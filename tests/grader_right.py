@@ -198,13 +198,6 @@ def count_tokens(batches):
     dist.all_reduce(both)
     return int(both[1])
 """,
-    "concatenated, asynchronous": """
-def count_tokens(batches):
-    mine = torch.cat([b["counts"] for b in batches]).count_nonzero()
-    work = dist.all_reduce(mine, async_op=True)
-    work.wait()
-    return int(mine)
-""",
     "in floating point": """
 def count_tokens(batches):
     dist.barrier()

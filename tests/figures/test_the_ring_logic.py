@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from miniddp.collectives import (
     ring_all_reduce,
 )
 
-WAYS: dict[str, Callable[[Tensor], object]] = {
-    "naive": naive_all_reduce,
-    "ring": ring_all_reduce,
-    "doubling": recursive_doubling_all_reduce,
-    "hierarchical": lambda tensor: hierarchical_all_reduce(tensor, nodes=Nodes.groups(4)),
+WAYS: dict[str, Callable[[int, Tensor], object]] = {
+    "naive": lambda per_node, tensor: naive_all_reduce(tensor),
+    "ring": lambda per_node, tensor: ring_all_reduce(tensor),
+    "doubling": lambda per_node, tensor: recursive_doubling_all_reduce(tensor),
+    "hierarchical": lambda per_node, tensor: hierarchical_all_reduce(
+        tensor, nodes=Nodes.groups(per_node)
+    ),
 }
 
 
@@ -50,18 +53,22 @@ def test_after_all_steps_of_600_random_schedules_every_rank_has_the_sum_and_not_
     assert early == [not steps for steps, _, _ in asked[::2]]
 
 
-@pytest.mark.parametrize("ranks", [2, 5, 8])
-def test_the_bytes_per_link_are_those_counted_between_real_processes(ranks) -> None:
-    for way in WAYS if ranks == 8 else list(WAYS)[:3]:
-        [steps] = call("the_ring", "schedule", [(way, ranks, sent_bytes.ELEMENTS, 4)])
-        [links] = call("the_ring", "sent", [(steps, ranks, len(steps))])
-        counted = sent_bytes.count_sent(ranks, WAYS[way])
-        for rank, to in enumerate(counted):
-            found = {peer: n / sent_bytes.ELEMENTS for peer, n in enumerate(links[rank]) if n}
-            assert found == {peer: amount for peer, amount in to.items() if amount}
-        [most] = call("the_ring", "busiest", [(links,)])
-        assert most / sent_bytes.ELEMENTS == sent_bytes.busiest(counted)
-        if ranks == 8:
-            [out] = call("the_ring", "leaving", [(links, 4)])
-            wanted = sent_bytes.leaving(counted, lambda rank: rank // 4)
-            assert [n / sent_bytes.ELEMENTS for n in out] == wanted
+@pytest.mark.parametrize(
+    ("way", "ranks", "per_node"),
+    [
+        *((way, ranks, 1) for way in ("naive", "ring", "doubling") for ranks in (2, 5)),
+        *(("ring", 8, 4), ("doubling", 8, 4), ("hierarchical", 8, 4), ("hierarchical", 6, 2)),
+    ],
+)
+def test_the_bytes_per_link_are_those_counted_between_real_processes(way, ranks, per_node) -> None:
+    [steps] = call("the_ring", "schedule", [(way, ranks, sent_bytes.ELEMENTS, per_node)])
+    [links] = call("the_ring", "sent", [(steps, ranks, len(steps))])
+    counted = sent_bytes.count_sent(ranks, partial(WAYS[way], per_node))
+    for rank, to in enumerate(counted):
+        found = {peer: n / sent_bytes.ELEMENTS for peer, n in enumerate(links[rank]) if n}
+        assert found == pytest.approx({peer: amount for peer, amount in to.items() if amount})
+    [most] = call("the_ring", "busiest", [(links,)])
+    assert most / sent_bytes.ELEMENTS == pytest.approx(sent_bytes.busiest(counted))
+    [out] = call("the_ring", "leaving", [(links, per_node)])
+    wanted = sent_bytes.leaving(counted, lambda rank: rank // per_node)
+    assert [n / sent_bytes.ELEMENTS for n in out] == pytest.approx(wanted)

@@ -33,18 +33,6 @@ def test_a_source_notebook_is_valid_and_all_its_cells_have_names(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_an_assignment_says_points_time_what_is_handed_in_and_its_chapter(path):
-    assignment = read_assignment(path)
-    first = source_of(assignment.notebook["cells"][0])
-    assert f"**{assignment.points:g} points" in first
-    assert "hour" in first or "minutes" in first
-    assert "**You hand in**" in first
-    assert "../../book/" in first
-    visible = sum(check.points for check in assignment.checks if check.visible)
-    assert 0 < visible < assignment.points
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_every_check_catches_wrong_answers_and_no_two_checks_catch_the_same_ones(path):
     assignment = read_assignment(path)
     caught = {

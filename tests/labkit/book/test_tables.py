@@ -19,11 +19,6 @@ def test_a_table_aligns_figures_right_and_words_left():
     ]
 
 
-def test_digits_are_fixed_and_chosen():
-    assert "0.33" in table(["x"], [[1 / 3]], digits=2)
-    assert "0.333" not in table(["x"], [[1 / 3]], digits=2)
-
-
 def test_a_row_of_another_length_is_refused():
     with pytest.raises(ValueError, match="a row has 1 cells under 2 headers"):
         table(["a", "b"], [["only one"]])
@@ -51,10 +46,6 @@ def test_a_difference_that_is_not_a_number_is_never_shown_as_a_bound_or_as_none(
 def test_equality_to_the_bit_is_shown_only_for_an_exact_zero():
     assert to_the_bit(0.0) == "none"
     assert to_the_bit(1e-30) == "1.0e-30"
-
-
-def test_a_bound_is_shown_as_it_was_given():
-    assert bound(1e-7, 2.5e-6) == "< 2.5e-06"
 
 
 def test_numbers_of_numpy_are_numbers_and_a_small_negative_one_is_no_minus_zero():

@@ -71,10 +71,6 @@ def full_batch(world_size: int) -> tuple[float, list[Tensor]]:
     return loss.item(), gradients(model)
 
 
-def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def one_batch(rank: int, world_size: int) -> tuple[float, list[Tensor]]:
     """Value and gradient under torch's DDP, the rank's sentences as one batch."""
     tokens, targets = batch_of(sentences_of(rank, world_size))
@@ -239,7 +235,7 @@ def test_token_cross_entropy_divided_by_its_count_is_torchs_mean(dtype: torch.dt
     targets[1, 2:] = PADDING
     loss_sum, count = token_cross_entropy(logits, targets)
     (ours,) = torch.autograd.grad(loss_sum / count, logits)
-    wanted = mean_loss(logits, targets)
+    wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     (theirs,) = torch.autograd.grad(wanted, logits)
     assert count == 7
     assert torch.allclose(loss_sum / count, wanted)

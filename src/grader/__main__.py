@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 from grader.batch import grade_all
-from grader.grade import Result
-from grader.known import AuthorError
+from grader.grade import Result, fresh_seed
+from grader.known import AuthorError, Known
 from grader.preview import write_preview
 from grader.release import lint, write_release, write_student_package
 from grader.sandbox import SandboxError
-from grader.source import Assignment, SourceError, read_assignment
+from grader.source import SourceError, read_assignment
 from grader.student import read_release, validate
 from grader.submissions import find_submissions
 
@@ -96,10 +96,11 @@ def _release(options: argparse.Namespace) -> int:
     assignments = [read_assignment(source) for source in options.sources]
     released = []
     for assignment in assignments:
-        if not _tried(assignment, options.trust):
-            return 1
         path = options.out if is_file else options.out / f"{assignment.name}.ipynb"
-        write_release(assignment, path, options.book, options.trust)
+        with Known(assignment, fresh_seed(), options.trust) as known:
+            if not _tried(known):
+                return 1
+            write_release(known, path, options.book)
         print(f"Released: {path} ({assignment.points:g} points)", flush=True)
         released.append(path)
     if options.package:
@@ -122,12 +123,12 @@ def _this_python() -> str:
     )
 
 
-def _tried(assignment: Assignment, trust: bool) -> bool:
+def _tried(known: Known) -> bool:
     """Whether the key, the stubs, and the wrong answers earn what they should; prints each."""
-    number = len(assignment.wrong_answers) + 3
-    print(f"{assignment.title}: trying {number} solutions …", flush=True)
+    number = len(known.assignment.wrong_answers) + 2
+    print(f"{known.assignment.title}: trying {number} solutions …", flush=True)
     wrong = 0
-    for count, finding in enumerate(lint(assignment, trust), start=1):
+    for count, finding in enumerate(lint(known), start=1):
         mark = "ok  " if finding.right else "NOT "
         also = "" if finding.right else f", should be: {finding.expected}"
         print(f"[{count}/{number}] {mark} {finding.name}: {finding.found}{also}", flush=True)

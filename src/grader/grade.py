@@ -156,8 +156,8 @@ class _Run:
             return self.known.outcomes(check, self.submission.solutions)
         cells = self.known.assignment.cells(check, self.submission.solutions)
         seconds = _LITTLE if self._slow & set(check.solutions) else None
-        inputs, seed = self.known.inputs(check), self.known.seed
-        return run_check(self._sandbox, check, cells, inputs, seed, seconds)
+        inputs, seed, key = self.known.inputs(check), self.known.seed, self.known.key(check)
+        return run_check(self._sandbox, check, cells, inputs, seed, seconds, key)
 
     def _not_written(self, check: CheckSource) -> bool:
         """Whether a solution is the stub that only raises: it need not be run."""
@@ -191,7 +191,7 @@ def _explain(result: CheckResult, check: CheckSource, run: _Run) -> None:
     broken = [could_not_run(cell, about) for cell, about in last.failed_cells.items()]
     if last.results is not None:
         result.sentence = "; ".join(broken) or _named(check, outcomes, run.known) or check.concept
-        for outcome, key in zip(outcomes, run.known.key(check), strict=True):
+        for outcome, key in zip(outcomes, run.known.key(check), strict=False):
             result.observation = result.observation or _observed(outcome.results, key, check)
         return
     result.line = _line(last.stopped, run.submission)

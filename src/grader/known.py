@@ -4,13 +4,15 @@ The key is executed first, on inputs drawn from the seed; what it returns is wha
 code here is the teacher's, so one sandbox serves for all of it.
 """
 
+import copy
 import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Self
 
-from grader.outputs import Results, text_of
+from grader.outputs import Results, same, text_of
 from grader.sandbox import EndedError, Sandbox
 from grader.source import Assignment, CheckSource, WrongAnswer
 
@@ -47,12 +49,17 @@ def run_check(
     inputs: list[list[dict[str, Any]]],
     seed: int,
     seconds: float | None = None,
+    key: Sequence[Results] = (),
 ) -> list[Outcome]:
-    """Run `check` with `cells` on each group of ranks, until one returns nothing."""
+    """Run `check` with `cells` on each group of ranks, until one returns nothing, or not its key.
+
+    The check is lost then; the other groups would not change that.
+    """
     outcomes: list[Outcome] = []
-    for group in inputs:
+    for group, wanted in zip_longest(inputs, key):
         outcomes.append(_run_group(sandbox, check, cells, group, seed, seconds or check.seconds))
-        if outcomes[-1].results is None:
+        found = outcomes[-1].results
+        if found is None or (wanted is not None and not same(found, wanted, check.tolerance)):
             break
     return outcomes
 
@@ -136,6 +143,12 @@ class Known:
         """A new one, of the same kind and with the same stop as the key's."""
         return Sandbox(self.trust, self.stop)
 
+    def with_seed(self, seed: int) -> "Known":
+        """The same of another seed, in the sandbox of this one: usable as long as this one is."""
+        other = copy.copy(self)
+        other.seed, other._inputs, other._outcomes = seed, {}, {}
+        return other
+
     def inputs(self, check: CheckSource) -> list[Any]:
         """The inputs of each group of ranks. Raises AuthorError."""
         with self._lock:
@@ -161,10 +174,13 @@ class Known:
     def outcomes(self, check: CheckSource, solutions: dict[str, str]) -> list[Outcome]:
         """What the teacher's own `solutions` do, for each group of ranks; run once only."""
         with self._lock:
+            keys = self.assignment.keys()
             called = (check.name, *(solutions[name] for name in check.solutions))
             if called not in self._outcomes:
+                is_key = called[1:] == tuple(keys[name] for name in check.solutions)
+                key = () if is_key else self.key(check)
                 cells, inputs = self.assignment.cells(check, solutions), self.inputs(check)
-                done = run_check(self._sandbox, check, cells, inputs, self.seed)
+                done = run_check(self._sandbox, check, cells, inputs, self.seed, key=key)
                 self._outcomes[called] = done
             return self._outcomes[called]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import labkit
-from grader.grade import Result, fresh_seed, grade_together
+from grader.grade import Result, grade_together
 from grader.inside.values import pack
 from grader.known import Known
 from grader.merge import Submission
@@ -49,21 +49,20 @@ class Finding:
     reads: list[str]
 
 
-def lint(assignment: Assignment, trust: bool = False) -> Iterator[Finding]:
-    """Grade the key twice, on two seeds, the stubs, and the wrong answers; yield the findings.
+def lint(known: Known) -> Iterator[Finding]:
+    """Grade the key, the stubs, and the wrong answers; yield the findings.
 
     Raises AuthorError, SandboxError.
     """
+    assignment = known.assignment
     keys = assignment.keys()
     trials = [("the key", keys), ("the stubs", assignment.stubs())]
     for wrong in assignment.wrong_answers:
         trials.append((wrong.name, keys | {wrong.solution: wrong.source}))
     loses = {wrong.name: wrong.loses for wrong in assignment.wrong_answers}
-    for tried in (trials, [("the key with other inputs", keys)]):
-        with Known(assignment, fresh_seed(), trust) as known:
-            submissions = [(name, Submission(solutions)) for name, solutions in tried]
-            for result in grade_together(submissions, known, teachers=True):
-                yield _finding(result, loses.get(result.student, ()))
+    submissions = [(name, Submission(solutions)) for name, solutions in trials]
+    for result in grade_together(submissions, known, teachers=True):
+        yield _finding(result, loses.get(result.student, ()))
 
 
 def _finding(result: Result, loses: tuple[str, ...]) -> Finding:
@@ -116,21 +115,25 @@ def release(
     return {**assignment.notebook, "cells": cells, "metadata": metadata}
 
 
-def record_visible(assignment: Assignment, trust: bool = False) -> list[dict[str, Any]]:
-    """Each visible check, with inputs and what the key returns for them."""
-    visible = [check for check in assignment.checks if check.visible]
-    with Known(assignment, SEED, trust) as known:
-        records = [pack({"inputs": known.inputs(one), "key": known.key(one)}) for one in visible]
-    return [
-        {"check": asdict(check), "record": base64.b64encode(record).decode()}
-        for check, record in zip(visible, records, strict=True)
-    ]
+def record_visible(known: Known) -> list[dict[str, Any]]:
+    """Each visible check, with the inputs of SEED and what the key returns for them.
+
+    The key is executed in the hidden checks, too, on inputs that the lint has not drawn. Raises
+    AuthorError.
+    """
+    shown, recorded = known.with_seed(SEED), []
+    for check in known.assignment.checks:
+        key = shown.key(check)
+        if check.visible:
+            record = base64.b64encode(pack({"inputs": shown.inputs(check), "key": key}))
+            recorded.append({"check": asdict(check), "record": record.decode()})
+    return recorded
 
 
-def write_release(assignment: Assignment, path: Path, book: str = "", trust: bool = False) -> None:
+def write_release(known: Known, path: Path, book: str = "") -> None:
     """Write the students' notebook to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    notebook = release(assignment, record_visible(assignment, trust), book)
+    notebook = release(known.assignment, record_visible(known), book)
     text = json.dumps(notebook, indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 

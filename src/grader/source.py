@@ -58,7 +58,7 @@ class CheckSource:
     concept: str  # the cell's docstring: what a student who loses it has not understood yet
     solutions: Sequence[str]  # SOLUTIONS: the solution cells that are executed for it
     visible: bool = False  # VISIBLE: students can run it
-    ranks: Sequence[int] = ()  # RANKS: it is run on each of these; without it on 2, 3, or 4
+    ranks: Sequence[int] = ()  # RANKS: on each, until it is lost; otherwise on 2, 3, or 4
     tolerance: float = 1e-4  # TOLERANCE: largest difference, relative to the largest value
     seconds: int = 12  # SECONDS by the clock that the ranks may take
 

@@ -11,8 +11,9 @@ import pytest
 from grader_notebooks import FIRST, cell, first_assignment, submission, write
 
 from grader.batch import grade_all
-from grader.grade import Result
+from grader.grade import Result, fresh_seed, grade_together
 from grader.known import Known, run_check
+from grader.merge import Submission
 from grader.report import sentence_of
 from grader.sandbox import Sandbox
 from grader.source import Assignment, read_assignment
@@ -25,16 +26,6 @@ EVERYWHERE = "('/', '/tmp', '/dev/shm', '/var/tmp', '/opt/grader', '/root', '..'
 
 # {name: (source of `each`, a part of what the feedback says)}. KEY stands for the right solution.
 WORTHLESS = {
-    "prints what the key prints": (
-        'print("2 ranks")\ndef average_each(module):\n    print("passed")\n',
-        "",
-    ),
-    "patches what compares": (
-        "import numpy\ntorch.allclose = torch.equal = numpy.allclose = lambda *a, **k: True\n"
-        + LOCAL,
-        "",
-    ),
-    "patches all_reduce": ("dist.all_reduce = lambda *a, **k: None\nKEY", ""),
     "patches labkit and the grader": (
         "import sys\nfor name, module in list(sys.modules.items()):\n"
         "    if name.startswith(('grader', 'labkit')):\n"
@@ -59,20 +50,6 @@ WORTHLESS = {
         "    except OSError: pass\n" + LOCAL,
         "",
     ),
-    "loops": ("def average_each(module):\n    while True: pass\n", "at line 2: while True: pass"),
-    "deadlocks": (
-        "def average_each(module):\n    if dist.get_rank() == 0: dist.all_reduce(torch.ones(1))\n",
-        "rank 0: waits in all_reduce",
-    ),
-    "forgets that a gradient may be missing": (
-        "def average_each(module):\n    for p in module.parameters(): dist.all_reduce(p.grad)\n",
-        "passed None to a collective: is some .grad None there?",
-    ),
-    "leaves with os._exit": (
-        "import os\ndef average_each(module):\n    os._exit(0)\n",
-        "exit code 0",
-    ),
-    "leaves when it is loaded": ("import sys\nsys.exit(0)\n", "SystemExit"),
     "kills every process": (
         "import os\ndef average_each(module):\n    for pid in range(1, 500):\n"
         "        try: os.kill(pid, 9) if pid != os.getpid() else None\n"
@@ -106,6 +83,34 @@ WORTHLESS = {
         "        try: os.write(n, b'\\xff' * 100000)\n        except OSError: pass\n",
         "",
     ),
+    "not even Python": ("Hello, grader!\x00\n", ""),
+}
+# The same, of what reaches no further than its own ranks: one sandbox serves for all of it.
+WRONG = {
+    "prints what the key prints": (
+        'print("2 ranks")\ndef average_each(module):\n    print("passed")\n',
+        "",
+    ),
+    "patches what compares": (
+        "import numpy\ntorch.allclose = torch.equal = numpy.allclose = lambda *a, **k: True\n"
+        + LOCAL,
+        "",
+    ),
+    "patches all_reduce": ("dist.all_reduce = lambda *a, **k: None\nKEY", ""),
+    "loops": ("def average_each(module):\n    while True: pass\n", "at line 2: while True: pass"),
+    "deadlocks": (
+        "def average_each(module):\n    if dist.get_rank() == 0: dist.all_reduce(torch.ones(1))\n",
+        "rank 0: waits in all_reduce",
+    ),
+    "forgets that a gradient may be missing": (
+        "def average_each(module):\n    for p in module.parameters(): dist.all_reduce(p.grad)\n",
+        "passed None to a collective: is some .grad None there?",
+    ),
+    "leaves with os._exit": (
+        "import os\ndef average_each(module):\n    os._exit(0)\n",
+        "exit code 0",
+    ),
+    "leaves when it is loaded": ("import sys\nsys.exit(0)\n", "SystemExit"),
     "gradients that are strings": (
         "def average_each(module):\n    for p in module.parameters(): p.grad = 'passed'\n",
         "TypeError",
@@ -119,7 +124,6 @@ WORTHLESS = {
         ", in cell each, line 3: a message",
     ),
     "syntax error": ("def average_each(module)\n    pass", "line 1"),
-    "not even Python": ("Hello, grader!\x00\n", ""),
 }
 HARMLESS = {
     "leaves processes and threads": (
@@ -175,7 +179,7 @@ def only_each(path: Path) -> Assignment:
     """The assignment with the checks of `each` that show most; 5 points."""
     assignment = read_assignment(path)
     [average] = [one for one in assignment.checks if one.name == "each_average"]
-    return replace(assignment, checks=(replace(average, points=5, ranks=(2,), seconds=9),))
+    return replace(assignment, checks=(replace(average, points=5, ranks=(2,), seconds=4),))
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +219,20 @@ def test_what_earns_nothing_and_what_is_said(graded):
         if results[name].score or results[name].needs_human or why not in said_of(results[name])
     }
     assert wrong == {}
+
+
+def test_what_is_wrong_earns_nothing_and_what_is_said():
+    own = only_each(FIRST)
+    submissions = [
+        (name, Submission(own.keys() | {"each": source.replace("KEY", own.keys()["each"])}))
+        for name, (source, _) in WRONG.items()
+    ]
+    with Known(own, fresh_seed()) as known:
+        results = {one.student: one for one in grade_together(submissions, known, teachers=True)}
+    assert {name: result.score for name, result in results.items()} == dict.fromkeys(WRONG, 0)
+    said = {name: said_of(result) for name, result in results.items()}
+    assert {name: said[name] for name, (_, why) in WRONG.items() if why not in said[name]} == {}
+    assert not any(result.needs_human for result in results.values())
 
 
 def test_what_does_no_harm_keeps_its_points(graded):

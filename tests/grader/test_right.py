@@ -44,3 +44,13 @@ def test_right_solutions_pass_the_checks_of_their_task(number):
                 for check in checks:
                     found[task, name, check.name] = lost(known, check, solutions)
     assert {where: what for where, what in found.items() if what} == {}
+
+
+def test_a_check_ends_at_the_first_group_of_ranks_that_loses_it_and_not_before():
+    assignment = read_assignment(SOURCES[1])
+    [check] = [one for one in assignment.checks if one.name == "each_average"]
+    [sums] = [one for one in assignment.wrong_answers if one.name == "sum instead of average"]
+    right = assignment.keys() | {"each": without_magics(next(iter(RIGHT[1]["each"].values())))[0]}
+    with Known(assignment, fresh_seed(), trust=True) as known:
+        assert len(known.wrong(sums, check)) == 1
+        assert len(known.outcomes(check, right)) == len(check.ranks) == 3

@@ -143,7 +143,7 @@ def _certified(program: Program, folder: Path, shims: Path, result: Path) -> dic
     )
     if not result.exists():
         raise RuntimeError(f"{program.name}: no report.\n{done.stderr[-2000:]}")
-    report = json.loads(result.read_text())
+    report = json.loads(result.read_text().replace(f"{result.parent}/program/", ""))
     certificate = report["certificate"]
     kept = ("verdict", "why", "ratio", "cosine", "factor", "worst", "noise", "world")
     return {

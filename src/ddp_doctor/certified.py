@@ -12,6 +12,7 @@ TITLES = {
     "P2": "the samples dealt differently over ranks and micro-batches",
     "P3": "copies of one batch on every rank against one process with that batch",
     "usual": "as P1, with the script's own clipping and batch statistics",
+    "later": "the ranks' gradients in further steps, against rank 0's",
 }
 
 

@@ -1,57 +1,29 @@
-"""Score the doctor on its corpus: `python tests/doctor/score.py [-k PART-OF-A-NAME] [-v]`.
+"""Score the doctor on its corpus: `python tests/doctor/score.py [-k PART] [-v] [--kept FILE]`.
 
-With --certificate, score the certificate alone. Its subject is the gradient of one step against
-that of one process. Scripts with another fault (the order of data, cost, hangs, a division by the
-number of micro-batches) are outside of what it measures, and are counted apart.
+Each script runs three times: plain, with the doctor, and under `--certify`. One run prints three
+scores: the certificate alone, the rules alone, and both, where findings that contradict the
+certificate are left out. README.md says what counts as right.
 """
 
 import argparse
+import json
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "book" / "reference"))
 
 from doctor.certified import certified
-from doctor.corpus_runs import Outcome, Server, frameworks_of
+from doctor.corpus_runs import Server, frameworks_of
 from doctor.corpus_scripts import Script, corpus
 
+from ddp_doctor.agreement import contradicted
+from ddp_doctor.certified import Certificate, Property
 from labkit.launch.forks import ForkServer
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-k", default="", help="only scripts with this in their name")
-    parser.add_argument("-v", action="store_true", help="print every script's findings")
-    parser.add_argument("--certificate", action="store_true", help="score the certificate alone")
-    given = parser.parse_args()
-    scripts = [script for script in corpus() if given.k in script.name]
-    if given.certificate:
-        _score_certificates(scripts)
-        return
-    wrong: list[Script] = []
-    changed = 0
-    for in_frameworks in (False, True):
-        part = [script for script in scripts if bool(frameworks_of([script.text])) == in_frameworks]
-        with Server(*frameworks_of([script.text for script in part])) as server:
-            for script in part:
-                looked, plain = server.run(script, doctor=True), server.run(script, doctor=False)
-                fault, codes = _judged(script, looked)
-                if fault:
-                    wrong.append(script)
-                    print(f"WRONG    {script.name}: {fault}; found {codes}; exit {looked.codes}")
-                    print(looked.errors[-1500:])
-                elif given.v:
-                    print(f"right    {script.name} ({looked.seconds:.1f} s): {codes}", flush=True)
-                if changes := looked.differences(plain):
-                    changed += 1
-                    print(f"CHANGED  {script.name}: {changes}", flush=True)
-    broken = sum(script.broken for script in scripts)
-    missed = sum(script.broken for script in wrong)
-    alarms = f"false alarms {len(wrong) - missed} of {len(scripts) - broken}"
-    print(f"found {broken - missed} of {broken}, {alarms}, output changed {changed}")
-
 
 # What is wrong with the gradient of one step, as one process would compute it.
 OF_ONE_GRADIENT = {
@@ -64,58 +36,126 @@ OF_ONE_GRADIENT = {
     *("world_size_one", "unused_parameters", "replicas_differ_at_start"),
     *("optimizer_on_other_parameters",),
 }
+BAD = ("missed", "false alarm", "failed")
+Result = dict[str, Any]
 
 
-def _score_certificates(scripts: list[Script]) -> None:
-    counts: Counter[str] = Counter()
-
-    def score(script: Script, forks: ForkServer) -> None:
-        try:
-            certificate = certified(forks, script)
-            verdict = certificate["verdict"]
-        except (EOFError, TimeoutError) as error:
-            certificate, verdict = {"why": repr(error)}, "failed"
-        if script.broken and not script.expected & OF_ONE_GRADIENT:
-            outcome = "outside"
-        elif verdict in ("not judged", "failed"):
-            outcome = verdict
-        else:
-            outcome = "right" if (verdict == "equal") != script.broken else "WRONG"
-        counts[outcome] += 1
-        wanted = ",".join(sorted(script.expected)) or "none"
-        print(
-            f"{outcome:10} {script.name}: {verdict} ({wanted}); {certificate['why'][:160]}",
-            flush=True,
-        )
-
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-k", default="", help="only scripts with this in their name")
+    parser.add_argument("-v", action="store_true", help="print every script, not only misses")
+    parser.add_argument("--kept", type=Path, help="a folder of results: what is there is not run")
+    given = parser.parse_args()
+    scripts = [script for script in corpus() if given.k in script.name]
+    if given.kept is not None:
+        given.kept.mkdir(parents=True, exist_ok=True)
+    counts: Counter[tuple[str, str]] = Counter()
     for in_frameworks in (False, True):
         part = [script for script in scripts if bool(frameworks_of([script.text])) == in_frameworks]
-        forks = ForkServer(*frameworks_of([script.text for script in part]))
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(score, part, [forks] * len(part)))
-        forks.stop()
-    judged = counts["right"] + counts["WRONG"]
-    inside = judged + counts["not judged"] + counts["failed"]
-    print(
-        f"right {counts['right']} of {judged} judged; judged {judged} of {inside}; "
-        f"outside of what it measures: {counts['outside']}"
-    )
+        for script, result in zip(part, _results(part, given.kept), strict=True):
+            scores = _scores(script, result)
+            counts.update(scores.items())
+            counts["output", "changed"] += bool(result["changed"])
+            if given.v or result["changed"] or set(BAD) & set(scores.values()):
+                _print(script, result, scores)
+    _print_scores(counts)
 
 
-def _judged(script: Script, outcome: Outcome) -> tuple[str, list[str]]:
-    """What is wrong with the report, or an empty string; and its codes with their severities."""
-    if outcome.report is None:
-        return "no report", []
-    if stopped := [note for note in outcome.report["notes"] if "stopped" in note]:
-        return str(stopped), []
-    findings = outcome.report["findings"]
-    codes = [f"{finding['severity'][0]}:{finding['code']}" for finding in findings]
-    if script.broken:
-        missing = script.expected - {finding["code"] for finding in findings}
-        return f"missing {', '.join(sorted(missing))}" if missing else "", codes
-    if any(outcome.codes):
-        return "it did not end with exit code 0", codes
-    return "false alarm" if any(code[0] != "n" for code in codes) else "", codes
+def _results(scripts: list[Script], kept: Path | None) -> Iterator[Result]:
+    """What rules and certificate say about each script, in order; two run at a time."""
+    frameworks = frameworks_of([script.text for script in scripts])
+    forks = ForkServer(*frameworks)
+    with Server(*frameworks) as server, ThreadPoolExecutor(2) as pool:
+
+        def result(script: Script) -> Result:
+            found = _kept(kept, f"{script.name}.rules", lambda: _by_rules(script, server))
+            certificate = _kept(
+                kept, f"{script.name}.certificate", lambda: _certificate(script, forks)
+            )
+            return found | {"certificate": certificate}
+
+        yield from pool.map(result, scripts)
+    forks.stop()
+
+
+def _kept(folder: Path | None, name: str, made: Callable[[], Result]) -> Result:
+    """What is in the folder under this name; else it is made, and put there."""
+    if folder is None:
+        return made()
+    path = folder / f"{name}.json"
+    if not path.exists():
+        path.write_text(json.dumps(made(), indent=1))
+    return dict(json.loads(path.read_text()))
+
+
+def _by_rules(script: Script, server: Server) -> Result:
+    looked, plain = server.run(script, doctor=True), server.run(script, doctor=False)
+    report = looked.report or {"findings": [], "notes": ["stopped: there is no report"]}
+    return {
+        "findings": {one["code"]: one["severity"] for one in report["findings"]},
+        "stopped": [note for note in report["notes"] if "stopped" in note],
+        "exit": looked.codes,
+        "changed": looked.differences(plain),
+    }
+
+
+def _certificate(script: Script, forks: ForkServer) -> Result:
+    try:
+        return certified(forks, script)
+    except (EOFError, TimeoutError) as error:
+        return Certificate("failed", repr(error)).as_json()
+
+
+def _scores(script: Script, result: Result) -> dict[str, str]:
+    """How the certificate, the rules, and both do on this script, in a word each."""
+    certificate, severities = result["certificate"], result["findings"]
+    fields = {name: certificate[name] for name in ("verdict", "why", "micro_batches")}
+    properties = [Property(**one) for one in certificate["properties"]]
+    wrong = contradicted(Certificate(**fields, properties=properties))
+    left = {code: severity for code, severity in severities.items() if code not in wrong}
+    failed = bool(result["stopped"]) or (not script.broken and any(result["exit"]))
+    # What is different by design, such as local SGD, is called different without an alarm.
+    measured = fields["verdict"] in ("scaled", "different") and "by design" not in fields["why"]
+    inside = not script.broken or bool(script.expected & OF_ONE_GRADIENT)
+
+    def score(findings: Result, measured: bool) -> str:
+        if script.broken:
+            found = measured or script.expected <= findings.keys()
+            return "right" if found and not failed else "missed"
+        alarm = measured or failed or set(findings.values()) - {"note"}
+        return "false alarm" if alarm else "right"
+
+    alone = fields["verdict"]
+    if not inside:
+        alone = "outside"
+    elif alone not in ("not judged", "failed"):
+        alone = (
+            ("missed", "right")[measured] if script.broken else ("right", "false alarm")[measured]
+        )
+    return {
+        "certificate": alone,
+        "rules": score(severities, False),
+        "both": score(left, measured and inside),
+    }
+
+
+def _print(script: Script, result: Result, scores: dict[str, str]) -> None:
+    certificate = result["certificate"]
+    expected = ", ".join(sorted(script.expected)) or "none"
+    print(f"{script.name} (expected: {expected}): {scores}")
+    print(f"    certificate: {certificate['verdict']}. {certificate['why'][:200]}")
+    print(f"    rules: {result['findings']}; exit {result['exit']} {result['stopped'] or ''}")
+    if result["changed"]:
+        print(f"    output changed: {result['changed']}")
+    sys.stdout.flush()
+
+
+def _print_scores(counts: Counter[tuple[str, str]]) -> None:
+    for who in ("certificate", "rules", "both"):
+        of = {word: number for (one, word), number in sorted(counts.items()) if one == who}
+        judged = sum(of.get(word, 0) for word in ("right", "missed", "false alarm"))
+        print(f"{who}: {of}; right {of.get('right', 0)} of {judged} judged")
+    print(f"output changed: {counts['output', 'changed']}")
 
 
 if __name__ == "__main__":

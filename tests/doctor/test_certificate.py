@@ -13,6 +13,8 @@ from doctor.corpus_runs import QUIET, SOURCES
 from doctor.corpus_scripts import Script, corpus
 
 import ddp_doctor
+from ddp_doctor.agreement import contradicted
+from ddp_doctor.certified import Certificate, Property
 from labkit.launch.forks import ForkServer
 
 SCRIPTS = {script.name: script for script in corpus()}
@@ -120,6 +122,41 @@ def test_a_gather_that_cuts_the_graph_is_different(forks: ForkServer) -> None:
     assert certificate["verdict"] == "different"
     right = certified(forks, SCRIPTS["clip_gathered"])
     assert right["verdict"] == "equal"
+
+
+def test_hooks_that_are_lost_after_the_measured_step_are_seen_in_a_later_one(
+    forks: ForkServer,
+) -> None:
+    certificate = certified(forks, SCRIPTS["half_precision_snapshot"])
+    of = {one["name"]: one["verdict"] for one in certificate["properties"]}
+    assert (of["P1"], of["later"], certificate["verdict"]) == ("equal", "different", "different")
+    assert "From optimizer step 4 on" in certificate["why"]
+    equal = Certificate("equal", "", properties=[Property("P1", "equal", "", 1.0, 1.0)])
+    assert "hooks_lost" not in contradicted(equal)  # of a step that was not looked at
+
+
+def test_other_parameters_that_train_later_are_named(forks: ForkServer) -> None:
+    certificate = certified(forks, SCRIPTS["unfreeze_and_rewrap"])
+    assert certificate["verdict"] == "equal"
+    assert "From optimizer step 4 on, other parameters" in certificate["notes"][-1]
+
+
+def test_parameters_that_are_averaged_every_few_steps_are_different_by_design(
+    forks: ForkServer,
+) -> None:
+    for name in ("local_sgd", "post_local_sgd"):
+        certificate = certified(forks, SCRIPTS[name])
+        assert certificate["verdict"] == "different", name
+        assert "local SGD, different by design" in certificate["why"], name
+
+
+def test_a_clip_of_local_gradients_is_seen_even_if_no_gradient_is_long_enough(
+    forks: ForkServer,
+) -> None:
+    certificate = certified(forks, SCRIPTS["clip_then_average"])
+    assert certificate["verdict"] == "different"
+    assert "clipped before the ranks' gradients are combined" in certificate["why"]
+    assert certified(forks, SCRIPTS["own_average"])["verdict"] == "equal"
 
 
 def test_sharded_parameters_are_compared_whole(forks: ForkServer) -> None:

@@ -1,8 +1,8 @@
 """What is off or fixed while a certificate is measured: all that is random, clipping, compilation.
 
 Only what acts on training is replaced: dropout passes its input on, BatchNorm uses its running
-statistics, and `clip_grad_norm_` and `clip_grad_value_` leave gradients alone. In the last step
-BatchNorm and clipping act as the script has them.
+statistics, and `clip_grad_norm_` and `clip_grad_value_` leave gradients alone. After the
+third step, BatchNorm and clipping act as the script has them.
 """
 
 import functools
@@ -28,6 +28,7 @@ class Fixed:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         self.as_it_is = False
         self.clips = False
+        self.norms: list[float] = []  # that were clipped since the last step
         self.batch_norm = False
         self.replaced: list[str] = []  # what `--cpu` has replaced
         for name in DROPOUT:
@@ -67,7 +68,9 @@ class Fixed:
                 return original(parameters, *args, **kwargs)
             listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             gradients = [p.grad for p in listed if p.grad is not None]
-            return nn.utils.get_total_norm(gradients) if gradients else torch.tensor(0.0)
+            norm = nn.utils.get_total_norm(gradients) if gradients else torch.tensor(0.0)
+            self.norms.append(float(getattr(norm, "full_tensor", lambda: norm)()))
+            return norm
 
         return clip
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ddp_doctor.certificate.plan import LATER
 from ddp_doctor.certificate.steps import Steps
 
 LOOKS_AHEAD = "accelerate.data_loader"  # the module of loaders that fetch one batch ahead
@@ -58,7 +59,8 @@ class Loaders:
             self.steps.recorded.ahead |= ahead
             return samples
         step, at = divmod(fetched, max(1, handed.of[0].per_step.get(loader, 1)))
-        return handed.items(self.steps.kind(step), (loader, at)) or samples
+        kind = self.steps.kind(step)
+        return samples if kind == LATER else handed.items(kind, (loader, at)) or samples
 
     def _end_of_first_step(self) -> None:
         recorded = self.steps.recorded

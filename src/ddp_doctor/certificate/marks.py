@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ddp_doctor.certificate.plan import LATER
 from ddp_doctor.certificate.samples import MARKED, alike
 from ddp_doctor.certificate.steps import Steps
 
@@ -41,7 +42,7 @@ class Marks:
 
     def planned(self, place: tuple[str, int], number: int, value: Any) -> Any:
         """What to use instead of the tensor with this number at this place."""
-        if not isinstance(value, Tensor) or not value.dim():
+        if not isinstance(value, Tensor) or not value.dim() or self.steps.now == LATER:
             return value
         site = (*place, number, MARKED)
         turn = self.turns.get(site, 0)

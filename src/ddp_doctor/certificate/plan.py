@@ -1,9 +1,9 @@
-"""What the runs of a certificate do: which samples each of at most four optimizer steps gets.
+"""What the runs of a certificate do: which samples each of four optimizer steps gets.
 
 The script is started twice. The *ranks* are the script as the user runs it; *one* is the same
 script as a single process. (If the two differ, a third start is only *observed*: it takes six
-ordinary steps, and the rules say why.) No update is kept, so every step starts from the same
-weights, and two steps differ only in their samples:
+ordinary steps, and the rules say why.) No update is kept in these steps, so all start from the
+same weights, and two steps differ only in their samples:
 
     step    the ranks get                        one process gets
     own     their own samples                    all of these samples (their union)
@@ -11,6 +11,7 @@ weights, and two steps differ only in their samples:
     deal    the samples of `own`, dealt again    the union in another order: what rounding does
     usual   their own; clipping and BatchNorm    the union; clipping and BatchNorm act as the
             act as the script has them           script has them
+    later   ordinary steps, updates included: whether all ranks go on with the same gradient
 """
 
 import json
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Literal, Self
 
 PART = "DDP_DOCTOR_CERTIFY"  # what a process of such a run is, as JSON
-OWN, COPIES, DEAL, USUAL, SKIPPED = "own", "copies", "deal", "usual", "skipped"
+OWN, COPIES, DEAL, USUAL, LATER = "own", "copies", "deal", "usual", "later"
 PLAN = (OWN, COPIES, DEAL, USUAL)
 # A loader that fetches one batch ahead has fetched the second step's before the first step ends.
-PLAN_AHEAD = (OWN, SKIPPED, COPIES, DEAL)
+PLAN_AHEAD = (OWN, LATER, COPIES, DEAL)
+WATCHED = 16  # steps of the ranks per optimizer
 
 
 @dataclass(frozen=True)

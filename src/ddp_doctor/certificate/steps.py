@@ -1,7 +1,8 @@
-"""The gradient that the optimizer receives, step by step, always from the same weights.
+"""The gradient that the optimizer receives, step by step, from the same weights.
 
-Before an update the gradients are written to a file. After it the weights are put back and the
-gradients are cleared. After the first step the ranks wait for one another's samples.
+Before an update the gradients are written to a file. After it the weights are put back, and the
+next forward finds no gradients. After the first step the ranks wait for one another's samples. Once
+the plan is done, ranks go on with ordinary steps and write down some elements of each gradient.
 """
 
 import os
@@ -21,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from ddp_doctor.certificate.fixed import Fixed
-from ddp_doctor.certificate.plan import PLAN, PLAN_AHEAD, SKIPPED, USUAL, Part
+from ddp_doctor.certificate.plan import LATER, PLAN, PLAN_AHEAD, USUAL, WATCHED, Part
 from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded
 
 PATIENCE = 20.0  # seconds that a rank waits for the others' files
@@ -49,10 +50,14 @@ class Steps:
         self.unjoined: list[str] = []  # places whose samples could not be joined
         self.unlike: Callable[[], bool] = lambda: False  # whether the places are not the first's
         self.backwards = 0
+        self.turn = 0  # steps of all optimizers
         self._made: list[Optimizer] = []
         self._taken: dict[int, int] = {}  # id of an optimizer: its steps
         self._nested = 0
+        self._comparable = False  # whether the ranks' gradients are worth a look after the plan
         self._kept: list[tuple[Tensor, Tensor]] = []
+        # Gradients that the next forward clears. What follows a step may still read them.
+        self._used: list[Tensor] = []
         self._started = False
         self._names: dict[int, str] = {}
         nn.modules.module.register_module_forward_pre_hook(self._before_forward)
@@ -85,14 +90,18 @@ class Steps:
         """What the samples of a step are; see `plan`."""
         ahead = self.handed.of[0].ahead if self.handed else self.recorded.ahead
         plan = PLAN_AHEAD if ahead else PLAN
-        return plan[min(step, len(plan) - 1)]
+        return plan[step] if step < len(plan) else LATER
 
     @property
     def now(self) -> str:
         return self.kind(self.count)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self._started or not torch.is_grad_enabled() or not self._made:
+        if not torch.is_grad_enabled() or not self._made:
+            return
+        while self._used:
+            self._used.pop().grad = None
+        if self._started:
             return
         self._started = True
         for name, parameter in module.named_parameters():
@@ -141,28 +150,33 @@ class Steps:
     def _record(self, optimizer: Optimizer) -> None:
         step = self._taken.setdefault(id(optimizer), 0)
         rank, world = rank_and_world()
-        listed = self._listed(optimizer)
+        at = list(self._taken).index(id(optimizer))
         # Only the first optimizer's steps are those of the plan; the others' first ones may be.
-        leads = id(optimizer) == next(iter(self._taken))
-        kind = self.kind(step) if leads or (step == 0 and self.count < 2) else SKIPPED
-        plain = [each for each in listed if not hasattr(each[2], "full_tensor")]
+        kind = self.kind(step) if at == 0 or (step == 0 and self.count < 2) else LATER
+        listed = self._listed(optimizer)
+        plain = [p for _, _, p in listed if not hasattr(p, "full_tensor")]
+        self._comparable = world > 1 and len(plain) == len(listed)
+        copied = sampled if kind == LATER else whole
         facts = {
-            "kind": kind,
-            "gradients": {key: whole(p.grad) for key, _, p in listed if p.grad is not None},
+            "rank": rank,
+            "optimizer": at,
+            "kind": f"{LATER} {step}" if kind == LATER else kind,
+            "turn": self.turn,
+            "gradients": {key: copied(p.grad) for key, _, p in listed if p.grad is not None},
             "names": {key: name for key, name, _ in listed},
             "world": world,
             "backwards": self.backwards,
             "clips": self.fixed.clips,
+            "norms": self.fixed.norms[:],
             "batch_norm": self.fixed.batch_norm,
             "replaced": list(self.fixed.replaced),
-            "start": {key: float(p.detach().double().sum()) for key, _, p in plain},
-            "sharded": any(hasattr(p, "full_tensor") for _, _, p in listed),
+            "start": [float(p.detach().double().sum()) for p in plain],
+            "sharded": len(plain) < len(listed),
             "unjoined": sorted(set(self.unjoined)),
             "unlike": self.unlike(),
         }
-        at = list(self._taken).index(id(optimizer))
-        written(self.part.path(f"{rank}.{at}.{step}.pt"), facts)
-        self._kept = [(p, p.detach().clone()) for _, _, p in listed]
+        written(self.part.path(f"step.{rank}.{self.turn}.pt"), facts)
+        self._kept = [(p, p.detach().clone()) for _, _, p in listed if self.count < len(PLAN)]
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._nested -= 1
@@ -171,14 +185,22 @@ class Steps:
         with torch.no_grad():
             for parameter, value in self._kept:
                 parameter.copy_(value)
-                parameter.grad = None
+                self._used.append(parameter)
         self._taken[id(optimizer)] += 1
+        self.turn += 1
         if id(optimizer) == next(iter(self._taken)):
             self._end_of_step()
+        watched = self._comparable and not self.part.one
+        if self.turn >= WATCHED * len(self._taken) or (self.count == len(PLAN) and not watched):
+            _, world = rank_and_world()
+            ranks = range(1 if self.part.one else world)
+            wait_for([self.part.path(f"step.{r}.{self.turn - 1}.pt") for r in ranks])
+            leave()
 
     def _end_of_step(self) -> None:
         self.count += 1
         self.backwards = 0
+        self.fixed.norms.clear()
         for end in self.ends:
             end()
         rank, world = rank_and_world()
@@ -187,11 +209,7 @@ class Steps:
             written(self.part.path(f"samples.{rank}.pt"), self.recorded)
             self.handed = _of_all(self.part, world, rank)
             self._note_calls()
-        self.fixed.as_it_is = self.now == USUAL
-        if self.count == len(PLAN):
-            names = [f"{r}.0.{self.count - 1}.pt" for r in range(1 if self.part.one else world)]
-            wait_for([self.part.path(name) for name in names])
-            leave()
+        self.fixed.as_it_is = self.now in (USUAL, LATER)
 
 
 def _of_all(part: Part, world: int, rank: int = 0) -> Handed | None:
@@ -209,6 +227,12 @@ def whole(tensor: Tensor) -> Tensor:
     full = getattr(tensor, "full_tensor", None)
     plain = (full() if full else tensor).detach()
     return (plain.to_dense() if plain.is_sparse else plain).clone().cpu()
+
+
+def sampled(tensor: Tensor) -> Tensor:
+    """At most 512 elements of a gradient; NaN and infinity become numbers."""
+    flat = whole(tensor).flatten()
+    return flat[:: max(1, len(flat) // 256)].nan_to_num()
 
 
 def written(path: Path, value: Any) -> None:

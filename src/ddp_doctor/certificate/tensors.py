@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ddp_doctor.certificate.plan import LATER
 from ddp_doctor.certificate.samples import FORWARD, alike
 from ddp_doctor.certificate.steps import Steps
 from ddp_doctor.places import is_users, users_frame
@@ -66,7 +67,9 @@ class Tensors(TorchFunctionMode):
 
     def _hidden(self) -> bool:
         marked = self.steps.handed is not None and self.steps.handed.marked
-        return self.hidden or marked or threading.get_ident() != self.thread
+        return (
+            self.hidden or marked or self.steps.now == LATER or threading.get_ident() != self.thread
+        )
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""What the measured gradients say: three properties, and the verdict that follows from them."""
+"""What the measured gradients say: properties, and the verdict that follows from them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,26 +7,44 @@ from typing import Any
 import torch
 
 from ddp_doctor.certificate.fixed import OFF
-from ddp_doctor.certificate.measure import TOLERANCE, Comparison, called, compare, shares
-from ddp_doctor.certificate.plan import COPIES, DEAL, OWN, USUAL
+from ddp_doctor.certificate.measure import TOLERANCE, Comparison, Gradients, called, compare, shares
+from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, USUAL
 from ddp_doctor.certified import TITLES, Certificate, Property
 
 FLAT = "Each rank holds a flat piece of the model, as in FSDP1. Use fully_shard to certify it."
 MARK = "If the batch comes from no DataLoader, mark it: x, y = ddp_doctor.batch((x, y))."
 ELSEWHERE = f"This step did not get its samples at the places where the first step did. {MARK}"
+TOO_FEW = "The script took too few optimizer steps."
+ALONE = "One process and one micro-batch: nothing is combined. Start it with --ranks 2."
+OTHERS = "The ranks hold different parameters, so one process cannot stand for them."
+STARTS = (
+    "The ranks start from different weights. If each holds a part of the model, this is right and "
+    "cannot be judged; else broadcast the weights of rank 0."
+)
+NO_GRADIENT = (
+    "The optimizer's parameters get no gradient in the first step: it may have been made before "
+    "the model that is trained."
+)
+COUPLED = (
+    "Copies of one batch are right, but the gradient depends on which samples share a batch: "
+    "counts that differ, a loss over pairs of samples, or a gather that carries no gradient."
+)
+IF_AVERAGED = (
+    " Right only if the parameters are averaged from time to time (local SGD); they were not."
+)
+K_NOT_MEASURED = (
+    "Whether the loss has to be divided by the number of micro-batches is not measured: one "
+    "process has as many."
+)
 MOST_NOISE = 0.01  # a larger change by another order of the samples is no rounding
+Part = Mapping[tuple[int, int, str], Mapping[str, Any]]  # (rank, optimizer, kind) → facts
 
 
-def read(folder: Path) -> dict[tuple[int, int, str], Mapping[str, Any]]:
-    """(rank, optimizer, kind) → what was written."""
-    found = {}
-    for path in sorted(folder.glob("*.*.*.pt")):
-        rank, optimizer, _ = path.name.removesuffix(".pt").split(".")
-        if not rank.isdigit():
-            continue
-        facts = torch.load(path, weights_only=False)
-        found.setdefault((int(rank), int(optimizer), facts["kind"]), facts)
-    return found
+def read(folder: Path) -> Part:
+    """What one part wrote, in the order of its steps."""
+    found = [torch.load(path, weights_only=False) for path in folder.glob("step.*.pt")]
+    found.sort(key=lambda facts: (facts["turn"], facts["rank"]))
+    return {(facts["rank"], facts["optimizer"], facts["kind"]): facts for facts in found}
 
 
 def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
@@ -40,42 +58,125 @@ def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
         said = failed_ranks or "it took no optimizer step"
         return Certificate("not judged", f"The script did not get to an optimizer step: {said}.")
     if not any(bool(gradient.any()) for gradient in start["gradients"].values()):
-        return Certificate(
-            "not judged",
-            "The optimizer's parameters get no gradient in the first step: it may have been made "
-            "before the model that is trained.",
-        )
-    found = Judge(ranks, one, failed_one, (folder / "one" / "world-in-script").exists())
-    return found.certificate()
+        return Certificate("not judged", NO_GRADIENT)
+    return Judge(ranks, one, failed_one, (folder / "one" / "world-in-script").exists()).certificate
 
 
 class Judge:
-    """Compares steps of the two parts."""
+    """Compares steps of the two parts; `certificate` is the result."""
 
-    def __init__(self, ranks: Any, one: Any, failed_one: str, world_in_script: bool) -> None:
+    def __init__(self, ranks: Part, one: Part, failed_one: str, world_in_script: bool) -> None:
         self.ranks, self.one = ranks, one
         self.failed_one = failed_one
         self.world_in_script = world_in_script
-        own = ranks[0, 0, OWN]
-        self.world = int(own["world"])
-        self.micros = max(1, int(own["backwards"]))
-        self.names = {
-            k: n for (r, _, _), facts in ranks.items() if r == 0 for k, n in facts["names"].items()
+        self.own = ranks[0, 0, OWN]
+        self.world, self.micros = int(self.own["world"]), max(1, int(self.own["backwards"]))
+        self.names: dict[str, str] = {}
+        for facts in ranks.values():
+            self.names |= facts["names"] if facts["rank"] == 0 else {}
+        self.compared_keys = {
+            key
+            for (_, _, kind), facts in ranks.items()
+            if not kind.startswith(LATER)
+            for key in facts["gradients"]
         }
         self.noise = self._noise()
         self.tolerance = max(TOLERANCE, 5 * (self.noise or 0.0))
+        every = [self._whole(), self._deal(), self._copies(), self._usual(), *self._replicas()]
+        properties = {one.name: one for one in every if one is not None}
+        chosen, why = self._decided(properties)
+        numbers = (chosen.ratio, chosen.cosine, chosen.factor, chosen.worst, self.noise)
+        shown = [one for name, one in properties.items() if name in TITLES]
+        counts = (self.world, self.micros, shown, self._notes(properties))
+        self.certificate = Certificate(chosen.verdict, why, *numbers, *counts)
 
     def _noise(self) -> float | None:
-        pairs = [(self.one, OWN, DEAL)] if self.world > 1 else [(self.ranks, OWN, COPIES)]
-        for part, first, second in pairs:
-            if (0, 0, first) in part and (0, 0, second) in part:
-                a, b = part[0, 0, first], part[0, 0, second]
-                noise = compare(a["gradients"], b["gradients"], self.names).error
-                if noise < MOST_NOISE and a["backwards"] == b["backwards"]:
-                    return noise
-        return None
+        part, second = (self.one, DEAL) if self.world > 1 else (self.ranks, COPIES)
+        if (0, 0, OWN) not in part or (0, 0, second) not in part:
+            return None
+        a, b = part[0, 0, OWN], part[0, 0, second]
+        noise = compare(a["gradients"], b["gradients"], self.names).error
+        return noise if noise < MOST_NOISE and a["backwards"] == b["backwards"] else None
 
-    def _gradients(self, part: Any, kind: str) -> dict[str, torch.Tensor]:
+    # The properties. None: it has nothing to say about this script.
+
+    def _whole(self) -> Property | None:
+        if self.world == 1:
+            return None
+        if (0, 0, OWN) not in self.one:
+            said = self.failed_one or "it took no optimizer step"
+            why = f"One process with all samples failed: {said}. {MARK}"
+            return Property("P1", "not judged", why)
+        return self._against_one("P1", OWN)
+
+    def _deal(self) -> Property | None:
+        if self.world * self.micros == 1:
+            return None
+        if (0, 0, DEAL) not in self.ranks:
+            return Property("P2", "not judged", TOO_FEW)
+        return self._property(
+            "P2", self._compared((self.ranks, DEAL), (self.ranks, OWN)), self._elsewhere(DEAL)
+        )
+
+    def _copies(self) -> Property | None:
+        if self.world == 1:
+            return None
+        if (0, 0, COPIES) not in self.one or (0, 0, COPIES) not in self.ranks:
+            return Property("P3", "not judged", TOO_FEW)
+        return self._against_one("P3", COPIES)
+
+    def _usual(self) -> Property | None:
+        own = self.ranks.get((0, 0, USUAL), self.own)
+        if not (own["clips"] or own["batch_norm"]) or self.world == 1:
+            return None
+        both = own is not self.own and (0, 0, USUAL) in self.one and not self._unlike(USUAL)
+        found = self._against_one("usual", USUAL) if both else None
+        norms = self._clipped_norms()
+        if norms and (found is None or found.verdict != "different"):
+            return Property("usual", "different", norms)
+        return found
+
+    def _clipped_norms(self) -> str:
+        """If ranks clip gradients of different norms: which. Clipping need not act for that."""
+        first = self.own["norms"]
+        for (rank, optimizer, kind), facts in self.ranks.items():
+            if (optimizer, kind) != (0, OWN) or self.own["sharded"]:
+                continue
+            for ours, theirs in zip(first, facts["norms"], strict=False):
+                if abs(ours - theirs) > 10 * self.tolerance * abs(ours):
+                    return (
+                        f"Rank 0 clips a gradient of norm {ours:.4g}, rank {rank} one of "
+                        f"{theirs:.4g}: it is clipped before the ranks' gradients are combined."
+                    )
+        return ""
+
+    def _replicas(self) -> list[Property]:
+        """The ranks' gradients against rank 0's: of the first step if it differs, of later ones."""
+        if self.own["sharded"] or self.world == 1:
+            return []
+        steps = 0
+        for (rank, optimizer, kind), facts in self.ranks.items():
+            ours = self.ranks.get((0, optimizer, kind))
+            if rank == 0 or ours is None:
+                continue
+            steps = max(steps, facts["turn"])
+            if _shapes_differ(facts["gradients"], ours["gradients"]):
+                return [Property("start", "not judged", OTHERS)]
+            if kind == OWN and facts["start"] != ours["start"]:
+                return [Property("start", "not judged", STARTS)]
+            found = compare(facts["gradients"], ours["gradients"], self.names, self.tolerance)
+            if found.kind != "equal":
+                name, since = "later", f"From optimizer step {facts['turn'] + 1} on, t"
+                if kind == OWN:
+                    name, since = "start", "T"
+                why = f"{since}he ranks apply different gradients: rank {rank}'s is not rank 0's."
+                numbers = (found.ratio, found.cosine, None, found.worst)
+                return [Property(name, "different", why, *numbers)]
+        return [Property("later", "equal", f"{steps + 1} steps", 1.0, 1.0)]
+
+    # How two steps are compared, and what speaks against it.
+
+    def _gradients(self, part: Part, kind: str) -> dict[str, torch.Tensor]:
         """Of all optimizers whose step of this kind is there."""
         return {
             key: gradient
@@ -84,54 +185,28 @@ class Judge:
             for key, gradient in facts["gradients"].items()
         }
 
-    def _compared(self, first: tuple[Any, str], second: tuple[Any, str]) -> Comparison:
-        got, wanted = self._gradients(*first), self._gradients(*second)
-        optimizers = {k.split(".")[0] for k in got} & {k.split(".")[0] for k in wanted}
-        got = {k: g for k, g in got.items() if k.split(".")[0] in optimizers}
-        wanted = {k: g for k, g in wanted.items() if k.split(".")[0] in optimizers}
+    def _compared(self, first: tuple[Part, str], second: tuple[Part, str]) -> Comparison:
+        sides = [self._gradients(*first), self._gradients(*second)]
+        optimizers = set.intersection(*({key.split(".")[0] for key in side} for side in sides))
+        got, wanted = (
+            {key: g for key, g in side.items() if key.split(".")[0] in optimizers} for side in sides
+        )
         return compare(got, wanted, self.names, self.tolerance)
 
-    def certificate(self) -> Certificate:
-        properties = [self.number_of_ranks(), self.deal(), self.copies(), self.usual()]
-        properties = [one for one in properties if one is not None]
-        differing = self._ranks_differ()
-        chosen, why = differing or self._decided({one.name: one for one in properties})
-        return Certificate(
-            chosen.verdict,
-            why,
-            chosen.ratio,
-            chosen.cosine,
-            chosen.factor,
-            chosen.worst,
-            self.noise,
-            self.world,
-            self.micros,
-            properties,
-            self._notes(),
-        )
+    def _against_one(self, name: str, kind: str) -> Property:
+        if _shapes_differ(self._gradients(self.ranks, OWN), self._gradients(self.one, OWN)):
+            return Property(name, "not judged", FLAT)
+        found = self._compared((self.ranks, kind), (self.one, kind))
+        blocked = self._elsewhere(kind) if kind == COPIES else ""
+        return self._property(name, found, blocked or self._doubt(kind))
 
-    def _property(self, name: str, found: Comparison, blocked: str = "") -> Property:
+    def _property(self, name: str, found: Comparison, blocked: str) -> Property:
         """A measured property. With a reason to doubt it, it is judged only if it agrees."""
         factor = called(found.ratio, self.world, self.micros) if found.kind == "scaled" else None
         numbers = (found.ratio, found.cosine, factor, found.worst)
         if blocked and found.kind != "equal":
             return Property(name, "not judged", blocked, *numbers)
         return Property(name, found.kind, TITLES[name], *numbers)
-
-    def number_of_ranks(self) -> Property | None:
-        if self.world == 1:
-            return None
-        if (0, 0, OWN) not in self.one:
-            return Property("P1", "not judged", self._no_one())
-        if self._flat():
-            return Property("P1", "not judged", FLAT)
-        return self._property(
-            "P1", self._compared((self.ranks, OWN), (self.one, OWN)), self._doubt(OWN)
-        )
-
-    def _no_one(self) -> str:
-        said = self.failed_one or "it took no optimizer step"
-        return f"One process with all samples failed: {said}. {MARK}"
 
     def _doubt(self, kind: str) -> str:
         facts = self.one[0, 0, kind]
@@ -146,112 +221,65 @@ class Judge:
             return "The script contains the number of ranks, so one process of it divides by it."
         return ""
 
+    def _elsewhere(self, kind: str) -> str:
+        facts = self.ranks[0, 0, kind]
+        unlike = self._unlike(kind) or facts["backwards"] != self.micros
+        return ELSEWHERE if unlike or (kind == DEAL and facts["unjoined"]) else ""
+
     def _unlike(self, kind: str) -> bool:
         """Whether this step used other places than the first, on any rank."""
         return any(f["unlike"] for (_, at, its), f in self.ranks.items() if (at, its) == (0, kind))
 
-    def _flat(self) -> bool:
-        """Whether a rank holds pieces of parameters that nobody can put together."""
-        ours, other = self._gradients(self.ranks, OWN), self._gradients(self.one, OWN)
-        return any(ours[key].shape != other[key].shape for key in ours.keys() & other.keys())
-
-    def deal(self) -> Property | None:
-        if self.world * self.micros == 1:
-            return None
-        facts = self.ranks.get((0, 0, DEAL))
-        if facts is None:
-            return Property("P2", "not judged", "The script took too few optimizer steps.")
-        blocked = ""
-        if self._unlike(DEAL) or facts["unjoined"] or facts["backwards"] != self.micros:
-            blocked = ELSEWHERE
-        return self._property("P2", self._compared((self.ranks, DEAL), (self.ranks, OWN)), blocked)
-
-    def copies(self) -> Property | None:
-        if self.world == 1:
-            return None
-        if (0, 0, COPIES) not in self.one or (0, 0, COPIES) not in self.ranks:
-            return Property("P3", "not judged", "The script took too few optimizer steps.")
-        if self._flat():
-            return Property("P3", "not judged", FLAT)
-        facts = self.ranks[0, 0, COPIES]
-        blocked = self._doubt(COPIES)
-        if self._unlike(COPIES) or facts["backwards"] != self.micros:
-            blocked = ELSEWHERE
-        found = self._compared((self.ranks, COPIES), (self.one, COPIES))
-        return self._property("P3", found, blocked)
-
-    def usual(self) -> Property | None:
-        own = self.ranks.get((0, 0, USUAL))
-        if own is None or not (own["clips"] or own["batch_norm"]) or self.world == 1:
-            return None
-        if (0, 0, USUAL) not in self.one or self._unlike(USUAL):
-            return None
-        found = self._compared((self.ranks, USUAL), (self.one, USUAL))
-        return self._property("usual", found, self._doubt(USUAL))
-
-    def _ranks_differ(self) -> tuple[Property, str] | None:
-        """If ranks apply different gradients: how far rank 1's is from rank 0's."""
-        if self.ranks[0, 0, OWN]["sharded"]:
-            return None
-        first = self._gradients(self.ranks, OWN)
-        for rank in sorted({rank for rank, _, _ in self.ranks if rank}):
-            facts = self.ranks.get((rank, 0, OWN))
-            if facts is None:
-                continue
-            other = facts["gradients"]
-            mine = {
-                k: g
-                for k, g in first.items()
-                if k.split(".")[0] in {k.split(".")[0] for k in other}
-            }
-            if any(mine[k].shape != other[k].shape for k in mine.keys() & other.keys()):
-                why = "The ranks hold different parameters, so one process cannot stand for them."
-                return Property("P1", "not judged", why), why
-            if facts["start"] != self.ranks[0, 0, OWN]["start"]:
-                why = (
-                    "The ranks start from different weights. If each holds a part of the model, "
-                    "this is right and cannot be judged; else broadcast the weights of rank 0."
-                )
-                return Property("P1", "not judged", why), why
-            found = compare(other, mine, self.names, self.tolerance)
-            if found.kind != "equal":
-                why = f"The ranks apply different gradients: rank {rank}'s is not rank 0's."
-                numbers = (found.ratio, found.cosine, None, found.worst)
-                return Property("P1", "different", why, *numbers), why
-        return None
+    # The verdict.
 
     def _decided(self, of: dict[str, Property]) -> tuple[Property, str]:
         """The property that decides, and why."""
-        p1, p2, p3, usual = (of.get(name) for name in ("P1", "P2", "P3", "usual"))
+        p1, p2, p3 = (of.get(name) for name in ("P1", "P2", "P3"))
+        start, later, usual = (of.get(name) for name in ("start", "later", "usual"))
+        if start is not None:
+            return start, start.why + (self._averaged() or IF_AVERAGED if start.judged else "")
         if p1 is None:
             return self._without_ranks(p2)
         if not p1.judged:
-            return self._without_one(p1, p2, p3)
+            return self._without_one(p1, [p3, p2, later])
         if p1.verdict == "scaled":
-            times = f"{p1.factor} = {p1.ratio:.4g}" if p1.factor else f"{p1.ratio:.4g}"
-            return p1, f"The gradient is {times} times that of one process with the same samples."
+            return (
+                p1,
+                f"The gradient is {_times(p1)} times that of one process with the same samples.",
+            )
         if p1.verdict == "different":
             return self._different(p1, p3)
         if p2 is not None and p2.judged and p2.verdict != "equal":
             return p2, "The gradient depends on which rank or micro-batch gets which sample."
+        if later is not None and later.verdict != "equal":
+            return later, f"The first is one process's gradient. {later.why}{self._averaged()}"
         if usual is not None and usual.verdict in ("scaled", "different"):
             return self._as_it_is(p1, usual)
         return p1, "One process with all samples of a step computes the same gradient."
 
+    def _averaged(self) -> str:
+        """Whether ranks that had different parameters get equal ones at a later step."""
+        same: dict[int, bool] = {}
+        for (_, optimizer, kind), facts in self.ranks.items():
+            equal = facts["start"] == self.ranks.get((0, optimizer, kind), facts)["start"]
+            same[facts["turn"]] = same.get(facts["turn"], True) and equal
+        again = [turn for turn in same if same[turn] and not same.get(turn - 1, True)]
+        if not again:
+            return ""
+        every = f"every {again[1] - again[0]} steps" if len(again) > 1 else "later"
+        return f" The parameters are averaged {every}: local SGD, different by design."
+
     def _without_ranks(self, p2: Property | None) -> tuple[Property, str]:
         if p2 is None:
-            why = "One process and one micro-batch: nothing is combined. Start it with --ranks 2."
-            return Property("P1", "not judged", why), why
-        if p2.verdict == "equal":
-            return p2, "The gradient does not depend on which micro-batch gets which sample."
+            return Property("P1", "not judged", ALONE), ALONE
         if not p2.judged:
             return p2, p2.why
-        return p2, "The gradient depends on which micro-batch gets which sample."
+        depends = "does not depend" if p2.verdict == "equal" else "depends"
+        return p2, f"The gradient {depends} on which micro-batch gets which sample."
 
-    def _without_one(
-        self, p1: Property, p2: Property | None, p3: Property | None
-    ) -> tuple[Property, str]:
-        for one in (p3, p2):
+    def _without_one(self, p1: Property, others: list[Property | None]) -> tuple[Property, str]:
+        p3, p2, _ = others
+        for one in others:
             if one is not None and one.verdict in ("scaled", "different"):
                 return one, f"{_sentence(one)} {p1.why}"
         if p2 and p3 and p2.verdict == p3.verdict == "equal":
@@ -260,55 +288,67 @@ class Judge:
 
     def _different(self, p1: Property, p3: Property | None) -> tuple[Property, str]:
         if p3 is not None and p3.verdict == "scaled":
-            named = f"{p3.factor} = {p3.ratio:.4g}" if p3.factor else f"{p3.ratio:.4g}"
             return p3, (
-                f"Copies of one batch give {named} times the gradient of one process. Besides, the "
-                "gradient depends on which samples share a batch."
+                f"Copies of one batch give {_times(p3)} times the gradient of one process. "
+                "Besides, the gradient depends on which samples share a batch."
             )
-        if self.world == 2 and p3 is not None and p3.verdict == "equal":
-            union, first = self._gradients(self.one, OWN), self._gradients(self.one, COPIES)
-            found = shares(union, self._gradients(self.ranks, OWN), first)
-            if found is not None:
-                return p1, (
-                    f"One process weighs the samples of rank 0 and rank 1 {found[0]:.3f} : "
-                    f"{found[1]:.3f}, the ranks weigh them 0.5 : 0.5. Each rank divides by its own "
-                    "count of items."
-                )
-        if p3 is not None and p3.verdict == "equal":
-            return p1, (
-                "Copies of one batch are right, but the gradient depends on which samples share a "
-                "batch: counts that differ, a loss over pairs of samples, or a gather that carries "
-                "no gradient."
-            )
-        return p1, "One process with the same samples computes another gradient."
+        if p3 is None or p3.verdict != "equal":
+            return p1, "One process with the same samples computes another gradient."
+        union, first = self._gradients(self.one, OWN), self._gradients(self.one, COPIES)
+        found = shares(union, self._gradients(self.ranks, OWN), first) if self.world == 2 else None
+        if found is None:
+            return p1, COUPLED
+        return p1, (
+            f"One process weighs the samples of rank 0 and rank 1 {found[0]:.3f} : {found[1]:.3f}, "
+            "the ranks weigh them 0.5 : 0.5. Each rank divides by its own count of items."
+        )
 
     def _as_it_is(self, p1: Property, usual: Property) -> tuple[Property, str]:
-        facts = self.ranks[0, 0, USUAL]
+        if usual.ratio is None:
+            return usual, usual.why
         measured = f"(ratio {usual.ratio:.4f}, cosine {usual.cosine:.4f})"
-        if facts["batch_norm"]:
+        if self.own["batch_norm"]:
             return p1, (
                 "One process with all samples computes the same gradient, but for BatchNorm's "
                 f"statistics, which each rank takes of its own samples {measured}: by design."
             )
         return usual, f"The gradients agree until they are clipped, and then differ {measured}."
 
-    def _notes(self) -> list[str]:
-        own = self.ranks[0, 0, OWN]
+    def _notes(self, of: dict[str, Property]) -> list[str]:
         notes = [OFF]
         if self.micros > 1:
-            notes.append(
-                "Whether the loss has to be divided by the number of micro-batches is not "
-                "measured: one process has as many."
-            )
-        if own["replaced"]:
-            notes.append(f"--cpu replaced: {', '.join(own['replaced'])}.")
-        if own["batch_norm"]:
+            notes.append(K_NOT_MEASURED)
+        if self.own["replaced"]:
+            notes.append(f"--cpu replaced: {', '.join(self.own['replaced'])}.")
+        if self.own["batch_norm"]:
             notes.append("In training, each rank's BatchNorm uses its own samples.")
+        others = [
+            facts["turn"]
+            for (rank, _, kind), facts in self.ranks.items()
+            if rank == 0
+            and kind.startswith(LATER)
+            and facts["gradients"].keys() - self.compared_keys
+        ]
+        if others and "later" in of:
+            notes.append(
+                f"From optimizer step {others[0] + 1} on, other parameters have gradients. There, "
+                "the ranks were compared with one another only, not with one process."
+            )
         return notes
+
+
+def _shapes_differ(ours: Gradients, others: Gradients) -> bool:
+    return any(ours[key].shape != others[key].shape for key in ours.keys() & others.keys())
+
+
+def _times(one: Property) -> str:
+    return f"{one.factor} = {one.ratio:.4g}" if one.factor else f"{one.ratio:.4g}"
 
 
 def _sentence(one: Property) -> str:
     numbers = f"ratio {one.ratio:.4f}, cosine {one.cosine:.4f}"
     if one.name == "P3":
         return f"Copies of one batch do not give that batch's gradient ({numbers})."
-    return f"Another deal of the same samples gives another gradient ({numbers})."
+    if one.name == "P2":
+        return f"Another deal of the same samples gives another gradient ({numbers})."
+    return one.why

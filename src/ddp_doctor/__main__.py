@@ -53,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
         "--certify",
         action="store_true",
         help="measure whether the ranks compute the gradient of one process: exit with 0 if they "
-        "do, 3 if not, 4 if it cannot be judged. Starts the script twice, for at most four steps "
-        "each, and if the gradients differ a third time, for six",
+        "do, 3 if not, 4 if it cannot be judged. Starts the script twice, as ranks for at most 16 "
+        "steps and as one process for four, and if the gradients differ a third time, for six",
     )
     add("--ranks", type=int, help="with --certify and no launcher: start so many ranks (2)")
     module = "run a module, as python -m does"

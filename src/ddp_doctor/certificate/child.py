@@ -33,7 +33,6 @@ def install() -> None:
     from ddp_doctor import on_cpu
     from ddp_doctor.certificate.fixed import Fixed
     from ddp_doctor.certificate.loaders import Loaders
-    from ddp_doctor.certificate.marks import Marks
     from ddp_doctor.certificate.steps import Steps
     from ddp_doctor.certificate.tensors import Tensors
 
@@ -43,7 +42,6 @@ def install() -> None:
     _groups(part)
     _lightning(part)
     steps = Steps(part, fixed)
-    Marks(steps)
     tensors = Tensors(steps)
     Loaders(steps, tensors.unseen)
     tensors.__enter__()

@@ -75,13 +75,9 @@ def _ratio_and_cosine(first: float, second: float, dot: float) -> tuple[float, f
     return first / second, dot / (first * second)
 
 
-def called(ratio: float, world: int, micro_batches: int) -> str | None:
-    """What a factor is called in terms of W ranks and K micro-batches; None if nothing fits."""
+def called(ratio: float, world: int) -> str | None:
+    """What a factor is called in terms of W ranks; None if nothing fits."""
     names = {"W": world, "1/W": 1 / world, "W²": world**2, "1/W²": 1 / world**2}
-    if micro_batches > 1:
-        k = micro_batches
-        names |= {"K": k, "1/K": 1 / k, "W·K": world * k, "1/(W·K)": 1 / (world * k)}
-        names |= {"W/K": world / k, "K/W": k / world}
     names |= {"√W": math.sqrt(world), "1/√W": 1 / math.sqrt(world)}
     fitting = [name for name, value in names.items() if abs(ratio / value - 1) < 5e-3]
     return fitting[0] if fitting and abs(ratio - 1) > 5e-3 else None

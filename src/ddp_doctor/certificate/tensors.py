@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ddp_doctor.certificate.marks import certified
 from ddp_doctor.certificate.plan import LATER
-from ddp_doctor.certificate.samples import FORWARD, alike
+from ddp_doctor.certificate.samples import FORWARD, MARKED, alike, is_marked
 from ddp_doctor.certificate.steps import Steps
 from ddp_doctor.places import is_users, users_frame
 
@@ -54,6 +55,7 @@ class Tensors(TorchFunctionMode):
         self.thread = threading.get_ident()
         steps.unlike = self.unlike_the_first
         steps.ends += [self.turns.clear, self.planned.clear]
+        certified.append(self)
         nn.modules.module.register_module_forward_pre_hook(self._before_module)
 
     @contextlib.contextmanager
@@ -101,7 +103,7 @@ class Tensors(TorchFunctionMode):
             and isinstance(result, Tensor)
             and self._is_data(result)
         ):
-            return self._planned(site, result, self.steps.handed is not None)
+            return self._planned(site, result)
         return result
 
     def _in_time(self, args: Any) -> bool:
@@ -199,7 +201,14 @@ class Tensors(TorchFunctionMode):
             else given
         )
 
-    def _planned(self, place: Any, value: Tensor, replaced: bool) -> Tensor:
+    def marked(self, place: Any, value: Any) -> Any:
+        """What to use instead of a leaf of a marked batch."""
+        if not isinstance(value, Tensor) or not value.dim() or self.steps.now == LATER:
+            return value
+        with self.unseen():
+            return self._planned((*place, MARKED), value)
+
+    def _planned(self, place: Any, value: Tensor, replaced: bool = True) -> Tensor:
         """`value`, written down, or what the plan says instead.
 
         `replaced`: also if all ranks had the same, as for samples that are drawn.
@@ -212,8 +221,8 @@ class Tensors(TorchFunctionMode):
             if self.bytes < BYTES:
                 self.steps.recorded.samples[key] = value.detach().clone()
             return value
-        every = handed.everyones(key)
-        if every is None or self.planned.get(id(value)) is value:
+        there = handed.everyones(key) is not None
+        if (not there and not is_marked(key)) or self.planned.get(id(value)) is value:
             return value
         if not replaced and handed.same_everywhere(key):
             return value

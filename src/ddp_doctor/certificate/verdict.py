@@ -82,7 +82,8 @@ class Judge:
         }
         self.noise = self._noise()
         self.tolerance = max(TOLERANCE, 5 * (self.noise or 0.0))
-        every = [self._whole(), self._deal(), self._copies(), self._usual(), *self._replicas()]
+        whole, copies = self._against_one("P1", OWN), self._against_one("P3", COPIES)
+        every = [whole, self._deal(), copies, self._usual(), *self._replicas()]
         properties = {one.name: one for one in every if one is not None}
         chosen, why = self._decided(properties)
         numbers = (chosen.ratio, chosen.cosine, chosen.factor, chosen.worst, self.noise)
@@ -100,14 +101,18 @@ class Judge:
 
     # The properties. None: it has nothing to say about this script.
 
-    def _whole(self) -> Property | None:
+    def _against_one(self, name: str, kind: str) -> Property | None:
         if self.world == 1:
             return None
-        if (0, 0, OWN) not in self.one:
+        if (0, 0, kind) not in self.one or (0, 0, kind) not in self.ranks:
             said = self.failed_one or "it took no optimizer step"
             why = f"One process with all samples failed: {said}. {MARK}"
-            return Property("P1", "not judged", why)
-        return self._against_one("P1", OWN)
+            return Property(name, "not judged", why if kind == OWN else TOO_FEW)
+        if _shapes_differ(self._gradients(self.ranks, OWN), self._gradients(self.one, OWN)):
+            return Property(name, "not judged", FLAT)
+        found = self._compared((self.ranks, kind), (self.one, kind))
+        blocked = self._elsewhere(kind) if kind == COPIES else ""
+        return self._property(name, found, blocked or self._doubt(kind))
 
     def _deal(self) -> Property | None:
         if self.world * self.micros == 1:
@@ -118,19 +123,12 @@ class Judge:
             "P2", self._compared((self.ranks, DEAL), (self.ranks, OWN)), self._elsewhere(DEAL)
         )
 
-    def _copies(self) -> Property | None:
-        if self.world == 1:
-            return None
-        if (0, 0, COPIES) not in self.one or (0, 0, COPIES) not in self.ranks:
-            return Property("P3", "not judged", TOO_FEW)
-        return self._against_one("P3", COPIES)
-
     def _usual(self) -> Property | None:
         own = self.ranks.get((0, 0, USUAL), self.own)
         if not (own["clips"] or own["batch_norm"]) or self.world == 1:
             return None
-        both = own is not self.own and (0, 0, USUAL) in self.one and not self._unlike(USUAL)
-        found = self._against_one("usual", USUAL) if both else None
+        both = (0, 0, USUAL) in self.ranks and (0, 0, USUAL) in self.one
+        found = self._against_one("usual", USUAL) if both and not self._unlike(USUAL) else None
         norms = self._clipped_norms()
         if norms and (found is None or found.verdict != "different"):
             return Property("usual", "different", norms)
@@ -154,12 +152,10 @@ class Judge:
         """The ranks' gradients against rank 0's: of the first step if it differs, of later ones."""
         if self.own["sharded"] or self.world == 1:
             return []
-        steps = 0
         for (rank, optimizer, kind), facts in self.ranks.items():
             ours = self.ranks.get((0, optimizer, kind))
             if rank == 0 or ours is None:
                 continue
-            steps = max(steps, facts["turn"])
             if _shapes_differ(facts["gradients"], ours["gradients"]):
                 return [Property("start", "not judged", OTHERS)]
             if kind == OWN and facts["start"] != ours["start"]:
@@ -172,7 +168,7 @@ class Judge:
                 why = f"{since}he ranks apply different gradients: rank {rank}'s is not rank 0's."
                 numbers = (found.ratio, found.cosine, None, found.worst)
                 return [Property(name, "different", why, *numbers)]
-        return [Property("later", "equal", f"{steps + 1} steps", 1.0, 1.0)]
+        return [Property("later", "equal", TITLES["later"])]
 
     # How two steps are compared, and what speaks against it.
 
@@ -193,16 +189,9 @@ class Judge:
         )
         return compare(got, wanted, self.names, self.tolerance)
 
-    def _against_one(self, name: str, kind: str) -> Property:
-        if _shapes_differ(self._gradients(self.ranks, OWN), self._gradients(self.one, OWN)):
-            return Property(name, "not judged", FLAT)
-        found = self._compared((self.ranks, kind), (self.one, kind))
-        blocked = self._elsewhere(kind) if kind == COPIES else ""
-        return self._property(name, found, blocked or self._doubt(kind))
-
     def _property(self, name: str, found: Comparison, blocked: str) -> Property:
         """A measured property. With a reason to doubt it, it is judged only if it agrees."""
-        factor = called(found.ratio, self.world, self.micros) if found.kind == "scaled" else None
+        factor = called(found.ratio, self.world) if found.kind == "scaled" else None
         numbers = (found.ratio, found.cosine, factor, found.worst)
         if blocked and found.kind != "equal":
             return Property(name, "not judged", blocked, *numbers)

@@ -7,8 +7,7 @@ from ddp_doctor.findings import Finding
 TOO_SMALL = {"missing_world_size_factor"}
 TOO_LARGE = {"own_reduction_sums"}
 OTHER_SCALE = {"scaled_by_world_size"}
-# Hooks that are lost and models that change are missing here: both may happen after the steps that
-# a certificate measures.
+# A model that changes after it was wrapped is missing here: it may do so after the measured steps.
 OTHER_DIRECTION = {
     *("unequal_denominators", "local_negatives", "gather_without_gradient"),
     *("wrapper_bypassed", "wrapper_lost", "two_backwards", "last_micro_batch_unsynced"),

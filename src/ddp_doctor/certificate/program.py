@@ -224,10 +224,10 @@ def certify(
     """Measure whether `ranks` processes of a script compute the gradient that one process computes.
 
     Starts the script twice: as ranks for at most 16 steps of each optimizer, and as one process
-    that gets all their samples, for at most four. `ranks`: 2 if the script expects a launcher; a script that starts
-    its own ranks decides. `cpu`: run a script that was written for GPUs on CPU ranks. Nothing that
-    the script does after them happens. Raises FileNotFoundError if there is no such
-    script. Cost: two starts, and a copy of the gradients on disk per rank and step.
+    that gets all their samples, for four. `ranks`: 2 if the script expects a launcher; a script
+    that starts its own ranks decides. `cpu`: run a script that was written for GPUs on CPU ranks.
+    Nothing that the script does later happens. Raises FileNotFoundError if there is no such script.
+    Cost: two starts, and a copy of the gradients on disk per rank and step.
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {str(script)!r} here ({Path.cwd()}).")

@@ -241,7 +241,8 @@ class Judge:
         if p2 is not None and p2.judged and p2.verdict != "equal":
             return p2, "The gradient depends on which rank or micro-batch gets which sample."
         if later is not None and later.verdict != "equal":
-            return later, f"The first is one process's gradient. {later.why}{self._averaged()}"
+            first = "The first step's gradient is that of one process."
+            return later, f"{first} {later.why}{self._averaged()}"
         if usual is not None and usual.verdict in ("scaled", "different"):
             return self._as_it_is(p1, usual)
         return p1, "One process with all samples of a step computes the same gradient."

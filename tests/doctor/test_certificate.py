@@ -149,6 +149,8 @@ def test_parameters_that_are_averaged_every_few_steps_are_different_by_design(
         certificate = certified(forks, SCRIPTS[name])
         assert certificate["verdict"] == "different", name
         assert "local SGD, different by design" in certificate["why"], name
+    not_averaged = certified(forks, SCRIPTS["fused_backward"])  # one optimizer per parameter
+    assert "by design" not in not_averaged["why"]
 
 
 def test_a_clip_of_local_gradients_is_seen_even_if_no_gradient_is_long_enough(

@@ -182,7 +182,7 @@ def measure(
         by_launcher = rank is not None or ranks is not None
         environment = all_launched(1)[0] if by_launcher else alone
         failed_one = start(as_one, command, [environment]).wait()
-        if failed_one and not any(as_one.path("").glob("0.0.*.pt")):
+        if failed_one and not any(as_one.path("").glob("step.0.*.pt")):
             # A script may expect one rank's batch where samples are made, but not in the model.
             shutil.rmtree(as_one.path(""))
             as_one = replace(as_one, late=True)

@@ -249,11 +249,13 @@ class Judge:
 
     def _averaged(self) -> str:
         """Whether ranks that had different parameters get equal ones at a later step."""
-        same: dict[int, bool] = {}
+        same: dict[str, bool] = {}
         for (_, optimizer, kind), facts in self.ranks.items():
-            equal = facts["start"] == self.ranks.get((0, optimizer, kind), facts)["start"]
-            same[facts["turn"]] = same.get(facts["turn"], True) and equal
-        again = [turn for turn in same if same[turn] and not same.get(turn - 1, True)]
+            if optimizer == 0:
+                equal = facts["start"] == self.ranks.get((0, 0, kind), facts)["start"]
+                same[kind] = same.get(kind, True) and equal
+        each = list(same.values())
+        again = [n for n in range(1, len(each)) if each[n] and not each[n - 1]]
         if not again:
             return ""
         every = f"every {again[1] - again[0]} steps" if len(again) > 1 else "later"

@@ -71,7 +71,7 @@ setup: $(READY)
 # `make test` compares text outputs; here the chapters only have to run.
 book: $(READY)
 	@echo "Running the chapters, two at a time …"
-	@$(BIN)/python -m labkit.book.chapters execute book $(EXECUTED)
+	@$(BIN)/python -m labkit.book.chapters execute
 	@$(MAKE) --no-print-directory html
 
 # Renders what the last `make book` or `make test` executed, and checks every link and picture of
@@ -146,7 +146,7 @@ update: $(READY)
 lab: $(READY)
 	@test -f labs/$(LAB_NAME).py || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.launch.lab' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
 	@grep -q 'labkit.launch.lab' labs/$(LAB_NAME).py || { echo "labs/$(LAB_NAME).py starts its own ranks: $(BIN)/python labs/$(LAB_NAME).py $(ARGS)" >&2; exit 2; }
-	@$(BIN)/python -m labkit.launch.make_lab '$(RANKS)' labs/$(LAB_NAME).py $(ARGS)
+	@$(BIN)/python -m labkit.launch.nodes --nodes 1 --nproc-per-node '$(RANKS)' labs/$(LAB_NAME).py $(ARGS)
 
 # OPEN=1 opens it in the default browser. The log of requests is not shown.
 serve: $(READY)

@@ -10,7 +10,7 @@ from pathlib import Path
 import nbval.kernel
 import pytest
 
-from labkit.book.chapters import copy_pages, normalize, write_chapter
+from labkit.book.chapters import EXECUTED, copy_pages, normalize, write_chapter
 from labkit.launch.kernels import KernelThroughFiles
 
 # Other tests draw thousands of ports, and could take one that a chapter's kernel was
@@ -18,13 +18,13 @@ from labkit.launch.kernels import KernelThroughFiles
 nbval.kernel.KernelManager = KernelThroughFiles
 
 BOOK = Path(__file__).parent
-EXECUTED = BOOK.parent / "_build" / "executed"
+COPY = BOOK.parent / EXECUTED
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Copy the pages once, in the process that hands the tests out to workers."""
     if not hasattr(session.config, "workerinput"):
-        copy_pages(BOOK, EXECUTED)
+        copy_pages(BOOK, COPY)
 
 
 @pytest.hookimpl(trylast=True)
@@ -36,4 +36,4 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.cell.outputs = outputs
     item.cell.execution_count = item.cell_num + 1
     if nextitem is None or nextitem.parent is not item.parent:
-        write_chapter(normalize(item.parent.nb), EXECUTED / item.path.relative_to(BOOK))
+        write_chapter(normalize(item.parent.nb), COPY / item.path.relative_to(BOOK))

@@ -49,17 +49,13 @@ if __name__ == "__main__":
     ARGUMENTS = arguments_of_this_lab()
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from labkit.book.tables import bound, table
-from labkit.launch.lab import (
-    Place,
-    join_ranks,
-    largest_on_any_rank,
-    print_by_rank,
-)
+from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.scenarios.toy_captioner import (
     draw_toy_data,
     gradient_norms,
@@ -99,6 +95,31 @@ def compare_on_this_rank(place: Place, seed: int, unseeded: bool) -> tuple[str, 
     block = table(["parameter", "accumulated", "miniddp", "torch DDP"], rows)
     apart = [largest_difference(gradients(m), gradients(accumulated)) for m in (by_hand, ddp)]
     return block, apart
+
+
+def print_by_rank(text: str) -> None:
+    """Print each different `text` once, from rank 0, below the ranks that have it.
+
+    Every rank must call it. The first line says "equal on ranks 0–3" if all have the same text.
+    """
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.gather_object(text, texts if dist.get_rank() == 0 else None)
+    if dist.get_rank() == 0:
+        print(below_their_ranks(texts), flush=True)
+
+
+def below_their_ranks(texts: list[str]) -> str:
+    """The different ones of `texts`, which are in rank order, each below its ranks."""
+    if len(texts) > 1 and len(set(texts)) == 1:
+        return f"equal on ranks 0–{len(texts) - 1}\n{texts[0]}"
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks_of.setdefault(text, []).append(rank)
+    blocks = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {len(texts)}\n{text}"
+        for text, ranks in ranks_of.items()
+    ]
+    return "\n\n".join(blocks)
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -39,9 +39,21 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
+from labkit.book.tables import table
 from labkit.launch.lab import join_ranks
-from labkit.scenarios.meshes import WAYS, Measured, judge, measure, ways_table
+from labkit.scenarios.meshes import WAYS, Judged, Measured, judge, measure
 from miniddp.collectives.mesh import Mesh
+
+
+def ways_table(judged: list[Judged]) -> str:
+    """One line per way; the worst parameter of the right one is not named, as none is wrong."""
+    rows = []
+    for one in judged:
+        numbers = [f"{number:.3f}" for number in one.of_worst]
+        worst = ["", "", ""] if one.right else [one.worst, *numbers]
+        rows.append([one.way, *one.comparison, *worst, one.kind])
+    headers = ["", "ratio", "cosine", "worst parameter", "ratio", "cosine", ""]
+    return table(headers, rows, digits=3)
 
 
 def main(chosen: str) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -9,7 +10,6 @@ import pytest
 from in_process import run_in_process
 
 from labkit.launch.guard import run_guarded
-from labkit.launch.lab import below_their_ranks
 from labkit.launch.scripts import ScriptError, project_root, run_script
 
 ROOT = project_root()
@@ -106,6 +106,7 @@ def test_ranks_and_values_that_a_lab_cannot_use_are_refused_in_words(lab, argume
 
 
 def test_where_ranks_differ_each_table_is_below_the_ranks_that_have_it():
+    below_their_ranks = runpy.run_path(ACCUMULATE)["below_their_ranks"]
     assert below_their_ranks(["a", "a", "a"]) == "equal on ranks 0–2\na"
     assert below_their_ranks(["a", "b", "a"]) == "ranks 0, 2 of 3\na\n\nrank 1 of 3\nb"
     assert below_their_ranks(["a"]) == "rank 0 of 1\na"

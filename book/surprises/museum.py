@@ -18,11 +18,8 @@ from labkit.book import figures, table
 from labkit.launch import run_ranks
 from labkit.testing import museum, ratio_and_cosine, trial
 from labkit.testing.compare import Comparison, gradients
-from labkit.testing.invariants import (
-    INVARIANTS,
-    communication_overlaps_backward,
-    violations,
-)
+from labkit.testing.invariants import INVARIANTS, violations
+from labkit.testing.overlap import communication_overlaps_backward
 
 Data = Sequence[Sequence[trial.MicroBatch]]
 Test = Callable[[trial.Wrap, int, int], None]

@@ -56,18 +56,9 @@ def test_a_shorter_draw_is_the_beginning_of_a_longer_one(seed):
     assert not torch.equal(longest, randn((MOST_ELEMENTS,), seed ^ 2**32)), "both halves count"
 
 
-@pytest.mark.parametrize(
-    ("shape", "seed", "said"),
-    [
-        ((MOST_ELEMENTS + 1,), 0, "1025 elements, and only up to 1024"),
-        ((2, -1), 0, "must not be negative"),
-        ((4,), -1, "seed must be one of"),
-        ((4,), 2**64, "seed must be one of"),
-    ],
-)
-def test_what_would_be_a_guess_is_refused(shape, seed, said):
-    with pytest.raises(ValueError, match=said):
-        randn(shape, seed)
+def test_what_would_be_a_guess_is_refused():
+    with pytest.raises(ValueError, match="1025 elements, and only up to 1024"):
+        randn((MOST_ELEMENTS + 1,), 0)
 
 
 @settings(max_examples=30)

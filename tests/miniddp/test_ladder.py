@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from labkit.launch.ranks import run_ranks
-from labkit.testing.invariants import INVARIANTS, communication_overlaps_backward, violations
+from labkit.testing.invariants import INVARIANTS, violations
+from labkit.testing.overlap import communication_overlaps_backward
 from labkit.testing.watch import RecordedCollectives, SameCollectives
 from miniddp.ladder import (
     RUNGS,

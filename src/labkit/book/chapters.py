@@ -1,7 +1,7 @@
 """Run the book's chapters, either into a copy for the build or in place to store their outputs.
 
-    python -m labkit.book.chapters execute book _build/executed   write an executed copy of the book
-    python -m labkit.book.chapters update [CHAPTER…]              run in place and store the outputs
+    python -m labkit.book.chapters execute             write an executed copy to _build/executed
+    python -m labkit.book.chapters update [CHAPTER…]   run in place and store the outputs
 
 `make test` compares the stored text of a chapter with the text it prints (nbval). `update`
 stores outputs; nobody edits them by hand.
@@ -26,8 +26,7 @@ from nbformat import NotebookNode
 from labkit.launch.kernels import AsyncKernelThroughFiles
 from labkit.launch.scripts import project_root
 
-# Marks a folder that may be cleaned, unlike one that somebody named by mistake.
-MARKER = ".executed-book"
+EXECUTED = Path("_build/executed")  # from the project's root
 # Longer than any cell should take, for a machine that is loaded.
 CELL_TIMEOUT = 300
 
@@ -113,27 +112,10 @@ def write_chapter(notebook: NotebookNode, path: Path) -> None:
 
 
 def copy_pages(book: Path, out: Path) -> None:
-    """Copy the book without its chapters; remove pages that the book no longer has.
-
-    Raises ValueError if there is no `book`, if `out` holds something else, or if one of them
-    contains the other.
-    """
-    if not book.is_dir():
-        raise ValueError(f"there is no book in {book}")
-    inside, outside = book.resolve(), out.resolve()
-    if inside.is_relative_to(outside) or outside.is_relative_to(inside):
-        raise ValueError(
-            f"the copy needs a separate folder: one of {out} and {book} contains the other"
-        )
-    marker = out / MARKER
-    if out.exists() and any(out.iterdir()) and not marker.exists():
-        raise ValueError(f"{out} is not empty and is not a copy of a book; name another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    marker.touch()
-    kept = {Path(MARKER), *(path.relative_to(book) for path in book.rglob("*"))}
-    for path in sorted(out.rglob("*"), reverse=True):
-        if path.relative_to(out) not in kept:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Copy the book without its chapters; remove pages that the book no longer has."""
+    for path in out.rglob("*"):
+        if path.is_file() and not (book / path.relative_to(out)).exists():
+            path.unlink()
     ignore = shutil.ignore_patterns(
         "*.ipynb", "*.unfinished", "conftest.py", "ruff.toml", "__pycache__", ".*"
     )
@@ -201,17 +183,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    to_execute = commands.add_parser("execute", help="make an executed copy of the book")
-    to_execute.add_argument("book", type=Path)
-    to_execute.add_argument("out", type=Path)
+    commands.add_parser("execute", help="make an executed copy of the book")
     to_update = commands.add_parser("update", help="run chapters in place and store their outputs")
     to_update.add_argument("chapters", nargs="*", help="names or paths; default: all of them")
     arguments = parser.parse_args()
     try:
+        root = project_root()
         if arguments.command == "execute":
-            execute_book(arguments.book, arguments.out)
+            execute_book(root / "book", root / EXECUTED)
         else:
-            root = project_root()
             update([_path(name, root) for name in arguments.chapters] or chapters_of(root / "book"))
     except (ValueError, OSError) as error:
         sys.exit(str(error))

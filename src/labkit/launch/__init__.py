@@ -8,7 +8,7 @@ __getattr__, __all__ = offer(
         "ranks": ["run_ranks", "RanksError", "RanksTimeoutError"],
         "scripts": ["run_script", "project_root", "ScriptError"],
         "arguments": ["parse_arguments"],
-        "lab": ["Place", "join_ranks", "leave_group", "largest_on_any_rank", "print_by_rank"],
+        "lab": ["Place", "join_ranks", "leave_group", "largest_on_any_rank"],
         "guard": ["run_guarded"],
     },
 )

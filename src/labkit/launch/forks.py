@@ -8,15 +8,13 @@
         answer = connection.recv()
 
 `start_forked` forks the calling process, which should have no threads. `forked` asks a server that
-was started on first use and has imported torch once, which takes about a second. Each fork then
-takes milliseconds, where a new interpreter would import torch again.
+has imported torch once, on first use; each fork then takes milliseconds. The server holds no port
+and no file, and ends with the process that started it.
 
 A process of `forked` is a supervisor: it leads a session of its own and adopts orphans, so when it
 ends, nothing that it started is left. It has to return when its connection closes: that is how it
 learns that its caller is gone, for whatever reason. It may start further processes with
 `start_forked`; the kernel ends these if the supervisor is killed (`labkit.launch.guard`).
-
-The server holds no port and no file. It ends when the process that started it ends.
 """
 
 import atexit
@@ -62,12 +60,9 @@ def start_forked(
 ) -> BaseProcess:
     """Run `target(*args)` in a fork of this process, as the leader of a new session.
 
-    Args:
-        stdout: the file to which its standard output is appended, also that of programs which it
-            starts; None leaves it as it is here.
-        stderr: the same for its standard error; None takes the file of `stdout`.
-        folder: its working directory.
-        environment: its environment variables, instead of those of this process.
+    Its output, and that of programs which it starts, is appended to the files `stdout` and `stderr`
+    (by default the same as `stdout`); None leaves it as it is here. `folder` is its working
+    directory, and `environment` replaces the variables of this process.
 
     The result is a process of `multiprocessing`: `pid`, `join(timeout)`, `exitcode` (negative for a
     signal), and `sentinel`, which `multiprocessing.connection.wait` takes. Its exit code is 0 if

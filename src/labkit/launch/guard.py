@@ -1,20 +1,14 @@
 """Process cleanup: no rank, and nothing that a rank started, outlives the caller.
 
-A process that is killed with SIGKILL cannot clean up. So a small guard process runs *between* the
-caller and the work:
-
-1. It runs in its own session, so a signal to the caller's process group does not reach it.
-2. It adopts orphans (Linux: child subreaper), so it can find a daemon that left its parent and its
-   session.
-3. A pipe connects it to the caller, and no other process holds the caller's end. When the pipe
-   closes, the caller has ended, for whatever reason. The guard then kills all its descendants and
-   exits.
+A process that is killed with SIGKILL cannot clean up. So a small guard runs *between* the caller
+and the work, in a session of its own: a signal to the caller's process group does not reach it. It
+adopts orphans (Linux: child subreaper), so it finds a daemon that left its parent and its session.
+A pipe connects it to the caller, and no other process holds the caller's end. When the pipe closes,
+the caller has ended, for whatever reason; then the guard kills all its descendants and exits.
 
 `labkit.launch.forks` builds on these functions. `run_guarded` puts a guard around a command;
-`python -m labkit.launch.guard COMMAND…` is the guard itself.
-
-Limits: macOS lacks step 2, so a daemon that changed its session may survive, and nothing here was
-tested there.
+`python -m labkit.launch.guard COMMAND…` is the guard itself. macOS has no subreaper, so a daemon
+that changed its session may survive there; nothing here was tested on it.
 """
 
 import contextlib

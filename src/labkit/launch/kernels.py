@@ -6,14 +6,11 @@ of them, and the kernel ends before its first cell. A socket in the file system 
 """
 
 import os
-import socket
 import uuid
 
 from jupyter_client import AsyncKernelManager, KernelManager
 from jupyter_core.paths import jupyter_runtime_dir
 from traitlets import HasTraits, default
-
-_LONGEST_PATH = 100  # bytes in a socket's path; macOS allows 103, Linux 107
 
 
 class _ThroughFiles(HasTraits):
@@ -27,9 +24,8 @@ class _ThroughFiles(HasTraits):
 
     @default("transport")
     def _files_where_they_work(self) -> str:
-        path = f"{os.path.splitext(self.connection_file)[0]}-ipc-5"
-        fits = hasattr(socket, "AF_UNIX") and len(os.fsencode(path)) <= _LONGEST_PATH
-        return "ipc" if fits else "tcp"
+        # macOS allows a socket's path 103 bytes, Linux 107; jupyter_client appends "-ipc-5".
+        return "ipc" if len(os.fsencode(self.connection_file)) <= 99 else "tcp"
 
 
 class KernelThroughFiles(_ThroughFiles, KernelManager):

@@ -1,10 +1,10 @@
-"""What a lab under torchrun needs: join the ranks, print by rank, find the worst value."""
+"""What a lab under torchrun needs: join the ranks, leave together, find the worst value."""
 
 import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -100,8 +100,7 @@ def _refuse_restarts_that_cannot_work() -> None:
     """Refuse a configuration in which restarted ranks cannot find each other.
 
     By default, torchrun keeps one store for all attempts, in which restarted ranks may read stale
-    addresses from the previous attempt (seen on torch 2.13). A store that rank 0 creates for each
-    attempt avoids this.
+    addresses (seen on torch 2.13). A store that rank 0 creates for each attempt avoids this.
     """
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -109,31 +108,6 @@ def _refuse_restarts_that_cannot_work() -> None:
             "torchrun --max-restarts: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node. "
             "Otherwise restarted ranks may not find each other."
         )
-
-
-def print_by_rank(text: str) -> None:
-    """Print each different `text` once, from rank 0, below the ranks that have it.
-
-    Every rank must call it. The first line says "equal on ranks 0–3" if all have the same text.
-    """
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.gather_object(text, texts if dist.get_rank() == 0 else None)
-    if dist.get_rank() == 0:
-        print(below_their_ranks(texts), flush=True)
-
-
-def below_their_ranks(texts: Sequence[str]) -> str:
-    """The different ones of `texts`, which are in rank order, each below its ranks."""
-    if len(texts) > 1 and len(set(texts)) == 1:
-        return f"equal on ranks 0–{len(texts) - 1}\n{texts[0]}"
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks_of.setdefault(text, []).append(rank)
-    blocks = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {len(texts)}\n{text}"
-        for text, ranks in ranks_of.items()
-    ]
-    return "\n\n".join(blocks)
 
 
 def largest_on_any_rank(*numbers: float) -> float:

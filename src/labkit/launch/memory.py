@@ -1,13 +1,10 @@
 """Memory of many processes on one machine: import once, fork fast, and start no more than fit.
 
-Loading torch makes a million objects. The garbage collector walks through them again and again and
-frees none: a quarter of the import's processor time. `loading` turns it off meanwhile.
-
-A fork copies its parent's page table, and the child's exit frees the copy. With torch loaded, that
-is 56,000 pages of 4 KiB, and takes 26 ms. `gather_memory` moves them to pages of 2 MiB (6 ms).
-
-A rank needs about 150 MB. `check_memory` refuses more ranks than fit: a machine that swaps answers
-nothing, not even the command that would end them.
+Loading torch makes a million objects, which the garbage collector walks through again and again: a
+quarter of the import's processor time, without `loading`. A fork copies its parent's page table,
+and the child's exit frees the copy: 26 ms with 56,000 pages of 4 KiB, and 6 ms after
+`gather_memory`. A rank needs about 150 MB. `check_memory` refuses more ranks than fit: a machine
+that swaps answers nothing, not even the command that would end them.
 """
 
 import contextlib

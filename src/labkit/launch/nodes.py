@@ -2,31 +2,32 @@
 
     python -m labkit.launch.nodes --nodes 2 --nproc-per-node 4 labs/accumulate_vs_ddp.py
 
-One torchrun agent runs per node, without special rights. Each is given what a node of a cluster
-would be given: `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT …`, and the
-further options of the command. The agents connect over the loopback interface. A cluster also has
-different hostnames, addresses, and a network between its nodes; `labs/two_hosts.sh` provides these.
+`make lab` runs it with one node.
+
+One torchrun agent runs per node, and is given what a node of a cluster would be given: `torchrun
+--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT …`, and the further options of the command.
+The agents connect over the loopback interface; `labs/two_hosts.sh` also has two hostnames,
+addresses, and a network between them.
 
 Two of torchrun's own options are added, `--run-path --start-method fork`, so that a rank is a fork
 of its agent instead of a new interpreter that imports torch again. This saves 4 s of processor time
-per rank, which is most of a lab's run time. Its limits:
-
-1. Forked ranks share one seed of string hashes, and therefore one order of sets.
-2. A rank ends without running its atexit handlers.
-3. The agent waits forever for a rank that ends with `os._exit(0)`.
-4. The first argument that ends in .py is taken as the script.
+per rank. Its limits: forked ranks share one seed of string hashes, and therefore one order of sets;
+a rank ends without its atexit handlers; the agent waits forever for one that ends with
+`os._exit(0)`; the first argument that ends in .py is taken as the script.
 
 The command ends when all agents have ended, with the exit code of the first one that failed. After
-a failure, the other agents get one minute to notice. However it ends, its agents end with it, and
-ranks end with their agent.
+a failure, the other agents get one minute to notice. With one node, the code is that of the first
+rank that failed, and torchrun's report is left out: the script has said what is wrong. However the
+command ends, its agents end with it, and ranks end with their agent.
 
 `run_warm` captures the output, and forks the agents from a server that has loaded torch already
-(`labkit.launch.forks`): two ranks take about a second. torch reads some environment variables when
-it is loaded, there once, in the server: TORCH_CPP_LOG_LEVEL, for example.
+(`labkit.launch.forks`): two ranks take about a second. Variables that torch reads when it is loaded
+(TORCH_CPP_LOG_LEVEL, for example) are read there, once.
 """
 
 import argparse
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -65,9 +66,13 @@ def main() -> None:
     given, options = parser.parse_known_args()
     ranks = given.nproc_per_node
     try:
-        check_memory(given.nodes * int(ranks) if ranks.isdecimal() else 1)  # or "auto", or "gpu"
+        if ranks not in ("auto", "cpu", "gpu"):
+            if not ranks.isdecimal() or int(ranks) < 1:
+                raise ValueError(f"{ranks!r} is no number of ranks: give a positive whole number.")
+            check_memory(given.nodes * int(ranks))
     except ValueError as error:
         sys.exit(str(error))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would do so, with a warning
     if given.nodes > 1:
         # Otherwise torch warns at length that the agent that ended first no longer answers.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -76,9 +81,8 @@ def main() -> None:
         os.environ.update(environment)
         command = [*where, "--nproc-per-node", ranks, *options, *given.arguments]
         if given.nodes == 1:
-            agent(command)
-        else:
-            sys.exit(_end_of([start_forked(agent, command) for _ in range(given.nodes)]))
+            sys.exit(_only_agent(command))
+        sys.exit(_end_of([start_forked(agent, command) for _ in range(given.nodes)]))
 
 
 def run_warm(
@@ -203,6 +207,21 @@ def load_torchrun() -> types.ModuleType:
 def agent(arguments: list[str]) -> None:
     """Run torchrun's agent with the command line that torchrun would be given."""
     load_torchrun().main(["--run-path", "--start-method=fork", *through_this_file(arguments)])
+
+
+def _only_agent(arguments: list[str]) -> int:
+    """Run one agent, without torchrun's report; the exit code of the first rank that failed."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        agent(arguments)
+    except ChildFailedError as failed:
+        _, first = failed.get_first_failure()
+        # A negative code is a signal; a shell adds its number to 128.
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    return 0
 
 
 def through_this_file(arguments: Sequence[str]) -> list[str]:

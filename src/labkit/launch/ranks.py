@@ -11,25 +11,20 @@ The function may be written in a notebook cell. Parameters named `rank`, `world_
 are filled by name; `args` fills all others in order. The default process group is initialized when
 the function is called.
 
-How it works, and where to read on:
-
 1. This module checks the call and pickles the function with cloudpickle.
 2. A supervisor is forked from a server that has loaded torch (`labkit.launch.forks`). It forks the
    ranks, and watches them and the caller (`labkit.launch.supervisor`).
 3. This module prints the ranks' output in rank order. It returns the results, or raises the first
    failure together with the state of every other rank (`labkit.launch.rank_states`).
 
-A call with four ranks takes about 0.1 s on two cores. The first call takes one to two seconds more,
-because the fork server imports torch. Every rank is a new process with one thread and newly seeded
-random number generators (torch, Python, numpy). So nothing carries over from one cell to the next,
-and a chapter that needs equal numbers on all ranks must set a seed. Unlike torchrun's ranks, these
-share one seed of string hashes, and therefore one order of sets.
+A call with four ranks takes about 0.1 s on two cores; the first one takes one to two seconds more.
+Every rank is a new process with one thread and newly seeded random number generators (torch,
+Python, numpy), so a chapter that needs equal numbers on all ranks must set a seed. Unlike
+torchrun's ranks, these share one seed of string hashes, and therefore one order of sets.
 
 Only gloo listens, on the loopback interface and on ports that the system chooses. No process is
-left behind, even if the caller is killed (`labkit.launch.guard`).
-
-Tested on Linux. macOS takes the same path without the Linux system calls; it was not tested. On
-Windows, use WSL.
+left behind, even if the caller is killed (`labkit.launch.guard`). Tested on Linux; macOS takes the
+same path without the Linux system calls. On Windows, use WSL.
 """
 
 import contextlib
@@ -136,10 +131,10 @@ def run_ranks(
     _check(fn, world_size, args, timeout)
     check_memory(world_size)
     devices, backend = choose_devices(world_size, device, "device")
-    payload = _ship(fn, args)
+    payload, code = _ship(fn, args), getattr(_innermost(fn), "__code__", None)
     job = Job(
         payload=payload,
-        home=_home(fn),
+        home=code.co_filename if code else "",
         devices=devices,
         backend=backend,
         timeout=float(timeout),
@@ -185,10 +180,7 @@ def _cells() -> dict[str, str]:
     return {
         name: "".join(entry[2])
         for name, entry in list(linecache.cache.items())
-        if len(entry) == 4
-        and not os.path.exists(name)
-        # Names like <string> are shared by unrelated pieces of code; those of cells are not.
-        and "ipykernel" in name
+        if len(entry) == 4 and not os.path.exists(name) and "ipykernel" in name
     }
 
 
@@ -202,11 +194,6 @@ def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _name(fn: Callable[..., Any]) -> str:
     fn = _innermost(fn)
     return getattr(fn, "__name__", type(fn).__name__)  # never repr(), which holds an address
-
-
-def _home(fn: Callable[..., Any]) -> str:
-    code = getattr(_innermost(fn), "__code__", None)
-    return code.co_filename if code else ""
 
 
 def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
@@ -240,11 +227,9 @@ def _own_modules(payload: bytes) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
-    """Pickle functions and classes of a stand-alone script or test module, and of modules beside
-    the caller's notebook, as code, and those of packages by name.
+    """Pickle what a stand-alone script, or a module beside the caller's notebook, defines as code.
 
-    If they were pickled by name, each rank would import the whole script with everything it
-    imports.
+    Otherwise each rank would import the whole script. What packages define is pickled by name.
     """
     own = getattr(_innermost(fn), "__module__", None)
     here = os.getcwd()
@@ -309,7 +294,10 @@ def _receive(rank: int, report: Report) -> Any:
 
 def _raise_first_failure(outcome: Outcome, job: Job) -> NoReturn:
     reports = outcome.reports
-    states = tuple(f"rank {rank}: {_state(report)}" for rank, report in enumerate(reports))
+    states = tuple(
+        f"rank {rank}: {'finished' if one.status == 'returned' else one.line or one.text}"
+        for rank, one in enumerate(reports)
+    )
     culprit = _first_failure(reports)
     if culprit is None:
         _raise_timeout(outcome, states, job)
@@ -337,23 +325,13 @@ _NEXT = {
 }
 
 
-def _state(report: Report) -> str:
-    if report.status == "returned":
-        return "finished"
-    return report.line or report.text
-
-
 def _first_failure(reports: list[Report]) -> int | None:
-    failed = [
-        r for r, report in enumerate(reports) if report.status not in ("returned", "unfinished")
-    ]
-    causes = [
-        r for r in failed if reports[r].status != "raised" or not VICTIM.search(reports[r].text)
-    ] or failed
-    if not causes:
-        return None
-    first = min(reports[r].time for r in causes)
-    return next(r for r in causes if reports[r].time <= first + _TOGETHER)
+    failed = [r for r, one in enumerate(reports) if one.status not in ("returned", "unfinished")]
+    raised = [r for r in failed if reports[r].status == "raised"]
+    victims = [r for r in raised if VICTIM.search(reports[r].text)]
+    causes = [r for r in failed if r not in victims] or failed
+    first = min((reports[r].time for r in causes), default=0.0)
+    return next((r for r in causes if reports[r].time <= first + _TOGETHER), None)
 
 
 def _raise_timeout(outcome: Outcome, states: tuple[str, ...], job: Job) -> NoReturn:

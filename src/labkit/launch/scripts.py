@@ -95,22 +95,13 @@ def run_script(
     try:
         done = run(words, timeout, cwd=root, env=environment)
     except subprocess.TimeoutExpired as late:
-        ends = "\n".join(_tail(text) for text in (late.output, late.stderr))
-        raise ScriptError(
-            f"{script} was stopped: it had not ended after {timeout:g} s.\n{ends}",
-            f"{late.output}{late.stderr}",
-        ) from None
-    if done.returncode:
-        ends = "\n".join(_tail(text) for text in (done.stdout, done.stderr))
-        raise ScriptError(
-            f"{script} ended with exit code {done.returncode}:\n{ends}",
-            done.stdout + done.stderr,
-            done.returncode,
-        )
-    return _NOISE.sub("", done.stdout).strip("\n")
-
-
-def _tail(text: str | bytes | None, lines: int = 30) -> str:
-    # torchrun adds a long report of its own below what the script said, and says less.
-    own = _TORCHRUN_REPORT.split(str(text or ""), maxsplit=1)[0]
-    return "\n".join(own.splitlines()[-lines:])
+        said, code, end = (late.output, late.stderr), None, f"had not ended after {timeout:g} s"
+    else:
+        said, code = (done.stdout, done.stderr), done.returncode
+        end = f"ended with exit code {code}"
+    if code != 0:
+        # torchrun adds a long report of its own below what the script said, and says less.
+        own = [_TORCHRUN_REPORT.split(text or "", maxsplit=1)[0].splitlines() for text in said]
+        ends = "\n".join("\n".join(lines[-30:]) for lines in own)
+        raise ScriptError(f"{script} {end}:\n{ends}", "".join(said), code)
+    return _NOISE.sub("", said[0]).strip("\n")

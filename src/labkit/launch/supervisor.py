@@ -1,17 +1,15 @@
 """The processes of `labkit.launch.ranks`: a supervisor between the caller and its ranks, and ranks.
 
-Each call of `run_ranks` has one supervisor. It is forked from a server that has loaded torch and
-never runs a thread (`labkit.launch.forks`), so starting a rank costs one fork and no import.
-
-1. The supervisor imports the project's modules that the function names, and forks the ranks.
+1. The supervisor, forked from a server that has loaded torch and never runs a thread
+   (`labkit.launch.forks`), imports the project's modules that the function names, and forks the
+   ranks.
 2. Each rank joins a process group over the loopback interface, calls the function, and sends its
    result or its error to the supervisor. The store is a file, so nothing listens for it.
 3. The supervisor collects reports until every rank has reported, one has failed, the time is up, or
    the caller is gone. After a failure or a timeout it asks the ranks that still run for their
    stacks (`labkit.launch.rank_states`).
-4. If all returned, it lets them exit. A rank that left earlier would close its connections to a
-   slower rank, which would then report a misleading error. Then it ends what remains.
-5. It sends the caller the reports and the ranks' output.
+4. If all returned, it lets them exit: a rank that left earlier would close its connections to a
+   slower one. Then it ends what remains, and sends the caller the reports and the ranks' output.
 """
 
 import contextlib
@@ -209,7 +207,8 @@ class _Ranks:
         if code is None:
             text = "closed its connection to the supervisor without a result"
         elif code < 0:
-            name = _signal_name(-code)
+            numbers = {number.value: number.name for number in signal.Signals}
+            name = numbers.get(-code, f"signal {-code}")  # most real-time signals have no name
             hint = " (often: the system ran out of memory)" if name == "SIGKILL" else ""
             text = f"was killed by {name}{hint}"
         else:
@@ -273,21 +272,12 @@ class _Ranks:
 
     def outputs(self) -> list[tuple[str, str]]:
         """What each rank wrote to stdout and stderr. No rank may run any more."""
-        return [
-            tuple(
-                show_cells_as(_read_output(self.folder / f"{stream}-{rank}"), self.job.cells)
-                for stream in ("stdout", "stderr")
-            )
-            for rank in range(self.job.world_size)
-        ]
 
+        def read(name: str) -> str:
+            return show_cells_as(_read_output(self.folder / name), self.job.cells)
 
-def _signal_name(number: int) -> str:
-    """SIGKILL for 9; "signal 40" for a number without a name, as most real-time signals are."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        ranks = range(self.job.world_size)
+        return [(read(f"stdout-{rank}"), read(f"stderr-{rank}")) for rank in ranks]
 
 
 def _read_output(file: Path) -> str:

@@ -4,16 +4,12 @@
     link = Link.of(gbit_per_s=10, latency_us=20)
     step = simulate(backward_of(recording), plan, lambda n: link.seconds(ring(1024, n)))
 
-The module has three parts. Only `measure_all_reduce` communicates.
-
 1. *The α–β model.* A message of n bytes takes α + n·β seconds: α is the latency of the link, 1/β
-   its bandwidth. `naive`, `ring`, `recursive_doubling`, and `gloo` give the number of messages of
-   an all-reduce that wait for one another, and their total length.
+   its bandwidth. A `Cost` has the number of messages of an all-reduce that wait for one another,
+   and their total length.
 2. *Fitting.* `fit` computes α and β of this machine from measured times, and the error of the fit.
-3. *Simulating a step.* The inputs are a recorded backward (`labkit.profiling.recording`), a bucket
-   plan, and the cost of an all-reduce. Buckets are launched in order, and the link carries one at
-   a time. The result is simulated, not measured; `SimulatedStep.error` compares it with a measured
-   step.
+3. *Simulating a step* from a recorded backward (`labkit.profiling.recording`), a bucket plan, and
+   the cost of an all-reduce. Buckets are launched in order; the link carries one at a time.
 
 The models assume an otherwise idle network that is the same between any two ranks. In a cluster,
 nodes share links, and a step waits for its slowest rank.
@@ -42,15 +38,11 @@ _SEGMENT = MIB  # the longest message that gloo sends
 
 
 class Cost(NamedTuple):
-    """The cost of one all-reduce, independent of the link.
+    """The cost of one all-reduce, independent of the link."""
 
-    `steps` is the number of messages sent one after another. `bytes` is their total length.
-    `sent` is the number of bytes that the busiest rank sends.
-    """
-
-    steps: int
-    bytes: float
-    sent: float
+    steps: int  # messages sent one after another
+    bytes: float  # their total length
+    sent: float  # by the busiest rank
 
 
 def least_bytes(world_size: int, nbytes: float) -> float:
@@ -63,18 +55,13 @@ def least_bytes(world_size: int, nbytes: float) -> float:
 
 
 def naive(world_size: int, nbytes: float) -> Cost:
-    """All ranks send to rank 0, one after another, and it sends the sum back: 2(W−1) whole
-    messages.
-    """
+    """All ranks send to rank 0, one after another, and it sends the sum back: 2(W−1) messages."""
     others = world_size - 1
     return Cost(2 * others, 2 * others * nbytes, others * nbytes)
 
 
 def ring(world_size: int, nbytes: float) -> Cost:
-    """Chunks of n/W bytes go around a ring twice: 2(W−1) steps.
-
-    Every rank sends `least_bytes`, the least possible for the busiest rank.
-    """
+    """Chunks of n/W bytes go around a ring twice: 2(W−1) steps. Every rank sends `least_bytes`."""
     sent = least_bytes(world_size, nbytes)
     return Cost(2 * (world_size - 1), sent, sent)
 
@@ -173,13 +160,12 @@ class Measurement(NamedTuple):
 class Fit(NamedTuple):
     """A fitted link and the quality of the fit.
 
-    `residuals` are (model − measured) / measured, one per measurement, in order. `cpu_share` is
-    the fraction of the measured seconds that the processor worked, 0 to 1. Without a spare core,
-    this time is lost for computing.
+    `cpu_share` is the fraction of the measured seconds that the processor worked, 0 to 1. Without a
+    spare core, this time is lost for computing.
     """
 
     link: Link
-    residuals: tuple[float, ...]
+    residuals: tuple[float, ...]  # (model − measured) / measured, one per measurement
     cpu_share: float
 
     def worst(self) -> float:
@@ -192,31 +178,32 @@ def fit(measurements: Iterable[Measurement]) -> Fit:
 
     The residuals are relative, because the longest messages would dominate absolute ones.
 
-    Raises ValueError if the measurements cannot separate α from β: fewer than two, or all with one
-    ratio of bytes to steps. Also raises it if a time is not positive.
+    Raises ValueError if a time is not positive, or if the measurements cannot separate α from β.
     """
     measured = list(measurements)
     if any(not one.seconds > 0 for one in measured):
         raise ValueError("a measured time is not positive: measure longer, or more than one rank")
     costs = [ALGORITHMS[one.algorithm](one.world_size, one.bytes) for one in measured]
-    rows = [
-        (cost.steps / one.seconds, cost.bytes / one.seconds)
-        for cost, one in zip(costs, measured, strict=True)
-    ]
-    # The normal equations of rows · (α, β) = 1.
-    ss, sb, bb = (sum(a[i] * a[j] for a in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    s, b = (sum(a[i] for a in rows) for i in (0, 1))
-    determinant = ss * bb - sb * sb
-    if determinant <= 1e-12 * ss * bb:
+    rows = torch.tensor(
+        [
+            (cost.steps / m.seconds, cost.bytes / m.seconds)
+            for cost, m in zip(costs, measured, strict=True)
+        ],
+        dtype=torch.float64,
+    )
+    ones = torch.ones(len(rows), 1, dtype=torch.float64)
+    scale = rows.norm(dim=0)
+    if len(rows) < 2 or torch.linalg.matrix_rank(rows / scale, rtol=1e-6) < 2:
         raise ValueError(
             f"{len(measured)} measurement(s) of {sorted({one.bytes for one in measured})} bytes "
             "cannot tell latency from bandwidth: measure one short and one long message"
         )
-    link = Link((s * bb - b * sb) / determinant, (b * ss - s * sb) / determinant)
+    link = Link(*(torch.linalg.lstsq(rows / scale, ones).solution.squeeze(1) / scale).tolist())
+    alone = (rows.sum(dim=0) / scale.square()).tolist()  # each of the two without the other
     if link.latency < 0:
-        link = Link(0.0, b / bb)
+        link = Link(0.0, alone[1])
     elif link.seconds_per_byte < 0:
-        link = Link(s / ss, 0.0)
+        link = Link(alone[0], 0.0)
     residuals = tuple(
         link.seconds(cost) / one.seconds - 1 for cost, one in zip(costs, measured, strict=True)
     )
@@ -235,8 +222,7 @@ def measure_all_reduce(
 
     Returns, for each size, the median of `repeat` times of the slowest rank, the same list on
     every rank. To measure a function of `miniddp.collectives`, pass it with the name of its
-    algorithm. Costs `repeat + 1` all-reduces and barriers per size, and one all-reduce of the
-    times.
+    algorithm.
     """
     world_size = dist.get_world_size(group)
     measured = []
@@ -247,8 +233,7 @@ def measure_all_reduce(
             dist.barrier(group)
             begin, cpu = time.perf_counter(), time.process_time()
             all_reduce(tensor, group=group)
-            spent = [time.perf_counter() - begin, time.process_time() - cpu]
-            times.append(spent)
+            times.append([time.perf_counter() - begin, time.process_time() - cpu])
         slowest = torch.tensor(times[1:], dtype=torch.float64)  # the first one warms up
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         seconds, cpu = (statistics.median(column) for column in slowest.T.tolist())
@@ -275,8 +260,7 @@ class Backward(NamedTuple):
 
 
 def backward_of(recording: Recording | RankRecording) -> Backward:
-    """The computing half of a recorded step; with several ranks, the slowest rank's time per
-    gradient.
+    """The computing half of a recorded step; of several ranks, the slowest one's per gradient.
 
     Record a step without collectives during backward (the rung `Flat`); otherwise their work
     is already part of these times.
@@ -309,8 +293,7 @@ class SimulatedStep(NamedTuple):
     def exposed(self) -> float:
         """The seconds from the last gradient to the end of the step.
 
-        With a `cpu_share` above 0, communication also delays the gradients. This delay is not
-        included.
+        With a `cpu_share` above 0, communication also delays the gradients; that is not included.
         """
         return self.end - self.compute_end
 
@@ -318,9 +301,7 @@ class SimulatedStep(NamedTuple):
     def critical_bucket(self) -> int:
         """The bucket from which on the link works without a pause until the end.
 
-        The critical path of the step: compute until this bucket is launched, then the all-reduces
-        of this and all later buckets. The step gets shorter only if something on this path gets
-        shorter.
+        The step gets shorter only if the computing before its launch does, or what is sent after.
         """
         first = len(self.sent) - 1
         while first > 0 and self.sent[first][0] <= self.sent[first - 1][2]:

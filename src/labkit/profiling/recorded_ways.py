@@ -5,6 +5,7 @@ DistributedDataParallel, or an object with a `finish()` to be called after backw
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -55,8 +56,8 @@ def record_ways(
     link = {"gbit_per_s": gbit_per_s, "latency_us": latency_us}
     found = {}
     for name, make in ways.items():
-        of_ranks = run_ranks(_record, 2, make, model, inputs, link, device="cpu")
-        steps = [merge(of_step) for of_step in zip(*(r for r, _ in of_ranks), strict=True)]
+        of_ranks = run_ranks(_record, 2, make, model, inputs, _WARM_UP + _STEPS, link, device="cpu")
+        steps = _merged([recorded[_WARM_UP:] for recorded, _ in of_ranks])
         lengths = [step.ranks[0].end - step.ranks[0].begin for step in steps]
         shortest = steps[lengths.index(min(lengths))]
         averages = [average for _, average in of_ranks]
@@ -71,10 +72,10 @@ def buckets_in_first_steps(
 
     `options` are DDP's keywords. Messages under 100 bytes, which carry flags, are left out.
     """
-    of_ranks = run_ranks(_first_steps, 2, model, inputs, steps, options, device="cpu")
+    make = partial(torch_ddp, **options)
+    of_ranks = run_ranks(_record, 2, make, model, inputs, steps, device="cpu")
     found = []
-    for of_step in zip(*of_ranks, strict=True):
-        step = merge(of_step)
+    for step in _merged([recorded for recorded, _ in of_ranks]):
         sizes = [one.bytes for one in step.ranks[0].buckets() if one.bytes >= 100]
         found.append((sizes, step.overlaps()))
     return found
@@ -86,13 +87,14 @@ def _record(
     make: Way,
     model: nn.Module,
     inputs: Tensor,
-    link: dict[str, float],
+    steps: int,
+    link: dict[str, float] | None = None,
 ) -> tuple[list[RankRecording], Tensor]:
     mine = inputs.chunk(world_size)[rank]
-    recorder = Recorder(model, SlowLink(**link))  # its hooks have to be the first ones
+    recorder = Recorder(model, SlowLink(**link) if link else None)  # its hooks come first
     averager = make(model, recorder)
     recorded = []
-    for _ in range(_WARM_UP + _STEPS):
+    for _ in range(steps):
         model.zero_grad()
         dist.barrier()
         with recorder:
@@ -100,24 +102,8 @@ def _record(
             if hasattr(averager, "finish"):
                 averager.finish()
         recorded.append(recorder.recorded)
-    return recorded[_WARM_UP:], flatten(gradients(model))
+    return recorded, flatten(gradients(model))
 
 
-def _first_steps(
-    rank: int,
-    world_size: int,
-    model: nn.Module,
-    inputs: Tensor,
-    steps: int,
-    options: dict[str, Any],
-) -> list[RankRecording]:
-    mine = inputs.chunk(world_size)[rank]
-    recorder = Recorder(model)
-    averager = torch_ddp(model, recorder, **options)
-    seen = []
-    for _ in range(steps):
-        model.zero_grad()
-        with recorder:
-            loss_of(averager(mine)).backward()
-        seen.append(recorder.recorded)
-    return seen
+def _merged(of_ranks: list[list[RankRecording]]) -> list[Recording]:
+    return [merge(of_step) for of_step in zip(*of_ranks, strict=True)]

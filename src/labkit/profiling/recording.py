@@ -15,13 +15,10 @@ rung of `miniddp.ladder`, or a reader's own class. The recorder uses two public 
   collective passes through it at launch, and the future of its handle gives the time of
   completion.
 
-Times come from `time.perf_counter`, in seconds. On Linux, macOS, and Windows, all processes of one
-machine share this clock, so the times of its ranks are comparable; those of different machines are
-not. Times differ in every run and serve for drawing and modeling. `order()` is the same in every
-run and may be printed and compared.
-
-Cost: a few microseconds per gradient and per collective. Under CUDA, the times are those at which
-the host queued the work.
+Times are seconds of `time.perf_counter`, a clock that all processes of one machine share. They
+differ in every run; `order()` is the same in every run and may be printed and compared. It costs a
+few microseconds per gradient and per collective. Under CUDA, the times are those at which the host
+queued the work.
 """
 
 import threading
@@ -49,17 +46,12 @@ class Gradient(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One collective, as one rank saw it.
-
-    `bytes` is the size of this rank's input. `after` is the number of gradients that were ready at
-    the launch. `bucket` numbers the collectives launched after the first gradient, from 0. It
-    is None for earlier ones.
-    """
+    """One collective, as one rank saw it."""
 
     op: str
-    bytes: int
-    after: int
-    bucket: int | None
+    bytes: int  # of this rank's input
+    after: int  # the number of gradients that were ready at the launch
+    bucket: int | None  # its number among those launched after the first gradient
     launched: float
     done: float
 
@@ -149,11 +141,6 @@ class Recording:
         """`[rank]`: the collectives in launch order, without times; the same in every run."""
         return [one.order() for one in self.ranks]
 
-    def same_order(self) -> bool:
-        """Whether every rank launched the same collectives in the same order, as it must."""
-        went = [[(launch.op, launch.bytes) for launch in order] for order in self.order()]
-        return all(one == went[0] for one in went)
-
     def overlaps(self) -> bool:
         """Whether communication began before the last gradient was ready, on every rank."""
         return all(one.overlaps() for one in self.ranks)
@@ -235,7 +222,8 @@ class Recorder(WrappedGroup):
     def carry(self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]) -> Any:
         if self._running is None:
             return launch()
-        under_way = self._running.launched(op, bytes_of(tensors))
+        under_way = _UnderWay(op, bytes_of(tensors), len(self._running.gradients))
+        self._running.under_way.append(under_way)
         work = launch()
         if (future := future_of(work)) is not None:
             future.add_done_callback(under_way.ends)
@@ -267,15 +255,27 @@ class _UnderWay:
     def __init__(self, op: str, nbytes: int, after: int) -> None:
         self.op, self.bytes, self.after = op, nbytes, after
         self.launched = time.perf_counter()
-        self.done: float | None = None
+        self.done = threading.Event()
+        self.end = 0.0
 
-    def ends(self, future: Future | None) -> None:
-        self.done = time.perf_counter()
+    def ends(self, future: Future | None = None) -> None:
+        self.end = time.perf_counter()
+        self.done.set()
 
     def wait_for(self, work: dist.Work) -> None:
         with suppress(RuntimeError):  # which is raised where the collective's caller waits, too
             work.wait()
-        self.ends(None)
+        self.ends()
+
+    def as_recorded(self, bucket: int | None) -> Collective:
+        # Waiting threads wake up before callbacks run, so a moment may pass.
+        if not self.done.wait(_PATIENCE):
+            raise TimeoutError(
+                f"{self.op} of {self.bytes} bytes is still under way {_PATIENCE:g} s after the "
+                "recording's end. Wait for what was launched (`finish()`, or the handle's `wait`) "
+                "within `with recorder:`, on every rank."
+            )
+        return Collective(self.op, self.bytes, self.after, bucket, self.launched, self.end)
 
 
 class _Running:
@@ -287,33 +287,13 @@ class _Running:
         self.gradients: list[Gradient] = []
         self.under_way: list[_UnderWay] = []
 
-    def launched(self, op: str, nbytes: int) -> _UnderWay:
-        self.under_way.append(_UnderWay(op, nbytes, len(self.gradients)))
-        return self.under_way[-1]
-
     def finished(self, rank: int, end: float) -> RankRecording:
-        collectives, buckets = [], 0
-        for one in self.under_way:
-            bucket = None
-            if one.after:
-                bucket, buckets = buckets, buckets + 1
-            done = _end_of(one)
-            collectives.append(Collective(one.op, one.bytes, one.after, bucket, one.launched, done))
+        early = sum(not one.after for one in self.under_way)  # and all others are buckets
+        collectives = tuple(
+            one.as_recorded(number - early if one.after else None)
+            for number, one in enumerate(self.under_way)
+        )
         end = max([end, *(one.done for one in collectives)])
         return RankRecording(
-            rank, self.begin, end, tuple(self.forwards), tuple(self.gradients), tuple(collectives)
+            rank, self.begin, end, tuple(self.forwards), tuple(self.gradients), collectives
         )
-
-
-def _end_of(one: _UnderWay) -> float:
-    """Waiting threads wake up before callbacks run, so a moment may pass."""
-    limit = time.perf_counter() + _PATIENCE
-    while one.done is None:
-        if time.perf_counter() > limit:
-            raise TimeoutError(
-                f"{one.op} of {one.bytes} bytes is still under way {_PATIENCE:g} s after the "
-                "recording's end. Wait for what was launched (`finish()`, or the handle's `wait`) "
-                "within `with recorder:`, on every rank."
-            )
-        time.sleep(1e-4)
-    return one.done

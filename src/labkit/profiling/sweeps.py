@@ -50,27 +50,17 @@ def as_recording(
 ) -> Recording:
     """A simulated step in the form of a recorded one, which `timeline.draw_together` can draw.
 
-    Args:
-        step: what `simulate` returned for `backward` and `plan`, with a `cpu_share` of 0.
-        backward: in which `forward` seconds belong to the forward pass.
-        plan: the buckets of `step`.
-        forward: seconds.
+    `step` is what `simulate` returned for `backward` and `plan`, with a `cpu_share` of 0; of its
+    seconds, `forward` belong to the forward pass.
     """
-    sizes_and_moments = zip(backward.bytes, backward.ready, strict=True)
     gradients = tuple(
-        Gradient(str(place), nbytes, moment)
-        for place, (nbytes, moment) in enumerate(sizes_and_moments)
+        Gradient(str(place), *gradient)
+        for place, gradient in enumerate(zip(backward.bytes, backward.ready, strict=True))
     )
-    collectives = tuple(
-        Collective(
-            "all_reduce",
-            sum(backward.bytes[place] for place in bucket),
-            sum(moment <= launched for moment in backward.ready),
-            number,
-            launched,
-            done,
-        )
-        for number, (bucket, (launched, _, done)) in enumerate(zip(plan, step.sent, strict=True))
-    )
-    rank = RankRecording(0, 0.0, step.end, ((0.0, forward),), gradients, collectives)
+    collectives = []
+    for number, (bucket, (launched, _, done)) in enumerate(zip(plan, step.sent, strict=True)):
+        nbytes = sum(backward.bytes[place] for place in bucket)
+        ready = sum(moment <= launched for moment in backward.ready)
+        collectives.append(Collective("all_reduce", nbytes, ready, number, launched, done))
+    rank = RankRecording(0, 0.0, step.end, ((0.0, forward),), gradients, tuple(collectives))
     return Recording((rank,))

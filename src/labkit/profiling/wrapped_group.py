@@ -19,6 +19,21 @@ from torch import Tensor
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
+# By method: the name in `torch.distributed`, and which argument holds this rank's inputs.
+_COLLECTIVES = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 1),
+}
 _NO_MESSAGES = (
     "{kind} passes collectives on, and was asked to {what}. Give point-to-point messages the "
     "process group that it wraps, or none."
@@ -52,48 +67,8 @@ class WrappedGroup(dist.ProcessGroup):
         """
         return launch()
 
-    def allreduce(self, tensors: Any, *options: Any) -> Any:
-        return self._pass("all_reduce", tensors, self.inner.allreduce, tensors, *options)
-
-    def allreduce_coalesced(self, tensors: Any, *options: Any) -> Any:
-        return self._pass("all_reduce", tensors, self.inner.allreduce_coalesced, tensors, *options)
-
-    def broadcast(self, tensors: Any, *options: Any) -> Any:
-        return self._pass("broadcast", tensors, self.inner.broadcast, tensors, *options)
-
-    def reduce(self, tensors: Any, *options: Any) -> Any:
-        return self._pass("reduce", tensors, self.inner.reduce, tensors, *options)
-
-    def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        return self._pass("all_gather", inputs, self.inner.allgather, outputs, inputs, *options)
-
-    def all_gather_single(self, output: Any, mine: Any, *options: Any) -> Any:
-        inner = self.inner.all_gather_single
-        return self._pass("all_gather", mine, inner, output, mine, *options)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        inner = self.inner.reduce_scatter
-        return self._pass("reduce_scatter", inputs, inner, outputs, inputs, *options)
-
-    def reduce_scatter_single(self, output: Any, mine: Any, *options: Any) -> Any:
-        inner = self.inner.reduce_scatter_single
-        return self._pass("reduce_scatter", mine, inner, output, mine, *options)
-
-    def alltoall(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        return self._pass("all_to_all", inputs, self.inner.alltoall, outputs, inputs, *options)
-
-    def all_to_all_single(self, output: Any, mine: Any, *options: Any) -> Any:
-        inner = self.inner.all_to_all_single
-        return self._pass("all_to_all", mine, inner, output, mine, *options)
-
-    def gather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        return self._pass("gather", inputs, self.inner.gather, outputs, inputs, *options)
-
-    def scatter(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        return self._pass("scatter", inputs, self.inner.scatter, outputs, inputs, *options)
-
     def barrier(self, opts: Any = None) -> Any:
-        return self._pass("barrier", (), self.inner.barrier, opts or dist.BarrierOptions())
+        return self.carry("barrier", (), lambda: self.inner.barrier(opts or dist.BarrierOptions()))
 
     def send(self, *message: Any) -> Any:
         raise NotImplementedError(_NO_MESSAGES.format(kind=type(self).__name__, what="send"))
@@ -108,9 +83,17 @@ class WrappedGroup(dist.ProcessGroup):
         # Of a group that calls itself gloo, DDP's logger expects that it *is* torch's own.
         return f"wrapped {self.inner.name()}"
 
-    def _pass(self, op: str, tensors: Any, call: Callable[..., Any], *args: Any) -> Any:
-        brought = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-        return self.carry(op, brought, lambda: call(*args))
+
+def _passed_on(method: str, op: str, inputs: int) -> Callable[..., Any]:
+    def collective(self: WrappedGroup, *args: Any) -> Any:
+        brought = [leaf for leaf in tree_leaves(args[inputs]) if isinstance(leaf, Tensor)]
+        return self.carry(op, brought, lambda: getattr(self.inner, method)(*args))
+
+    return collective
+
+
+for _method, (_op, _inputs) in _COLLECTIVES.items():
+    setattr(WrappedGroup, _method, _passed_on(_method, _op, _inputs))
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:

@@ -3,7 +3,7 @@
     def on_this_rank(rank, world_size):
         return measure(WAYS["tensor"], Mesh(data=2, tensor=2), Mesh())
 
-    print(ways_table(judge(run_ranks(on_this_rank, 4))))
+    judged = judge(run_ranks(on_this_rank, 4))
 
 A program has the loss of one rank and says which parameters are sharded. One rule serves all of
 them: divide by the tokens of the step, then add up each parameter's gradient along every dimension
@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit.book.tables import table
 from labkit.testing.compare import Comparison, same_bits
 from labkit.testing.verdict import compared, kind_of
 
@@ -432,17 +431,6 @@ def judge(of_ranks: Sequence[Measured]) -> list[Judged]:
         )
         found.append(Judged(way, everything, worst, of_names[worst], agree))
     return found
-
-
-def ways_table(judged: Iterable[Judged]) -> str:
-    """One line per way; the worst parameter of the right one is not named, as none is wrong."""
-    rows = []
-    for one in judged:
-        numbers = [f"{number:.3f}" for number in one.of_worst]
-        worst = ["", "", ""] if one.right else [one.worst, *numbers]
-        rows.append([one.way, *one.comparison, *worst, one.kind])
-    headers = ["", "ratio", "cosine", "worst parameter", "ratio", "cosine", ""]
-    return table(headers, rows, digits=3)
 
 
 def _distance(comparison: Comparison) -> float:

@@ -1,14 +1,9 @@
 """A small image captioner, and padded captions of different lengths.
 
 It has the structure of the captioner in the thread "Gradient accumulation gives different results
-compared to full batch". A vision transformer encodes the picture, and a GPT-2 attends to its
-patches. It trains in a second on a laptop. The thread's weights (a CLIP encoder and gpt2) would
-have to be downloaded; these are random, from a seed.
-
-The decoder has GPT-2's parts: learned positions, layer norm before each block, and GELU layers
-four times as wide. Its output layer is tied to the embedding, and its weights have the standard
-deviation 0.02. There is no dropout and no batch norm, so a caption's loss does not depend on the
-rest of its batch.
+compared to full batch": a vision transformer encodes the picture, and a GPT-2 attends to its
+patches. It trains in a second on a laptop, from seeded weights instead of downloaded ones. There is
+no dropout and no batch norm, so a caption's loss does not depend on the rest of its batch.
 """
 
 from collections.abc import Sequence

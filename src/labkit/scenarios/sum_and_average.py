@@ -3,9 +3,8 @@
 The thread is "Is average the correct way for the gradient in DistributedDataParallel with multi
 nodes?". Its questions have one form: one process trains with batch size 16 and learning rate 0.01;
 which learning rate gives the same training on several processes? `train` runs one epoch of that
-training with any wrapper and any number of ranks, and `matching_lr` is the answer.
-
-The thread names no model and no data. Both are ours, small, and drawn from a seed.
+training with any wrapper, and `matching_lr` is the answer. The thread names no model and no data.
+Both are ours, small, and drawn from a seed.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -54,8 +53,7 @@ def batches(
     """One rank's batches of `own_batch` samples in one epoch, shuffled by epoch.
 
     In each step, the ranks together hold the samples that one process with batch size `own_batch *
-    world_size` has in that step. `DistributedSampler` makes the same order for any number of ranks
-    and deals it out in turn. Samples that do not fill a step are dropped.
+    world_size` has. Samples that do not fill a step are dropped.
     """
     sampler = DistributedSampler(data, world_size, rank, drop_last=True)
     sampler.set_epoch(epoch)
@@ -72,8 +70,8 @@ def train(
 ) -> None:
     """Train `model`, a plain module or any wrapper, on all batches of `loader`.
 
-    Each step back-propagates `scale` times the batch's cross-entropy, its mean or its sum. `clip`
-    is the norm to which the combined gradients are clipped.
+    The loss is `scale` times the batch's cross-entropy, its mean or its sum. The combined gradients
+    are clipped to the norm `clip`.
     """
     device = next(model.parameters()).device
     for x, y in loader:
@@ -105,15 +103,7 @@ def one_epoch(
 
 
 def combined_factor(loss: Reduction, combine: Combine, world_size: int) -> float:
-    """The combined gradient as a multiple of the gradient of one process with all the samples.
-
-    Raises ValueError for any other `loss` or `combine`.
-    """
-    if loss not in LOSSES or combine not in COMBINATIONS:
-        raise ValueError(
-            f"loss is one of {', '.join(LOSSES)} and combine one of {', '.join(COMBINATIONS)}, "
-            f"got {loss!r} and {combine!r}"
-        )
+    """The combined gradient as a multiple of the gradient of one process with all the samples."""
     # Means want to be averaged and sums to be summed; a sum of W means is W times too large.
     if loss == "mean":
         return world_size if combine == "sum" else 1

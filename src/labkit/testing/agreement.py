@@ -6,12 +6,13 @@
     optimizer.step()
     assert_replicas_agree(model)
 
-Every rank of the group must call them. They raise `InvariantError` on every rank, even if only one
-rank is wrong, so a failed assertion never leaves other ranks waiting.
+Every rank must call them. They raise `InvariantError` on every rank, even if only one rank is
+wrong, so a failed assertion never leaves other ranks waiting.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 from labkit.testing.compare import Comparison, flatten, ratio_and_cosine
 
 Gradients = Mapping[str, Tensor | None]
-_CHUNK = 4 << 20  # bytes; tensors up to about this size in total share one broadcast
 
 
+@dataclass(eq=False)
 class InvariantError(AssertionError):
     """What does not hold, where, the two numbers, and the likely cause.
 
@@ -30,20 +31,16 @@ class InvariantError(AssertionError):
     compared with true ones; otherwise it is None.
     """
 
-    def __init__(
-        self,
-        invariant: str,
-        rank: int,
-        where: str,
-        found: str,
-        expected: str,
-        cause: str,
-        comparison: Comparison | None = None,
-    ) -> None:
-        super().__init__(invariant, rank, where, found, expected, cause, comparison)
-        self.invariant, self.rank, self.where = invariant, rank, where
-        self.found, self.expected, self.cause = found, expected, cause
-        self.comparison = comparison
+    invariant: str
+    rank: int
+    where: str
+    found: str
+    expected: str
+    cause: str
+    comparison: Comparison | None = None
+
+    def __post_init__(self) -> None:
+        self.args = tuple(vars(self).values())  # with which it is unpickled
 
     def __str__(self) -> str:
         return (
@@ -54,13 +51,11 @@ class InvariantError(AssertionError):
         )
 
 
-def assert_replicas_agree(
-    module: nn.Module, buffers: bool = True, group: dist.ProcessGroup | None = None
-) -> None:
-    """Parameters and buffers are bitwise equal on every rank of `group`.
+def assert_replicas_agree(module: nn.Module, buffers: bool = True) -> None:
+    """Parameters and buffers are bitwise equal on every rank.
 
     After a forward pass, batch norm's running statistics differ between ranks, in torch's DDP too:
-    pass `buffers=False` then. Costs one broadcast of everything that is compared.
+    pass `buffers=False` then. Costs one broadcast per tensor.
     """
     tensors: dict[str, Tensor | None] = dict(module.named_parameters())
     tensors |= dict(module.named_buffers()) if buffers else {}
@@ -70,39 +65,32 @@ def assert_replicas_agree(
         "the ranks did not start from the same weights, or did not apply the same gradient in "
         "every step since. Broadcast parameters and buffers from rank 0 at construction, and check "
         "the gradients with assert_gradients_agree.",
-        group,
     )
 
 
-def assert_gradients_agree(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Each gradient is bitwise equal on every rank of `group`, or None on every rank.
+def assert_gradients_agree(module: nn.Module) -> None:
+    """Each gradient is bitwise equal on every rank, or None on every rank.
 
-    Call it after gradients are combined and before the optimizer's step. Costs one broadcast
-    of all gradients.
+    Call it after gradients are combined and before the optimizer's step. Costs one broadcast per
+    gradient.
     """
     _assert_same_bits(
         "assert_gradients_agree",
         {f"{name}.grad": p.grad for name, p in module.named_parameters() if p.requires_grad},
         "this gradient was not combined (the forward pass bypassed the wrapper, or a hook "
         "processed another tensor), or the ranks sum in different orders.",
-        group,
     )
 
 
-def assert_gradients_equal(
-    module: nn.Module,
-    true: Gradients,
-    tolerance: float = 1e-9,
-    group: dist.ProcessGroup | None = None,
-) -> None:
+def assert_gradients_equal(module: nn.Module, true: Gradients, tolerance: float = 1e-9) -> None:
     """On every rank the gradients of `module` are the `true` ones (by name; None counts as zeros).
 
     Equal means: the error of each parameter's gradient has a norm of at most `tolerance` times the
     norm of the whole true gradient. 1e-9 suits float64; use 1e-5 for float32. Each trainable
     parameter needs an entry in `true`, and each gradient in `true` needs a trainable parameter.
     """
-    if error := _names_error(module, true, dist.get_rank(group)):
-        raise_on_every_rank(error, group)
+    if error := _names_error(module, true):
+        raise_on_every_rank(error)
     found, wanted = {}, {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -120,46 +108,37 @@ def assert_gradients_equal(
             comparison = ratio_and_cosine(list(found.values()), list(wanted.values()))
         error = InvariantError(
             "assert_gradients_equal",
-            dist.get_rank(group),
+            dist.get_rank(),
             f"{worst}.grad",
             f"norm {float(found[worst].norm()):.6g} (over all parameters: "
             f"{comparison or 'zeros or None'})",
             f"norm {float(wanted[worst].norm()):.6g} (the full batch's: ratio 1, cosine 1)",
-            _cause(comparison, dist.get_world_size(group)),
+            _cause(comparison, dist.get_world_size()),
             comparison,
         )
-    raise_on_every_rank(error, group)
+    raise_on_every_rank(error)
 
 
-def raise_on_every_rank(
-    error: InvariantError | None, group: dist.ProcessGroup | None = None
-) -> None:
-    """Raise the lowest rank's `error` on every rank of `group`; return if no rank has one.
+def raise_on_every_rank(error: InvariantError | None) -> None:
+    """Raise the lowest rank's `error` on every rank; return if no rank has one.
 
     Costs one all-reduce of one byte, and one all-gather of the errors if a rank has one. Over NCCL
     the byte is on the GPU; that branch has not been run yet.
     """
-    backend = dist.get_backend(group)
+    backend = dist.get_backend()
     device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
     failed = torch.tensor([error is not None], dtype=torch.uint8, device=device)
-    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
     if not failed:
         return
-    errors: list[InvariantError | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group=group)
+    errors: list[InvariantError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
     raise next(one for one in errors if one is not None)
 
 
-def _assert_same_bits(
-    invariant: str,
-    tensors: Mapping[str, Tensor | None],
-    cause: str,
-    group: dist.ProcessGroup | None,
-) -> None:
-    rank = dist.get_rank(group)
-    root = dist.get_global_rank(group or dist.group.WORLD, 0)
-    kinds: list[dict[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(kinds, {n: _kind(t) for n, t in tensors.items()}, group=group)
+def _assert_same_bits(invariant: str, tensors: Mapping[str, Tensor | None], cause: str) -> None:
+    kinds: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(kinds, {n: _kind(t) for n, t in tensors.items()})
     for elsewhere, there in enumerate(kinds):  # every rank has all of it: all raise the same
         for name in {**there, **kinds[0]}:
             here, at_rank_0 = (one.get(name, "no such tensor") for one in (there, kinds[0]))
@@ -167,91 +146,56 @@ def _assert_same_bits(
                 raise InvariantError(
                     invariant, elsewhere, name, here, f"{at_rank_0}, as on rank 0", cause
                 )
-    tensors = {name: tensors[name] for name in kinds[0]}  # in one order on all ranks
     error = None
-    for names in _chunks(tensors):
-        mine = {name: _dense(tensors[name]) for name in names}
-        bits = [_bits(tensor) for tensor in mine.values()]
-        packed = torch.cat(bits) if len(bits) > 1 else bits[0]
-        rank_0s = packed.clone()
-        dist.broadcast(rank_0s, root, group=group)
-        if error is None and not torch.equal(packed, rank_0s):
-            error = _first_difference(invariant, rank, mine, rank_0s, cause)
-    raise_on_every_rank(error, group)
+    for name in kinds[0]:  # in one order on all ranks
+        if (tensor := tensors[name]) is None:
+            continue
+        mine = _dense(tensor)
+        rank_0s = mine.clone()
+        dist.broadcast(_bits(rank_0s), 0)
+        if error is None and not torch.equal(_bits(mine), _bits(rank_0s)):
+            found, expected = _difference(mine, rank_0s)
+            error = InvariantError(invariant, dist.get_rank(), name, found, expected, cause)
+    raise_on_every_rank(error)
 
 
-def _names_error(module: nn.Module, true: Gradients, rank: int) -> InvariantError | None:
+def _names_error(module: nn.Module, true: Gradients) -> InvariantError | None:
     """The error unless `true` names the trainable parameters, and no others except with None."""
     every = dict(module.named_parameters(remove_duplicate=False))  # `true` may name tied ones twice
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
-    unknown = [name for name in trainable if name not in true]
-    untrained = [
-        name
-        for name, right in true.items()
-        if right is not None and not (name in every and every[name].requires_grad)
-    ]
-    if untrained:
-        where = f"{untrained[0]}.grad"
-        found = "a frozen parameter" if untrained[0] in every else "no parameter of this name"
-        expected = "a trainable parameter, because `true` has a gradient for it"
-        cause = (
-            "the implementation froze or replaced the parameter, or `true` belongs to another "
-            "module. Leave parameters that are frozen on purpose out of `true`."
-        )
-    elif unknown or not trainable:
-        where = f"{unknown[0]}.grad" if unknown else "the module"
-        found = "a trainable parameter" if unknown else "no trainable parameter"
-        expected = "a true gradient for each trainable parameter, by its name"
-        cause = "`true` belongs to another module, or all parameters of this module are frozen."
+    for name, right in true.items():
+        if right is not None and not (name in every and every[name].requires_grad):
+            where = f"{name}.grad"
+            found = "a frozen parameter" if name in every else "no parameter of this name"
+            break
     else:
-        return None
-    return InvariantError("assert_gradients_equal", rank, where, found, expected, cause)
+        if trainable and all(name in true for name in trainable):
+            return None
+        where = next((f"{name}.grad" for name in trainable if name not in true), "the module")
+        found = "a trainable parameter" if trainable else "no trainable parameter"
+    return InvariantError(
+        "assert_gradients_equal",
+        dist.get_rank(),
+        where,
+        found,
+        "one true gradient per trainable parameter, by its name",
+        "the implementation froze or replaced a parameter, or `true` belongs to another module. "
+        "Leave parameters that are frozen on purpose out of `true`.",
+    )
 
 
-def _chunks(tensors: Mapping[str, Tensor | None]) -> Iterator[list[str]]:
-    """Names of the tensors that share one broadcast: on one device, up to about `_CHUNK` bytes."""
-    names: list[str] = []
-    size, device = 0, None
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if names and (size >= _CHUNK or tensor.device != device):
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += tensor.numel() * tensor.element_size()
-        device = tensor.device
-    if names:
-        yield names
-
-
-def _first_difference(
-    invariant: str, rank: int, tensors: Mapping[str, Tensor], rank_0s_bits: Tensor, cause: str
-) -> InvariantError:
-    start = 0
-    for name, mine in tensors.items():
-        bits = _bits(mine)
-        there = rank_0s_bits[start : start + len(bits)]
-        start += len(bits)
-        if torch.equal(bits, there):
-            continue
-        rank_0s = torch.empty_like(mine)
-        _bits(rank_0s).copy_(there)
-        differ = int((bits != there).view(mine.numel(), -1).any(dim=1).sum())
-        precise = torch.complex128 if mine.is_complex() else torch.float64  # counts, flags: numbers
-        mine, rank_0s = mine.to(precise), rank_0s.to(precise)
-        largest = float((mine - rank_0s).abs().max())
-        by = f"by {largest:.3g} at most" if largest else "in their bits only"
-        return InvariantError(
-            invariant,
-            rank,
-            name,
-            f"{differ} of {mine.numel()} elements differ from rank 0's, "
-            f"{by} (norm {float(mine.norm()):.17g})",
-            f"rank 0's bits (norm {float(rank_0s.norm()):.17g})",
-            cause,
-        )
-    raise AssertionError("called for tensors that do not differ")
+def _difference(mine: Tensor, rank_0s: Tensor) -> tuple[str, str]:
+    """What is found, and what is expected, if the bits of the two differ."""
+    bits = (_bits(mine) != _bits(rank_0s)).view(mine.numel(), -1)
+    precise = torch.complex128 if mine.is_complex() else torch.float64  # counts, flags: numbers
+    mine, rank_0s = mine.to(precise), rank_0s.to(precise)
+    largest = float((mine - rank_0s).abs().max())
+    by = f"by {largest:.3g} at most" if largest else "in their bits only"
+    found = f"{int(bits.any(dim=1).sum())} of {mine.numel()} elements differ from rank 0's, {by}"
+    return (
+        f"{found} (norm {float(mine.norm()):.17g})",
+        f"rank 0's bits (norm {float(rank_0s.norm()):.17g})",
+    )
 
 
 def _kind(tensor: Tensor | None) -> str:
@@ -261,9 +205,7 @@ def _kind(tensor: Tensor | None) -> str:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_quantized:
-        return tensor.int_repr().contiguous()
+    tensor = tensor.detach()
     return (tensor.to_dense() if tensor.is_sparse else tensor).contiguous()
 
 

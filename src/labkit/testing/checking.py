@@ -7,8 +7,8 @@ under the function's name.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,9 @@ from labkit.testing.trial import Wrap
 from labkit.testing.watch import CollectiveMismatchError, SameCollectives
 
 Device = torch.device | str
-
-
-class Invariant(Protocol):
-    """A check. Every rank of the default group must call it.
-
-    Without `watched`, each check creates a process group. Pass one to run many checks in a row.
-    """
-
-    __name__: str
-
-    def __call__(
-        self, wrap: Wrap, device: Device = "cpu", watched: SameCollectives | None = None
-    ) -> None: ...
+# Every rank of the default group must call it, with `(wrap, device="cpu", watched=None)`. Without
+# `watched`, it creates a process group. Pass one to run many checks in a row.
+Invariant = Callable[..., None]
 
 
 def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invariant:
@@ -48,7 +38,7 @@ def invariant(check: Callable[[Wrap, Device, SameCollectives], None]) -> Invaria
         try:
             check(wrap, device, watched)
         except InvariantError as error:
-            raise _renamed(error, name, error.cause) from None
+            raise replace(error, invariant=name) from None
         except CollectiveMismatchError as mismatch:
             raise _differ(mismatch, name) from None
         except Exception as error:
@@ -74,13 +64,7 @@ def because(cause: str | None) -> Iterator[None]:
     try:
         yield
     except InvariantError as error:
-        raise _renamed(error, error.invariant, cause or error.cause) from None
-
-
-def _renamed(error: InvariantError, name: str, cause: str) -> InvariantError:
-    return InvariantError(
-        name, error.rank, error.where, error.found, error.expected, cause, error.comparison
-    )
+        raise replace(error, cause=cause or error.cause) from None
 
 
 def _differ(mismatch: CollectiveMismatchError, name: str) -> InvariantError:

@@ -35,14 +35,14 @@ def communication_overlaps_backward(wrap: Wrap, device: Device, watched: SameCol
         backward = _HeldBack(module, watch, folder)
         with watched:
             wrapped = wrap(module)
-            finish = getattr(wrapped, "finish", _nothing)
+            finish = getattr(wrapped, "finish", lambda: None)
             for _ in range(2):
                 wrapped(inputs).square().mean().backward()
                 finish()
                 module.zero_grad()
         with watch:
             loss = wrapped(inputs).square().mean()
-            backward.begins()
+            backward.launched_before = len(watch.launched)
             loss.backward()
             finish()
         raise_on_every_rank(backward.error())
@@ -60,9 +60,6 @@ class _HeldBack:
         self.parameters = dict(module.named_parameters())
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
-
-    def begins(self) -> None:
-        self.launched_before = len(self.watch.launched)
 
     def _arrived(self, name: str) -> None:
         if self.launched_before < 0:
@@ -119,7 +116,3 @@ def _shared_folder() -> Iterator[Path]:
         folder = [own]
         dist.broadcast_object_list(folder)
         yield Path(folder[0])
-
-
-def _nothing() -> None:
-    """The `finish` of an implementation that has none."""

@@ -64,9 +64,8 @@ def try_variants(
         truth: one for all variants, or one for each name.
         counts: rank 0 holds the first `counts[0]` rows, rank 1 the next `counts[1]`, …
 
-    Raises what a rank raised, ValueError for shapes that differ from the truth's, and ValueError
-    for ranks that hold the same tensors and different notes: one line could not show both.
-    Costs one start of the ranks.
+    Raises what a rank raised, and ValueError for shapes that differ from the truth's, or for ranks
+    that hold the same tensors and different notes: one line could not show both.
     """
     if not isinstance(variants, Mapping):
         variants = {variant.__name__.replace("_", " "): variant for variant in variants}
@@ -100,9 +99,8 @@ def _on_this_rank(
     for name, variant in variants.items():
         module = copy.deepcopy(model)
         held = variant(module, rows[rank])
-        if held is None:
-            held = gradients(module)
-        found[name] = held if isinstance(held, Held) else Held(held)
+        tensors = gradients(module) if held is None else held
+        found[name] = tensors if isinstance(tensors, Held) else Held(tensors)
     return found
 
 

@@ -1,19 +1,12 @@
 """Judge several ways to compute one gradient: ratio, cosine, and the kind of bug.
 
-    def work(rank, world_size, model, inputs, targets):
-        …
-        return {"clipped, then averaged": gradients(a), "averaged, then clipped": gradients(b)}
-
     truth = gradient_of(model, lambda model: F.mse_loss(model(inputs), targets))
-    print(verdict_table(verdicts(run_ranks(work, 4, model, inputs, targets), truth)))
+    found = run_ranks(work, 4)          # per rank: {"a variant's name": gradients(module), …}
+    print(verdict_table(verdicts(found, truth)))
 
-A variant is one way to compute a gradient, identified by its name. Each rank returns its result for
-every variant. The truth is the gradient of a single process with the whole batch. If all ranks hold
-the same bits, a variant has one verdict. Otherwise it has one per rank: ranks with different
-gradients diverge at the next step, and one number cannot show that.
-
-The same functions judge any list of tensors, for example the change of the weights in an epoch
-(`moved`).
+If all ranks hold the same bits, a variant has one verdict. Otherwise it has one per rank: ranks
+with different gradients diverge at the next step, and one number cannot show that. The same
+functions judge any list of tensors, for example the change of the weights in an epoch (`moved`).
 """
 
 import copy
@@ -87,11 +80,8 @@ def verdicts(
 ) -> list[Verdict]:
     """Compare what `run_ranks` returned, `[rank][variant]`, with the truth.
 
-    `truth` is one gradient for all variants, or one per variant, by name. A variant with different
-    bits on different ranks gives one verdict per rank.
-
-    Raises ValueError if the ranks tried different variants, if shapes differ, or if the truth is
-    zero everywhere.
+    `truth` is one gradient for all variants, or one per variant, by name. Raises ValueError if the
+    ranks tried different variants, if shapes differ, or if the truth is zero everywhere.
     """
     variants = list(of_ranks[0])
     for rank, found in enumerate(of_ranks):

@@ -96,13 +96,12 @@ class SameCollectives(RecordedCollectives):
     otherwise.
 
     Every rank of `group` (default: all) must enter and leave it, once or several times. Before
-    each launch, and at the end, each rank tells the others what it is about to do. This costs one
-    all-gather of 512 bytes on a separate gloo group, so use it in tests. If a rank leaves with an
-    exception, it reports that to the others.
+    each launch, and at the end, each rank tells the others what it is about to do, or that it
+    raised. This costs one all-gather of 512 bytes on a separate gloo group, so use it in tests.
 
     Collectives of smaller groups must also be the same on all ranks. A rank that reaches neither a
     collective nor the end within `timeout` seconds is reported. `close`, on every rank, releases
-    the gloo group; otherwise it lives as long as the default group.
+    the gloo group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 20.0) -> None:

@@ -14,7 +14,6 @@ from processes import all_gone, processes_with
 
 from labkit.launch import nodes
 from labkit.launch.guard import run_guarded
-from labkit.launch.make_lab import main as make_lab
 from labkit.launch.scripts import ScriptError, project_root, run_script
 
 # What a rank can see
@@ -136,12 +135,10 @@ def test_the_exit_code_is_the_first_failing_agents(looks, code, monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "abc", "1.5", "", "²"])
-def test_a_number_of_ranks_that_is_none_is_refused_in_one_sentence(ranks, capsys):
-    assert make_lab(ranks, "labs/accumulate_vs_ddp.py") == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert f"RANKS is {ranks!r}" in said.err
+def test_a_number_of_ranks_that_is_none_is_refused_in_one_sentence(ranks, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["nodes", "--nproc-per-node", ranks, "labs/none.py"])
+    with pytest.raises(SystemExit, match=f"^{ranks!r} is no number of ranks: [^.]*[.]$"):
+        nodes.main()
 
 
 LAB = """
@@ -156,7 +153,7 @@ print("done with", *sys.argv[1:], os.environ["OMP_NUM_THREADS"])
 
 def test_a_lab_that_fails_is_the_only_one_to_speak_and_its_exit_code_is_handed_on(tmp_path: Path):
     (tmp_path / "lab.py").write_text(LAB)
-    command = [sys.executable, "-m", "labkit.launch.make_lab"]
+    command = [sys.executable, "-m", "labkit.launch.nodes", "--nodes", "1", "--nproc-per-node"]
     failed = run_guarded([*command, "2", tmp_path / "lab.py", "--seed", "7"], 120)
     assert failed.returncode == 3
     assert failed.stdout == "this lab has one rank, and not 2 --seed 7\n"
@@ -201,7 +198,7 @@ with join_ranks():
 """
 WARM = "from labkit.launch.scripts import run_script; run_script('labs/script.py', ranks=2, {})"
 COMMANDS = {
-    "make lab": ["-m", "labkit.launch.make_lab", "2", "labs/script.py"],
+    "make lab": ["-m", "labkit.launch.nodes", "--nodes=1", "--nproc-per-node=2", "labs/script.py"],
     "two new nodes": ["-m", "labkit.launch.nodes", "--nproc-per-node=1", "labs/script.py"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "labs/script.py"],
     "run_script": ["-c", WARM.format("nodes=1")],

@@ -4,8 +4,9 @@ import pytest
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing import invariants
-from labkit.testing.invariants import INVARIANTS, communication_overlaps_backward, violations
+from labkit.testing.invariants import INVARIANTS, violations
 from labkit.testing.museum import exhibits
+from labkit.testing.overlap import communication_overlaps_backward
 
 NAMES = [exhibit.name for exhibit in exhibits()]
 BY_NAME = {exhibit.name: exhibit for exhibit in exhibits()}

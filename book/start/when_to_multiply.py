@@ -9,6 +9,7 @@
 `meant` is the loss of one process that has every sample. A loss may call collectives.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from labkit.book import figures, table
 from labkit.testing import gradient_of, try_variants
 from labkit.testing.compare import Comparison
-from labkit.testing.verdict import angle_in_degrees
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -172,7 +172,8 @@ def switchboard(found: Mapping[str, Comparison]) -> Figure:
     size = (6.4, 0.8 + 0.38 * len(found))
     figure, (ratios, angles) = plt.subplots(1, 2, figsize=size, sharey=True)
     for row, comparison in enumerate(found.values()):
-        angle = angle_in_degrees(comparison.cosine)
+        cosine = min(1.0, comparison.cosine)  # rounding may move it past 1
+        angle = math.degrees(math.acos(cosine))
         _dot(ratios, comparison.ratio, row, right=abs(comparison.ratio - 1) < 1e-4)
         _dot(angles, angle, row, right=comparison.cosine > 1 - 1e-4)
     for axes, truth in ((ratios, 1), (angles, 0)):

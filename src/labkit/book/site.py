@@ -33,8 +33,9 @@ def problems(site: Path) -> list[str]:
     page.
     """
     site = site.resolve()
-    pages = {path: _page(path) for path in pages_of(site)}
-    ids = {path: _ids(page) for path, page in pages.items()}
+    texts = {path: path.read_text(encoding="utf-8") for path in pages_of(site)}
+    pages = {path: BeautifulSoup(text, "html.parser") for path, text in texts.items()}
+    ids = {path: {tag["id"] for tag in page.find_all(id=True)} for path, page in pages.items()}
     found = []
     for path, page in pages.items():
         name = path.relative_to(site)
@@ -46,14 +47,6 @@ def problems(site: Path) -> list[str]:
             if not image.get("alt", "").strip()
         ]
     return found
-
-
-def _page(path: Path) -> BeautifulSoup:
-    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
-
-
-def _ids(page: BeautifulSoup) -> set[str]:
-    return {tag["id"] for tag in page.find_all(id=True)}
 
 
 def _broken_links(path: Path, page: BeautifulSoup, ids: dict[Path, set[str]]) -> Iterator[str]:

@@ -7,8 +7,7 @@ __getattr__, __all__ = offer(
     {
         "ranks": ["run_ranks", "RanksError", "RanksTimeoutError"],
         "scripts": ["run_script", "project_root", "ScriptError"],
-        "arguments": ["parse_arguments"],
-        "lab": ["Place", "join_ranks", "leave_group", "largest_on_any_rank"],
+        "lab": ["leave_group"],
         "guard": ["run_guarded"],
     },
 )

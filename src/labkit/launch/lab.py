@@ -27,11 +27,11 @@ class Place(NamedTuple):
 
 
 @contextlib.contextmanager
-def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
+def join_ranks() -> Iterator[Place]:
     """Join the ranks that torchrun started, on one or several nodes; leave them together at the
     end.
 
-    A collective that takes longer than `timeout` raises RuntimeError. The environment variable
+    A collective that takes longer than five minutes raises RuntimeError. The environment variable
     LABKIT_DEVICE chooses the device (`choose_devices`). Exits with an explanation if torchrun did
     not start the script, or if that device is missing. The process ends if torchrun's agent does.
     """
@@ -54,7 +54,7 @@ def join_ranks(timeout: timedelta = TIMEOUT) -> Iterator[Place]:
     else:
         schedule_as_batch()  # before gloo starts its threads
     own_gpu = device if "nccl" in backend else None
-    dist.init_process_group(backend, timeout=timeout, device_id=own_gpu)
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=own_gpu)
     yield Place(dist.get_rank(), dist.get_world_size(), device)
     # Reached only without an exception: a rank that failed must not wait for the others here.
     # A launcher ends all ranks once one has failed: what they printed must be out before.

@@ -176,7 +176,10 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
 
 
 def _cells() -> dict[str, str]:
-    """The text of every cell run so far, by the temporary file name in its code objects."""
+    """The text of every cell run so far, by the temporary file name in its code objects.
+
+    Unlike those of cells, names like <string> are shared by unrelated pieces of code.
+    """
     return {
         name: "".join(entry[2])
         for name, entry in list(linecache.cache.items())

@@ -5,28 +5,11 @@ from labkit.lazy import offer
 __getattr__, __all__ = offer(
     __name__,
     {
-        "compare": ["Comparison", "flatten", "gradients", "largest_difference", "ratio_and_cosine"],
-        "agreement": [
-            "InvariantError",
-            "assert_gradients_agree",
-            "assert_gradients_equal",
-            "assert_replicas_agree",
-        ],
-        "invariants": [
-            "INVARIANTS",
-            "clipping_equals_full_batch",
-            "gradients_are_identical",
-            "violations",
-        ],
-        "overlap": ["communication_overlaps_backward"],
+        "compare": ["flatten", "gradients", "largest_difference", "ratio_and_cosine"],
+        "agreement": ["InvariantError", "assert_gradients_agree", "assert_replicas_agree"],
+        "invariants": ["INVARIANTS", "gradients_are_identical", "violations"],
         "watch": ["RecordedCollectives", "SameCollectives"],
-        "verdict": [
-            "gradient_of",
-            "moved",
-            "verdict_table",
-            "verdicts",
-            "weights",
-        ],
+        "verdict": ["gradient_of", "moved", "verdict_table", "verdicts", "weights"],
         "variants": ["Held", "rows_of_ranks", "try_variants", "under_ddp"],
     },
 )

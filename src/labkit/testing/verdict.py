@@ -105,11 +105,6 @@ def verdict_table(judged: Sequence[Verdict], header: str = "variant", digits: in
     return table([header, "ranks", "ratio", "cosine", ""], rows, digits)
 
 
-def angle_in_degrees(cosine: float) -> float:
-    """The angle to the truth, 0 to 180; a cosine that rounding moved past ±1 counts as ±1."""
-    return math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
-
-
 def compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:
     """Like `ratio_and_cosine`, but a zero `found` alone has the ratio 0 and is no error."""
     if any(tensor.any() for tensor in true) and not any(tensor.any() for tensor in found):

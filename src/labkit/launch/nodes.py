@@ -38,7 +38,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -127,35 +127,24 @@ def _warm_agent(arguments: list[str]) -> None:
 
 
 def _end_of(agents: list[BaseProcess], caller: Connection | None = None) -> int:
-    """The exit code of the agents, which have ended then. Raises EOFError if `caller` leaves."""
+    """The first exit code of the agents that is not 0, or 0; they have ended then.
 
-    def pause() -> None:
-        running = [agent.sentinel for agent in agents if agent.is_alive()]
-        if caller and caller in wait([caller, *running], timeout=0.05):
-            caller.recv()  # it never sends: this raises EOFError
-        elif not caller:
-            wait(running, timeout=0.05)
-
-    try:
-        code = first_to_fail(lambda: [agent.exitcode for agent in agents], pause)
-    finally:
-        stop_forked(*agents)
-    return code if code >= 0 else 128 - code  # a shell's code for a signal
-
-
-def first_to_fail(
-    exit_codes: Callable[[], Sequence[int | None]], pause: Callable[[], object]
-) -> int:
-    """Wait until every exit code is known, but at most `GRACE` seconds after the first failure.
-
-    Returns the first exit code that is not 0, or 0. Calls `pause` between two looks.
+    Waits at most `GRACE` seconds after the first failure. Raises EOFError if `caller` leaves.
     """
     failed, deadline = 0, math.inf
-    while None in (codes := exit_codes()) and time.monotonic() < deadline:
-        if not failed and (failed := next(filter(None, codes), 0)):
-            deadline = time.monotonic() + GRACE
-        pause()
-    return failed or next(filter(None, codes), 0)
+    try:
+        while None in (codes := [agent.exitcode for agent in agents]):
+            if time.monotonic() > deadline:
+                break
+            if not failed and (failed := next(filter(None, codes), 0)):
+                deadline = time.monotonic() + GRACE
+            running = [agent.sentinel for agent in agents if agent.is_alive()]
+            if caller in wait([*running, caller] if caller else running, timeout=0.05):
+                caller.recv()  # it never sends: this raises EOFError
+    finally:
+        stop_forked(*agents)
+    code = failed or next(filter(None, codes), 0)
+    return code if code >= 0 else 128 - code  # a shell's code for a signal
 
 
 @contextlib.contextmanager

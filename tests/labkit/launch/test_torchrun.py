@@ -119,19 +119,35 @@ def test_the_exit_code_of_several_agents_is_torchruns(script):
     assert run_script(script("print('well')\n"), ranks=1, nodes=2) == "well\nwell"
 
 
+class Agent:
+    """A process whose exit code is what it is at each look."""
+
+    sentinel = None
+
+    def __init__(self, *looks: int | None) -> None:
+        self.looks = list(looks)
+
+    def is_alive(self) -> bool:
+        return False
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+
 @pytest.mark.parametrize(
-    ("looks", "code"),
+    ("agents", "code"),
     [
-        ([[None, None, None], [None, 7, 0]], 7),  # the first one never ends
-        ([[None, 0], [3, 0]], 3),
-        ([[0, None], [0, 0]], 0),
-        ([[None, None], [-9, 1]], -9),
+        ([Agent(None), Agent(None, 7), Agent(None, 0)], 7),  # the first one never ends
+        ([Agent(None, 3), Agent(0)], 3),
+        ([Agent(0), Agent(None, 0)], 0),
+        ([Agent(None, -9), Agent(None, 1)], 128 + 9),
     ],
 )
-def test_the_exit_code_is_the_first_failing_agents(looks, code, monkeypatch):
+def test_the_exit_code_is_the_first_failing_agents(agents, code, monkeypatch):
     monkeypatch.setattr(nodes, "GRACE", 0.1)
-    last = looks[-1]
-    assert nodes.first_to_fail(lambda: looks.pop(0) if looks else last, lambda: None) == code
+    monkeypatch.setattr(nodes, "stop_forked", lambda *_: None)
+    assert nodes._end_of(agents) == code
 
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "abc", "1.5", "", "²"])

@@ -13,20 +13,39 @@ from urllib.parse import quote
 from labkit.book.playable import FOLDER, opening, scripts
 from labkit.launch.scripts import project_root
 
-_STYLE = """
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en" data-content_root="../html/">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Figures to play with</title>
+<script>
+const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+document.documentElement.dataset.theme = "CHOSEN" || (dark ? "dark" : "light");
+</script>
+<link rel="stylesheet" href="FOLDER/figure.css">
+<style>
 body { max-width: 54rem; margin: 0 auto; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; }
 button { font: inherit; }
 html[data-theme="dark"] body { background: #14181e; color: #e6e8ea; }
-"""
-_FIRST_THEME = """
-const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-document.documentElement.dataset.theme = "CHOSEN" || (dark ? "dark" : "light");
-"""
-_THEME = """
+</style>
+SCRIPTS
+</head>
+<body>
+<main>
+<h1>Figures to play with</h1>
+<button type="button" id="theme">Light or dark</button>
+FIGURES
+</main>
+<script>
 document.getElementById("theme").addEventListener("click", () => {
   const { dataset } = document.documentElement;
   dataset.theme = dataset.theme === "dark" ? "light" : "dark";
 });
+</script>
+</body>
+</html>
 """
 
 
@@ -43,43 +62,22 @@ def page(book: Path, out: Path, figures: Sequence[str], theme: str = "") -> str:
     """
     folder = quote(Path(os.path.relpath(book / FOLDER, out)).as_posix())
     loaded = dict.fromkeys(script for name in figures for script in scripts(name))
-    shown = "\n".join(f"{opening(name)}\n</figure>" for name in figures)
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en" data-content_root="../html/">',
-            "<head>",
-            '<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            "<title>Figures to play with</title>",
-            f"<script>{_FIRST_THEME.replace('CHOSEN', theme)}</script>",
-            f'<link rel="stylesheet" href="{folder}/figure.css">',
-            f"<style>{_STYLE}</style>",
-            *(f'<script defer src="{folder}/{script}"></script>' for script in loaded),
-            "</head>",
-            "<body>",
-            "<main>",
-            "<h1>Figures to play with</h1>",
-            '<button type="button" id="theme">Light or dark</button>',
-            shown,
-            "</main>",
-            f"<script>{_THEME}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
-
-
-def write_page(book: Path, out: Path) -> Path:
-    """Write the page with all figures to `out`/index.html; return its path."""
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "index.html"
-    path.write_text(page(book, out, names(book)))
-    return path
+    parts = {
+        "CHOSEN": theme,
+        "SCRIPTS": "\n".join(f'<script defer src="FOLDER/{one}"></script>' for one in loaded),
+        "FIGURES": "\n".join(f"{opening(name)}\n</figure>" for name in figures),
+        "FOLDER": folder,
+    }
+    text = _PAGE
+    for name, part in parts.items():
+        text = text.replace(name, part)
+    return text
 
 
 if __name__ == "__main__":
     project = project_root()
-    path = write_page(project / "book", project / "_build" / "figures")
+    book, out = project / "book", project / "_build" / "figures"
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "index.html"
+    path.write_text(page(book, out, names(book)))
     print(f"The figures: {path.as_uri()}")

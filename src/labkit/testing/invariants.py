@@ -48,6 +48,7 @@ from labkit.testing.agreement import (
     raise_on_every_rank,
 )
 from labkit.testing.checking import Device, Invariant, because, invariant
+from labkit.testing.overlap import communication_overlaps_backward  # noqa: F401, offered here
 from labkit.testing.trial import (
     InterruptedPassError,
     MicroBatch,

@@ -12,7 +12,6 @@ A completion or group without a token in the loss adds 0 and is counted.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -198,17 +197,25 @@ def tokens_of(found: Completions) -> float:
     return found.mask.sum().item()
 
 
-def sequences_of(found: Completions, in_each: int = 1) -> float:
-    return len(found.prompts) / in_each
+def sequences_of(found: Completions) -> float:
+    return len(found.prompts)
+
+
+def pairs_of(found: Completions) -> float:
+    return len(found.prompts) / 2
+
+
+def groups_of(found: Completions) -> float:
+    return len(found.prompts) / GROUP
 
 
 LOSSES = {
     "SFT": Loss(sft, tokens_of),
-    "DPO": Loss(dpo, partial(sequences_of, in_each=2)),
+    "DPO": Loss(dpo, pairs_of),
     "GRPO": Loss(grpo, sequences_of),
     "Dr. GRPO": Loss(dr_grpo, sequences_of),
     "DAPO": Loss(dapo, tokens_of),
-    "DAPO, per prompt": Loss(dapo_per_prompt, partial(sequences_of, in_each=GROUP)),
+    "DAPO, per prompt": Loss(dapo_per_prompt, groups_of),
     "GSPO": Loss(gspo, sequences_of),
 }
 

@@ -121,11 +121,12 @@ class Tensors(TorchFunctionMode):
         with self.unseen():
             for buffer in module.buffers():
                 self.trained[id(buffer)] = buffer
-            evaluates = self.steps.part.late and not torch.is_grad_enabled()
-            if evaluates or not is_users(frame.f_code.co_filename):
+            if not is_users(frame.f_code.co_filename):
                 return None
             site = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, FORWARD)
-            return self._given(site, args)
+            given = self._given(site, args)
+            evaluates = self.steps.part.late and not torch.is_grad_enabled()
+            return None if evaluates else given  # it has its turn all the same
 
     def _is_data(self, tensor: Tensor) -> bool:
         return not (

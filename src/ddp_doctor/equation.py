@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from ddp_doctor.copies import Groups
 from ddp_doctor.findings import Finding
 from ddp_doctor.merged import Fact, Run, Window
 
@@ -83,6 +84,7 @@ class Step:
     scaling: list[Fact]
     others: bool = False  # whether the loss has other terms
     several: bool = False  # its micro-batches are losses of their own: see `_several`
+    readers: int = 0  # groups of ranks with data of their own
 
     @property
     def optimizer(self) -> int:
@@ -145,46 +147,111 @@ class Step:
         return dict(sorted(sums.items()))
 
 
-def combination(window: Window, clipped: bool = False, groups: bool = False) -> Combination:
+def combination(window: Window, clipped: bool = False, run: Run | None = None) -> Combination:
     """Measure α from the gradients of one window.
 
     `clipped`: the script itself rescales gradients, by another factor in each step. That factor is
-    then left out of α. `groups`: a wrapper combines the ranks of its own group only.
+    then left out of α. `run` knows which ranks belong together. α refers to the sum over all ranks.
     """
-    if window.world == 1:
-        return Combination("alone", 1.0)
-    if window.sharded:
-        return Combination("unknown", None)
-    snapshots = list(window.snapshots().values())
-    if not snapshots or not snapshots[0].get("grads"):
-        return Combination("unknown", None)
-    if window.differing_gradients:
-        return Combination("in groups" if groups else "not combined", None)
-    product = square = final_square = 0.0
+    parts = any(len(each) > 1 for each in window.copies.values())
+    if run is not None and run.in_groups and (parts or window.differing_gradients):
+        return Combination("in groups", None)
+    if window.world > 1 and window.differing_gradients:
+        return Combination("not combined", None)
+    if window.sharded and not all(fact.get("dtensors") for _, fact in window):
+        return Combination("unknown", None)  # flat pieces, whose local gradients were not seen
     # Hooks saw gradients that still had the loss scale; the snapshot may be of unscaled ones.
-    unscaled = snapshots[0].get("unscaled")
+    unscaled = next(iter(window.snapshots().values()), {}).get("unscaled")
     rescale = 1 / unscaled if unscaled else rescaled(window) if clipped else 1.0
-    for name, value in snapshots[0]["grads"].items():
-        value = None if value is None else value / rescale
-        parts = [snapshot.get("local", {}).get(name) for snapshot in snapshots]
-        if value is None or all(part is None for part in parts):
-            continue
-        local = sum(part for part in parts if part is not None)
-        product += value * local
-        square += local * local
-        final_square += value * value
-    if not square or not final_square or not math.isfinite(product):
-        return Combination("unknown", None)
-    factor = product / square
-    rest = max(0.0, final_square - product * factor)
-    residual = math.sqrt(rest / final_square)
-    if residual > 0.05:
+    factor, residual = measured(_pairs(window, rescale))
+    if window.world == 1:
+        several = len(_pairs(window, rescale)) > 1
+        return Combination("alone", factor if factor and factor > 0 and several else 1.0, residual)
+    if factor is not None and run is not None and run.models_differ:
+        factor = _of_parts(window, run, factor)
+    if factor is None and run is not None:
+        factor = _by_fsdp(window, len(run.readers))
+        factor = factor if factor is None or clipped else factor * rescaled(window)
+    if factor is None:
         return Combination("unknown", None, residual)
+    if run is not None and run.apart:
+        return Combination("apart", factor, residual)
     if near(factor * window.world, 1.0, 0.02):
         return Combination("averaged", 1.0 / window.world, residual)
     if near(factor, 1.0, 0.02):
         return Combination("summed", 1.0, residual)
     return Combination("scaled", factor, residual)
+
+
+def measured(pairs: list[tuple[float, float]]) -> tuple[float | None, float]:
+    """The factor between sums of local gradients and final ones, and what it leaves unexplained.
+
+    None if no factor explains them.
+    """
+    product = sum(final * local for final, local in pairs)
+    square = sum(local * local for _, local in pairs)
+    final_square = sum(final * final for final, _ in pairs)
+    if not square or not final_square or not math.isfinite(product):
+        return None, 0.0
+    factor = product / square
+    residual = math.sqrt(max(0.0, final_square - product * factor) / final_square)
+    return (factor if residual <= 0.05 else None), residual
+
+
+def _pairs(window: Window, rescale: float) -> list[tuple[float, float]]:
+    """Per parameter: its final gradient, and the sum of the local ones.
+
+    Only of parameters that all ranks hold. Whether a shard's local gradient contains the loss terms
+    of other ranks depends on how the activations are exchanged. If there are none, of all.
+    """
+    names = {name for snapshot in window.snapshots().values() for name in snapshot.get("grads", {})}
+    whole = {name for name in names if len(window.groups(name)) == 1}
+    return [
+        (final / rescale, local)
+        for name in sorted(whole or names)
+        for group in window.groups(name)
+        for final, local in local_and_final(window, name, group)
+    ]
+
+
+def local_and_final(window: Window, name: str, group: list[int]) -> list[tuple[float, float]]:
+    """The final gradient of a group's copies, and the sum of their local ones; empty if unknown."""
+    snapshots = [window.snapshots().get(rank, {}) for rank in group]
+    final = snapshots[0].get("grads", {}).get(name)
+    local = [s.get("local", {}).get(name) for s in snapshots]
+    seen = [part for part in local if part is not None]
+    return [(final, sum(seen))] if final is not None and seen else []
+
+
+def _of_parts(window: Window, run: Run, factor: float) -> float | None:
+    """α where no rank has a copy of another one's parameters, from that of their gradients.
+
+    If ranks share their data, a shard's local gradient has the terms of one rank, with DTensors; or
+    of all, or it was not seen which.
+    """
+    if len(run.readers) == run.world:
+        return factor
+    kept = all(fact.get("dtensors") for _, fact in window)
+    return factor * len(run.readers) / run.world if kept else None
+
+
+def _by_fsdp(window: Window, readers: int) -> float | None:
+    """α as fully_shard's own collectives tell: an average over the ranks of their groups.
+
+    None if they do anything else, or combine the gradients of some parameters over other groups.
+    """
+    factors = set()
+    for _, fact in window:
+        calls = fact.get("fsdp", ())
+        groups = {(call["op"], tuple(call["group"])) for call in calls}
+        if len(groups) != len({op for op, _ in groups}) or not calls:
+            return None
+        if any(call["reduce"] != "avg" for call in calls):
+            return None
+        factors.add(math.prod(1 / len(group) for _, group in groups))
+    if len(factors) != 1 or not readers:
+        return None
+    return factors.pop() * readers / window.world
 
 
 def rescaled(window: Window) -> float:
@@ -214,8 +281,11 @@ def rescaled(window: Window) -> float:
     return factor if fits and factor > 0 and not near(factor, 1.0) else 1.0
 
 
-def step_of(window: Window, clipped: bool = False, groups: bool = False) -> Step | None:
-    """The equation of a window, for its main loss term. None if no loss was seen."""
+def step_of(window: Window, clipped: bool = False, run: Run | None = None) -> Step | None:
+    """The equation of a window, for its main loss term. None if no loss was seen.
+
+    `run` knows which ranks read the same data; each has its own unless it is given.
+    """
     terms = _terms(window)
     if not terms:
         return None
@@ -231,14 +301,20 @@ def step_of(window: Window, clipped: bool = False, groups: bool = False) -> Step
         replace(entry, micro=order[entry.rank].index(entry.micro), share=sign * entry.share)
         for entry in entries
     ]
+    readers = [[rank] for rank in window.ranks] if run is None else run.readers
+    combined = combination(window, clipped, run)
+    if combined.kind == "apart" and combined.factor is not None:
+        trained = len({entry.rank for entry in entries})  # the last stage only, or own models
+        combined = replace(combined, factor=combined.factor / trained)
     scaling = [operation for _, fact in window for operation in fact["scaling"]]
     distinct = {(each["op"], each["value"], each["place"], each["text"]): each for each in scaling}
     return Step(
         window=window,
         world=window.world,
         micros=max((len(micros) for micros in order.values()), default=0),
-        combination=combination(window, clipped, groups),
-        entries=entries,
+        combination=combined,
+        entries=_counted_once(entries, readers),
+        readers=len(readers),
         function=main[0],
         reduction=entries[0].fact["reduction"],
         place=main[1],
@@ -265,6 +341,23 @@ def _importance(entries: list[Entry]) -> tuple[bool, int, float]:
     """A loss function counts more than a mean; then how many backwards a term is in; its share."""
     backwards = {(entry.rank, entry.micro) for entry in entries}
     return entries[0].fact["loss"], len(backwards), sum(abs(entry.share) for entry in entries)
+
+
+def _counted_once(entries: list[Entry], readers: Groups) -> list[Entry]:
+    """One entry for each term that several ranks compute from the same data: their shares add up.
+
+    Its items are those of one of these ranks.
+    """
+    leader = {rank: group[0] for group in readers for rank in group}
+    found: dict[tuple[int, int, int], Entry] = {}
+    calls: Counter[tuple[int, int]] = Counter()
+    for entry in entries:
+        at = entry.rank, entry.micro
+        key = (leader[entry.rank], entry.micro, calls[at])
+        calls[at] += 1
+        share = found[key].share + entry.share if key in found else entry.share
+        found[key] = replace(found.get(key, entry), rank=key[0], share=share)
+    return list(found.values())
 
 
 def _several(fact: Fact, micros: list[int]) -> bool:
@@ -335,12 +428,14 @@ class Equation:
 def equation(run: Run) -> Equation:
     """Analyze every complete window; show the most common kind of them."""
     # A factor that is equal in all steps belongs to the gradient; a clip's differs between steps.
-    factors = [rescaled(window) for window in run.complete]
-    clipped = not alike(factors, 1e-3) and not _divides_by_counts(run.complete, factors)
-    found = [step_of(window, clipped, run.in_groups) for window in run.complete]
+    windows = [window for window in run.complete if window.trains]
+    factors = [rescaled(window) for window in windows]
+    clipped = not alike(factors, 1e-3) and not _divides_by_counts(windows, factors)
+    found = [step_of(window, clipped, run) for window in windows]
     steps = [step for step in found if step is not None]
     if not steps:
-        seen = "no complete optimizer step" if not run.complete else "no loss function"
+        seen = "no loss function" if windows else "no step of an optimizer with gradients"
+        seen = seen if run.complete else "no complete optimizer step"
         if not run.complete and any(window.cut for window in run.windows):
             seen = "the steps have too many backward passes to record"
         return Equation(None, [], run.world, False, [f"Not seen: {seen}."])
@@ -350,7 +445,7 @@ def equation(run: Run) -> Equation:
     worst = max((step for step in steps if _signature(step) == usual), key=lambda e: e.spread)
     step = worst if worst.spread > 1 + TOLERANCE else step
     right = near(step.total, 1.0) and step.spread <= 1 + TOLERANCE and not step.leftover
-    right = right and step.combination.kind in ("averaged", "summed", "scaled", "alone")
+    right = right and step.combination.kind not in ("unknown", "not combined", "in groups")
     return Equation(step, steps, run.world, right, _lines(step, right))
 
 
@@ -381,6 +476,8 @@ def _lines(step: Step, right: bool) -> list[str]:
         number(counts[0]) if alike(counts, 0.0) else f"{number(min(counts))}–{number(max(counts))}"
     )
     ranks = f"{step.world} rank{'s' * (step.world != 1)}"
+    if step.readers < step.world:
+        ranks += f", which read {step.readers} batch{'es' * (step.readers != 1)}"
     micros = f"{step.micros} micro-batch{'es' * (step.micros != 1)}"
     reduction = {"mean": "averages", "sum": "sums", "none": "returns one loss per item"}
     lines = [
@@ -391,6 +488,7 @@ def _lines(step: Step, right: bool) -> list[str]:
     for operation in factors[:3]:
         name = f"{operation['text']}  ({operation['op']} {number(operation['value'])})"
         lines.append(f"factor    {name} at {operation['place']}")
+    scaled = ", nothing to combine" if near(step.alpha, 1.0) else f", × {number(step.alpha)}"
     combines = {
         "averaged": f"averages over the ranks (× 1/{step.world})",
         "summed": "sums over the ranks (× 1)",
@@ -398,7 +496,8 @@ def _lines(step: Step, right: bool) -> list[str]:
         "not combined": "nothing: the ranks apply different gradients",
         "in groups": "not measured: the wrapper combines the ranks of its group only",
         "unknown": f"not measured; taken as × 1/{step.world}",
-        "alone": "one rank, nothing to combine",
+        "alone": f"one rank{scaled}",
+        "apart": "nothing: each rank has a model, or a part of one, of its own",
     }
     return [*lines, f"combine   {combines[step.combination.kind]}", *_weighing(step, right)]
 

@@ -18,6 +18,7 @@ LOSS = "surprises/in_the_loss.html"
 FAILS = "scale/when_a_node_fails.html"
 SYMPTOMS = "reference/symptoms.html"
 PIECES = "scale/in_pieces.html"
+GROUPS = "scale/over_which_group.html"
 REPORTS = "reference/reports.html"
 
 # code: (severity unless the rule says otherwise, title, page)

@@ -19,11 +19,16 @@ _SIZES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 def dense(tensor: Tensor) -> Tensor | None:
     """The tensor's own data without a graph, or None if it cannot be read.
 
-    That is a meta tensor, a DTensor, or a sparse tensor that would take too much memory.
+    Of a DTensor, this rank's shard. What cannot be read is a meta tensor, or a sparse tensor that
+    would take too much memory.
     """
-    if tensor.device.type == "meta" or hasattr(tensor, "placements"):
+    if tensor.device.type == "meta":
         return None
     tensor = tensor.detach()
+    if hasattr(tensor, "placements"):
+        tensor = tensor.to_local()
+    if hasattr(tensor, "trigger_wait"):  # the result of a collective that may still run
+        tensor = tensor.trigger_wait()
     if tensor.layout != torch.strided:
         return tensor.to_dense() if tensor.numel() < LARGEST_SPARSE else None
     return tensor

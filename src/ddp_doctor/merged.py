@@ -4,11 +4,13 @@ Plain data, no torch. `Run.of` takes the pages of all processes; a process that 
 group and never stepped an optimizer is not a rank.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
+from ddp_doctor.copies import Groups, copies_of, joined
 from ddp_doctor.journal import Now, Pages
 
 Fact = dict[str, Any]
@@ -40,6 +42,18 @@ class Rank:
     def ended(self) -> bool:
         return bool(self.facts.get("end"))
 
+    @cached_property
+    def start(self) -> Fact | None:
+        """What the optimizers' parameters were before their first step."""
+        starts = self.all("start")
+        merged: Fact = {"parameters": {}, "shards": {}, "constant": [], "rows": []}
+        for start in reversed(starts):
+            for kind in ("parameters", "shards"):
+                merged[kind] |= start.get(kind, {})
+            for kind in ("constant", "rows"):
+                merged[kind] += start.get(kind, [])
+        return merged if starts else None
+
     @property
     def error(self) -> Fact | None:
         end = self.last("end")
@@ -62,12 +76,16 @@ class Rank:
 
 @dataclass
 class Window:
-    """One optimizer step on all ranks. `ranks` holds each rank's record of it, by rank."""
+    """One optimizer step on all ranks. `ranks` holds each rank's record of it, by rank.
+
+    `copies` has the groups of ranks that hold copies of a parameter, by name.
+    """
 
     n: int
     optimizer: int
     ranks: dict[int, Fact]
     world: int
+    copies: dict[str, Groups] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -108,18 +126,38 @@ class Window:
         return int(first.get("leftover", {}).get(str(self.optimizer), 0))
 
     @cached_property
+    def trains(self) -> bool:
+        """Whether some parameter of the optimizer has a gradient."""
+        return any(snapshot.get("hashes") for snapshot in self.snapshots().values())
+
+    def groups(self, name: str) -> Groups:
+        """The groups of ranks that hold copies of a parameter: one of all, unless they differ."""
+        return self.copies.get(name) or [list(self.ranks)]
+
+    @cached_property
     def differing_gradients(self) -> list[str]:
-        """Names of parameters whose gradients are not bitwise equal on all ranks."""
-        return _differing([snapshot.get("hashes", {}) for snapshot in self.snapshots().values()])
+        """Names of parameters whose gradients are not bitwise equal on all ranks with a copy."""
+        return self._differing({rank: s.get("hashes", {}) for rank, s in self.snapshots().items()})
 
     @cached_property
     def differing_parameters(self) -> list[str]:
-        """Names of parameters that are not bitwise equal on all ranks after the step."""
-        return _differing([fact["after"]["parameters"] for _, fact in self])
+        """Names of parameters whose copies are not bitwise equal after the step."""
+        return self._differing({rank: fact["after"]["parameters"] for rank, fact in self})
 
     @cached_property
     def differing_buffers(self) -> list[str]:
-        return _differing([fact["after"]["buffers"] for _, fact in self])
+        return self._differing({rank: fact["after"]["buffers"] for rank, fact in self})
+
+    def _differing(self, of_ranks: dict[int, Fact]) -> list[str]:
+        names = dict.fromkeys(name for fact in of_ranks.values() for name in fact)
+        return [
+            name
+            for name in names
+            if any(
+                len({of_ranks[rank].get(name) for rank in group if rank in of_ranks}) > 1
+                for group in self.groups(name)
+            )
+        ]
 
 
 def _age(rank: Rank) -> tuple[int, float]:
@@ -175,7 +213,7 @@ class Run:
                 if fact.get("world", self.world) != self.world:
                     continue
                 key = (fact["n"], fact["optimizer"])
-                window = found.setdefault(key, Window(*key, {}, self.world))
+                window = found.setdefault(key, Window(*key, {}, self.world, self.copies))
                 window.ranks[rank.rank] = fact
         return [found[key] for key in sorted(found)]
 
@@ -186,11 +224,6 @@ class Run:
             for window in self.windows
             if window.complete and not window.skipped and not window.cut
         ]
-
-    @cached_property
-    def starts(self) -> list[Fact]:
-        """What each rank that stepped had before its first step."""
-        return [rank.all("start")[0] for rank in self.ranks if rank.all("start")]
 
     @cached_property
     def own_collectives(self) -> bool:
@@ -216,17 +249,77 @@ class Run:
     def models_differ(self) -> bool:
         """Whether the ranks train models of their own, or parts of one, and not replicas.
 
-        Most parameters differ at the start, and no step's gradients are equal. (Zero biases are
-        equal by chance.)
+        No rank has a copy of most of another one's parameters.
         """
-        starts = [start["parameters"] for start in self.starts]
-        if len(starts) < self.world or any(
-            not window.differing_gradients for window in self.complete
-        ):
+        alone = [all(len(group) == 1 for group in groups) for groups in self.copies.values()]
+        return self.world > 1 and bool(alone) and 2 * sum(alone) >= len(alone)
+
+    @cached_property
+    def copies(self) -> dict[str, Groups]:
+        """The groups of ranks that hold copies of each parameter. Empty if it was not seen.
+
+        A wrapper around all ranks is for copies of one model, but for what it ignores and for
+        shards.
+        """
+        starts = {rank.rank: rank.start for rank in self.ranks if rank.start}
+        if len(starts) < self.world:
+            return {}
+        windows: dict[tuple[int, int], dict[int, Fact]] = {}
+        for rank in self.ranks:
+            for fact in rank.windows:
+                windows.setdefault((fact["n"], fact["optimizer"]), {})[rank.rank] = fact
+        found = copies_of(starts, list(windows.values()))
+        around = [wrapper for wrapper in self.wrappers if wrapper["world"] == self.world]
+        if around and not any(start["shards"] for start in starts.values()):
+            ignored = {name for wrapper in around for name in wrapper.get("ignored", ())}
+            whole = [list(range(self.world))]
+            found |= {name: whole for name in found if name.split(":")[-1] not in ignored}
+        return found
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether ranks hold different parts of a model, or models of their own."""
+        return any(len(groups) > 1 for groups in self.copies.values())
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether ranks train parts of a model, or models of their own, without collectives."""
+        sharded = any(window.sharded for window in self.windows)
+        return self.models_differ and not sharded and not any(map(self.exchanges, self.ranks))
+
+    @cached_property
+    def readers(self) -> Groups:
+        """The groups of ranks that read the same data and split a model: tensor parallelism.
+
+        Such ranks hold different shards, exchange activations, and compute the same loss terms. The
+        ranks among which fully_shard combines gradients do not count: they need data of their own.
+        """
+        pairs = []
+        for rank in self.ranks:
+            for group in self.exchanges(rank):
+                pairs += [(rank.rank, other) for other in group if self._share(rank.rank, other)]
+        return joined(range(self.world), pairs)
+
+    def exchanges(self, rank: Rank) -> Groups:
+        """The groups in which a rank exchanges activations, or holds one shard of several."""
+        found = {tuple(row) for row in (rank.start or {}).get("rows", ())}
+        for fact in rank.windows:
+            found -= {tuple(call["group"]) for call in fact.get("fsdp", ())}
+            for call in fact["collectives"]:
+                if call.get("through_autograd") or call.get("what") == "activation":
+                    found.add(tuple(call.get("group", range(self.world))))
+        return [list(group) for group in found]
+
+    def _share(self, one: int, other: int) -> bool:
+        """Whether two ranks hold different parts, and compute their losses from the same data."""
+        together = all(
+            any(one in group and other in group for group in groups)
+            for groups in self.copies.values()
+        )
+        if together or not self.complete:
             return False
-        names = set.intersection(*(set(start) for start in starts))
-        same = [name for name in names if len({start[name] for start in starts}) == 1]
-        return 2 * len(same) <= len(names)
+        seen = [(data_of(w.ranks[one]), data_of(w.ranks[other])) for w in self.complete]
+        return all(mine and mine == its for mine, its in seen)
 
     @cached_property
     def steps(self) -> int:
@@ -275,8 +368,25 @@ def so_far(fact: Fact, window: Window) -> int:
     return int(fact["backwards"].get(str(window.optimizer), 0))
 
 
-def _differing(of_ranks: list[dict[str, Any]]) -> list[str]:
-    if len(of_ranks) < 2:
-        return []
-    names = [name for fact in of_ranks for name in fact]
-    return [name for name in dict.fromkeys(names) if len({fact.get(name) for fact in of_ranks}) > 1]
+def data_of(fact: Fact) -> list[object]:
+    """Hashes of what the forward was given and of the losses' targets; empty if unknown.
+
+    The value of a loss without a target takes the target's place, if it is a number. A tensor that
+    has elements and the hash 0 could not be read.
+    """
+    given = [[hash_, size] for group in fact["inputs"] for hash_, size, _ in group]
+    seen: list[object] = [*given]
+    for backward in fact["backwards"]:
+        terms = backward.get("terms", ())
+        # Inputs without a tensor (strings, ids) are not in `given`; they do change the loss.
+        if not terms or any("target" not in term for term in terms):
+            values = backward.get("values") or []
+            if any(not math.isfinite(value) for value in values):
+                return []  # NaN on every rank is no equal data
+            seen.append(values)
+        for term in terms:
+            if "target" in term:
+                seen.append([term["target"], 0 if given else term["input"]])
+                if not term["target"] or not (given or term["input"]):
+                    return []
+    return [] if any(size and not hash_ for hash_, size in given) else seen

@@ -14,6 +14,7 @@ _PATHS = sysconfig.get_paths()
 _STANDARD = tuple(
     os.path.realpath(_PATHS[name]) + os.sep for name in ("stdlib", "platstdlib") if name in _PATHS
 )
+_NOT_THE_PROGRAM = ("", "torch", "ddp_doctor")
 
 
 @lru_cache(maxsize=4096)
@@ -37,6 +38,25 @@ def users_frame(frame: FrameType | None = None) -> FrameType | None:
     return frame
 
 
+def programs_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The user's innermost frame; if a whole program is installed, its package's innermost one."""
+    frame = frame or sys._getframe(1)
+    found = users_frame(frame)
+    while found is None and frame is not None:
+        if _package_file(frame.f_code.co_filename).split(os.sep)[0] not in _NOT_THE_PROGRAM:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _package_file(filename: str) -> str:
+    """The path of an installed file from its package on; empty for other files."""
+    parts = os.path.realpath(filename).split(os.sep)
+    at = [at for at, part in enumerate(parts) if part in ("site-packages", "dist-packages")]
+    return os.sep.join(parts[at[-1] + 1 :]) if at else ""
+
+
 @lru_cache(maxsize=4096)
 def _shown(filename: str) -> str:
     if filename.startswith("<ipython") or f"{os.sep}ipykernel_" in filename:
@@ -49,9 +69,15 @@ def _shown(filename: str) -> str:
 
 
 def place(frame: FrameType | None = None) -> str:
-    """`file:line` of the user's innermost frame, or an empty string."""
-    frame = users_frame(frame or sys._getframe(1))
-    return "" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+    """`file:line` of the user's innermost frame, or `package/file.py:line` in an installed program.
+
+    An empty string if there is neither.
+    """
+    frame = programs_frame(frame or sys._getframe(1))
+    if frame is None:
+        return ""
+    name = frame.f_code.co_filename
+    return f"{_package_file(name) or _shown(name)}:{frame.f_lineno}"
 
 
 def call(frame: FrameType | None = None) -> int:
@@ -79,8 +105,8 @@ def stack(frame: FrameType | None, limit: int = 12) -> list[str]:
 
 
 def expression(frame: FrameType | None = None) -> str:
-    """The source text of the operation that the user's innermost frame is executing."""
-    frame = users_frame(frame or sys._getframe(1))
+    """The source text of the operation that the program's innermost frame is executing."""
+    frame = programs_frame(frame or sys._getframe(1))
     if frame is None:
         return ""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_doctor import fingerprints
@@ -78,3 +79,10 @@ def test_projections_are_linear_and_their_fixed_vector_is_kept_once() -> None:
         parts = projection(one), projection(other)
         assert projection(one + other) == pytest.approx(sum(p for p in parts if p is not None))
     assert fingerprints._weights.cache_info().currsize == 1
+
+
+def test_the_result_of_a_collective_that_torch_has_not_waited_for_is_read() -> None:
+    data = torch.arange(12.0)
+    pending = AsyncCollectiveTensor(data)
+    assert checksum(pending) == checksum(data) != 0
+    assert projection(pending) == projection(data)

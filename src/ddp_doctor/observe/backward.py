@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_doctor.fingerprints import projection
+from ddp_doctor.fingerprints import dense, projection
 from ddp_doctor.observe import losses
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import REDUCED, Recorder
@@ -33,7 +33,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if value is None:
                 return
             grad = parameter.grad
-            fresh = grad is None or (grad.layout == torch.strided and not bool(grad.any()))
+            own = None if grad is None else dense(grad)
+            fresh = own is None or (grad.layout == torch.strided and not bool(own.any()))
             before = 0.0 if fresh else recorder.local.get(key, 0.0)
             used = recorder.used.get(key)  # None: cannot be compared; 0: adds nothing
             if used and not fresh and used == projection(grad):
@@ -77,14 +78,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
         recorder.hooks = [
             parameter.register_hook(reached(parameter, record))
             for parameter in recorder.known_parameters().values()
-            if parameter.requires_grad
-            and parameter.is_leaf
-            and not hasattr(parameter, "placements")
+            if parameter.requires_grad and parameter.is_leaf
         ]
         shards = any(hasattr(p, "placements") for p in recorder.known_parameters().values())
         recorder.window["sharded"] = recorder.names.sharded() or shards
-        if shards:
-            recorder.window["tensor_parallel"] = recorder.names.tensor_parallel()
+        recorder.window["dtensors"] = shards
         for term in recorder.terms:
             term["hits"] = 0.0
             term["hit"] = False

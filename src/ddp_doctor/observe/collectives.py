@@ -20,16 +20,33 @@ MAX_PER_WINDOW = 300
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    session = recorder.session
-    depth = [0]
-    found: dict[Any, dict[str, Any]] = {}  # which gradient or parameter is where,
-    moment = [0, 0]  # as of this step and this backward
+    calls = _Calls(recorder)
+    for name in CALLS:
+        before = calls.enter(name)
+        shared = getattr(dist, name, None) is getattr(distributed_c10d, name, None)
+        patches.observe(distributed_c10d, name, before, calls.leave, failed=calls.abandoned)
+        if not shared:
+            patches.observe(dist, name, before, calls.leave, failed=calls.abandoned)
+        elif hasattr(dist, name):  # the same function: torch compares some by identity
+            patches.replace(dist, name, getattr(distributed_c10d, name))
 
-    def enter(name: str) -> Any:
-        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+
+class _Calls:
+    """The calls of one process."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.depth = 0
+        self.found: dict[Any, dict[str, Any]] = {}  # which gradient or parameter is where,
+        self.moment = [0, 0]  # as of this step and this backward
+
+    def enter(self, name: str) -> Any:
+        recorder, session = self.recorder, self.recorder.session
+
+        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             """Returns what the process was doing: a wrapper's backward goes on doing it."""
-            depth[0] += 1
-            if depth[0] > 1:
+            self.depth += 1
+            if self.depth > 1:
                 return None
             recorder.open()
             doing = session.journal.text if session.journal is not None else None
@@ -38,74 +55,94 @@ def install(recorder: Recorder, patches: Patches) -> None:
             shape = "" if tensor is None else f" of shape {list(tensor.shape)}"
             session.doing(f"{name}{shape} at {at}")
             recorder.collective_counts[name] = recorder.collective_counts.get(name, 0) + 1
-            if recorder.on:
-                operator = kwargs.get("op", args[1] if len(args) > 1 else None)
-                note(name, at, tensor, operator)
-            return doing
+            what = self.note(name, at, tensor, args, kwargs) if recorder.on else {}
+            return doing, what
 
         return before
 
-    def note(name: str, at: str, tensor: Tensor | None, operator: Any) -> None:
+    def note(
+        self,
+        name: str,
+        at: str,
+        tensor: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Write a call down. Returns which gradients it combines, if it does."""
+        recorder = self.recorder
+        group = _ranks_of(args, kwargs)
+        recorder.in_groups |= group is not None
+        if name in REDUCTIONS and recorder.in_backward and _by_fsdp():
+            recorder.note_fsdp(name, _operator(name, args, kwargs), group)
         room = len(recorder.window["collectives"]) < MAX_PER_WINDOW
         reduces = name in REDUCTIONS and recorder.expects_own_reduction()
-        what = _what(tensor) if tensor is not None and (room or reduces) else {}
-        if reduces and what.get("what") in ("gradient", "flat"):
+        what = self.what(tensor) if tensor is not None and (room or reduces) else {}
+        reduced = what if reduces and what.get("what") in ("gradient", "flat") else {}
+        if reduced:
             recorder.before_own_reduction(what.get("optimizer"), what.get("name", ""))
         if not room:
-            return
+            return reduced
         fact: dict[str, Any] = {"op": name, "place": at}
+        if group is not None:
+            fact["group"] = group
         if name == "all_reduce":
-            fact["reduce"] = "sum" if operator is None else str(operator).split(".")[-1].lower()
+            fact["reduce"] = _operator(name, args, kwargs)
         if tensor is not None:
             fact |= {"shape": list(tensor.shape)[:6], "numel": tensor.numel()} | what
         fact["backwards"] = recorder.so_far()
         fact["through_autograd"] = _in_autograd_function()
-        if fact.get("what") == "loss" and tensor is not None and tensor.grad_fn is not None:
+        carries = fact.get("what") in ("loss", "activation")
+        if carries and tensor is not None and tensor.grad_fn is not None:
             recorder.mark_reduced_loss(tensor.grad_fn, fact)
         recorder.window["collectives"].append(fact)
+        return reduced
 
-    def leave(
-        doing: str | None, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        depth[0] -= 1
-        if depth[0] == 0:
-            session.doing(doing or "running")
+    def leave(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            doing, reduced = token or (None, {})
+            if reduced:
+                waits = result is None  # otherwise the result is not there yet
+                self.recorder.after_own_reduction(reduced, waits)
+            self.recorder.session.doing(doing or "running")
 
-    def abandoned(error: BaseException) -> None:
-        depth[0] = max(0, depth[0] - 1)
+    def abandoned(self, error: BaseException) -> None:
+        self.depth = max(0, self.depth - 1)
 
-    def look() -> None:
+    def look(self) -> None:
         """Find out where gradients and parameters are now."""
+        recorder = self.recorder
         names = {
             id(parameter): {"name": name, "optimizer": state.index}
             for state in recorder.optimizers.values()
             for name, parameter in recorder.parameters_of(state)
         }
-        found.clear()
+        self.found.clear()
         for key, parameter in recorder.known_parameters().items():
             if not hasattr(parameter, "placements"):
-                found[_key(parameter)] = {"what": "parameter"}
-                if parameter.grad is not None:
-                    named = names.get(key, {"name": ""})
-                    found[_key(parameter.grad)] = {"what": "gradient", **named}
+                self.found[_key(parameter)] = {"what": "parameter"}
+            if parameter.grad is not None:
+                named = names.get(key, {"name": ""})
+                self.found[_key(_own_part(parameter.grad))] = {"what": "gradient", **named}
 
-    def _what(tensor: Tensor) -> dict[str, Any]:
+    def what(self, tensor: Tensor) -> dict[str, Any]:
         """Which of the run's tensors this is: gradient, parameter, loss, or something else."""
-        now = [session.step_count, recorder.backward_count]
-        if moment != now:
-            moment[:] = now
-            found.clear()
-        known = found.get(_key(tensor))
+        recorder = self.recorder
+        now = [recorder.session.step_count, recorder.backward_count]
+        if self.moment != now:
+            self.moment[:] = now
+            self.found.clear()
+        key = _key(_own_part(tensor))
+        known = self.found.get(key)
         leaf = tensor.requires_grad and tensor.is_leaf
         if known is None and (leaf or (tensor.numel() > 1 and not tensor.requires_grad)):
-            look()  # there are new gradients
-            known = found.get(_key(tensor))
+            self.look()  # there are new gradients
+            known = self.found.get(key)
         if known is not None:
             return known
         if tensor.requires_grad:
-            if tensor.numel() == 1:
-                return {"what": "loss", "grad": torch.is_grad_enabled()}
-            return {"what": "activation", "grad": torch.is_grad_enabled()}
+            kind = "loss" if tensor.numel() == 1 else "activation"
+            return {"what": kind, "grad": torch.is_grad_enabled()}
         parameters = recorder.known_parameters().values()
         if tensor.dim() and tensor.numel() > 1:
             if tensor.numel() == sum(parameter.numel() for parameter in parameters):
@@ -114,14 +151,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 return {"what": "like a gradient"}
         return {"what": "other"}
 
-    for name in CALLS:
-        before = enter(name)
-        shared = getattr(dist, name, None) is getattr(distributed_c10d, name, None)
-        patches.observe(distributed_c10d, name, before, leave, failed=abandoned)
-        if not shared:
-            patches.observe(dist, name, before, leave, failed=abandoned)
-        elif hasattr(dist, name):  # the same function: torch compares some by identity
-            patches.replace(dist, name, getattr(distributed_c10d, name))
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; the tensor itself of any other."""
+    return tensor.detach().to_local() if hasattr(tensor, "placements") else tensor
 
 
 def _key(tensor: Tensor) -> Any:
@@ -135,6 +168,33 @@ def _tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         if isinstance(value, Tensor):
             return value
     return None
+
+
+def _ranks_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+    """The ranks that take part; None if all do."""
+    groups = [value for value in (*args, *kwargs.values()) if isinstance(value, dist.ProcessGroup)]
+    if not groups or groups[0] is dist.group.WORLD:
+        return None
+    ranks = dist.get_process_group_ranks(groups[0])
+    return sorted(ranks) if len(ranks) < dist.get_world_size() else None
+
+
+def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    at = 1 if name == "all_reduce" else 2
+    operator = kwargs.get("op", args[at] if len(args) > at else None)
+    return "sum" if operator is None else str(operator).split(".")[-1].lower()
+
+
+def _by_fsdp() -> bool:
+    """Whether fully_shard makes this call, to combine gradients."""
+    frame: Any = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            return False
+        if "torch.distributed.fsdp._fully_shard" in frame.f_globals.get("__name__", ""):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _in_autograd_function() -> bool:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ddp_doctor.fingerprints import checksum
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.patching import Patches
-from ddp_doctor.places import expression, operand, place, users_frame
+from ddp_doctor.places import expression, operand, place, programs_frame
 
 FUNCTIONS = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -134,7 +134,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             value = _number(other)
             if value is None or not result.requires_grad or len(recorder.window["scaling"]) >= 100:
                 return
-            frame = users_frame(sys._getframe(1))
+            frame = programs_frame(sys._getframe(1))
             text = expression(frame)
             fact = {"op": sign, "value": value, "text": text, "operand": operand(text, left)}
             recorder.window["scaling"].append({**fact, "place": place(frame)})

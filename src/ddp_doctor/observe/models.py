@@ -19,7 +19,6 @@ class Names:
         self._root: weakref.ref[nn.Module] | None = None
         self._names = WeakIdKeyDictionary()  # empty: searched for, and in no module
         self._flat: bool | None = None
-        self._split: bool | None = None
 
     def of(self, parameters: Sequence[Tensor], wrappers: Sequence[WrapperState]) -> list[str]:
         """A name per parameter. The first call for new parameters searches the live modules."""
@@ -69,16 +68,6 @@ class Names:
                 for candidate in gc.get_objects()
             )
         return self._flat
-
-    def tensor_parallel(self) -> bool:
-        """Whether DTensors come from layers that are split: no module is sharded as a whole."""
-        if self._split is None:
-            fsdp = sys.modules.get("torch.distributed.fsdp")
-            whole = fsdp is not None and any(
-                issubclass(type(candidate), fsdp.FSDPModule) for candidate in gc.get_objects()
-            )
-            self._split = not whole and not self.sharded()
-        return self._split
 
     def batch_norms(self, wrappers: Sequence[WrapperState]) -> int:
         """How many layers train on the statistics of this rank's batch alone."""

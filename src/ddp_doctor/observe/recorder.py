@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_doctor.fingerprints import checksum, projection, sum_of_squares
+from ddp_doctor.fingerprints import checksum, dense, projection, sum_of_squares
 from ddp_doctor.observe.models import Names
 from ddp_doctor.observe.states import OptimizerState, WrapperState
 from ddp_doctor.session import Session
@@ -49,6 +49,7 @@ class Recorder:
         self.collective_counts: dict[str, int] = {}
         self.scales = 1.0
         self.grouped = False
+        self.in_groups = False  # whether a collective was for a part of the ranks only
         self.terms_made = 0
         self.losses_made = 0
         self.hooks: list[Any] = []
@@ -161,6 +162,14 @@ class Recorder:
         self.reduced_losses[self.losses_made] = fact
         node.metadata[REDUCED] = self.losses_made
 
+    def note_fsdp(self, name: str, operator: str, group: list[int] | None) -> None:
+        """fully_shard combines gradients in this backward."""
+        calls = self.window.setdefault("fsdp", [])
+        ranks_ = list(range(ranks())) if group is None else group
+        call = {"op": name, "reduce": operator, "group": ranks_, "backwards": self.so_far()}
+        if call not in calls:
+            calls.append(call)
+
     def holds_local_gradients(self, state: OptimizerState) -> bool:
         """Whether there is a gradient that the script has not combined itself."""
         return any(
@@ -174,9 +183,8 @@ class Recorder:
 
     def note_gradients(self, state: OptimizerState) -> None:
         """What backward left in `.grad`: whatever differs at the update, the script changed."""
-        if self.window.get("sharded"):
-            state.norm = self._local_norm(state)
-            return
+        if self.window.get("sharded") or self.in_groups:
+            state.squares = self._squares(state)
         state.left = _rounded(
             {
                 name: projection(parameter.grad)
@@ -185,16 +193,39 @@ class Recorder:
             }
         )
 
-    def _local_norm(self, state: OptimizerState) -> float:
-        """The norm of the gradients that are on this rank, shards of DTensors included."""
-        total = 0.0
-        for _, parameter in self.parameters_of(state):
-            grad = parameter.grad
-            if hasattr(grad, "to_local"):
-                grad = grad.to_local()
-            if grad is not None and grad.numel() and grad.layout == torch.strided:
-                total += sum_of_squares(grad)
-        return math.sqrt(total)
+    def _squares(self, state: OptimizerState) -> dict[str, float]:
+        """The squared norm of each gradient, or of this rank's shard of it."""
+        held = [(name, parameter.grad) for name, parameter in self.parameters_of(state)]
+        own = [(name, dense(grad)) for name, grad in held if grad is not None]
+        return {
+            name: sum_of_squares(grad)
+            for name, grad in own
+            if grad is not None and grad.is_floating_point()
+        }
+
+    def after_own_reduction(self, reduced: dict[str, Any], done: bool) -> None:
+        """A collective has combined gradients: one by name, or all. Not `done`: it goes on."""
+        for state in self.optimizers.values():
+            if state.squares is None or state.index != reduced.get("optimizer", state.index):
+                continue
+            name = reduced.get("name")
+            if not name or not done:
+                state.squares = None
+                continue
+            grads = [p.grad for its, p in self.parameters_of(state) if its == name]
+            if grads and grads[0] is not None and (own := dense(grads[0])) is not None:
+                state.squares[name] = sum_of_squares(own)
+
+    def _note_rescaling(self, state: OptimizerState) -> None:
+        """The factor that all gradients of this rank have received since they were combined.
+
+        None if they have not received the same one.
+        """
+        before, now = state.squares or {}, self._squares(state)
+        factors = [math.sqrt(now[name] / square) for name, square in before.items() if square > 0]
+        if factors and all(abs(f - factors[0]) <= 1e-3 * factors[0] for f in factors):
+            self.window["rescaled"] = factors[0]
+            self.window["squares"] = _rounded(before)
 
     def _note_start(self, state: OptimizerState) -> None:
         """A checksum of a few parameters' bits at every step, left on their device.
@@ -224,11 +255,12 @@ class Recorder:
         if self.wrappers and self._steps_own_shards(state):
             self.window["sharded"] = True
         self.take_snapshot(state)
-        if state.norm is not None:
-            self.window["norm"] = [state.norm, self._local_norm(state)]
-        if "start" not in state.done and not any(state.steps for state in self.optimizers.values()):
+        if state.squares is not None:
+            self._note_rescaling(state)
+        taken = sum(other.steps for other in self.optimizers.values())
+        if "start" not in state.done and taken < len(self.optimizers):
             state.done.add("start")
-            self.session.write("start", **self.replica(state))
+            self.session.write("start", **self.replica(state), **self._held(state))
 
     def _steps_own_shards(self, state: OptimizerState) -> bool:
         """Whether its parameters are in no module, and no optimizer holds those of a wrapper.
@@ -342,6 +374,26 @@ class Recorder:
                 name: checksum(buffer) for name, buffer in self.names.buffers(self.wrappers)[:200]
             },
         }
+
+    def _held(self, state: OptimizerState) -> dict[str, Any]:
+        """Of the optimizer's parameters: which shard each is, and which are constants.
+
+        `rows` are the ranks that together hold all shards of some parameter.
+        """
+        shards, rows = {}, set()
+        constant = []
+        for name, parameter in self.parameters_of(state):
+            if hasattr(parameter, "placements"):
+                mesh = parameter.device_mesh
+                split = [d for d, p in enumerate(parameter.placements) if not p.is_replicate()]
+                coordinate = mesh.get_coordinate()
+                shards[name] = [coordinate[d] for d in split] if coordinate else []
+                groups = [mesh.get_group(d) for d in split]
+                rows |= {tuple(torch.distributed.get_process_group_ranks(g)) for g in groups}
+            data = dense(parameter)
+            if data is not None and (data.numel() < 2 or bool((data == data.flatten()[0]).all())):
+                constant.append(name)
+        return {"shards": shards, "rows": sorted(rows), "constant": constant}
 
     def finish(self) -> None:
         """The process ends: write down what is only known then."""

@@ -33,7 +33,7 @@ class OptimizerState:
         self.pending: list[dict[str, Any]] = []
         self.snapshot: dict[str, Any] | None = None  # of the gradients, before they are clipped
         self.left: dict[str, Any] | None = None  # the gradients that the last backward left
-        self.norm: float | None = None  # of this rank's shards, as the last backward left them
+        self.squares: dict[str, float] | None = None  # of the norms, as they were combined last
         self.cut = False  # whether there were more backwards than `pending` may hold
         self.numbers: list[dict[str, float]] = []  # each group's hyperparameters
         self.trained: list[bool] = []  # of each parameter
@@ -51,7 +51,7 @@ class OptimizerState:
     def forget(self) -> None:
         """The gradients were used or cleared: nothing of them is left to write down."""
         self.pending = []
-        self.snapshot = self.left = self.scale = self.norm = None
+        self.snapshot = self.left = self.scale = self.squares = None
         self.cut = False
         self.reduced = set()
 

@@ -82,6 +82,7 @@ def _made(recorder: Recorder, wrapper: Any) -> None:
         of=dist.get_world_size(),
         static_graph=bool(getattr(wrapper, "static_graph", False)),
         broadcast_buffers=bool(getattr(wrapper, "broadcast_buffers", True)),
+        ignored=sorted(state.ignored)[:200],
         place=place(),
     )
 

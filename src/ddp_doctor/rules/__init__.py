@@ -11,7 +11,7 @@ from typing import Any
 from ddp_doctor.equation import Equation
 from ddp_doctor.findings import CATALOG, ORDER, Finding
 from ddp_doctor.merged import Run
-from ddp_doctor.rules import cost, data, hangs, loss, replicas, synchronization, wrapper
+from ddp_doctor.rules import cost, data, groups, hangs, loss, replicas, synchronization, wrapper
 
 Rule = Callable[[Run, Equation], Iterable[Finding]]
 
@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     *wrapper.RULES,
     *loss.RULES,
     *synchronization.RULES,
+    *groups.RULES,
     *replicas.RULES,
     *data.RULES,
     *cost.RULES,

@@ -1,12 +1,11 @@
 """Data and random numbers: which rank sees which samples."""
 
-import math
 from collections.abc import Iterator
 from itertools import pairwise
 
 from ddp_doctor.equation import Equation
 from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Rank, Run
+from ddp_doctor.merged import Fact, Rank, Run, data_of
 
 
 def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -15,51 +14,30 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
     Right if the ranks split the batch after the forward's inputs are made: the targets or losses
     differ then. Right too if they split a model instead of data, or train models of their own.
     """
-    if run.world < 2 or len(run.complete) < 2 or run.models_differ or run.in_groups:
+    windows = [window for window in run.complete if window.trains]
+    readers = [group[0] for group in run.readers]
+    if len(readers) < 2 or len(windows) < 2 or run.in_groups:
         return
-    if any(fact.get("tensor_parallel") for window in run.complete for _, fact in window):
+    if run.models_differ and not any(window.sharded for window in windows):
         return
     same = []
-    for window in run.complete:
-        seen = [_data(fact) for _, fact in window]
+    for window in windows:
+        seen = [data_of(window.ranks[rank]) for rank in readers]
         same.append(bool(seen[0]) and all(data == seen[0] for data in seen))
     if all(same):
-        window = run.complete[0]
         loader = run.first("loader")
         yield finding(
             "same_data_on_ranks",
             f"In all {len(same)} observed steps the {run.world} ranks computed the loss from "
-            f"bitwise equal inputs and targets: {run.world} ranks do the work of one.",
-            str(loader["place"] if loader else _where(window.ranks[0])),
+            f"bitwise equal inputs and targets: {run.world} ranks do the work of "
+            f"{run.world // len(readers)}.",
+            str(loader["place"] if loader else _where(windows[0].ranks[0])),
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), and call "
             "sampler.set_epoch(epoch) in every epoch.",
         )
         return
-    yield from _overlap(run)
-
-
-def _data(fact: Fact) -> list[object]:
-    """Hashes of what the forward was given and of the losses' targets; empty if unknown.
-
-    The value of a loss without a target takes the target's place, if it is a number. A tensor that
-    has elements and the hash 0 could not be read.
-    """
-    given = [[hash_, size] for group in fact["inputs"] for hash_, size, _ in group]
-    seen: list[object] = [*given]
-    for backward in fact["backwards"]:
-        terms = backward.get("terms", ())
-        # Inputs without a tensor (strings, ids) are not in `given`; they do change the loss.
-        if not terms or any("target" not in term for term in terms):
-            values = backward.get("values") or []
-            if any(not math.isfinite(value) for value in values):
-                return []  # NaN on every rank is no equal data
-            seen.append(values)
-        for term in terms:
-            if "target" in term:
-                seen.append([term["target"], 0 if given else term["input"]])
-                if not term["target"] or not (given or term["input"]):
-                    return []
-    return [] if any(size and not hash_ for hash_, size in given) else seen
+    if not (run.split and any(map(run.exchanges, run.ranks))):  # who shares data was not seen
+        yield from _overlap(run)
 
 
 def _where(fact: Fact) -> str:
@@ -198,12 +176,14 @@ def same_random_numbers(run: Run, equation: Equation) -> Iterator[Finding]:
     Right if that is meant (one seed for everything is the default of most frameworks): a note.
     Silent if nothing is drawn: no dropout, and a state that is the same in every step.
     """
-    if run.world < 2 or len(run.complete) < 2:
+    windows = [window for window in run.complete if window.trains]
+    readers = [group[0] for group in run.readers]
+    if len(readers) < 2 or len(windows) < 2:
         return
     dropout = True
     firsts = []
-    for window in run.complete:
-        facts = [fact for _, fact in window]
+    for window in windows:
+        facts = [window.ranks[rank] for rank in readers]
         counts = [fact.get("dropout", 0) for fact in facts]
         states = [fact.get("random") for fact in facts]
         if not all(states) or any(state != states[0] for state in states):

@@ -138,7 +138,7 @@ def _how_bad(ratio: float, seen: int, of: int) -> str | None:
 
 
 def _combined(step: Step) -> bool:
-    return not step.combination.local and step.combination.kind != "alone"
+    return not step.combination.local and step.combination.kind not in ("alone", "apart")
 
 
 def _global_count(step: Step) -> str:
@@ -210,7 +210,7 @@ def _of_a_sum(step: Step, total: float, combined: float) -> Iterator[Finding]:
             step.place,
             "Multiply the gradients by dist.get_world_size(), too.",
         )
-    elif world > 1 and near(combined, 1.0):
+    elif world > 1 and near(combined, 1.0) and not _whole_on_each_rank(step):
         yield finding(
             "missing_world_size_factor",
             f"Step {step.window.n}: the loss sums over the items and the gradients are averaged "
@@ -295,7 +295,8 @@ def _of_the_loss(step: Step, total: float, loss: float) -> Iterator[Finding]:
                 "gives the mean over all items.",
             )
             return
-    if near(loss, 1 / world) and step.reduction != "mean" and _divides_by_all(step):
+    averaged = near(step.alpha * world, 1.0) or step.combination.local
+    if averaged and near(loss, 1 / world) and step.reduction != "mean" and _divides_by_all(step):
         yield finding(
             "missing_world_size_factor",
             f"Step {step.window.n}: the loss is divided by the {number(step.items)} items of all "
@@ -363,12 +364,22 @@ def _reduction_place(step: Step) -> str:
     return max(calls, key=lambda call: call[0], default=(False, ""))[1]
 
 
-def _reduced_loss(step: Step) -> Fact | None:
+def _whole_on_each_rank(step: Step) -> bool:
+    """Whether each rank computes the loss of all from what a collective brings in its forward.
+
+    SyncBatchNorm reduces through autograd, too, but vectors of statistics.
+    """
+    return _reduced_loss(step, "activation") is not None or any(
+        call["through_autograd"] and len(call.get("shape", ())) > 1
+        for _, fact in step.window
+        for call in fact["collectives"]
+    )
+
+
+def _reduced_loss(step: Step, what: str = "loss") -> Fact | None:
     for _, fact in step.window:
         for call in fact["collectives"]:
-            carries = (
-                call.get("what") == "loss" and call.get("grad") and not call["through_autograd"]
-            )
+            carries = call.get("what") == what and call.get("grad") and not call["through_autograd"]
             early = so_far(call, step.window) < step.window.backwards
             if call["op"] == "all_reduce" and carries and early and call.get("needed", True):
                 return call
@@ -380,8 +391,10 @@ def loss_reduced_before_backward(run: Run, equation: Equation) -> Iterator[Findi
 
     Autograd does not see the all-reduce: only the division that follows changes the gradient. Right
     if the all-reduce comes after this loss's backward, or on a copy, or through
-    torch.distributed.nn.
+    torch.distributed.nn. The same for what a loss is computed from, but if ranks split a model: the
+    output of a row-parallel layer needs no gradient from other ranks.
     """
+    yield from _activation_reduced(run, equation)
     for step in equation.steps:
         call = _reduced_loss(step)
         if call is None:
@@ -395,6 +408,24 @@ def loss_reduced_before_backward(run: Run, equation: Equation) -> Iterator[Findi
             call["place"],
             "Back-propagate the local loss; all-reduce loss.detach() for the log, after backward.",
             "error" if wrong else "warning",
+        )
+        return
+
+
+def _activation_reduced(run: Run, equation: Equation) -> Iterator[Finding]:
+    for step in equation.steps:
+        call = _reduced_loss(step, "activation")
+        if call is None or run.split or step.world < 2:
+            continue
+        yield finding(
+            "loss_reduced_before_backward",
+            f"Step {step.window.n}: dist.all_reduce on a tensor of shape {call['shape']} that "
+            f"backward still needs. The loss is that of all ranks, but autograd sees this rank's "
+            f"part of the tensor only. The average over {step.world} ranks is then 1/{step.world} "
+            f"of the gradient, where the loss is computed from this tensor alone.",
+            call["place"],
+            "torch.distributed.nn.functional.all_reduce(tensor), whose backward sums the ranks' "
+            "gradients.",
         )
         return
 

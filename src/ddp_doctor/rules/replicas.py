@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ddp_doctor.copies import Groups
 from ddp_doctor.equation import Equation
 from ddp_doctor.findings import Finding, finding
 from ddp_doctor.merged import Fact, Run, Window
@@ -10,26 +11,21 @@ SMALL = 1e-6
 
 
 def _replicas(run: Run) -> bool:
-    """Whether all ranks are meant to hold the same parameters: no shards, no smaller groups."""
-    whole = not run.in_groups and not any(w.sharded for w in run.windows)
-    return run.world > 1 and whole and len(run.starts) == run.world
+    """Whether it was seen which ranks are meant to hold the same parameters."""
+    return run.world > 1 and not run.in_groups and bool(run.copies)
 
 
 def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
     """Parameters differ between the ranks before the first optimizer step.
 
-    Right for models that are different on every rank on purpose: their gradients are never
-    combined, and then this rule is silent. A wrapper broadcasts rank 0's parameters. Right too if
-    the wrapper's group has fewer ranks than the run: the other groups hold other parts of the model
-    (tensor or pipeline parallelism, experts).
+    A wrapper broadcasts rank 0's parameters. Right for models, or parts of one, that are different
+    on purpose: tensor or pipeline parallelism, experts. Ranks with copies of a parameter step with
+    the same gradient.
     """
-    combined = any(not window.differing_gradients for window in run.complete)
-    if not _replicas(run) or not (combined or run.wrappers or run.own_collectives):
-        return
-    names = [name for start in run.starts[:1] for name in start["parameters"]]
-    equal = _equal_at_start(run)
-    differing = [name for name in names if name not in equal]
-    if differing:
+    names = list(run.copies) if _replicas(run) else []
+    apart = [name for name in names if not _equal_at_start(run, name, [list(range(run.world))])]
+    differing = [name for name in apart if not _equal_at_start(run, name, run.copies[name])]
+    if differing and 2 * len(differing) > len(apart):
         window = run.complete[0] if run.complete else None
         where = str(window.ranks[min(window.ranks)].get("step_place", "")) if window else ""
         yield finding(
@@ -42,10 +38,10 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
         )
 
 
-def _equal_at_start(run: Run) -> set[str]:
-    """The parameters that were equal on all ranks before the first step."""
-    starts = [start["parameters"] for start in run.starts]
-    return {name for name in starts[0] if len({start.get(name) for start in starts}) == 1}
+def _equal_at_start(run: Run, name: str, groups: Groups) -> bool:
+    """Whether the ranks of each group held the same bits before the first step."""
+    starts = {rank.rank: (rank.start or {})["parameters"] for rank in run.ranks}
+    return all(len({starts[rank].get(name) for rank in group}) == 1 for group in groups)
 
 
 def hyperparameters_differ(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -101,7 +97,7 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
         return
     if next(hyperparameters_differ(run, equation), None) is not None:
         return
-    equal = _equal_at_start(run)
+    equal = {name for name, groups in run.copies.items() if _equal_at_start(run, name, groups)}
     for window in run.complete:
         fact = window.ranks[min(window.ranks)]
         names = [name for name in window.differing_parameters if name in equal]
@@ -126,8 +122,8 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
 def _distance(window: Window, names: list[str]) -> float:
     """The largest relative difference of a parameter's projection between two ranks."""
     worst = 0.0
-    for name in names:
-        values = [fact["after"]["values"].get(name) for _, fact in window]
+    for name, group in [(each, group) for each in names for group in window.groups(each)]:
+        values = [window.ranks[rank]["after"]["values"].get(name) for rank in group]
         found = [value for value in values if value is not None]
         if found:
             worst = max(worst, (max(found) - min(found)) / (1e-12 + max(map(abs, found))))
@@ -140,7 +136,7 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
     Right with DDP's broadcast_buffers=True: each forward overwrites them with rank 0's. Right too
     if the model has no batch norm in training whose statistics would be saved (EMA, counters).
     """
-    if not _replicas(run) or not run.complete:
+    if not _replicas(run) or not run.complete or run.split:
         return
     if run.wrappers and all(wrapper["broadcast_buffers"] for wrapper in run.wrappers):
         return

@@ -1,6 +1,5 @@
 """Synchronization: which micro-batch is averaged, and what happens before and after."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -23,6 +22,7 @@ def last_micro_batch_unsynced(run: Run, equation: Equation) -> Iterator[Finding]
     """
     if run.world < 2 or run.averages_parameters:
         return
+    yield from _last_not_reduced_by_fsdp(run)
     for window in run.complete:
         if not window.differing_gradients:
             continue
@@ -39,6 +39,23 @@ def last_micro_batch_unsynced(run: Run, equation: Equation) -> Iterator[Finding]
                     str(fact["forwards"][-1]["place"] if fact["forwards"] else ""),
                     "Leave no_sync() for the last micro-batch: "
                     "with model.no_sync() if k < K - 1 else nullcontext().",
+                )
+                return
+
+
+def _last_not_reduced_by_fsdp(run: Run) -> Iterator[Finding]:
+    """fully_shard combined gradients in earlier micro-batches of a step, and not in the last."""
+    for window in run.complete:
+        for rank, fact in window:
+            seen = [so_far(call, window) for call in fact.get("fsdp", ())]
+            if seen and max(seen) < len(fact["backwards"]) - 1:
+                yield finding(
+                    "last_micro_batch_unsynced",
+                    f"Step {window.n}, rank {rank}: {len(fact['backwards'])} micro-batches, and "
+                    f"the last reduce-scatter is in backward {max(seen) + 1}. The optimizer does "
+                    f"not get the gradients of later ones: they wait for the next step's.",
+                    str(fact["backwards"][-1]["place"]),
+                    "model.set_requires_gradient_sync(True) before the last micro-batch's forward.",
                 )
                 return
 
@@ -129,7 +146,7 @@ def clipped_before_sync(run: Run, equation: Equation) -> Iterator[Finding]:
     if run.world < 2:
         return
     for window in run.complete:
-        if window.sharded:
+        if window.sharded or run.split:
             continue
         clips = [fact["clips"] for _, fact in window]
         if not all(clips) or len({len(clip) for clip in clips}) > 1:
@@ -208,11 +225,11 @@ def clipped_local_shards(run: Run, equation: Equation) -> Iterator[Finding]:
     if run.world < 2:
         return
     for window in run.complete:
-        if not window.sharded:
+        if not window.sharded and not run.split:
             continue
-        factors = [_rescaled(fact) for _, fact in window]
-        if all(factors) and not alike([factor or 1.0 for factor in factors], 1e-4):
-            shown = ", ".join(number(float(factor or 1.0)) for factor in factors[:8])
+        factors = [fact["rescaled"] for _, fact in window if "rescaled" in fact]
+        if len(factors) == run.world and not alike(factors, 1e-3):
+            shown = ", ".join(number(factor) for factor in factors[:8])
             clip = next((fact["clips"][-1]["place"] for _, fact in window if fact["clips"]), "")
             yield finding(
                 "clipped_local_shards",
@@ -238,13 +255,6 @@ def clipped_local_shards(run: Run, equation: Equation) -> Iterator[Finding]:
                 CLIP_SHARDS,
             )
             return
-
-
-def _rescaled(fact: Fact) -> float | None:
-    """The norm of this rank's shards at the update, divided by the norm that backward left."""
-    norms = fact.get("norm")
-    factor = norms[1] / norms[0] if isinstance(norms, list) and norms[0] else math.nan
-    return factor if math.isfinite(factor) else None
 
 
 def manual_all_reduce_skips_none(run: Run, equation: Equation) -> Iterator[Finding]:

@@ -1,0 +1,188 @@
+"""Meshes, on journals of runs that never ran: over which ranks a gradient is combined."""
+
+from collections.abc import Callable
+from typing import Any
+
+from doctor.journals import findings, run_with_steps, window
+
+from ddp_doctor.equation import equation
+from ddp_doctor.merged import Run
+
+Windows = list[dict[str, Any]]
+
+
+def data_and_tensor(
+    final: Callable[[int, int], dict[str, float]] | None = None,
+    share: float = 1.0,
+    norm: Any = 5,
+    steps: int = 4,
+    **more: Callable[[int, int], Any],
+) -> Run:
+    """Ranks 0 and 1 hold halves of `up` and copies of `norm`, and read one batch; 2 and 3 as well.
+
+    `final` gives the gradients of a rank at the update, averaged over the two batches by default.
+    `more` gives other facts of a step from its number and the rank.
+    """
+    batches = []
+    for n in range(steps):
+        ranks = []
+        for rank in range(4):
+            data, half = divmod(rank, 2)
+            local = {"norm": (1.0 + data) * (n + 1), "up": (2.0 + half) * (1 + data)}
+            right = {"norm": 1.5 * (n + 1), "up": (2.0 + half) * 1.5}
+            combined = {**right, **(final(n, rank) if final else {})}
+            one = window([4], [share], combined, local)
+            one |= {name: fact(n, rank) for name, fact in more.items()}
+            one["backwards"][0]["terms"][0] |= {"target": 7 + data, "input": 90 + 10 * n + data}
+            ranks.append(one)
+        batches.append(ranks)
+    run = run_with_steps(batches)
+    for rank in run.ranks:
+        half = rank.rank % 2
+        start = {"parameters": {"norm": norm, "up": 6 + half}, "shards": {"up": [half]}}
+        row = [rank.rank - half, rank.rank - half + 1]
+        rank.facts["start"] = [{"kind": "start", "rows": [row], "constant": ["norm"], **start}]
+    return run
+
+
+def test_ranks_of_a_tensor_group_count_their_items_once_and_need_equal_data() -> None:
+    run = data_and_tensor(random=lambda n, rank: [n])  # the generators are in one state, too
+    found = equation(run)
+    assert findings(data_and_tensor()) == {}
+    assert found.right
+    assert found.step is not None
+    assert found.step.items == 8
+    assert run.readers == [[0, 1], [2, 3]]
+    assert {name: len(groups) for name, groups in run.copies.items()} == {"norm": 1, "up": 2}
+
+
+def test_equal_data_along_the_data_dimension_are_found_beside_a_tensor_dimension() -> None:
+    run = data_and_tensor()
+    for rank in run.ranks:
+        for one in rank.windows:
+            one["backwards"][0]["terms"][0] |= {"target": 7, "input": 9}
+    assert "same_data_on_ranks" in findings(run)
+
+
+def twice(*names: str) -> Callable[[int, int], dict[str, float]]:
+    """The right gradients of a rank, with these twice too large."""
+
+    def final(n: int, rank: int) -> dict[str, float]:
+        right = {"norm": 1.5 * (n + 1), "up": (2.0 + rank % 2) * 1.5}
+        return {name: 2 * right[name] for name in names}
+
+    return final
+
+
+def test_a_gradient_that_is_summed_over_one_dimension_too_many_is_named() -> None:
+    for name in ("norm", "up"):
+        wrong = findings(data_and_tensor(twice(name)))
+        assert set(wrong) == {"own_reduction_sums"}
+        assert f"{name}: × 1" in wrong["own_reduction_sums"].evidence
+    every = findings(data_and_tensor(twice("norm", "up")))
+    assert "all weights together are 2" in every["own_reduction_sums"].evidence
+
+
+def test_copies_that_are_not_summed_along_the_tensor_dimension_diverge() -> None:
+    def after(n: int, rank: int) -> dict[str, Any]:
+        held = {"norm": 10 * n + rank % 2, "up": 70 + 10 * n + rank % 2}
+        values = {"norm": 1.0 + rank % 2, "up": 3.0 + rank % 2}
+        return {"parameters": held, "values": values, "buffers": {}}
+
+    def diverging(constant: list[str]) -> set[str]:
+        run = data_and_tensor(lambda n, rank: {"norm": 1.0 + n + rank % 2}, after=after)
+        for rank in run.ranks:
+            rank.facts["start"][0]["constant"] = constant
+        return set(findings(run))
+
+    assert diverging([]) == {"replicas_drift"}
+    assert diverging(["norm"]) == set()  # ones: perhaps different halves of a vector
+
+
+def test_a_shard_that_starts_like_another_one_is_no_copy_of_it() -> None:
+    run = data_and_tensor()
+    for rank in run.ranks:
+        rank.facts["start"][0]["parameters"]["up"] = 0
+        rank.facts["start"][0]["constant"] = ["norm", "up"]  # zeros
+    assert len(run.copies["up"]) == 2
+    assert findings(run) == {}
+
+
+def test_a_factor_that_all_ranks_have_is_no_clip_and_one_of_its_own_on_each_rank_is() -> None:
+    assert findings(data_and_tensor(rescaled=lambda n, rank: 0.5)) == {}
+    found = findings(data_and_tensor(rescaled=lambda n, rank: 0.5 + 0.1 * (rank % 2)))
+    assert set(found) == {"clipped_local_shards"}
+    assert "0.5, 0.6, 0.5, 0.6" in found["clipped_local_shards"].evidence
+
+
+def test_a_clip_by_a_norm_that_counts_every_copy_is_named_by_its_factors() -> None:
+    def squares(n: int, rank: int) -> dict[str, float]:
+        return {"norm": 4.0 + n * n, "up": 1.0 + rank % 2}
+
+    def clipped(copies: int) -> Callable[[int, int], float]:
+        def factor(n: int, rank: int) -> float:
+            if n == 0:
+                return 1.0  # the limit is not reached
+            whole, halves = squares(n, 0)["norm"], 3.0
+            return float(0.1 / (copies * whole + halves) ** 0.5)
+
+        return factor
+
+    right = data_and_tensor(steps=6, squares=squares, rescaled=clipped(1))
+    assert findings(right) == {}
+    wrong = data_and_tensor(steps=6, squares=squares, rescaled=clipped(2))
+    assert "counts every copy" in findings(wrong)["clipped_local_shards"].evidence
+
+
+def sharded(last: int, share: float = 1.0, reduce: str = "avg") -> Run:
+    """Two ranks with fully_shard and two micro-batches; `last` is the last one that is reduced."""
+    steps = []
+    for n in range(3):
+        ranks = []
+        for rank in range(2):
+            gradients = {"weight": 1.0 + rank + n}
+            one = window([4, 4], [share / 2, share / 2], gradients, {}, sharded=True, dtensors=True)
+            call = {"op": "reduce_scatter_tensor", "reduce": reduce, "group": [0, 1]}
+            one["fsdp"] = [{**call, "backwards": {"0": micro}} for micro in range(last + 1)]
+            for micro, backward in enumerate(one["backwards"]):
+                backward["prepared"] = {}  # there is no wrapper
+                backward["terms"][0] |= {"target": 10 * n + micro + 5 * rank + 1, "input": 1}
+            ranks.append(one)
+        steps.append(ranks)
+    run = run_with_steps(steps)
+    for rank in run.ranks:
+        start = {"parameters": {"weight": 8 + rank.rank}, "shards": {"weight": [rank.rank]}}
+        rank.facts["start"] = [{"kind": "start", "rows": [[0, 1]], "constant": [], **start}]
+    return run
+
+
+def test_the_average_of_fully_shard_is_read_from_its_own_collectives() -> None:
+    assert findings(sharded(1)) == {}
+    assert equation(sharded(1)).right
+    half = equation(sharded(1, share=0.5))
+    assert half.step is not None
+    assert half.step.total == 0.5
+    other = equation(sharded(1, reduce="sum")).step
+    assert other is not None
+    assert other.combination.kind == "unknown"  # another factor may follow
+
+
+def test_a_clip_that_differs_between_steps_is_no_factor_of_fully_shard() -> None:
+    run = sharded(1)
+    for rank in run.ranks:
+        for n, one in enumerate(rank.windows):
+            one["left"] = {"weight": one["snapshot"]["grads"]["weight"] * (n + 2)}
+    assert equation(run).right
+
+
+def test_a_last_micro_batch_that_fully_shard_does_not_reduce_is_found() -> None:
+    assert set(findings(sharded(0))) == {"last_micro_batch_unsynced"}
+
+
+def test_ranks_that_shard_a_model_and_read_the_same_data_do_the_work_of_one() -> None:
+    run = sharded(1)
+    for rank in run.ranks:
+        for one in rank.windows:
+            for backward in one["backwards"]:
+                backward["terms"][0]["target"] = 3
+    assert "same_data_on_ranks" in findings(run)

@@ -1,0 +1,35 @@
+"""Where something happens, also when the whole program is an installed package."""
+
+import threading
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from ddp_doctor.places import place
+
+PROGRAM = """
+from ddp_doctor.places import expression, place
+
+def train(found):
+    found += [place(), expression()]
+"""
+
+
+def test_a_program_in_site_packages_is_named_by_package_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "trainer_of_a_test"
+    package.mkdir(parents=True)
+    (package / "loop.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(package.parent)
+    found: list[str] = []
+    loop = import_module("trainer_of_a_test.loop")
+    thread = threading.Thread(target=loop.train, args=(found,))  # no frame of this file
+    thread.start()
+    thread.join()
+    assert found == ["trainer_of_a_test/loop.py:5", "expression()"]
+
+
+def test_the_users_own_line_comes_before_that_of_a_package() -> None:
+    assert place().split(":")[0].endswith("test_places.py")

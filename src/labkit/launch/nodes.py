@@ -2,7 +2,7 @@
 
     python -m labkit.launch.nodes --nodes 2 --nproc-per-node 4 labs/accumulate_vs_ddp.py
 
-`make lab` runs it with one node.
+`make lab` runs it with one node and `--lab`.
 
 One torchrun agent runs per node, and is given what a node of a cluster would be given: `torchrun
 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT …`, and the further options of the command.
@@ -16,7 +16,7 @@ a rank ends without its atexit handlers; the agent waits forever for one that en
 `os._exit(0)`; the first argument that ends in .py is taken as the script.
 
 The command ends when all agents have ended, with the exit code of the first one that failed. After
-a failure, the other agents get one minute to notice. With one node, the code is that of the first
+a failure, the other agents get one minute to notice. With `--lab`, the code is that of the first
 rank that failed, and torchrun's report is left out: the script has said what is wrong. However the
 command ends, its agents end with it, and ranks end with their agent.
 
@@ -60,6 +60,7 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=positive, default=2, help="agents (default 2)")
     parser.add_argument("--nproc-per-node", default="1", help="ranks of each agent (default 1)")
+    parser.add_argument("--lab", action="store_true", help="one node, without torchrun's report")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="further options of torchrun, and the script"
     )
@@ -81,7 +82,7 @@ def main() -> None:
         os.environ.update(environment)
         command = [*where, "--nproc-per-node", ranks, *options, *given.arguments]
         if given.nodes == 1:
-            sys.exit(_only_agent(command))
+            sys.exit(_lab(command) if given.lab else agent(command))
         sys.exit(_end_of([start_forked(agent, command) for _ in range(given.nodes)]))
 
 
@@ -198,7 +199,7 @@ def agent(arguments: list[str]) -> None:
     load_torchrun().main(["--run-path", "--start-method=fork", *through_this_file(arguments)])
 
 
-def _only_agent(arguments: list[str]) -> int:
+def _lab(arguments: list[str]) -> int:
     """Run one agent, without torchrun's report; the exit code of the first rank that failed."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

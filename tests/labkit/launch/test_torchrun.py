@@ -169,12 +169,12 @@ print("done with", *sys.argv[1:], os.environ["OMP_NUM_THREADS"])
 
 def test_a_lab_that_fails_is_the_only_one_to_speak_and_its_exit_code_is_handed_on(tmp_path: Path):
     (tmp_path / "lab.py").write_text(LAB)
-    command = [sys.executable, "-m", "labkit.launch.nodes", "--nodes", "1", "--nproc-per-node"]
-    failed = run_guarded([*command, "2", tmp_path / "lab.py", "--seed", "7"], 120)
+    command = [sys.executable, "-m", "labkit.launch.nodes", "--lab", "--nodes=1"]
+    failed = run_guarded([*command, "--nproc-per-node=2", tmp_path / "lab.py", "--seed", "7"], 120)
     assert failed.returncode == 3
     assert failed.stdout == "this lab has one rank, and not 2 --seed 7\n"
     assert failed.stderr == ""
-    done = run_guarded([*command, "1", tmp_path / "lab.py", "--seed", "7"], 120)
+    done = run_guarded([*command, "--nproc-per-node=1", tmp_path / "lab.py", "--seed", "7"], 120)
     assert (done.returncode, done.stdout) == (0, "done with --seed 7 1\n")
 
 

@@ -83,6 +83,14 @@ def test_a_gradient_that_is_summed_over_one_dimension_too_many_is_named() -> Non
     assert "all weights together are 2" in every["own_reduction_sums"].evidence
 
 
+def test_a_sum_that_nobody_divides_is_no_wrong_group() -> None:
+    run = data_and_tensor(twice("norm", "up"))
+    for rank in run.ranks:
+        for one in rank.windows:
+            one["backwards"][0]["terms"][0]["reduction"] = "sum"
+    assert findings(run) == {}
+
+
 def test_copies_that_are_not_summed_along_the_tensor_dimension_diverge() -> None:
     def after(n: int, rank: int) -> dict[str, Any]:
         held = {"norm": 10 * n + rank % 2, "up": 70 + 10 * n + rank % 2}

@@ -36,7 +36,7 @@ def wrong_group(run: Run, equation: Equation) -> Iterator[Finding]:
     yield from _other_factors(run)
     for step in equation.steps:
         measured = step.combination.kind in ("averaged", "summed", "scaled")
-        undivided = step.reduction == "sum" and step.total > 0.99 * step.items
+        undivided = step.reduction == "sum" and all(e.share > 0.99 * e.count for e in step.entries)
         if not measured or undivided or step.total <= 0 or step.micros > 1:
             continue
         if near(step.total, 1.0) or near(step.total, step.coefficient):

@@ -84,7 +84,7 @@ def test_a_gradient_that_is_summed_over_one_dimension_too_many_is_named() -> Non
 
 
 def test_a_sum_that_nobody_divides_is_no_wrong_group() -> None:
-    run = data_and_tensor(twice("norm", "up"))
+    run = data_and_tensor()
     for rank in run.ranks:
         for one in rank.windows:
             one["backwards"][0]["terms"][0]["reduction"] = "sum"

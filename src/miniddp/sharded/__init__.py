@@ -1,9 +1,9 @@
 """The same average, in pieces: every rank keeps 1/W of the state, the gradients, the parameters.
 
 ===================  ============================================================================
-`slices`, `zero1`    ZeRO-1: the optimizer's state
-`zero2`              ZeRO-2: gradients, too, reduce-scattered while backward runs
 `sharding`           the rows of one parameter that a rank holds
+`zero1`              ZeRO-1: the optimizer's state
+`zero2`              ZeRO-2: gradients, too, reduce-scattered while backward runs
 `param`              one parameter: sharded, or whole while it is needed
 `param_group`        what moves together: an all-gather and a reduce-scatter
 `fully_sharded`      `fully_shard`: when they run

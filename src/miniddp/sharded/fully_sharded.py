@@ -26,7 +26,6 @@ divided here instead of by NCCL.
 """
 
 from collections.abc import Iterator
-from enum import Enum, auto
 from typing import Any, cast
 
 import torch
@@ -43,17 +42,6 @@ from miniddp.sharded.param import FSDPParam, Owner
 from miniddp.sharded.param_group import FSDPParamGroup, Reduction
 from miniddp.sharded.sharding import Sharding
 from miniddp.unused import find_tensors, replace_tensors
-
-
-class TrainingState(Enum):
-    """Where a module is in its step."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    # A gradient of an output has arrived. A forward in this state is activation checkpointing's.
-    PRE_BACKWARD = auto()
-    # The gradients of all inputs have been computed, and the reduction is launched.
-    POST_BACKWARD = auto()
 
 
 class FSDPModule:
@@ -227,8 +215,7 @@ class Schedule:
             for state in self.states:
                 for param in state.group.params:
                     param.take_gradient()
-                state.training_state = TrainingState.IDLE
-            self.awaiting, self.in_backward, self.reductions = [], [], []
+            self.forget_backward()
 
     def begin_backward(self, state: "FSDPState") -> None:
         """A gradient has arrived at `state`. The first one queues the end of backward."""
@@ -238,9 +225,9 @@ class Schedule:
             self.in_backward.append(state)
 
     def reduce(self, group: FSDPParamGroup) -> None:
-        """Launch the reduction of a group's gradients, and the next step of earlier ones."""
+        """Launch the reduction of a group's gradients. One message at a time has memory."""
         for reduction in self.reductions:
-            reduction.all_reduce()
+            reduction.free()
         self.reductions += group.reduce()
 
     def end_backward(self) -> None:
@@ -252,7 +239,12 @@ class Schedule:
             reduction.finish()
         for state in self.states:
             state.group.reshard()
-            state.training_state = TrainingState.IDLE
+        self.forget_backward()
+
+    def forget_backward(self) -> None:
+        """No backward runs, and no forward waits for one."""
+        for state in self.states:
+            state.computes_gradients = False
         self.awaiting, self.in_backward, self.reductions = [], [], []
 
 
@@ -266,9 +258,12 @@ class FSDPState:
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
     ):
-        self.group, self.policy = group, policy
-        self.reshard_after_forward = reshard_after_forward
-        self.training_state = TrainingState.IDLE
+        self.group, self.reshard_after_forward = group, reshard_after_forward
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.output_dtype = policy.output_dtype
+        # From the first gradient of an output until those of all inputs. A forward during this
+        # time is activation checkpointing's.
+        self.computes_gradients = False
         self.schedule: Schedule | None = None  # made by the first forward of the outermost module
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         # After an exception, too: the next forward must find the schedule without a root.
@@ -283,13 +278,11 @@ class FSDPState:
         # A checkpoint runs forwards inside a backward, but not that of the whole model.
         if outermost and (self is schedule.states[0] or not schedule.in_backward):
             schedule.begin_forward(self)
-        elif self.training_state is TrainingState.PRE_BACKWARD:
-            self.gather()
-            return self.cast_inputs((args, kwargs))
-        self.training_state = TrainingState.FORWARD
         self.gather()
+        args, kwargs = _cast((args, kwargs), self.input_dtype)
+        if self.computes_gradients:
+            return args, kwargs
         schedule.prefetch_in_forward(self)
-        args, kwargs = self.cast_inputs((args, kwargs))
         inputs = [t for t in find_tensors((args, kwargs)) if t.grad_fn is not None]
         if inputs and torch.is_grad_enabled():
             register_multi_grad_hook(inputs, self.post_backward, mode="all")
@@ -315,19 +308,12 @@ class FSDPState:
         self.group.unshard()
         self.group.wait_for_unshard()
 
-    def cast_inputs(self, inputs: Any) -> Any:
-        """Floating-point inputs in `param_dtype`, if the policy says so."""
-        if self.policy.cast_forward_inputs:
-            return _cast(inputs, self.policy.param_dtype)
-        return inputs
-
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free the parameters, and watch for the first gradient of an output."""
-        if self.training_state is TrainingState.PRE_BACKWARD:
-            return _cast(output, self.policy.output_dtype)
-        schedule = self.schedule
+        schedule, result = self.schedule, _cast(output, self.output_dtype)
+        if self.computes_gradients:
+            return result
         outermost = schedule is not None and schedule.root is self
-        self.training_state = TrainingState.IDLE
         free = self.reshard_after_forward
         if (not outermost if free is None else free) or not torch.is_grad_enabled():
             self.group.reshard()
@@ -337,14 +323,14 @@ class FSDPState:
             schedule.awaiting.append(self)
         if outermost:
             schedule.root = None
-        return _cast(output, self.policy.output_dtype)
+        return result
 
     # 2. Backward ----------------------------------------------------------------------------------
 
     def pre_backward(self, gradient: Tensor) -> None:
         """The first gradient of an output has arrived: gather the parameters again."""
         self.schedule.begin_backward(self)
-        self.training_state = TrainingState.PRE_BACKWARD
+        self.computes_gradients = True
         self.gather()
         self.schedule.prefetch_in_backward(self)
 
@@ -353,9 +339,9 @@ class FSDPState:
 
         Not yet, if another forward of this module awaits its backward. Safe to call more than once.
         """
-        if self.training_state is not TrainingState.PRE_BACKWARD or self in self.schedule.awaiting:
+        if not self.computes_gradients or self in self.schedule.awaiting:
             return
-        self.training_state = TrainingState.POST_BACKWARD
+        self.computes_gradients = False
         self.group.reshard()
         if self.group.requires_gradient_sync:
             self.schedule.reduce(self.group)

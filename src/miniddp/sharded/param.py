@@ -1,4 +1,4 @@
-"""One parameter of `fully_shard`: its rows on this rank, and the whole while it is needed.
+"""One parameter: its rows on this rank, and the whole, which `fully_shard` frees when it can.
 
 The module's attribute is the *sharded* parameter, which the optimizer holds, or the *unsharded*
 one, with which forward and backward compute. Autograd may keep references to the unsharded
@@ -15,77 +15,26 @@ from miniddp.sharded.sharding import Sharding
 Owner = tuple[nn.Module, str]  # a module and the name of its attribute
 
 
-class FSDPParam:
-    """The sharded and the unsharded form of one parameter.
+class ShardedParam:
+    """One parameter whose gradient is computed whole, and averaged to each rank's rows.
 
     Args:
-        parameter: the whole parameter, with the same values on every rank.
-        owners: all places in which it is registered; more than one if it is tied.
-        sharding: how it is divided.
-        policy: the dtypes of the unsharded parameter and of the reduction.
+        sharded_param: this rank's rows, with their `sharding`; the optimizer's.
+        unsharded_param: the whole parameter.
+        reduce_dtype: of the sum over the ranks.
     """
 
     def __init__(
-        self,
-        parameter: nn.Parameter,
-        owners: list[Owner],
-        sharding: Sharding,
-        policy: MixedPrecisionPolicy,
+        self, sharded_param: nn.Parameter, unsharded_param: Tensor, reduce_dtype: torch.dtype
     ):
-        self.owners, self.sharding = owners, sharding
-        shard = sharding.shard(parameter.detach()).clone()
-        self.sharded_param = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-        self.sharded_param.sharding = sharding
-        # Integers, and gradients of them, do not exist; quantized frozen weights do.
-        floating = parameter.is_floating_point()
-        self.param_dtype = policy.param_dtype if floating and policy.param_dtype else shard.dtype
-        self.reduce_dtype = policy.reduce_dtype or self.param_dtype
+        self.sharded_param, self.unsharded_param = sharded_param, unsharded_param
+        self.sharding: Sharding = sharded_param.sharding
+        self.reduce_dtype = reduce_dtype
         self.accumulated: Tensor | None = None  # unsynchronized gradients, in `reduce_dtype`
-
-        lines, device = sharding.group.size(), parameter.device
-        self.table = torch.empty(lines, sharding.padded, dtype=self.param_dtype, device=device)
-        # `.data` has a version counter of its own: autograd does not take filling for a change.
-        whole = sharding.whole(self.table).data
-        self.unsharded_param = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        self.to_sharded()
-
-    def register(self, parameter: nn.Parameter) -> None:
-        """Let the modules use `parameter`."""
-        for module, name in self.owners:
-            setattr(module, name, parameter)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one rank's line in an all-gather."""
-        return self.sharding.padded * self.param_dtype.itemsize
-
-    def bytes_to_gather(self) -> Tensor:
-        """This rank's rows in `param_dtype`, as bytes: one message may hold several dtypes."""
-        return self.sharding.pad(self.sharded_param.detach(), self.param_dtype).view(torch.uint8)
-
-    def to_unsharded(self, gathered: Tensor) -> None:
-        """Fill the unsharded parameter from W lines of bytes, and register it."""
-        self.table.untyped_storage().resize_(self.table.nbytes)
-        self.table.view(torch.uint8).copy_(gathered)
-        self.register(self.unsharded_param)
-
-    def to_sharded(self) -> None:
-        """Free the unsharded parameter, and register the sharded one."""
-        self.register(self.sharded_param)
-        self.table.untyped_storage().resize_(0)
 
     def has_gradient(self) -> bool:
         """Whether a gradient waits to be reduced."""
         return self.accumulated is not None or self.unsharded_param.grad is not None
-
-    def accumulate_unsharded(self) -> None:
-        """Keep the gradient of an unsynchronized backward, in the dtype of the reduction.
-
-        Where autograd would add in that dtype anyway, it stays in `.grad`.
-        """
-        gradient = self.unsharded_param.grad
-        if gradient is not None and gradient.dtype != self.reduce_dtype:
-            self.accumulated = self.take_gradient().to(self.reduce_dtype)
 
     def take_gradient(self) -> Tensor:
         """The sum of all gradients since the last reduction, which are then forgotten."""
@@ -104,3 +53,65 @@ class FSDPParam:
             self.sharded_param.grad = gradient
         else:
             self.sharded_param.grad += gradient
+
+
+class FSDPParam(ShardedParam):
+    """One parameter of `fully_shard`. Its modules have the sharded or the unsharded one.
+
+    Args:
+        parameter: the whole parameter, with the same values on every rank.
+        owners: all places in which it is registered; more than one if it is tied.
+        sharding: how it is divided.
+        policy: the dtypes of the unsharded parameter and of the reduction.
+    """
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        owners: list[Owner],
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+    ):
+        self.owners = owners
+        shard = sharding.shard(parameter.detach()).clone()
+        sharded_param = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        sharded_param.sharding = sharding
+        # Integers, and gradients of them, do not exist; quantized frozen weights do.
+        floating = parameter.is_floating_point()
+        dtype = policy.param_dtype if floating and policy.param_dtype else shard.dtype
+        self.table = shard.new_empty(sharding.group.size(), sharding.padded, dtype=dtype)
+        # `.data` has a version counter of its own: autograd does not take filling for a change.
+        whole = sharding.whole(self.table).data
+        unsharded_param = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        super().__init__(sharded_param, unsharded_param, policy.reduce_dtype or dtype)
+        self.to_sharded()
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Let the modules use `parameter`."""
+        for module, name in self.owners:
+            setattr(module, name, parameter)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one rank's line in an all-gather."""
+        return self.sharding.padded * self.table.dtype.itemsize
+
+    def bytes_to_gather(self) -> Tensor:
+        """This rank's rows in `param_dtype`, as bytes: one message may hold several dtypes."""
+        return self.sharding.pad(self.sharded_param.detach(), self.table.dtype).view(torch.uint8)
+
+    def to_unsharded(self, gathered: Tensor) -> None:
+        """Fill the unsharded parameter from W lines of bytes, and register it."""
+        self.table.untyped_storage().resize_(self.table.nbytes)
+        self.table.view(torch.uint8).copy_(gathered)
+        self.register(self.unsharded_param)
+
+    def to_sharded(self) -> None:
+        """Free the unsharded parameter, and register the sharded one."""
+        self.register(self.sharded_param)
+        self.table.untyped_storage().resize_(0)
+
+    def accumulate_unsharded(self) -> None:
+        """Keep the gradients of unsynchronized backwards, in the dtype of the reduction."""
+        if self.has_gradient():
+            self.accumulated = self.take_gradient().to(self.reduce_dtype)

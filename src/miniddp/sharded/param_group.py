@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from miniddp.comm import wait_for
-from miniddp.sharded.param import FSDPParam
+from miniddp.sharded.param import FSDPParam, ShardedParam
 from miniddp.sharded.sharding import all_gather_single, reduce_scatter_single
 
 
@@ -92,9 +92,10 @@ class FSDPParamGroup:
         by_dtype = sorted(trainable, key=lambda param: str(param.reduce_dtype))
         replicas = 1 if self.replicas is None else self.replicas.size()
         divisor = self.gradient_divide_factor or self.group.size() * replicas
+        # As in torch: only a sum of float16 may overflow. Later, there is 1/W as much to divide.
         return [
-            Reduction(list(params), self.group, self.replicas, divisor)
-            for _, params in groupby(by_dtype, key=lambda param: param.reduce_dtype)
+            Reduction(list(params), self.group, self.replicas, divisor, dtype is torch.float16)
+            for dtype, params in groupby(by_dtype, key=lambda param: param.reduce_dtype)
         ]
 
 
@@ -108,15 +109,14 @@ class Reduction:
 
     def __init__(
         self,
-        params: list[FSDPParam],
+        params: Sequence[ShardedParam],
         group: dist.ProcessGroup,
         replicas: dist.ProcessGroup | None,
         divisor: float,
+        divide_first: bool,
     ):
         self.params, self.replicas = params, replicas
-        # As in torch: only a sum of float16 may overflow. Later, there is 1/W as much to divide.
-        self.divide_first = params[0].reduce_dtype is torch.float16
-        self.divisor = divisor
+        self.divisor, self.divide_first = divisor, divide_first
         self.sizes = [*(param.sharding.padded for param in params), len(params)]
         with record_function("miniddp.copy_in"):
             self.message = params[0].sharded_param.new_empty(
@@ -137,20 +137,22 @@ class Reduction:
                 self.line, self.message.view(-1), group=group, async_op=True
             )
 
-    @torch.no_grad()
-    def all_reduce(self) -> None:
-        """With HSDP: once the rows are summed in their group, launch the sum over its replicas."""
-        if self.replicas is not None:
-            wait_for(self.work)
-            self.work = dist.all_reduce(self.line, group=self.replicas, async_op=True)
-            self.replicas = None
+    def free(self) -> None:
+        """Wait for this rank's rows, and free the message. With HSDP, add up the replicas' rows."""
+        if self.message is not None:
+            with record_function("miniddp.wait"):
+                wait_for(self.work)
+            self.work = self.message = None
+            if self.replicas is not None:
+                self.work = dist.all_reduce(self.line, group=self.replicas, async_op=True)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait, and add each rank's rows to the gradients of its sharded parameters."""
-        self.all_reduce()
-        with record_function("miniddp.wait"):
-            wait_for(self.work)
+        self.free()
+        if self.work is not None:
+            with record_function("miniddp.wait"):
+                wait_for(self.work)
         *lines, exists = self.line.split(self.sizes)
         for param, line, anywhere in zip(self.params, lines, (exists != 0).tolist(), strict=True):
             if anywhere:

@@ -7,6 +7,7 @@ bytes for each. A message of a parameter is a table: one line per rank, n rows l
 Source: `_chunk_with_empty` and `chunk_cat` in torch/distributed/fsdp/_fully_shard.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,12 @@ class Sharding:
     @property
     def rows(self) -> int:
         """The rows per rank, padding included."""
-        return -(-self.size[0] // self.group.size())
+        return -(-self.all_rows // self.group.size())
+
+    @property
+    def all_rows(self) -> int:
+        """The rows of the whole parameter; a scalar is one row."""
+        return self.size[0] if self.size else 1
 
     @property
     def padded(self) -> int:
@@ -47,12 +53,12 @@ class Sharding:
     @property
     def own(self) -> slice:
         """This rank's rows; none, if there are fewer rows than ranks before it."""
-        first = min(self.rows * self.group.rank(), self.size[0])
-        return slice(first, min(first + self.rows, self.size[0]))
+        first = min(self.rows * self.group.rank(), self.all_rows)
+        return slice(first, min(first + self.rows, self.all_rows))
 
     def shard(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor of the whole shape: a view."""
-        return whole[self.own]
+        return torch.atleast_1d(whole)[self.own]
 
     def pad(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """This rank's line of a message: its rows and zeros, flat."""
@@ -79,7 +85,27 @@ class Sharding:
 
     def gather(self, shard: Tensor) -> Tensor:
         """The whole tensor, on every rank, from each rank's rows. Costs one all-gather."""
-        line = self.pad(shard, shard.dtype)
-        table = line.new_empty(self.group.size() * self.padded)
-        wait_for(all_gather_single(table, line, group=self.group, async_op=True))
-        return self.whole(table)
+        return gather_all([shard], [self])[0]
+
+
+def own_rows(parameter: Tensor, group: dist.ProcessGroup) -> nn.Parameter:
+    """This rank's rows of `parameter`, for an optimizer: a view, which has a `sharding`."""
+    sharding = Sharding(parameter.shape, group)
+    rows = nn.Parameter(sharding.shard(parameter.detach()))
+    rows.sharding = sharding
+    return rows
+
+
+@torch.no_grad()
+def gather_all(shards: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
+    """The whole tensors of which each rank has rows, of any dtype. Costs one all-gather."""
+    pairs = zip(shards, shardings, strict=True)
+    lines = [sharding.pad(rows, rows.dtype).view(torch.uint8) for rows, sharding in pairs]
+    line, group = torch.cat(lines), shardings[0].group
+    gathered = line.new_empty(group.size(), line.numel())
+    wait_for(all_gather_single(gathered.view(-1), line, group=group, async_op=True))
+    columns = gathered.split([line.numel() for line in lines], dim=1)
+    return [
+        sharding.whole(column.clone().view(rows.dtype))
+        for rows, sharding, column in zip(shards, shardings, columns, strict=True)
+    ]

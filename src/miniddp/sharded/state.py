@@ -48,19 +48,12 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> No
 
 def full_optimizer_state_dict(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state by the names of `module`'s parameters, with whole tensors."""
-    names = {parameter: name for name, parameter in _sharded(module).named_parameters()}
-    state = {
-        names[parameter]: {
-            key: _gathered(value, parameter) for key, value in optimizer.state[parameter].items()
-        }
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter in optimizer.state
-    }
-    groups = [
-        {**group, "params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    saved, named = optimizer.state_dict(), _named_parameters(module, optimizer)
+    state = {}
+    for index, values in sorted(saved["state"].items()):
+        name, parameter = named[index]
+        state[name] = {key: _gathered(value, parameter) for key, value in values.items()}
+    groups = [{**g, "params": [named[i][0] for i in g["params"]]} for g in saved["param_groups"]]
     return {"state": state, "param_groups": groups}
 
 
@@ -71,25 +64,27 @@ def load_full_optimizer_state_dict(
 
     The optimizer has to have groups of the same parameters. Raises ValueError if it has not.
     """
-    names = {parameter: name for name, parameter in _sharded(module).named_parameters()}
-    own = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    named, own = _named_parameters(module, optimizer), optimizer.state_dict()["param_groups"]
+    here = [[named[index][0] for index in group["params"]] for group in own]
     saved = [list(group["params"]) for group in state_dict["param_groups"]]
-    if own != saved:
+    if here != saved:
         raise ValueError(
             "the optimizer's groups differ from the saved ones: build it from the same parameters, "
-            f"in the same order. Here: {own}. Saved: {saved}"
+            f"in the same order. Here: {here}. Saved: {saved}"
         )
-    number = {name: index for index, name in enumerate(name for group in own for name in group)}
-    parameters = {name: parameter for parameter, name in names.items()}
-    state = {
-        number[name]: {key: _shard(value, parameters[name]) for key, value in values.items()}
-        for name, values in state_dict["state"].items()
-    }
-    groups = [
-        {**group, "params": [number[name] for name in group["params"]]}
-        for group in state_dict["param_groups"]
-    ]
+    state = {}
+    for index, (name, parameter) in enumerate(named):
+        if values := state_dict["state"].get(name):
+            state[index] = {key: _shard(value, parameter) for key, value in values.items()}
+    pairs = zip(state_dict["param_groups"], own, strict=True)
+    groups = [{**of_saved, "params": group["params"]} for of_saved, group in pairs]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _named_parameters(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters with their names, in the order of its state dict."""
+    names = {parameter: name for name, parameter in _sharded(module).named_parameters()}
+    return [(names[p], p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _sharded(module: nn.Module) -> nn.Module:

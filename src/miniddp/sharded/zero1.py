@@ -3,12 +3,13 @@
     model = MiniDDP(module)                                    # or torch's wrapper
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
 
-Each rank's step updates its slice of the parameters (`miniddp.sharded.slices`). An all-gather then
-brings the other slices. Cost for Ψ bytes of parameters: (W−1)/W·Ψ sent per step, beside DDP's
-2(W−1)/W·Ψ. Memory: the state of Ψ/W.
+Each rank's step updates its rows of each parameter, which are views. An all-gather then brings the
+other rows. Cost for Ψ bytes of parameters: (W−1)/W·Ψ sent per step, beside DDP's 2(W−1)/W·Ψ.
+Memory: the state of Ψ/W.
 
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-SC 2020; torch.distributed.optim.ZeroRedundancyOptimizer, which deals out whole parameters.
+SC 2020, which cuts one flat tensor into equal pieces; torch.distributed.optim
+.ZeroRedundancyOptimizer, which deals out whole parameters. Rows are `fully_shard`'s division.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from miniddp.comm import this_group
-from miniddp.sharded.slices import Piece, Slices
+from miniddp.sharded.sharding import gather_all, own_rows
 
 
 class ZeroRedundancyOptimizer(Optimizer):
-    """An optimizer of `optimizer_class` for this rank's slice of `params`.
+    """An optimizer of `optimizer_class` for this rank's rows of `params`.
 
     Args:
         params: parameters or groups of them, as for any optimizer, the same on every rank.
@@ -34,7 +35,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         defaults: keywords of `optimizer_class`.
 
     `param_groups` are the user's: a scheduler changes them, and `step` hands the changes on.
-    `state_dict` and `load_state_dict` are those of this rank's slice, for the same number of ranks.
+    `state_dict` and `load_state_dict` are those of this rank's rows, for the same number of ranks.
     """
 
     def __init__(
@@ -46,77 +47,68 @@ class ZeroRedundancyOptimizer(Optimizer):
     ):
         super().__init__(params, defaults)
         self.group = this_group(process_group)
-        self.slices = self.make_slices()
-        shards: dict[int, list[nn.Parameter]] = {}
-        group_of = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
-        for parameter, piece in self.pieces():
-            shards.setdefault(group_of[parameter], []).append(piece.shard)
+        every = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self.shard_of = self.make_shards(every)
         self.inner = optimizer_class(
-            [{**_options(g), "params": shards.get(n, [])} for n, g in enumerate(self.param_groups)],
+            [
+                {**group, "params": [self.shard_of[p] for p in group["params"] if p.requires_grad]}
+                for group in self.param_groups
+            ],
             **defaults,
         )
         self.defaults = self.inner.defaults
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(_options(inner))
+        self._copy_options(self.inner, self)
 
-    def make_slices(self) -> list[Slices]:
-        """One division per dtype and device."""
-        everything = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        kinds = sorted(everything, key=_kind)
-        return [Slices(list(of_kind), self.group) for _, of_kind in groupby(kinds, key=_kind)]
-
-    def pieces(self) -> list[tuple[Tensor, Piece]]:
-        """Each piece that this rank owns, with its parameter."""
-        return [(s.parameters[piece.index], piece) for s in self.slices for piece in s.pieces]
+    def make_shards(self, parameters: list[Tensor]) -> dict[Tensor, nn.Parameter]:
+        """This rank's rows of each parameter."""
+        return {parameter: own_rows(parameter, self.group) for parameter in parameters}
 
     @property
     def shards(self) -> list[nn.Parameter]:
         """What this rank's optimizer holds."""
-        return [piece.shard for _, piece in self.pieces()]
+        return list(self.shard_of.values())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's slice, then take the other ranks'."""
+        """Update this rank's rows, then take the other ranks'."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.take_gradients()
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(_options(group))
+        self._copy_options(self, self.inner)
         self.inner.step()
-        for slices in self.slices:
-            slices.gather()
+        by_device = sorted(self.shard_of, key=lambda parameter: str(parameter.device))
+        for _, parameters in groupby(by_device, key=lambda parameter: parameter.device):
+            of_one = list(parameters)
+            shards = [self.shard_of[parameter] for parameter in of_one]
+            wholes = gather_all(shards, [shard.sharding for shard in shards])
+            for parameter, whole in zip(of_one, wholes, strict=True):
+                parameter.copy_(whole)
         return loss
 
     def take_gradients(self) -> None:
-        """Give each piece its part of the averaged gradient; none where there is none."""
-        for parameter, piece in self.pieces():
+        """Give each shard its rows of the averaged gradient; none where there is none."""
+        for parameter, shard in self.shard_of.items():
             gradient = parameter.grad
-            if gradient is not None and gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter).copy_(gradient)
-            piece.shard.grad = None if gradient is None else piece.of(gradient)
+            shard.grad = None if gradient is None else shard.sharding.shard(gradient)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, those of the pieces included."""
+        """Forget the gradients, those of the shards included."""
         super().zero_grad(set_to_none)
         self.inner.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's slice."""
+        """The state of this rank's rows."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this rank's slice, saved by as many ranks."""
+        """Load the state of this rank's rows, saved by as many ranks."""
         self.inner.load_state_dict(state_dict)
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(_options(inner))
+        self._copy_options(self.inner, self)
 
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _kind(parameter: Tensor) -> tuple[str, str]:
-    return str(parameter.dtype), str(parameter.device)
+    @staticmethod
+    def _copy_options(source: Optimizer, target: Optimizer) -> None:
+        """Give `target` the options of `source`'s groups, such as learning rates."""
+        for group, of_source in zip(target.param_groups, source.param_groups, strict=True):
+            group.update({**of_source, "params": group["params"]})

@@ -4,8 +4,8 @@
     optimizer = Zero2Optimizer(model, torch.optim.AdamW, lr=1e-3)
 
 The core's reducer launches bucket after bucket while backward runs. Here a bucket is reduce-
-scattered: rank r receives the average of the bucket's r-th slice, and the whole gradients are
-freed. Which rank owns what must not change, so the buckets are planned at once and never rebuilt.
+scattered: rank r receives the average of its rows of each parameter, and the whole gradients are
+freed. The shards hold these averages, so the buckets are planned at once and never rebuilt.
 
 Cost for Ψ bytes of parameters: (W−1)/W·Ψ sent during backward, and as many by `step`: together
 those of DDP. Memory: gradients and state of Ψ/W, and two buckets. Source: Rajbhandari et al., SC
@@ -15,88 +15,55 @@ those of DDP. Memory: gradients and state of Ψ/W, and two buckets. Source: Rajb
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
 from miniddp.bucket import Bucket
-from miniddp.comm import wait_for
 from miniddp.ddp import MiniDDP
 from miniddp.reducer import Reducer
-from miniddp.sharded.sharding import reduce_scatter_single
-from miniddp.sharded.slices import Slices
+from miniddp.sharded.param import ShardedParam
+from miniddp.sharded.param_group import Reduction
+from miniddp.sharded.sharding import own_rows
 from miniddp.sharded.zero1 import ZeroRedundancyOptimizer
 
 
-class SlicedBucket(Bucket):
-    """A bucket of which this rank keeps one slice."""
+class ShardedBucket(Bucket):
+    """A bucket of which this rank keeps its rows of each parameter. It has no buffer."""
 
     def __init__(
         self, indices: Sequence[int], parameters: Sequence[Tensor], group: dist.ProcessGroup
     ):
-        self.slices = Slices(parameters, group)
+        self.group = group
+        self.params = [ShardedParam(own_rows(p, group), p, p.dtype) for p in parameters]
+        self.reduction: Reduction | None = None
         super().__init__(indices, parameters)
 
     def allocate(self) -> None:
-        super().allocate()
-        whole = self.buffer.new_zeros(self.slices.size * self.slices.group.size())
-        self.views = [whole.as_strided(v.shape, v.stride(), v.storage_offset()) for v in self.views]
-        self.buffer = whole
-        self.free()
-
-    def free(self) -> None:
-        """Give the buffer's memory back until the next `copy_in`."""
-        self.buffer.untyped_storage().resize_(0)
+        self.buffer, self.views = self.parameters[0].new_empty(0), []
 
     def copy_in(self, divisor: int) -> None:
-        """As in the core; afterwards the parameters have no gradients."""
-        self.buffer.untyped_storage().resize_(self.buffer.nbytes)
-        super().copy_in(divisor)
-        for parameter in self.parameters:
-            parameter.grad = None
+        """Divide the gradients, as in DDP, copy them into a message, launch it, and forget them."""
+        self.reduction = Reduction(self.params, self.group, None, divisor, divide_first=True)
 
-    def reduce_scatter(self) -> None:
-        """Launch the sum of each rank's slice."""
-        self.own = self.buffer.new_empty(self.slices.size)
-        self.buffer[self.offsets[-1] :] = 0
-        self.work: dist.Work | None = reduce_scatter_single(
-            self.own, self.buffer, group=self.slices.group, async_op=True
-        )
-        # It says to the reducer that the bucket is launched; gloo has none for a reduce-scatter.
-        self.future = Future()
-
-    def wait(self) -> None:
-        """Wait for the slice, and free the rest."""
-        if self.work is not None:
-            wait_for(self.work)
-            self.work = None
-            self.free()
-
-    @torch.no_grad()
     def copy_out(self, slots: Sequence[int]) -> list[int]:
-        """Add the averages to the gradients of the pieces that belong to `slots`."""
-        wanted, offset = set(slots), 0
-        for piece in self.slices.pieces:
-            average = self.own[offset : offset + piece.shard.numel()]
-            offset += piece.shard.numel()
-            if piece.index in wanted:
-                grad = piece.shard.grad
-                piece.shard.grad = average if grad is None else grad.add_(average)
+        """Add the averages to the shards' gradients: those that some rank has."""
+        self.reduction.finish()
+        self.reduction = None
         return []
 
 
 class Zero2Reducer(Reducer):
-    """Reduce-scatters each bucket, and frees it as soon as the next one is launched."""
+    """Reduce-scatters each bucket, and frees its message when the next one is launched."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **(kwargs | {"plan_at_once": True}))
 
-    def make_bucket(self, indices: list[int]) -> SlicedBucket:
+    def make_bucket(self, indices: list[int]) -> ShardedBucket:
         if self.gradient_as_bucket_view:
             raise ValueError("Zero2 keeps no gradients: gradient_as_bucket_view must be False")
-        return SlicedBucket(indices, [self.parameters[i] for i in indices], self.process_group)
+        return ShardedBucket(indices, [self.parameters[i] for i in indices], self.process_group)
 
     def rebuild_buckets(self) -> bool:
         self.ensure_prior_reduction_finished()
@@ -105,15 +72,16 @@ class Zero2Reducer(Reducer):
     def all_reduce_bucket(self, bucket: Bucket) -> None:
         for earlier in self.buckets:
             if earlier.future is not None:
-                earlier.wait()
-        bucket.reduce_scatter()
+                earlier.reduction.free()
+        # It says to the reducer that the bucket is launched; gloo has none for a reduce-scatter.
+        bucket.future = Future()
 
     def wait_for_bucket(self, bucket: Bucket, future: Future) -> None:
-        bucket.wait()
+        bucket.reduction.free()
 
 
 class Zero2(MiniDDP):
-    """`MiniDDP`, after whose backward each rank has its slices of the average, and no `.grad`.
+    """`MiniDDP`, after whose backward each rank has its rows of the average, and no `.grad`.
 
     `gradient_as_bucket_view` has no meaning here and must be False.
     """
@@ -122,7 +90,7 @@ class Zero2(MiniDDP):
 
 
 class Zero2Optimizer(ZeroRedundancyOptimizer):
-    """The optimizer of a `Zero2`: each rank updates the slices of which it has the gradients.
+    """The optimizer of a `Zero2`: each rank updates the rows of which it has the gradients.
 
     Args:
         model: the wrapper.
@@ -144,8 +112,13 @@ class Zero2Optimizer(ZeroRedundancyOptimizer):
         params = list(model.parameters() if params is None else params)
         super().__init__(params, optimizer_class, model.process_group, **defaults)
 
-    def make_slices(self) -> list[Slices]:
-        return [bucket.slices for bucket in self.model.reducer.buckets]
+    def make_shards(self, parameters: list[Tensor]) -> dict[Tensor, nn.Parameter]:
+        shard_of = {
+            parameter: param.sharded_param
+            for bucket in self.model.reducer.buckets
+            for parameter, param in zip(bucket.parameters, bucket.params, strict=True)
+        }
+        return {parameter: shard_of[parameter] for parameter in parameters}
 
     def take_gradients(self) -> None:
-        """The pieces have their gradients already."""
+        """The shards have their gradients already."""

@@ -78,13 +78,13 @@ def conversations(folder: Path) -> None:
 
 def images(folder: Path) -> None:
     """16 random images of 64 × 64 pixels."""
-    from PIL import Image
+    from matplotlib.image import imsave
 
     (folder / "images").mkdir()
     draw = np.random.default_rng(0)
     for number in range(16):
         pixels = draw.integers(0, 256, (64, 64, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"images/{number:02d}.png")
+        imsave(folder / f"images/{number:02d}.png", pixels)
 
 
 GITHUB = "https://github.com"

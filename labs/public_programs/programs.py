@@ -174,7 +174,7 @@ PROGRAMS = (
     Program(
         name="pytorch-transformer-distributed, before the fix",
         commit="c4e6458e82c11b9cd30fd942360618479f19c9db",
-        known="the training loop calls the wrapped model, so nothing is averaged",
+        known="the training loop calls the module inside the wrapper, so nothing is averaged",
         **TRANSFORMER,
     ),
     Program(

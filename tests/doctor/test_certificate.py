@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from doctor.certified import certified
 from doctor.corpus_runs import QUIET, SOURCES
 from doctor.corpus_scripts import Script, corpus
 
 import ddp_doctor
 from ddp_doctor.agreement import contradicted
+from ddp_doctor.certificate.plan import OWN
+from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.certified import Certificate, Property
 from labkit.launch.forks import ForkServer
 
@@ -358,3 +361,18 @@ def test_batch_norm_may_be_called_with_keywords(
 ) -> None:
     certificate = certified(forks, script(OWN_BATCH_NORM))
     assert (certificate["verdict"], certificate["factor"]) == ("scaled", "W")
+
+
+@pytest.mark.parametrize(
+    ("gradients", "said"), [({"0.0": 0.0}, "is zero"), ({}, "get no gradient")]
+)
+def test_a_zero_gradient_and_no_gradient_are_told_apart(
+    gradients: dict[str, float], said: str, tmp_path: Path
+) -> None:
+    zeros = {key: torch.full((2,), value) for key, value in gradients.items()}
+    facts = {"turn": 0, "rank": 0, "optimizer": 0, "kind": OWN, "gradients": zeros, "world": 2}
+    (tmp_path / "ranks").mkdir()
+    torch.save(facts, tmp_path / "ranks/step.0.pt")
+    found = judge(tmp_path, "", "")
+    assert (found.verdict, found.world) == ("not judged", 2)
+    assert said in found.why

@@ -25,6 +25,7 @@ NO_GRADIENT = (
     "The optimizer's parameters get no gradient in the first step: it may have been made before "
     "the model that is trained."
 )
+ZERO = "The gradient of the first step is zero: there is nothing to compare."
 COUPLED = (
     "Copies of one batch are right, but the gradient depends on which samples share a batch: "
     "counts that differ, a loss over pairs of samples, or a gather that carries no gradient."
@@ -58,7 +59,8 @@ def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
         said = failed_ranks or "it took no optimizer step"
         return Certificate("not judged", f"The script did not get to an optimizer step: {said}.")
     if not any(bool(gradient.any()) for gradient in start["gradients"].values()):
-        return Certificate("not judged", NO_GRADIENT)
+        why = ZERO if start["gradients"] else NO_GRADIENT
+        return Certificate("not judged", why, world=start["world"])
     return Judge(ranks, one, failed_one, (folder / "one" / "world-in-script").exists()).certificate
 
 

@@ -167,7 +167,7 @@ def combination(window: Window, clipped: bool = False, run: Run | None = None) -
     if window.world == 1:
         several = len(_pairs(window, rescale)) > 1
         return Combination("alone", factor if factor and factor > 0 and several else 1.0, residual)
-    if factor is not None and run is not None and run.models_differ:
+    if factor is not None and run is not None and run.models_differ and not _whole(window):
         factor = _of_parts(window, run, factor)
     if factor is None and run is not None:
         factor = _by_fsdp(window, len(run.readers))
@@ -204,14 +204,22 @@ def _pairs(window: Window, rescale: float) -> list[tuple[float, float]]:
     Only of parameters that all ranks hold. Whether a shard's local gradient contains the loss terms
     of other ranks depends on how the activations are exchanged. If there are none, of all.
     """
-    names = {name for snapshot in window.snapshots().values() for name in snapshot.get("grads", {})}
-    whole = {name for name in names if len(window.groups(name)) == 1}
     return [
         (final / rescale, local)
-        for name in sorted(whole or names)
+        for name in sorted(_whole(window) or _names(window))
         for group in window.groups(name)
         for final, local in local_and_final(window, name, group)
     ]
+
+
+def _names(window: Window) -> set[str]:
+    """The parameters with a gradient."""
+    return {name for each in window.snapshots().values() for name in each.get("grads", {})}
+
+
+def _whole(window: Window) -> set[str]:
+    """Those of which every rank has a copy."""
+    return {name for name in _names(window) if len(window.groups(name)) == 1}
 
 
 def local_and_final(window: Window, name: str, group: list[int]) -> list[tuple[float, float]]:

@@ -270,7 +270,8 @@ class Run:
                 windows.setdefault((fact["n"], fact["optimizer"]), {})[rank.rank] = fact
         found = copies_of(starts, list(windows.values()))
         around = [wrapper for wrapper in self.wrappers if wrapper["world"] == self.world]
-        if around and not any(start["shards"] for start in starts.values()):
+        sharded = any(fact.get("sharded") for rank in self.ranks for fact in rank.windows)
+        if around and not sharded and not any(start["shards"] for start in starts.values()):
             ignored = {name for wrapper in around for name in wrapper.get("ignored", ())}
             whole = [list(range(self.world))]
             found |= {name: whole for name in found if name.split(":")[-1] not in ignored}

@@ -593,8 +593,8 @@ for step in range(4):
 """
 
 
-def test_what_could_not_be_measured_is_said_to_be_assumed(server: Server, script: Write) -> None:
-    seen = look(server, script, SUMMED_SHARDS)
-    [found] = seen["findings"]
-    assert (found["code"], found["severity"]) == ("missing_world_size_factor", "note")
-    assert "could not be measured" in found["evidence"]
+def test_a_factor_on_sharded_gradients_is_measured(server: Server, script: Write) -> None:
+    assert look(server, script, SUMMED_SHARDS)["found"] == {}
+    wrong = look(server, script, SUMMED_SHARDS.replace("world / n", "1 / n"))
+    [found] = wrong["findings"]
+    assert (found["code"], found["severity"]) == ("missing_world_size_factor", "error")

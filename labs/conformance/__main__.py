@@ -148,7 +148,7 @@ def named(ratio: float, case: Case) -> str:
     from ddp_doctor.certificate.measure import called
 
     counts = (name for name, value in case.factors().items() if abs(ratio / value - 1) < 5e-3)
-    return called(ratio, case.world, case.steps) or next(counts, f"{ratio:.3f}")
+    return called(ratio, case.world) or next(counts, f"{ratio:.3f}")
 
 
 def report(trainers: Sequence[str], properties: Sequence[str], judged: dict[Key, Cell]) -> str:

@@ -65,10 +65,11 @@ class Case(NamedTuple):
         return sum(one.count for rank in self.window(number) for batch in rank for one in batch)
 
     def factors(self) -> dict[str, float]:
-        """What a ratio may be called besides W, K, and their products."""
-        taken = len(self.window(self.judged)[0])
+        """What a ratio may be called besides powers of W."""
+        taken, w, k = len(self.window(self.judged)[0]), self.world, self.steps
         share = self.tokens(self.judged) / sum(one.count for one in self.samples)
-        names = {"1": 1.0, "k": float(taken), "k/K": taken / self.steps, "1/G": 1 / self.generated}
+        names = {"K": k, "1/K": 1 / k, "W·K": w * k, "1/(W·K)": 1 / (w * k), "W/K": w / k}
+        names |= {"K/W": k / w, "1": 1.0, "k": taken, "k/K": taken / k, "1/G": 1 / self.generated}
         return names | {"N/N_G": share, "G·N/N_G": self.generated * share}
 
 

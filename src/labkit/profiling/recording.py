@@ -141,6 +141,11 @@ class Recording:
         """`[rank]`: the collectives in launch order, without times; the same in every run."""
         return [one.order() for one in self.ranks]
 
+    def same_order(self) -> bool:
+        """Whether every rank launched the same collectives in the same order, as it must."""
+        went = [[(launch.op, launch.bytes) for launch in order] for order in self.order()]
+        return all(one == went[0] for one in went)
+
     def overlaps(self) -> bool:
         """Whether communication began before the last gradient was ready, on every rank."""
         return all(one.overlaps() for one in self.ranks)

@@ -113,7 +113,7 @@ test-site: test-pages test-figures
 # test-pages waits for html, and test-cluster for test-figures, so that both jobs end at about the
 # same time.
 test-pages: $(READY) $(filter html,$(MAKECMDGOALS))
-	@$(BIN)/python -m pytest tests/site
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=load tests/site
 
 test-figures: $(READY)
 	@$(BIN)/python -m pytest tests/figures/in_browser

@@ -25,6 +25,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import time
 import warnings
 from typing import NamedTuple
 
@@ -62,8 +63,21 @@ def arguments_of_this_lab() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def refuse_torchrun() -> None:
+    """Exit with an explanation if torchrun has started this script."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.environ.get("RANK", "0") != "0":
+            # torchrun stops all ranks when one fails: let rank 0 fail first, with its message.
+            time.sleep(5)
+        sys.exit(
+            "Lightning starts its processes itself. Run this script without torchrun: "
+            "python labs/accumulate_vs_ddp_lightning.py"
+        )
+
+
 if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and errors are printed at once.
+    refuse_torchrun()
     ARGUMENTS = arguments_of_this_lab()
 
 # Once, for the forks to share.
@@ -306,11 +320,6 @@ def disagreement(seen: list[Seen], arguments: argparse.Namespace) -> str | None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        sys.exit(
-            "Lightning starts its processes itself. Run this script without torchrun: "
-            "python labs/accumulate_vs_ddp_lightning.py"
-        )
     if arguments.version:
         found = {arguments.version: run_version(arguments.version, arguments)}
         if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -363,6 +363,36 @@ def test_batch_norm_may_be_called_with_keywords(
     assert (certificate["verdict"], certificate["factor"]) == ("scaled", "W")
 
 
+SPLIT = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(6):
+    x = torch.randn(6, 4)
+    optimizer.zero_grad()
+    F.mse_loss(net(x), x[:, :2]).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_split_a_layer_are_dealt_the_same_samples(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    certificate = certified(forks, script(SPLIT))
+    assert certificate["verdict"] == "equal", certificate["why"]
+
+
 @pytest.mark.parametrize(
     ("gradients", "said"), [({"0.0": 0.0}, "is zero"), ({}, "get no gradient")]
 )

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from ddp_doctor.certificate.plan import COPIES, DEAL, Part
 
@@ -50,6 +51,12 @@ class Handed:
         """Whether the script marks its batches: then nothing else is taken for samples."""
         return any(is_marked(key) for key in self.of[0].samples)
 
+    @cached_property
+    def readers(self) -> list[int]:
+        """Of each rank, the first with the same samples: ranks that split a layer share them."""
+        every = range(len(self.of))
+        return [next(r for r in every if _same(self.of[r], self.of[rank])) for rank in every]
+
     def everyones(self, key: Key) -> list[Any] | None:
         """What each rank had there; None if one of them had nothing."""
         found = [one.samples.get(key) for one in self.of]
@@ -88,9 +95,11 @@ class Handed:
 
     def _dealt(self, key: Key, parts: Callable[[Any], list[Any]]) -> list[Any]:
         """This batch's share of a step's samples of a place; one process gets all ranks' shares."""
+        me = self.rank if self.part.one else self.readers[self.rank]
         keys = [
             (rank, (place, turn))
             for rank, one in enumerate(self.of)
+            if self.part.one or self.readers[rank] == rank
             for place, turn in sorted((k for k in one.samples if k[0] == key[0]), key=_turn)
             if turn < one.per_step.get(place, turn + 1) and (not self.part.one or turn == key[1])
         ]
@@ -100,7 +109,7 @@ class Handed:
         key = first.get(key, key)
         each = [parts(self.of[rank].samples[k]) for rank, k in keys]
         pool = [sample for samples in each for sample in samples]
-        mine = [n for n, (rank, k) in enumerate(keys) if k == key and rank == self.rank]
+        mine = [n for n, (rank, k) in enumerate(keys) if k == key and rank == me]
         before = sum(map(len, each[: mine[0]]))
         count = len(pool) if self.part.one else len(each[mine[0]])
         return [pool[n] for n in dealt(len(pool))[before : before + count]]
@@ -112,6 +121,20 @@ class Handed:
             return key
         turns = ((key[0], turn) for turn in range(key[1]))
         return next((k for k in turns if k in samples and alike([samples[k], samples[key]])), key)
+
+
+def _same(one: Recorded, other: Recorded) -> bool:
+    """Whether two ranks recorded the same samples. Only tensors and numbers are compared."""
+    if one is other:
+        return True
+    ours, theirs = (tree_flatten(each.samples) for each in (one, other))
+    return ours[1] == theirs[1] and all(map(_equal, ours[0], theirs[0]))
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return alike([ours, theirs])
+    return isinstance(ours, int | float | str) and type(ours) is type(theirs) and ours == theirs
 
 
 def is_marked(key: Key) -> bool:

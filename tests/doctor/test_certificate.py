@@ -1,8 +1,10 @@
 """The certificate: each verdict once, measured on scripts whose truth is known."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from doctor.certified import certified
 from doctor.corpus_runs import QUIET, SOURCES
 from doctor.corpus_scripts import Script, corpus
+from processes import all_gone, processes_with
 
 import ddp_doctor
 from ddp_doctor.agreement import contradicted
@@ -361,6 +364,20 @@ def test_batch_norm_may_be_called_with_keywords(
 ) -> None:
     certificate = certified(forks, script(OWN_BATCH_NORM))
     assert (certificate["verdict"], certificate["factor"]) == ("scaled", "W")
+
+
+def test_no_process_is_left_when_the_doctor_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "sleeps.py"
+    script.write_text("import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(600)\n")
+    marker = f"certificate-{os.getpid()}"
+    command = [sys.executable, "-m", "ddp_doctor", "--certify", "--ranks", "2", script.name]
+    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"MARKER": marker}) as doctor:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(processes_with(marker)) > 1
+        doctor.kill()
+    assert all_gone(marker)
 
 
 SPLIT = """

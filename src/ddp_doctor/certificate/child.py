@@ -6,7 +6,10 @@ Processes that the script starts do the same once they have imported torch; see 
 import importlib
 import os
 import re
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +117,23 @@ def _lightning(part: Part) -> None:
     trainer.__init__ = of_one
 
 
+def _end_with_parent() -> None:
+    """Kill this session, with what the script started, once the doctor is gone, however it ended.
+
+    The processes of a certificate have a session of their own, which no terminal's signal reaches.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
+    _end_with_parent()
     script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]  # libraries look at it while they are imported
     # Run as a program, this file is another module than the one that `site` imports with torch.

@@ -38,6 +38,7 @@ class Handed:
         self.part = part
         self.rank = rank
         self.of = of
+        self.shards = False  # whether ranks hold shards of parameters
         first, *others = (one.calls for one in of)
         # Calls that were given other numbers or texts on another rank.
         self.mixed = {
@@ -55,6 +56,8 @@ class Handed:
     def readers(self) -> list[int]:
         """Of each rank, the first with the same samples: ranks that split a layer share them."""
         every = range(len(self.of))
+        if not self.shards:
+            return list(every)
         return [next(r for r in every if _same(self.of[r], self.of[rank])) for rank in every]
 
     def everyones(self, key: Key) -> list[Any] | None:

@@ -208,6 +208,8 @@ class Steps:
             self.part.path("world").write_text(str(world))
             written(self.part.path(f"samples.{rank}.pt"), self.recorded)
             self.handed = _of_all(self.part, world, rank)
+            if self.handed is not None:
+                self.handed.shards = not self._comparable
             self._note_calls()
         self.fixed.as_it_is = self.now in (USUAL, LATER)
 

@@ -39,7 +39,7 @@ SECONDS = 60  # for the imports of a job, and 20 more per cell
 
 
 class Cell(NamedTuple):
-    """`text` stands in the table. If it does not say everything, `detail` does."""
+    """`text` is printed in the table, and `detail` below it."""
 
     text: str
     detail: str = ""

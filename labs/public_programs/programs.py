@@ -98,6 +98,13 @@ SMALL_GPT = {
         ),
     }
 }
+BUILD_NANOGPT = {
+    "repository": "karpathy/build-nanogpt",
+    "command": "train_gpt2.py",
+    "shims": ("tiktoken.py",),
+    "sizes": SMALL_GPT,
+    "data": build_nanogpt,
+}
 LIGHTLY = {
     "repository": "lightly-ai/lightly",
     "command": "train_with_a_loss.py lightly.loss.barlow_twins_loss BarlowTwinsLoss "
@@ -134,21 +141,13 @@ PROGRAMS = (
     ),
     Program(
         name="build-nanogpt, after the fix",
-        repository="karpathy/build-nanogpt",
         commit="f6d194b90f63ee6b7159974078ea60221c172617",
-        command="train_gpt2.py",
-        shims=("tiktoken.py",),
-        sizes=SMALL_GPT,
-        data=build_nanogpt,
+        **BUILD_NANOGPT,
     ),
     Program(
         name="build-nanogpt, before the fix",
-        repository="karpathy/build-nanogpt",
         commit="01fd941f029c55bdc4d095fe6d74649e02a1c631",
-        command="train_gpt2.py",
-        shims=("tiktoken.py",),
-        sizes=SMALL_GPT,
-        data=build_nanogpt,
+        **BUILD_NANOGPT,
         known="the flag that synchronizes the last micro-batch is set after its forward pass",
         report=f"{GITHUB}/karpathy/build-nanogpt/commit/f6d194b90f63ee6b7159974078ea60221c172617",
     ),

@@ -1,8 +1,8 @@
 """Which ranks hold copies of a parameter, and which ranks compute the same part of the loss.
 
 In plain data parallelism every rank holds a copy of everything and has samples of its own. Where
-tensors, experts, or stages are split over ranks, a gradient is to be combined over the copies of
-its parameter only, and ranks that share their samples count them once.
+tensors, experts, or stages are split over ranks, a gradient must be combined over the copies of its
+parameter only. Samples that several ranks share are counted once.
 
 Plain data, no torch. A group is a list of ranks; groups of one thing are disjoint.
 """

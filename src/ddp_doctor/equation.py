@@ -218,7 +218,7 @@ def _names(window: Window) -> set[str]:
 
 
 def _whole(window: Window) -> set[str]:
-    """Those of which every rank has a copy."""
+    """The parameters with a gradient that every rank has a copy of."""
     return {name for name in _names(window) if len(window.groups(name)) == 1}
 
 
@@ -232,10 +232,10 @@ def local_and_final(window: Window, name: str, group: list[int]) -> list[tuple[f
 
 
 def _of_parts(window: Window, run: Run, factor: float) -> float | None:
-    """α where no rank has a copy of another one's parameters, from that of their gradients.
+    """α where ranks hold different parameters, from the factor of their gradients.
 
-    If ranks share their data, a shard's local gradient has the terms of one rank, with DTensors; or
-    of all, or it was not seen which.
+    If ranks share their data, a DTensor's local gradient contains the loss terms of one rank. For
+    other shards it is unknown whose terms it contains: None.
     """
     if len(run.readers) == run.world:
         return factor

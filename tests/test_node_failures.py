@@ -5,7 +5,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -121,9 +120,13 @@ class NotOfACollectiveError(RuntimeError):
 def fail_while_another_is_slow(rank: int, message: str) -> tuple[str, bool, bool]:
     """The error that comes out, and whether SIGTERM is handled inside, and as before outside."""
     # Rank 0's store, where the environment says; it must outlive the other ranks' last notes.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=rank == 0) if rank == 0 else None
-    address = [store.port if store else 0]
+    address = [0]
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        address = [store.port]
     dist.broadcast_object_list(address)
+    if rank != 0:
+        store = dist.TCPStore("127.0.0.1", address[0], is_master=False)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(address[0]))
 
     def own_handler(*_: object) -> None: ...
@@ -136,9 +139,10 @@ def fail_while_another_is_slow(rank: int, message: str) -> tuple[str, bool, bool
             if rank == 0:
                 note("the step")
                 raise NotOfACollectiveError(message)
-            time.sleep(2)
+            store.wait(["rank 0 has its error"])
     except (NotOfACollectiveError, SystemExit) as error:
         found = type(error).__name__
+        store.set("rank 0 has its error", "")
     dist.barrier()
     del store
     return found, handled, signal.getsignal(signal.SIGTERM) is own_handler

@@ -90,7 +90,9 @@ def without_magics(source: str) -> tuple[str, list[str]]:
     timed = _TIMED.sub(r"\1", _CELL_MAGIC.sub(lambda found: "\n" * found[0].count("\n"), source))
     if _is_python(source) or timed.lstrip().startswith("%%"):  # or of another language
         return source, []
-    python = _CALL.sub("None", TransformerManager().transform_cell(timed)).removesuffix("\n")
+    python = _CALL.sub("None", TransformerManager().transform_cell(timed))
+    if not timed.endswith("\n"):
+        python = python.removesuffix("\n")  # IPython adds it
     python = "\n" * (timed.count("\n") - python.count("\n")) + python  # IPython drops blank lines
     pairs = zip(source.split("\n"), python.split("\n"), strict=False)
     return python, [old.strip()[:40] for old, new in pairs if old != new]

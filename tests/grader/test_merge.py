@@ -122,6 +122,7 @@ def test_a_large_file_of_many_values_costs_the_trusted_side_nothing(tmp_path, te
         ("y = !ls\nx = 1", "y = None\nx = 1"),
         ("%time x = 1", "x = 1"),
         ("x?", "None"),
+        ("%pwd\nx = 1\n", "None\nx = 1\n"),
         ("t = '''\n%time\n!no\n'''\n%pwd", "t = '''\n%time\n!no\n'''\nNone"),
         ("x = 7 \\\n% 4", "x = 7 \\\n% 4"),
     ],

@@ -68,7 +68,7 @@ def refuse_torchrun() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("RANK", "0") != "0":
             # torchrun stops all ranks when one fails: let rank 0 fail first, with its message.
-            time.sleep(5)
+            time.sleep(30)
         sys.exit(
             "Lightning starts its processes itself. Run this script without torchrun: "
             "python labs/accumulate_vs_ddp_lightning.py"

@@ -13,12 +13,14 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, Page, Playwright, expect, sync_playwright
 
 from labkit.launch.scripts import project_root
 
 AXE = Path(__file__).parent / "site" / "vendor" / "axe.min.js"
 MISSING = "There is no chromium on the PATH. On Debian: apt-get install chromium"
+PATIENCE = 120_000  # milliseconds, for a machine that is busy
+expect.set_options(timeout=PATIENCE)
 # No display, no sandbox, no network but the loopback interface.
 ARGUMENTS = [
     "--headless",
@@ -188,7 +190,7 @@ def _window(
         has_touch=touch,
         reduced_motion="reduce" if reduced_motion else "no-preference",
     )
-    context.set_default_timeout(120_000)  # for a machine that is busy
+    context.set_default_timeout(PATIENCE)
     context.add_init_script(before + CHOOSE_THEME.format(theme=theme))
     opened = OpenedPage(context.new_page())
     page = opened.page

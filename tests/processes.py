@@ -17,7 +17,7 @@ def processes_with(marker: str) -> list[psutil.Process]:
     return found
 
 
-def all_gone(marker: str, within: float = 10.0) -> bool:
+def all_gone(marker: str, within: float = 60.0) -> bool:
     """Whether the last of them ends within that many seconds."""
     deadline = time.monotonic() + within
     while processes_with(marker):

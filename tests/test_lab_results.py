@@ -342,7 +342,7 @@ def test_without_the_optimizers_state_or_with_other_buckets_the_bits_differ(
 @pytest.mark.parametrize(("fault", "said"), [("--stick", "stuck"), ("--lose-node", "gone")])
 def test_a_missing_rank_is_named_and_the_run_ends(fault, said):
     with pytest.raises(ScriptError) as caught:
-        run_script(NODE_FAILS, fault, "1@5", "--timeout", "8", ranks=1, nodes=2, timeout=120)
+        run_script(NODE_FAILS, fault, "1@5", "--timeout", "8", ranks=1, nodes=2)
     assert re.search(f'{said}: rank 1 on \\S+, last seen at "step 5: its batch"', caught.value.said)
     assert caught.value.exit_code is not None, "it ended before the time limit"
 
@@ -350,4 +350,4 @@ def test_a_missing_rank_is_named_and_the_run_ends(fault, said):
 def test_restarts_are_refused_where_ranks_would_read_stale_addresses(monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
     with pytest.raises(ScriptError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        run_script(NODE_FAILS, ranks=1, nodes=2, max_restarts=1, timeout=120)
+        run_script(NODE_FAILS, ranks=1, nodes=2, max_restarts=1)

@@ -51,7 +51,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_of_before(moment, tmp_path):
     path = tmp_path / "a.pt"
     command = [sys.executable, "-c", KILLED_WHILE_SAVING, LAB, str(path), moment]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, timeout=120, env=environment)
+    done = subprocess.run(command, timeout=600, env=environment)
     assert done.returncode == -signal.SIGKILL
     state = torch.load(path)
     assert state["step"] == 4

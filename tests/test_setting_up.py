@@ -56,7 +56,7 @@ def make(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment["PIP_CONFIG_FILE"] = os.devnull
     command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", *words]
     return subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=600
     )
 
 

@@ -13,7 +13,7 @@
 set -euo pipefail
 
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
-LIMIT=300 # seconds for the job, from its submission
+LIMIT=600 # seconds for the job, from its submission
 
 fail() { # MESSAGE
     printf 'one_machine.sh: %s\n' "$1" >&2
@@ -81,7 +81,7 @@ over() { [[ -z $(squeue --noheader --jobs "$job" 2>/dev/null) ]]; }
 on_host() {
     shared=$TWO_HOSTS_SHARED
     if [[ $TWO_HOSTS_NUMBER == 1 ]]; then
-        wait_for 20 "the configuration" test -e "$shared/configured"
+        wait_for 100 "the configuration" test -e "$shared/configured"
         start_daemons
         wait_for $((LIMIT + 60)) "the end of the job" test -e "$shared/over"
         return
@@ -89,7 +89,7 @@ on_host() {
     trap ': >"$shared/over"' EXIT
     configure
     start_daemons
-    wait_for 60 "both nodes' being idle" both_idle
+    wait_for 100 "both nodes' being idle" both_idle
     # torchrun and the interface are told to the job, not taken over from two_hosts.sh.
     unset "${!PET_@}"
     job=$(sbatch --parsable --export="ALL,INTERFACE=eth0,LOGS=$shared/logs" --output="$shared/output" "$@")

@@ -20,7 +20,7 @@ from ddp_doctor.starting import start
 from ddp_doctor.watcher import VERDICT
 
 FOUND, UNCHECKED = 3, 4  # exit codes of --fail-on
-VERDICT_AFTER = 15.0  # seconds that a rank waits for the report with --fail-on
+VERDICT_AFTER = 60.0  # seconds that a rank waits for the report with --fail-on
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ ROOT = project_root()
 SLURM = str(ROOT / "labs" / "slurm" / "one_machine.sh")
 
 
-def submit(*words: str, marker: str = "", timeout: float = 300.0):
+def submit(*words: str, marker: str = "", timeout: float = 900.0):
     virtual_environment = str(Path(sys.executable).parent.parent)
     environment = {**os.environ, "VENV": virtual_environment, "MARKER": marker}
     return run_guarded([SLURM, *words], timeout, cwd=ROOT, env=environment)

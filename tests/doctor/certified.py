@@ -18,7 +18,7 @@ def certified(
     server: ForkServer,
     script: Script,
     arguments: tuple[str, ...] = (),
-    timeout: float = 150.0,
+    timeout: float = 600.0,
     cpu: bool = False,
 ) -> dict[str, Any]:
     """The certificate of a script, as JSON. Raises TimeoutError."""

@@ -69,7 +69,7 @@ class Server:
         self._server.stop()
 
     def run(
-        self, script: Script, doctor: bool, timeout: float = 120.0, options: tuple[str, ...] = ()
+        self, script: Script, doctor: bool, timeout: float = 300.0, options: tuple[str, ...] = ()
     ) -> Outcome:
         """Run a script once. With the doctor, wait for its report."""
         with tempfile.TemporaryDirectory(prefix="doctor-") as name:

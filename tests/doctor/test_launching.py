@@ -68,7 +68,7 @@ def test_accelerate_launches_the_doctor_as_a_module(tmp_path: Path) -> None:
         env=ENVIRONMENT | {"HF_HOME": str(tmp_path / "hf")},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("weights") == 2, done.stderr
@@ -92,7 +92,7 @@ def test_one_line_in_a_notebook_cell_reports_below_the_cell_that_trains(tmp_path
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(
         notebook,
-        timeout=240,
+        timeout=600,
         resources=resources,
         kernel_manager_class=AsyncKernelThroughFiles,
     ).execute(env=ENVIRONMENT)

@@ -31,7 +31,7 @@ def call(figure: str, function: str, cases: Iterable[tuple[Any, ...]]) -> list[A
     """`function` of the figure's logic, once per case; a case is a tuple of arguments for JSON.
 
     One node process for all cases. A function that returns nothing gives None. Raises
-    AssertionError if the function raises, or if node does not end in a minute.
+    AssertionError if the function raises, or if node does not end in five minutes.
     """
     lines = [json.dumps([function, *case], allow_nan=False) for case in cases]
     done = subprocess.run(
@@ -39,7 +39,7 @@ def call(figure: str, function: str, cases: Iterable[tuple[Any, ...]]) -> list[A
         input="\n".join(lines),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     results = [_read(line) for line in done.stdout.splitlines()]

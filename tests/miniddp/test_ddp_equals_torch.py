@@ -125,7 +125,7 @@ def compare_in_ranks(rank: int, modes: list[str]) -> dict[tuple[str, str], list[
 )
 def test_training_equals_torchs_to_the_bit_in_every_mode(world_size, modes):
     cases = {(mode, name) for mode in modes for name in MODELS if applies(name, mode)}
-    per_rank = run_ranks(compare_in_ranks, world_size, modes, timeout=300)
+    per_rank = run_ranks(compare_in_ranks, world_size, modes, timeout=600)
     for rank, found in enumerate(per_rank):
         assert cases == set(found)
         assert {case: d for case, d in found.items() if d} == {}, f"rank {rank}"

@@ -30,7 +30,7 @@ def test_every_rung_obeys_every_invariant_and_two_overlap():
         return [list(violations(rung, invariants=checks)) for rung in RUNGS]
 
     expected = [[] if r in OVERLAPPED else ["communication_overlaps_backward"] for r in RUNGS]
-    assert run_ranks(work, 3, timeout=150, device="cpu") == [expected] * 3
+    assert run_ranks(work, 3, timeout=600, device="cpu") == [expected] * 3
 
 
 def test_buckets_of_any_size_obey_every_invariant():
@@ -38,7 +38,7 @@ def test_buckets_of_any_size_obey_every_invariant():
         rungs = [partial(BucketedOverlapped, bucket_cap_mb=mib) for mib in (0, 0.0003, 100)]
         return [list(violations(rung)) for rung in rungs]
 
-    assert run_ranks(work, 2, timeout=90, device="cpu") == [[[], [], []]] * 2
+    assert run_ranks(work, 2, timeout=600, device="cpu") == [[[], [], []]] * 2
 
 
 def test_each_rung_launches_as_many_collectives_of_as_many_bytes_as_its_docstring_says():

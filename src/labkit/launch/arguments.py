@@ -20,7 +20,7 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     except SystemExit as leave:
         if leave.code:
             # torchrun stops all ranks when one fails: let rank 0 fail first, with its message.
-            time.sleep(5)
+            time.sleep(30)
         raise
 
 

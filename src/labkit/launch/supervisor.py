@@ -51,10 +51,10 @@ JOIN_WITHIN = 30.0
 _JOINED = "joined"  # sent to the supervisor before the report: the rank can communicate
 # After a failure the other ranks get this long to arrive at where they will be stuck, so that the
 # report says the same at every run; it ends early once none of them moves any more.
-_SETTLE = 2.0
+_SETTLE = 5.0
 _LOOK_EVERY = 0.1
 # On a busy machine, a rank waits for a core before it can write its stack.
-_ANSWER_WITHIN = 1.0
+_ANSWER_WITHIN = 5.0
 _LEAVE_WITHIN = 5.0
 _SHOWN = 200_000  # bytes of output per rank; the rest is counted, not shown
 

@@ -19,7 +19,7 @@ def notebook(path: Path, *sources: str) -> Path:
 
 def chapters(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "labkit.book.chapters", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_update_stores_what_the_cells_print_one_output_a_stream(tmp_path):

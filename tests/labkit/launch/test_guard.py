@@ -31,7 +31,7 @@ sys.exit(int(sys.argv[1]))
 def test_output_and_exit_code_come_back_and_daemons_are_gone(code):
     marker = uuid.uuid4().hex
     done = run_guarded(
-        [sys.executable, "-c", LEAVES_A_DAEMON, str(code)], 30, env={**os.environ, "M": marker}
+        [sys.executable, "-c", LEAVES_A_DAEMON, str(code)], 100, env={**os.environ, "M": marker}
     )
     assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", "err\n")
     assert processes_with(marker) == []
@@ -42,7 +42,7 @@ def test_a_command_that_is_late_is_stopped_with_all_that_it_started():
     program = "import subprocess,time\nprint('began', flush=True)\n"
     program += "subprocess.Popen(['sleep','300'], start_new_session=True); time.sleep(300)"
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        run_guarded([sys.executable, "-c", program], 3, env={**os.environ, "M": marker})
+        run_guarded([sys.executable, "-c", program], 10, env={**os.environ, "M": marker})
     assert caught.value.output == "began\n"
     assert processes_with(marker) == []
 
@@ -67,7 +67,7 @@ def test_nothing_is_left_when_the_caller_is_killed():
         env={**os.environ, "M": marker},
         start_new_session=True,
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while len(processes_with(marker)) < 4:  # caller, guard, command, sleep
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -83,7 +83,7 @@ def test_a_command_that_is_no_list_of_words_is_refused(command):
 
 
 def test_if_the_guard_itself_is_killed_the_command_dies_and_the_caller_goes_on():
-    start = time.monotonic()
-    done = run_guarded(["sh", "-c", "kill -9 $PPID; exec sleep 66"], 30)
-    assert time.monotonic() - start < 20
+    environment = {**os.environ, "M": (marker := uuid.uuid4().hex)}
+    done = run_guarded(["sh", "-c", "kill -9 $PPID; exec sleep 300"], 100, env=environment)
     assert done.returncode == -signal.SIGKILL
+    assert all_gone(marker)

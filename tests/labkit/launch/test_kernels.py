@@ -26,7 +26,7 @@ def test_two_kernels_of_nbval_in_one_folder_need_no_port(
     places = [Path(kernel.kc.connection_file) for kernel in kernels]
     try:
         for number, kernel in enumerate(kernels):
-            kernel.kc.execute_interactive(f"open('{number}', 'w').close()", timeout=60)
+            kernel.kc.execute_interactive(f"open('{number}', 'w').close()", timeout=300)
     finally:
         for kernel in kernels:
             kernel.stop()

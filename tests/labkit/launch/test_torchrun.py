@@ -65,13 +65,13 @@ def test_started_without_a_number_of_threads_each_forked_rank_has_one(script, mo
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     command = [sys.executable, "-m", "labkit.launch.nodes", "--nodes=1"]
     probe = script("import torch\nprint(f'{torch.get_num_threads()}\\n', end='', flush=True)\n")
-    done = run_guarded([*command, "--nproc-per-node=2", probe], 100, cwd=project_root())
+    done = run_guarded([*command, "--nproc-per-node=2", probe], 300, cwd=project_root())
     assert done.stdout.split() == ["1", "1"], done.stderr
 
 
 def test_the_callers_process_need_not_load_torch():
     check = "import sys, labkit.launch.scripts; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", check], timeout=300).returncode == 0
 
 
 # How it ends
@@ -87,7 +87,7 @@ def test_the_callers_process_need_not_load_torch():
 def test_what_ends_one_forked_rank_is_said_and_ends_the_others(script, what, said):
     text = "import os, time\nif os.environ['RANK'] == '1':\n    " + what + "\ntime.sleep(600)\n"
     with pytest.raises(ScriptError) as caught:
-        run_script(script(text), ranks=2, timeout=100)
+        run_script(script(text), ranks=2)
     assert said in str(caught.value)
     assert "SignalException" not in caught.value.said
     assert "had not ended" not in str(caught.value)
@@ -108,7 +108,7 @@ def test_a_forked_rank_that_is_killed_starts_anew_with_the_others(script):
 @pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "sys.exit(None or False)"])
 def test_a_forked_rank_that_ends_well_ends_the_run(script, end):
     text = f"import sys\nprint('done\\n', end='', flush=True)\n{end}\n"
-    assert run_script(script(text), ranks=2, timeout=60).count("done") == 2
+    assert run_script(script(text), ranks=2).count("done") == 2
 
 
 def test_the_exit_code_of_several_agents_is_torchruns(script):
@@ -170,11 +170,11 @@ print("done with", *sys.argv[1:], os.environ["OMP_NUM_THREADS"])
 def test_a_lab_that_fails_is_the_only_one_to_speak_and_its_exit_code_is_handed_on(tmp_path: Path):
     (tmp_path / "lab.py").write_text(LAB)
     command = [sys.executable, "-m", "labkit.launch.nodes", "--lab", "--nodes=1"]
-    failed = run_guarded([*command, "--nproc-per-node=2", tmp_path / "lab.py", "--seed", "7"], 120)
+    failed = run_guarded([*command, "--nproc-per-node=2", tmp_path / "lab.py", "--seed", "7"], 300)
     assert failed.returncode == 3
     assert failed.stdout == "this lab has one rank, and not 2 --seed 7\n"
     assert failed.stderr == ""
-    done = run_guarded([*command, "--nproc-per-node=1", tmp_path / "lab.py", "--seed", "7"], 120)
+    done = run_guarded([*command, "--nproc-per-node=1", tmp_path / "lab.py", "--seed", "7"], 300)
     assert (done.returncode, done.stdout) == (0, "done with --seed 7 1\n")
 
 
@@ -198,8 +198,8 @@ def test_a_run_leaves_no_process_of_a_rank_whether_it_ends_or_is_late(script, ma
     assert run_script(script(DAEMON), ranks=2) == ""
     assert processes_with(marker) == []
     name = script(DAEMON + "import time; print('waiting', flush=True); time.sleep(300)")
-    with pytest.raises(ScriptError, match=r"(?s)had not ended after 3 s.*waiting"):
-        run_script(name, ranks=2, timeout=3)
+    with pytest.raises(ScriptError, match=r"(?s)had not ended after 15 s.*waiting"):
+        run_script(name, ranks=2, timeout=15)
     assert processes_with(marker) == []
 
 
@@ -234,7 +234,7 @@ def test_a_command_that_is_killed_leaves_no_agent_and_no_rank(name, script, tmp_
         stderr=subprocess.DEVNULL,
     ) as command:
         ranks = 4 if name == "run_script on two nodes" else 2
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300
         while len(list(seen.iterdir())) < ranks and time.monotonic() < deadline:
             time.sleep(0.1)
         assert len(list(seen.iterdir())) == ranks
@@ -261,9 +261,9 @@ def test_if_the_supervisor_itself_is_killed_no_agent_and_no_rank_stays(
         "time.sleep(300)"
     )
     with pytest.raises(ScriptError, match="137"):
-        run_script(name, ranks=2, nodes=nodes, timeout=60)
+        run_script(name, ranks=2, nodes=nodes)
+    pids = json.loads(found.read_text())
     _, running = psutil.wait_procs(
-        [psutil.Process(pid) for pid in json.loads(found.read_text()) if psutil.pid_exists(pid)],
-        timeout=10,
+        [one for one in psutil.process_iter() if one.pid in pids], timeout=60
     )
     assert running == []

@@ -88,7 +88,7 @@ def record_all(rank):
 
 @pytest.fixture(scope="module")
 def recorded():
-    return run_ranks(record_all, 3, timeout=120, device="cpu")
+    return run_ranks(record_all, 3, timeout=300, device="cpu")
 
 
 def merged(recorded, name: str, number: int = -1):

@@ -29,7 +29,7 @@ def rejections():
 
     of_four = [exhibit for exhibit in exhibits() if exhibit.ranks_needed == 4]
     shown = {2: exhibits(), 3: exhibits(), 4: of_four}
-    return {n: run_ranks(work, n, shown[n], timeout=150, device="cpu") for n in shown}
+    return {n: run_ranks(work, n, shown[n], timeout=600, device="cpu") for n in shown}
 
 
 def found_by(rejections, name):

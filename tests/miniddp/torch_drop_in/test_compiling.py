@@ -72,7 +72,7 @@ def test_a_compiled_wrapper_splits_its_graph_by_the_buckets_and_reduces_as_torch
     def work(rank, world_size):
         return [compiled(wrap, rank, **settings) for wrap in (DropIn, DistributedDataParallel)]
 
-    for ours, theirs in run_ranks(work, 2, timeout=240):
+    for ours, theirs in run_ranks(work, 2, timeout=600):
         gradients, graphs, said = ours
         assert said == []
         assert graphs == theirs[1] == LAYERS

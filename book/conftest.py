@@ -7,15 +7,14 @@ of that very run, figures included, are written to `_build/executed`, from which
 
 from pathlib import Path
 
-import nbval.kernel
 import pytest
 
 from labkit.book.chapters import EXECUTED, copy_pages, normalize, write_chapter
-from labkit.launch.kernels import KernelThroughFiles
+from labkit.launch import kernels
 
 # Other tests draw thousands of ports, and could take one that a chapter's kernel was
 # promised.
-nbval.kernel.KernelManager = KernelThroughFiles
+kernels.pytest_configure()
 
 BOOK = Path(__file__).parent
 COPY = BOOK.parent / EXECUTED

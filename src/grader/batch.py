@@ -45,13 +45,10 @@ def grade_all(
     """
     assignment = read_assignment(source)
     of_assignment = hash_of(source) + (f"-{seed}" if seed is not None else "")
-    results: dict[str, Result] = {}
-    fingerprints = {}
-    for student, one in submissions.items():
-        fingerprints[student] = f"{of_assignment}-{hash_of(one.path)}"
-        earlier = None if again else read_results(out / folder_name(student))
-        if earlier and earlier[1] == fingerprints[student] and not earlier[0].needs_human:
-            results[student] = earlier[0]
+    fingerprints = {
+        student: f"{of_assignment}-{hash_of(one.path)}" for student, one in submissions.items()
+    }
+    results = {} if again else _finished(fingerprints, out)
     waiting = [one for student, one in submissions.items() if student not in results]
 
     def keep(result: Result) -> None:
@@ -66,14 +63,23 @@ def grade_all(
         keep(result)
     try:
         with tqdm(total=len(submissions), initial=len(results), unit="submission") as bar:
-            for result in _graded(
-                waiting, assignment, seed, trust, jobs or (os.cpu_count() or 1) + 1
-            ):
+            jobs = jobs or (os.cpu_count() or 1) + 1
+            for result in _graded(waiting, assignment, seed, trust, jobs):
                 keep(result)
                 bar.update()
     finally:
         write_table(out, assignment.name)
     return [results[student] for student in submissions]
+
+
+def _finished(fingerprints: dict[str, str], out: Path) -> dict[str, Result]:
+    """The results in `out` that stay: of the same file and assignment, and not for a person."""
+    found = {student: read_results(out / folder_name(student)) for student in fingerprints}
+    return {
+        student: one[0]
+        for student, one in found.items()
+        if one and one[1] == fingerprints[student] and not one[0].needs_human
+    }
 
 
 def write_table(out: Path, assignment: str) -> list[Result]:

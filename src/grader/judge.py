@@ -86,7 +86,9 @@ def judge(expected: list[str]) -> Iterator[Judge]:
 
 def _start_nbval(folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "nbval.plugin", "--nbval"]
+    command += ["-p", "labkit.launch.kernels"]  # a port could be taken by another program
     command += ["--nbval-current-env", f"--nbval-cell-timeout={_CELL}", "--tb=short"]
+    command += [f"--nbval-kernel-startup-timeout={_CELL}"]
     command += ["--noconftest", "-p", "no:cacheprovider", f"--junitxml={_VERDICTS}"]
     command += ["-c", os.devnull, "--rootdir", ".", _NOTEBOOK]
     with (folder / _SAID).open("wb") as said:

@@ -20,10 +20,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from labkit.launch.forks import start_forked, stop_forked
+from labkit.launch.guard import has_children
 from labkit.launch.nodes import reserved_port
 
 FINGERPRINT = Path(__file__).resolve().parent / "fingerprint"
-REPORT_WITHIN = 30.0  # seconds in which the report has to follow the end of the ranks
+REPORT_WITHIN = 120.0  # seconds in which the report has to follow the end of the ranks
+# Seconds that the others have once one has failed, which is when its exit code is there.
+GRACE = 20.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Job:
 
 
 def supervise(caller: Connection, job: Job) -> None:
-    """Send the exit code of each rank, and how long they ran, once there is a report."""
+    """Send the exit code of each rank, and how long they ran, once the last report is there."""
     for name in ("steps", "cwd"):
         (job.folder / name).mkdir(parents=True)
     with reserved_port() as port:
@@ -54,7 +57,8 @@ def supervise(caller: Connection, job: Job) -> None:
             stop_forked(*ranks)
         seconds = time.monotonic() - started
     until = time.monotonic() + REPORT_WITHIN
-    while job.doctor is not None and not job.report.exists() and time.monotonic() < until:
+    # The doctor's watcher outlives its rank; it ends after the last report.
+    while job.doctor is not None and has_children() and time.monotonic() < until:
         time.sleep(0.02)
     caller.send((codes, seconds))
 
@@ -94,7 +98,7 @@ def _exit_codes(
             stop_forked(*running)
         if failed_at is None and any(process.exitcode for process in ranks):
             failed_at = now
-        if failed_at is not None and now - failed_at > 4.0:
+        if failed_at is not None and now - failed_at > GRACE:
             for process in running:
                 os.killpg(process.pid or 0, signal.SIGTERM)
         if caller in wait([caller, *(process.sentinel for process in running)], timeout=0.1):

@@ -14,10 +14,18 @@ import os, resource, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist, torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-dist.init_process_group("gloo", timeout=timedelta(seconds=12))
+dist.init_process_group("gloo", timeout=timedelta(seconds=100))
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+def there_is(report):
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        if os.path.exists(report) and os.path.getsize(report):
+            return True
+        time.sleep(0.05)
+    return False
 """
 LOOP = """
 model = DDP(net)
@@ -121,12 +129,8 @@ def test_a_hang_is_reported_while_the_ranks_are_still_stuck(
     event = f"""
 def event():
     if rank == 1:
-        until = time.monotonic() + 11
-        while time.monotonic() < until:
-            if os.path.exists({str(early)!r}) and os.path.getsize({str(early)!r}):
-                print("reported while stuck", flush=True)
-                break
-            time.sleep(0.05)
+        if there_is({str(early)!r}):
+            print("reported while stuck", flush=True)
         os._exit(3)
     dist.all_reduce(torch.ones(1))
 """
@@ -183,7 +187,7 @@ SKIPS_A_BACKWARD = """
 from datetime import timedelta
 import torch, torch.distributed as dist, torch.nn as nn
 from miniddp import MiniDDP
-dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+dist.init_process_group("gloo", timeout=timedelta(seconds=100))
 torch.manual_seed(0)
 model = MiniDDP(nn.Linear(4, 2))
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -318,7 +322,7 @@ def event():
 
 EARLIER = """
 original = getattr(dist.init_process_group, "__wrapped__", dist.init_process_group)
-original("gloo", timeout=timedelta(seconds=12))
+original("gloo", timeout=timedelta(seconds=100))
 """
 
 MESH = "dist.init_device_mesh('cpu', (2,))\n"
@@ -328,7 +332,7 @@ MESH = "dist.init_device_mesh('cpu', (2,))\n"
     "made", [EARLIER, MESH], ids=["a name imported before the doctor started", "a device mesh"]
 )
 def test_a_group_is_known_however_it_was_made(made: str, server: Server, script: Write) -> None:
-    usual = 'dist.init_process_group("gloo", timeout=timedelta(seconds=12))\n'
+    usual = 'dist.init_process_group("gloo", timeout=timedelta(seconds=100))\n'
     assert usual in START
     assert_right(server.run(script(train().replace(usual, made)), doctor=True))
 
@@ -460,11 +464,13 @@ for step in range(12):
 
 
 def test_long_work_on_one_rank_is_a_warning_that_the_last_report_takes_back(
-    server: Server, script: Write
+    server: Server, script: Write, tmp_path: Path
 ) -> None:
     """Rank 0 writes a checkpoint while the others wait in a barrier."""
-    event = "def event():\n    time.sleep(4 if rank == 0 else 0)\n    dist.barrier()\n"
-    looked = server.run(script(train(event)), True, options=("--hang-after", "1"))
+    early = str(tmp_path / "early.json")
+    event = f"def event():\n    rank or there_is({early!r})\n    dist.barrier()\n"
+    options = ("--hang-after", "1", "--json", early)
+    looked = server.run(script(train(event)), True, options=options)
     assert looked.codes == [0, 0], looked.errors
     assert "WARNING Ranks wait for a missing rank" in looked.errors
     assert "ERROR" not in looked.errors

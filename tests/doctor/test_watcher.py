@@ -54,25 +54,25 @@ def waiting(folder: Path, leader: int) -> threading.Thread:
 def test_a_killed_rank_of_another_host_does_not_keep_the_watcher(
     tmp_path: Path, dead: int, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watcher, "GONE_AFTER", 1.0, raising=False)
+    monkeypatch.setattr(watcher, "GONE_AFTER", 1.0)
     elsewhere(tmp_path)
     thread = waiting(tmp_path, dead)
-    thread.join(6.0)
+    thread.join(60.0)
     assert not thread.is_alive()
 
 
 def test_a_rank_of_another_host_that_still_writes_keeps_the_watcher_until_it_ends(
     tmp_path: Path, dead: int, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watcher, "GONE_AFTER", 1.0, raising=False)
+    monkeypatch.setattr(watcher, "GONE_AFTER", 4.0)
     remote = elsewhere(tmp_path)
     thread = waiting(tmp_path, dead)
-    for _ in range(8):
+    for _ in range(16):
         time.sleep(0.3)
         remote.doing("running")
         assert thread.is_alive()
     remote.doing("ended", ended=True)
-    thread.join(6.0)
+    thread.join(60.0)
     assert not thread.is_alive()
 
 

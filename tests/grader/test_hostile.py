@@ -1,5 +1,6 @@
 """Submissions that try to harm, to see others, or to earn points without computing."""
 
+import contextlib
 import json
 import os
 import time
@@ -97,7 +98,10 @@ WRONG = {
         "",
     ),
     "patches all_reduce": ("dist.all_reduce = lambda *a, **k: None\nKEY", ""),
-    "loops": ("def average_each(module):\n    while True: pass\n", "at line 2: while True: pass"),
+    "loops": (
+        "import time\ndef average_each(module):\n    while True: time.sleep(0.1)\n",
+        "at line 3: while True: time.sleep(0.1)",
+    ),
     "deadlocks": (
         "def average_each(module):\n    if dist.get_rank() == 0: dist.all_reduce(torch.ones(1))\n",
         "rank 0: waits in all_reduce",
@@ -179,7 +183,7 @@ def only_each(path: Path) -> Assignment:
     """The assignment with the checks of `each` that show most; 5 points."""
     assignment = read_assignment(path)
     [average] = [one for one in assignment.checks if one.name == "each_average"]
-    return replace(assignment, checks=(replace(average, points=5, ranks=(2,), seconds=6),))
+    return replace(assignment, checks=(replace(average, points=5, ranks=(2,)),))
 
 
 @pytest.fixture(scope="module")
@@ -255,15 +259,19 @@ def test_nothing_is_left(graded):
     tops = ("/tmp", "/dev/shm", "/var/tmp", os.getcwd())
     left = [folder for top in tops for folder, _, names in os.walk(top) if TRACE in names]
     assert left == []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and (still := servers_below()):
         time.sleep(0.2)
     assert still == []
 
 
 def servers_below() -> list[psutil.Process]:
-    below = psutil.Process().children(recursive=True)
-    return [one for one in below if "grader.inside.server" in " ".join(one.cmdline())]
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+            if "grader.inside.server" in one.cmdline():
+                found.append(one)
+    return found
 
 
 def test_a_solution_that_looks_around_is_marked_for_a_person(graded):

@@ -17,6 +17,7 @@ from nbformat import from_dict
 
 from grader.__main__ import main
 from grader.source import read_assignment, source_of
+from labkit.launch.kernels import AsyncKernelThroughFiles
 
 SOURCES = {path.stem: path for path in sorted(ASSIGNMENTS.glob("*.ipynb"))}
 
@@ -118,7 +119,8 @@ def test_a_check_in_a_notebook_runs_what_its_kernel_has_executed(released, tmp_p
     executed = NotebookClient(
         from_dict({**notebook, "cells": [cells[2], *cells]}),
         resources={"metadata": {"path": str(tmp_path)}},
-        timeout=120,
+        timeout=600,
+        kernel_manager_class=AsyncKernelThroughFiles,
     ).execute()
     first, last = (executed.cells[n].outputs[0]["text"] for n in (0, -1))
     assert first == "Run the cell each first: this kernel has not executed it yet.\n"

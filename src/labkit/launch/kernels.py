@@ -31,9 +31,16 @@ class _ThroughFiles(HasTraits):
 class KernelThroughFiles(_ThroughFiles, KernelManager):
     """jupyter_client's manager of one kernel; ports are used only where such sockets do not work.
 
-    nbval has no option for it: `nbval.kernel.KernelManager = KernelThroughFiles` makes it its own.
+    nbval has no option for it: `pytest -p labkit.launch.kernels` makes it nbval's own.
     """
 
 
 class AsyncKernelThroughFiles(_ThroughFiles, AsyncKernelManager):
     """The same for nbclient: `NotebookClient(…, kernel_manager_class=AsyncKernelThroughFiles)`."""
+
+
+def pytest_configure() -> None:
+    """Let nbval reach its kernels through files."""
+    import nbval.kernel
+
+    nbval.kernel.KernelManager = KernelThroughFiles

@@ -105,12 +105,7 @@ def fastest_plan(
     further parameter. If there are several dtypes or devices, the cuts are placed as if all could
     share a bucket. Each run is then sent as one bucket per kind.
 
-    Dynamic programming over (number of buckets, number of gradients). Let the last bucket of the
-    first j gradients begin after gradient i. Only two values of i can be best: the largest for
-    which the link is free again when gradient j is ready, and the next one. A smaller i only makes
-    the bucket longer. A larger i does not end earlier, because the link is busy all the time. (If
-    the bucket would then be too long: the first i that makes it short enough.) All of these grow
-    with j, so the total cost is O(buckets · parameters).
+    Dynamic programming over (number of buckets, number of gradients), in O(buckets · parameters).
 
     Raises:
         ValueError: `ready` is not one time for each parameter.
@@ -134,26 +129,43 @@ def fastest_plan(
         last_alone += (before[-1] - before[-2]) * link.per_byte
         if max(all_bytes, last_alone) >= done[-1]:
             break
-        sooner, begin, free, fits = [-inf], [0], 0, 0
-        for j in range(1, len(order) + 1):
-            full = times[j - 1] + spent
-            while fits + 1 < j and before[j - 1] - before[fits] >= longest:
-                fits += 1
-            while free + 1 < j and done[free + 1] <= full + before[free + 1] * link.cpu_per_byte:
-                free += 1
-            best, cut = done[j], j
-            first = max(free, fits)
-            for i in range(first, min(first + 2, j)):
-                start = max(done[i], full + before[i] * link.cpu_per_byte)
-                end = start + link.latency + (before[j] - before[i]) * link.per_byte
-                if end < best:
-                    best, cut = end, i
-            sooner.append(best)
-            begin.append(cut)
-        done = sooner
+        full = [time + spent for time in times]
+        done, begin = _one_bucket_more(done, full, before, link, longest)
         begins.append(begin)
 
     return _cut(order, begins, sizes)
+
+
+def _one_bucket_more(
+    done: Sequence[float],
+    full: Sequence[float],
+    before: Sequence[float],
+    link: LinkCost,
+    longest: float,
+) -> tuple[list[float], list[int]]:
+    """The next `done`, and where the last bucket of the first j gradients then begins.
+
+    Let it begin after gradient i. Only two values of i can be best: the largest for which the link
+    is free again when gradient j is ready, and the next one. A smaller i only makes the bucket
+    longer. A larger i does not end earlier, because the link is busy all the time. (If the bucket
+    would then be too long: the first i that makes it short enough.) All of these grow with j.
+    """
+    sooner, begin, free, fits = [-inf], [0], 0, 0
+    for j in range(1, len(done)):
+        while fits + 1 < j and before[j - 1] - before[fits] >= longest:
+            fits += 1
+        while free + 1 < j and done[free + 1] <= full[j - 1] + before[free + 1] * link.cpu_per_byte:
+            free += 1
+        best, cut = done[j], j
+        first = max(free, fits)
+        for i in range(first, min(first + 2, j)):
+            start = max(done[i], full[j - 1] + before[i] * link.cpu_per_byte)
+            end = start + link.latency + (before[j] - before[i]) * link.per_byte
+            if end < best:
+                best, cut = end, i
+        sooner.append(best)
+        begin.append(cut)
+    return sooner, begin
 
 
 def _cut(

@@ -3,7 +3,6 @@
 import gc
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
+from labkit.launch.supervisor import VICTIM
 from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink, link_seconds
 from miniddp.ladder import RUNGS, BucketedOverlapped
@@ -49,12 +49,15 @@ def test_other_collectives_cost_what_they_cost_on_a_ring():
 
 
 def timed(rank, world_size, repeats):
-    """For each repeat, when each of two all-reduces of 2 MB was launched and done; rank 1 late."""
-    link = SlowLink(gbit_per_s=0.16, latency_us=1000)  # 20 MB/s
-    seconds = link.seconds("all_reduce", 2 * MB)
+    """For each repeat, when each of two all-reduces of 0.2 MB was launched and done; rank 1 late.
+
+    The link takes so much longer than gloo that a busy machine hardly counts.
+    """
+    link = SlowLink(gbit_per_s=0.0032, latency_us=1000)  # 0.4 MB/s
+    seconds = link.seconds("all_reduce", MB // 5)
     times = []
     for _ in range(repeats):
-        x, y = torch.full((MB // 2,), float(rank)), torch.full((MB // 2,), rank + 1.0)
+        x, y = torch.full((MB // 20,), float(rank)), torch.full((MB // 20,), rank + 1.0)
         dist.barrier()
         time.sleep(0.1 * rank)
         handles, launched, done = [], [], []
@@ -72,9 +75,9 @@ def timed(rank, world_size, repeats):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_all_reduce_takes_what_the_model_says_and_two_take_twice(world_size):
-    results = run_ranks(timed, world_size, 3, device="cpu")
+    results = run_ranks(timed, world_size, 2, device="cpu")
     seconds = results[0][0]
-    ring = 2 * (world_size - 1) * (0.001 + 2 * MB / world_size / (20 * MB))
+    ring = 2 * (world_size - 1) * (0.001 + 0.2 / world_size / 0.4)
     assert seconds == pytest.approx(ring)
     first, second = [], []
     for repeat in zip(*(times for _, times in results), strict=True):
@@ -122,7 +125,7 @@ def test_other_collectives_give_what_they_give_without_it():
 
 def test_backward_goes_on_while_the_link_is_busy():
     def work(rank):
-        link, recorded = SlowLink(gbit_per_s=0.02), []  # the first bucket takes 0.4 s
+        link, recorded = SlowLink(gbit_per_s=0.01), []  # the first bucket takes 0.8 s
         for make in (BucketedOverlapped, *AVERAGERS[-2:]):
             module = model()
             recorder = Recorder(module, link)
@@ -140,7 +143,7 @@ def test_backward_goes_on_while_the_link_is_busy():
             first, last = one.buckets()
             assert last.launched < first.done, "backward waited for the first bucket"
             assert one.compute_end() < first.done
-            wire = 0.02e9 / 8
+            wire = 0.01e9 / 8
             assert last.done - one.begin > (first.bytes + last.bytes) / wire
             assert one.exposed_seconds() > last.bytes / wire
 
@@ -148,12 +151,16 @@ def test_backward_goes_on_while_the_link_is_busy():
 def test_an_error_of_the_collective_comes_out_of_the_handle_and_of_backward():
     def work(rank):
         raised = []
-        dead = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(3)]
-        links = [SlowLink(1, group=group) for group in dead]
+        groups = [dist.new_group() for _ in range(3)]
+        links = [SlowLink(1, group=group) for group in groups]
         module, ours = model(), model()
         torchs = DistributedDataParallel(module, process_group=links[1])
         ours = DropIn(ours, process_group=links[2])
-        if rank == 0:  # the other does not come
+        dist.barrier()
+        if rank == 1:  # it does not come, and closes its connections
+            for group in groups:
+                dist.destroy_process_group(group)
+        else:
             handle = dist.all_reduce(torch.ones(3), group=links[0], async_op=True)
             for attempt in (
                 handle.wait,
@@ -168,7 +175,7 @@ def test_an_error_of_the_collective_comes_out_of_the_handle_and_of_backward():
 
     messages = run_ranks(work, 2, device="cpu")[0]
     assert len(messages) == 3
-    assert all("imed out" in message for message in messages)
+    assert all(VICTIM.search(message) for message in messages), messages
 
 
 def test_nothing_is_left_behind(tmp_path):

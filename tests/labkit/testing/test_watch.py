@@ -83,7 +83,7 @@ def work_with_each(ways):
     raised = {}
     for way in ways:
         try:
-            with SameCollectives(timeout=80):
+            with SameCollectives(timeout=600):
                 way(rank)
         except (CollectiveMismatchError, KeyError) as error:
             raised[way.__name__] = (type(error).__name__, str(error))
@@ -95,9 +95,8 @@ def work_with_each(ways):
 def test_ranks_that_differ_raise_on_every_rank_at_once_and_say_where():
     ways = [differ_in_number, differ_in_kind, differ_in_shape, differ_in_dtype]
     ways += [differ_asynchronously, one_raises]
-    started = time.monotonic()
-    results = run_ranks(work_with_each, 3, ways, timeout=90, device="cpu")
-    assert time.monotonic() - started < 45, "it waited for a timeout where it could have known"
+    # Much less than the watch's own timeout: it knows, and waits for none.
+    results = run_ranks(work_with_each, 3, ways, timeout=200, device="cpu")
     for rank, (raised, after) in enumerate(results):
         assert after == 0 + 1 + 2
         assert raised.keys() == {way.__name__ for way in ways}
@@ -117,10 +116,10 @@ def test_ranks_that_differ_raise_on_every_rank_at_once_and_say_where():
 
 def test_a_rank_that_never_comes_is_reported_within_the_timeout():
     def work(rank):
-        with SameCollectives(timeout=2):
+        with SameCollectives(timeout=5):
             if rank == 1:
-                time.sleep(5)
+                time.sleep(100)
             dist.all_reduce(torch.ones(2))
 
-    with pytest.raises(CollectiveMismatchError, match=r"has not answered for 2 s"):
-        run_ranks(work, 2, timeout=30, device="cpu")
+    with pytest.raises(CollectiveMismatchError, match=r"has not answered for 5 s"):
+        run_ranks(work, 2, device="cpu")

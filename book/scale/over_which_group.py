@@ -81,7 +81,9 @@ SEEN = {
     + ", with the gathered inputs",
     "weights zero in forward only": _link("huggingface/transformers 48687"),
     "divided in the log only": _link("pytorch/torchtitan 2972"),
-    "divided by micro-batches, too": _link("pytorch/torchtitan 1733"),
+    "divided by micro-batches, too": "like "
+    + _link("pytorch/torchtitan 1733")
+    + ", where each backward divides the earlier gradients again",
     "tied weight summed along data only": "like "
     + _link("NVIDIA-NeMo/Megatron-Bridge 5380", "pull")
     + ", an embedding's copy on another stage",

@@ -172,30 +172,25 @@ def train_with_faults(arguments: argparse.Namespace, place: Place) -> nn.Module:
             print(text, flush=True)
 
     module = build_model(arguments.seed).to(place.device)
-    saved = newest_checkpoint(arguments.checkpoint) if arguments.checkpoint else None
-    first = 0
+    saved = (newest_checkpoint(arguments.checkpoint) if arguments.checkpoint else None) or {}
     if saved:
         module.load_state_dict(saved["model"])
-        first = saved["step"]
+        say(f"resumed at step {saved['step']}")
     # With find_unused_parameters the initial buckets stay. Otherwise they are rebuilt after the
     # first step of every (re)start, and other buckets mean another order of addition.
     # A separate group for the averages: all ranks have joined by now, so its timeout can be short.
     group = dist.new_group(timeout=timedelta(seconds=arguments.timeout))
-    wrapped = MiniDDP(
-        module, process_group=group, find_unused_parameters=not arguments.rebuild_buckets
-    )
+    stay = not arguments.rebuild_buckets
+    wrapped = MiniDDP(module, process_group=group, find_unused_parameters=stay)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
-    if saved and "optimizer" in saved:
+    if "optimizer" in saved:
         optimizer.load_state_dict(saved["optimizer"])
-    if saved:
-        say(f"resumed at step {first}")
 
     with report_missing_ranks() as note:
-        for step in range(first, arguments.steps):
+        for step in range(saved.get("step", 0), arguments.steps):
             note(f"step {step}: its batch")
-            inputs, classes = (
-                part.to(place.device) for part in draw_batch(arguments.seed, step, place.rank)
-            )
+            batch = draw_batch(arguments.seed, step, place.rank)
+            inputs, classes = (part.to(place.device) for part in batch)
             loss = nn.functional.cross_entropy(wrapped(inputs), classes)
             if not saved:
                 happen(arguments, place, step)

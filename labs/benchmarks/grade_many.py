@@ -50,6 +50,8 @@ from labkit.launch.scripts import project_root
 from labkit.profiling.benchmark import write_json
 
 SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
+Kind = tuple[str, dict[str, str], float]  # name, solutions, and points
+HandedInAll = tuple[dict[str, HandedIn], dict[str, float]]  # by student: the file, and its points
 QUICK = ("key", "empty", "wrong answer")  # they end quickly
 BROKEN = {
     "syntax error": "def average_each(module)\n",
@@ -63,8 +65,8 @@ BROKEN = {
 }
 
 
-def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
-    """Name, solutions, and points of each kind; a kind may occur more than once."""
+def kinds(assignment: Assignment) -> list[Kind]:
+    """Each kind; one may occur more than once."""
     key = assignment.keys()
     points = {check.name: check.points for check in assignment.checks}
     of_each = sum(c.points for c in assignment.checks if "each" in c.solutions)
@@ -78,6 +80,22 @@ def kinds(assignment: Assignment) -> list[tuple[str, dict[str, str], float]]:
     return found
 
 
+def hand_in(assignment: Assignment, of_kind: list[Kind], number: int, folder: Path) -> HandedInAll:
+    """Write `number` submissions into `folder`, of all kinds in turn; and their points."""
+    released = release(assignment, [])
+    paths, wanted = {}, {}
+    for at in range(number):
+        kind, solutions, score = of_kind[at % len(of_kind)]
+        notebook = copy.deepcopy(released)
+        for cell in notebook["cells"]:
+            cell["source"] = solutions.get(cell.get("id"), source_of(cell))
+        student = f"{at:03} {kind}"
+        path = folder / f"{at:03}.ipynb"
+        path.write_text(json.dumps(notebook))
+        paths[student], wanted[student] = HandedIn(student, path), score
+    return paths, wanted
+
+
 def main(given: argparse.Namespace) -> None:
     assignment = read_assignment(SOURCE)
     of_kind = kinds(assignment)
@@ -86,18 +104,7 @@ def main(given: argparse.Namespace) -> None:
     submissions = len(of_kind) if given.quick else given.submissions
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        paths, wanted = {}, {}
-        released = release(assignment, [])
-        for number in range(submissions):
-            kind, solutions, score = of_kind[number % len(of_kind)]
-            notebook = copy.deepcopy(released)
-            for cell in notebook["cells"]:
-                cell["source"] = solutions.get(cell.get("id"), source_of(cell))
-            student = f"{number:03} {kind}"
-            path = folder / f"{number:03}.ipynb"
-            path.write_text(json.dumps(notebook))
-            paths[student] = HandedIn(student, path)
-            wanted[student] = score
+        paths, wanted = hand_in(assignment, of_kind, submissions, folder)
         start = time.perf_counter()
         results = grade_all(paths, SOURCE, folder / "graded", jobs=given.jobs)
         whole = time.perf_counter() - start

@@ -33,6 +33,7 @@ if __name__ == "__main__":
     ARGUMENTS = arguments_of_this_benchmark()
 
 import torch.distributed as dist
+from torch import nn
 
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
@@ -109,14 +110,7 @@ def time_steps(
         flat(inputs).square().mean().backward()
         flat.finish()
 
-    backwards = []
-    for _ in range(3 + rounds):
-        with recorder:
-            flat_step()
-        module.zero_grad()
-        backwards.append(backward_of(recorder.gather()))
-    recorder.close()
-    ready = zip(*(one.ready for one in backwards[3:]), strict=True)
+    backward = median_backward(recorder, flat_step, module, rounds)
     wrapped = {
         name: MiniDDP(model.module(), process_group=link, bucket_cap_mb=cap)
         for name, cap in CAPS.items()
@@ -134,9 +128,24 @@ def time_steps(
     take_turns(programs, 3, clear)
     return {
         "all-reduces": measured,
-        "backward": Backward(tuple(map(statistics.median, ready)), backwards[0].bytes),
+        "backward": backward,
         "seconds": take_turns(programs, rounds, clear),
     }
+
+
+def median_backward(
+    recorder: Recorder, step: Callable[[], None], module: nn.Module, rounds: int
+) -> Backward:
+    """When each gradient is ready: the median of `rounds` recorded steps. Closes the recorder."""
+    backwards = []
+    for _ in range(3 + rounds):
+        with recorder:
+            step()
+        module.zero_grad()
+        backwards.append(backward_of(recorder.gather()))
+    recorder.close()
+    ready = zip(*(one.ready for one in backwards[3:]), strict=True)
+    return Backward(tuple(map(statistics.median, ready)), backwards[0].bytes)
 
 
 class Compared(NamedTuple):
@@ -189,6 +198,12 @@ def _seconds(link: Link, algorithm: Callable[..., Cost], ranks: int, nbytes: flo
     return link.seconds(algorithm(ranks, nbytes))
 
 
+def as_dicts(cell: dict[str, Any]) -> dict[str, Any]:
+    """What `time_steps` returned, for JSON."""
+    all_reduces = [measured._asdict() for measured in cell["all-reduces"]]
+    return cell | {"all-reduces": all_reduces, "backward": cell["backward"]._asdict()}
+
+
 def main(given: argparse.Namespace) -> None:
     sizes, rounds = (SIZES[:3], 2) if given.quick else (SIZES, given.rounds)
 
@@ -209,9 +224,7 @@ def main(given: argparse.Namespace) -> None:
             )[0]
             fitted, steps = compare_with_simulation(cell)
             cells[f"{name}, {given.ranks} ranks, {link}"] = {
-                "all-reduces": [measured._asdict() for measured in cell["all-reduces"]],
-                "backward": cell["backward"]._asdict(),
-                "seconds": cell["seconds"],
+                **as_dicts(cell),
                 "steps": [step._asdict() for step in steps],
             }
             print(

@@ -34,6 +34,7 @@ each cell to FILE and keeps the cells that are already there; `report.py` prints
 # ruff: noqa: E402
 import argparse
 import importlib
+import itertools
 import json
 import random
 import statistics
@@ -128,7 +129,9 @@ CAPS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # rounds that do not count
 REFERENCE = "torch DDP"
 CONTROL = "torch DDP, again"
+PLANNED = "MiniDDP, planned"
 StepProgram = Callable[[], object]
+Wrap = Callable[[nn.Module], Any]
 
 
 def mini_ddp_of(src: Path) -> type[nn.Module]:
@@ -160,17 +163,122 @@ def shard_layers(how: Callable[..., nn.Module], mesh: DeviceMesh, module: nn.Mod
     return how(module, mesh=mesh)
 
 
+class Track:
+    """What the contenders of a cell share: a model, its inputs on this rank, and a link."""
+
+    def __init__(
+        self, rank: int, device: torch.device, model: BenchmarkModel, gbit_per_s: float | None
+    ) -> None:
+        self.device, self.model = device, model
+        self.link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
+        self.inputs = model.inputs(rank).to(device)
+        self.ran: list[nn.Module] = []  # the modules whose gradients are not cleared yet
+
+    def module(self) -> nn.Module:
+        return self.model.module().to(self.device)
+
+    def contender(self, wrap: Wrap) -> tuple[Any, StepProgram]:
+        """A wrapped module, and its step, after some that do not count."""
+        module = self.module()
+        averager = wrap(module)
+
+        def step() -> None:
+            self.ran.append(module)
+            averager(self.inputs).square().mean().backward()
+            if hasattr(averager, "finish"):
+                averager.finish()
+            self.until_done()
+
+        planned = getattr(averager, "bucket_plan", "caps") == "measured"
+        for _ in range(SETTLED_AFTER if planned else WARM_UP):
+            step()
+            self.clear()
+        return averager, step
+
+    def until_done(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def clear(self) -> None:
+        while self.ran:
+            self.ran.pop().zero_grad()
+
+
+class Alone:
+    """What no plan can save: the module's own step, and one all-reduce of all bytes."""
+
+    def __init__(self, track: Track, nbytes: int) -> None:
+        self.track, self.module = track, track.module()
+        self.everything = torch.zeros(nbytes // 4, device=track.device)
+        self.arrivals: list[float] = []
+        self.parameters = list(self.module.parameters())
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self.arrived)
+
+    def arrived(self, _: torch.Tensor) -> None:
+        if not self.arrivals:
+            self.track.until_done()
+        self.arrivals.append(time.perf_counter())
+
+    def compute(self) -> None:
+        self.track.ran.append(self.module)
+        self.arrivals[:] = [0.0]  # the whole step is timed, not its first gradient
+        self.module(self.track.inputs).square().mean().backward()
+        self.track.until_done()
+
+    def first_gradient(self) -> float:
+        self.track.ran.append(self.module)
+        self.arrivals.clear()
+        begin = time.perf_counter()
+        self.module(self.track.inputs).square().mean().backward()
+        return self.arrivals[0] - begin
+
+    def all_bytes(self) -> None:
+        dist.all_reduce(self.everything, group=self.track.link)
+        self.track.until_done()
+
+
+def wraps_on(track: Track, world_size: int, before: Path | None) -> dict[str, Wrap]:
+    """How each contender wraps a module; the one with our plan, and the control, are not there."""
+    link = track.link
+    torchs = partial(DistributedDataParallel, process_group=link)
+    wraps: dict[str, Wrap] = {rung.__name__: partial(rung, group=link) for rung in RUNGS}
+    wrappers = {"MiniDDP": MiniDDP, "drop-in": DropIn}
+    if before is not None:
+        wrappers["MiniDDP before"] = mini_ddp_of(before)
+    for name, wrapper in wrappers.items():
+        wraps[name] = partial(wrapper, process_group=link)
+        wraps[f"{name}, views"] = partial(wraps[name], gradient_as_bucket_view=True)
+    if track.device.type == "cpu":
+        wraps[PLANNED] = partial(DropIn, process_group=link, bucket_plan="measured")
+    mesh = init_device_mesh(track.device.type, (world_size,))
+    mesh.get_group = lambda mesh_dim=None: link  # its own group has no delay
+    for name, how in zip(SHARDED, (fully_shard, torchs_fully_shard), strict=True):
+        wraps[name] = partial(shard_layers, how, mesh)
+    wraps |= {REFERENCE: torchs, "torch DDP, views": partial(torchs, gradient_as_bucket_view=True)}
+    for cap in CAPS:
+        wraps[f"torch DDP, {cap} MiB"] = partial(torchs, bucket_cap_mb=cap)
+    return wraps
+
+
+def chosen(wraps: dict[str, Wrap], only: list[str] | None) -> list[str]:
+    """The names that race. With `only`, these and two of torch's: the second one is the control."""
+    if only is None:
+        return [name for name in wraps if name not in SHARDED]
+    wraps[CONTROL] = wraps[REFERENCE]
+    wanted = {*only, REFERENCE, CONTROL}
+    if unknown := wanted - set(wraps):
+        raise ValueError(f"--only names {sorted(unknown)}; the contenders are {list(wraps)}")
+    return [name for name in wraps if name in wanted]
+
+
 def race(
     rank: int,
     world_size: int,
     device: torch.device,
     model: BenchmarkModel,
     gbit_per_s: float | None,
-    rounds: int,
-    patience: float,
-    before: Path | None,
-    only: list[str] | None,
-    copies: int,
+    given: argparse.Namespace,
     seed: int,
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Time the contenders with one model on one link. Runs on each rank.
@@ -178,138 +286,38 @@ def race(
     Returns the cell's raw numbers, and each contender's paired ratios to `REFERENCE`, one per copy.
     """
     keep_freed_memory()
-    orders = random.Random(seed)
-    link = SlowLink(gbit_per_s) if gbit_per_s else dist.group.WORLD
-    inputs = model.inputs(rank).to(device)
-    ran: list[nn.Module] = []  # the modules whose gradients are not cleared yet
-
-    def until_done() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def contender(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> tuple[Any, StepProgram]:
-        module = model.module().to(device)
-        averager = wrap(module)
-
-        def step() -> None:
-            ran.append(module)
-            averager(inputs).square().mean().backward()
-            if hasattr(averager, "finish"):
-                averager.finish()
-            until_done()
-
-        for _ in range(warm_up):
-            step()
-            clear()
-        return averager, step
-
-    def clear() -> None:
-        while ran:
-            ran.pop().zero_grad()
-
-    def torchs(**options: Any) -> StepProgram:
-        return contender(lambda m: DistributedDataParallel(m, process_group=link, **options))[1]
-
-    def ours(wrapper: type[MiniDDP] = MiniDDP, **options: Any) -> tuple[Any, StepProgram]:
-        return contender(partial(wrapper, process_group=link, **options))
-
-    contenders: dict[str, Callable[[], StepProgram]] = {
-        rung.__name__: lambda rung=rung: contender(lambda m: rung(m, link))[1] for rung in RUNGS
-    }
-    contenders["MiniDDP"] = lambda: ours()[1]
-    contenders["MiniDDP, views"] = lambda: ours(gradient_as_bucket_view=True)[1]
-    contenders["drop-in"] = lambda: ours(DropIn)[1]
-    contenders["drop-in, views"] = lambda: ours(DropIn, gradient_as_bucket_view=True)[1]
-    if device.type == "cpu":
-        contenders["MiniDDP, planned"] = lambda: again(measured, SETTLED_AFTER)
-    if before is not None:
-        earlier = mini_ddp_of(before)
-        for name, views in (("MiniDDP before", False), ("MiniDDP before, views", True)):
-            contenders[name] = lambda views=views: contender(
-                lambda m: earlier(m, process_group=link, gradient_as_bucket_view=views)
-            )[1]
-    mesh = init_device_mesh(device.type, (world_size,))
-    mesh.get_group = lambda mesh_dim=None: link  # its own group has no delay
-    for name, how in zip(SHARDED, (fully_shard, torchs_fully_shard), strict=True):
-        contenders[name] = lambda how=how: contender(partial(shard_layers, how, mesh))[1]
-    contenders[REFERENCE] = torchs
-    contenders["torch DDP, views"] = lambda: torchs(gradient_as_bucket_view=True)
-    for cap in CAPS:
-        contenders[f"torch DDP, {cap} MiB"] = lambda cap=cap: torchs(bucket_cap_mb=cap)
-    if device.type == "cpu":
-        contenders["torch DDP, our plan"] = lambda: torchs(
-            bucket_cap_mb_list=[size / MIB for size in plan]
-        )
-
-    if only is not None:
-        contenders[CONTROL] = torchs
-    wanted = set(contenders) - set(SHARDED) if only is None else {*only, REFERENCE, CONTROL}
-    if unknown := wanted - set(contenders):
-        raise ValueError(f"--only names {sorted(unknown)}; the contenders are {list(contenders)}")
-
-    if device.type == "cpu":
-        measured = partial(DropIn, process_group=link, bucket_plan="measured")
-        planned, planned_step = contender(measured, SETTLED_AFTER)
-    else:
-        planned, planned_step = ours()
-        contenders["MiniDDP"] = lambda: again(partial(MiniDDP, process_group=link))
-    built = [planned_step]  # the first copy
-
-    def again(wrap: Callable[[nn.Module], Any], warm_up: int = 2) -> StepProgram:
-        return built.pop() if built else contender(wrap, warm_up)[1]
-
-    plan = [
-        sum(parameter.nbytes for parameter in bucket.parameters)
-        for bucket in planned.reducer.buckets
-    ]
-    if device.type == "cpu" and "MiniDDP, planned" not in wanted:
-        built.clear()
-        del planned, planned_step
-    racing = [name for name in contenders if name in wanted]
-    steps = {}
+    track = Track(rank, device, model, gbit_per_s)
+    wraps = wraps_on(track, world_size, given.before)
+    first = PLANNED if PLANNED in wraps else "MiniDDP"  # has the plan; races as its first copy
+    averager, step = track.contender(wraps[first])
+    plan = [sum(p.nbytes for p in bucket.parameters) for bucket in averager.reducer.buckets]
+    if PLANNED in wraps:
+        caps = [nbytes / MIB for nbytes in plan]
+        wraps["torch DDP, our plan"] = partial(wraps[REFERENCE], bucket_cap_mb_list=caps)
+    racing = chosen(wraps, given.only)
+    built = {first: step} if first in racing else {}
+    del averager, step
+    steps: dict[str, StepProgram] = {}
     blocks = [["compute"], ["t1"], ["C"]]  # apart: a module is faster right after its own step
-    for copy in range(copies):
+    orders = random.Random(seed)
+    for copy in range(given.copies):
         # The first contenders get the memory that earlier ones have freed.
         for name in orders.sample(racing, len(racing)):
-            steps[f"{name} {copy}"] = contenders[name]()
+            ready = built.pop(name, None)
+            steps[f"{name} {copy}"] = ready or track.contender(wraps[name])[1]
         blocks.append([f"{name} {copy}" for name in racing])
+    alone = Alone(track, sum(plan))
+    steps |= {"compute": alone.compute, "t1": alone.first_gradient, "C": alone.all_bytes}
+    take_turns(steps, WARM_UP, track.clear, 0.0, seed, blocks)
+    turns = take_turns(steps, given.rounds, track.clear, given.patience, seed + 1, blocks)
+    seconds, ratios = with_copies_together(turns, racing, given.copies)
+    return {"parameters": len(alone.parameters), "plan": plan, "seconds": seconds}, ratios
 
-    alone = model.module().to(device)
-    arrivals: list[float] = []
 
-    def arrived(_: torch.Tensor) -> None:
-        if not arrivals:
-            until_done()
-        arrivals.append(time.perf_counter())
-
-    for parameter in alone.parameters():
-        parameter.register_post_accumulate_grad_hook(arrived)
-
-    def compute() -> None:
-        ran.append(alone)
-        arrivals[:] = [0.0]  # the whole step is timed, not its first gradient
-        alone(inputs).square().mean().backward()
-        until_done()
-
-    def until_the_first_gradient() -> float:
-        ran.append(alone)
-        arrivals.clear()
-        begin = time.perf_counter()
-        alone(inputs).square().mean().backward()
-        return arrivals[0] - begin
-
-    def everything_at_once() -> None:
-        dist.all_reduce(everything, group=link)
-        until_done()
-
-    everything = torch.zeros(sum(plan) // 4, device=device)
-    steps["compute"] = compute
-    steps["t1"] = until_the_first_gradient
-    steps["C"] = everything_at_once
-    compute()
-    clear()
-    take_turns(steps, WARM_UP, clear, 0.0, seed, blocks)
-    turns = take_turns(steps, rounds, clear, patience, seed + 1, blocks)
+def with_copies_together(
+    turns: dict[str, list[float]], racing: list[str], copies: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """`turns` with the mean over the copies of each contender; and each copy's ratio."""
     copied = {name: [turns.pop(f"{name} {copy}") for copy in range(copies)] for name in racing}
     seconds = {
         name: [round(statistics.mean(turn), 6) for turn in zip(*of_copies, strict=True)]
@@ -319,8 +327,7 @@ def race(
         name: [paired_ratio(*pair) for pair in zip(of_copies, copied[REFERENCE], strict=True)]
         for name, of_copies in copied.items()
     }
-    cell = {"parameters": len(list(alone.parameters())), "plan": plan, "seconds": seconds | turns}
-    return cell, ratios
+    return seconds | turns, ratios
 
 
 def median_limit(seconds: dict[str, list[float]]) -> float:
@@ -360,8 +367,8 @@ def show(name: str, cell: dict[str, Any], ratios: dict[str, list[float]]) -> str
 
 
 def main(given: argparse.Namespace) -> None:
-    rounds = 2 if given.quick else given.rounds
-
+    if given.quick:
+        given.rounds = 2
     cells = {}
     if given.json is not None and given.json.exists():
         stored = json.loads(given.json.read_text())
@@ -372,30 +379,15 @@ def main(given: argparse.Namespace) -> None:
                 "machine; these do not go into one file: choose another"
             )
         cells = stored["cells"]
-    for name in given.model:
-        for ranks in given.ranks:
-            for link in given.link:
-                on_gpu = ", cuda" if given.device == "cuda" else ""
-                cell = f"{name}, {ranks} ranks, {link}{on_gpu}"
-                model = benchmark_models(given.quick)[name]
-                cells[cell], ratios = run_ranks(
-                    race,
-                    ranks,
-                    model,
-                    LINKS[link],
-                    rounds,
-                    given.patience,
-                    given.before,
-                    given.only,
-                    given.copies,
-                    random.randrange(2**32),
-                    timeout=3600,
-                    device=given.device,
-                )[0]
-                print(show(cell, cells[cell], ratios), end="\n\n", flush=True)
-                write_json(
-                    given.json, {"quick": given.quick, "copies": given.copies, "cells": cells}
-                )
+    on_gpu = ", cuda" if given.device == "cuda" else ""
+    for name, ranks, link in itertools.product(given.model, given.ranks, given.link):
+        cell = f"{name}, {ranks} ranks, {link}{on_gpu}"
+        model, seed = benchmark_models(given.quick)[name], random.randrange(2**32)
+        cells[cell], ratios = run_ranks(
+            *(race, ranks, model, LINKS[link], given, seed), timeout=3600, device=given.device
+        )[0]
+        print(show(cell, cells[cell], ratios), end="\n\n", flush=True)
+        write_json(given.json, {"quick": given.quick, "copies": given.copies, "cells": cells})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from labkit.launch.memory import loading
@@ -90,6 +91,19 @@ def load(options: argparse.Namespace) -> tuple[list[tuple[type, str]], Any]:
     return found, target
 
 
+def named(options: argparse.Namespace, names: list[str]) -> list[str]:
+    """Those of `names` that the options ask for."""
+    from . import table
+
+    if options.names:
+        patterns = [f"*{name}*" for name in options.names]
+        names = [name for name in names if any(fnmatch.fnmatch(name, one) for one in patterns)]
+    if options.runnable:
+        runnable = set(table.read()["runnable"])
+        names = [name for name in names if name in runnable]
+    return names
+
+
 def main() -> int:
     options = arguments()
     # PyTorch's files read these when they are imported.
@@ -111,18 +125,9 @@ def main() -> int:
     from . import runner, table
 
     if options.names_file:
-        with open(options.names_file, "w") as file:
-            file.writelines(f"{runner.name_of(*test)}\n" for test in chosen)
-    if options.names:
-        patterns = [f"*{name}*" for name in options.names]
-        chosen = [
-            test
-            for test in chosen
-            if any(fnmatch.fnmatch(runner.name_of(*test), pattern) for pattern in patterns)
-        ]
-    if options.runnable:
-        runnable = set(table.read()["runnable"])
-        chosen = [test for test in chosen if runner.name_of(*test) in runnable]
+        Path(options.names_file).write_text("\n".join(runner.name_of(*test) for test in chosen))
+    names = set(named(options, [runner.name_of(*test) for test in chosen]))
+    chosen = [test for test in chosen if runner.name_of(*test) in names]
 
     def report(result: runner.Result) -> None:
         ended = f"{result.outcome:8}{result.seconds:6.1f} s"

@@ -123,27 +123,10 @@ def open_gates() -> None:
     """
     from torch.testing._internal import common_distributed, common_utils
 
-    def opened(name: str, *arguments: Any) -> Callable:
-        reason = next((a for a in reversed(arguments) if isinstance(a, str)), "")
-        shown = reason or f"{name}({', '.join(map(str, arguments))})"
-
-        def decorate(test: Callable) -> Callable:
-            if isinstance(test, type):
-                return test
-
-            @functools.wraps(test)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return test(*args, **kwargs)
-
-            wrapper.gates = [*getattr(test, "gates", []), shown]
-            return wrapper
-
-        return decorate
-
     def factory(name: str, *condition_first: bool) -> Callable:
         def make(*arguments: Any, **_: Any) -> Callable:
             closed = not condition_first or bool(arguments[0]) is condition_first[0]
-            return opened(name, *arguments) if closed else lambda test: test
+            return _opened(name, *arguments) if closed else lambda test: test
 
         return make
 
@@ -154,10 +137,29 @@ def open_gates() -> None:
                 setattr(module, name, factory(name, *condition))
         for name in _GATES:
             if hasattr(module, name):
-                setattr(module, name, opened(name))
+                setattr(module, name, _opened(name))
     unittest.skip = factory("skip")
     unittest.skipIf = factory("skipIf", True)
     unittest.skipUnless = factory("skipUnless", False)
+
+
+def _opened(name: str, *arguments: Any) -> Callable:
+    """A decorator that only adds to the reasons of a test."""
+    reason = next((a for a in reversed(arguments) if isinstance(a, str)), "")
+    shown = reason or f"{name}({', '.join(map(str, arguments))})"
+
+    def decorate(test: Callable) -> Callable:
+        if isinstance(test, type):
+            return test
+
+        @functools.wraps(test)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return test(*args, **kwargs)
+
+        wrapper.gates = [*getattr(test, "gates", []), shown]
+        return wrapper
+
+    return decorate
 
 
 class _SyncBatchNorm(SyncBatchNorm):
@@ -223,30 +225,19 @@ def pretend_devices(target: torch.device) -> None:
     else:
         _share_the_gpu()
 
-    def gloo_for_nccl(create: Callable) -> Callable:
-        signature = inspect.signature(create)
-
-        @functools.wraps(create)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            if bound.arguments.get("backend") == "nccl":
-                bound.arguments["backend"] = "gloo"
-                bound.arguments.pop("pg_options", None)
-            if is_gpu(bound.arguments.get("device_id")):
-                del bound.arguments["device_id"]
-            return create(*bound.args, **bound.kwargs)
-
-        return wrapper
-
-    common_distributed.DistributedTestBase.backend = lambda self, device: "gloo"
+    _pretend_nccl()
     # FSDP, in the tests that hold DDP's state beside its own, has to be told.
     shard = FullyShardedDataParallel.__init__
     FullyShardedDataParallel.__init__ = functools.wraps(shard)(
         lambda self, *args, **kwargs: shard(self, *args, **{"device_id": target, **kwargs})
     )
 
+
+def _pretend_nccl() -> None:
+    """Groups of NCCL are gloo's, and need no device."""
+    common_distributed.DistributedTestBase.backend = lambda self, device: "gloo"
     for name in ("init_process_group", "new_group", "new_subgroups"):
-        replaced = gloo_for_nccl(getattr(dist, name))
+        replaced = _gloo_for_nccl(getattr(dist, name))
         setattr(dist, name, replaced)
         setattr(dist.distributed_c10d, name, replaced)
     # ZeRO's overlapping hooks refuse a group that calls itself gloo.
@@ -256,6 +247,22 @@ def pretend_devices(target: torch.device) -> None:
     dist.barrier = functools.wraps(barrier)(
         lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
     )
+
+
+def _gloo_for_nccl(create: Callable) -> Callable:
+    signature = inspect.signature(create)
+
+    @functools.wraps(create)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("backend") == "nccl":
+            bound.arguments["backend"] = "gloo"
+            bound.arguments.pop("pg_options", None)
+        if is_gpu(bound.arguments.get("device_id")):
+            del bound.arguments["device_id"]
+        return create(*bound.args, **bound.kwargs)
+
+    return wrapper
 
 
 def _pretend_cuda() -> None:

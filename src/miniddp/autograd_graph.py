@@ -54,6 +54,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def backward_is_running() -> bool:
+    """Whether the caller is called by a backward pass, as hooks and checkpoints are."""
+    return torch._C._current_graph_task_id() != -1  # private; there is no public one
+
+
 def not_compiled(function: Callable, recursive: bool = True) -> Callable:
     """Keep torch.compile from compiling `function` and, if `recursive`, what it calls."""
     # Private, as in torch's optimizers: the public torch.compiler.disable loads Dynamo at once,

@@ -22,10 +22,12 @@ Cost for Ψ bytes of parameters on W ranks: each sends 3(W−1)/W·Ψ per step, 
 
 The names are those of torch.distributed.fsdp (FSDP2), the source. Differences: the parameters are
 ordinary tensors instead of DTensors; rank 0's values are broadcast at the start; gradients are
-divided here instead of by NCCL.
+divided here instead of by NCCL. Like torch, it has no second derivatives: backward frees what they
+need. With float16, scale the loss by torch's `ShardedGradScaler`, because `GradScaler` looks for
+infinities in this rank's rows only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -35,11 +37,11 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from miniddp.autograd_graph import at_end_of_backward
+from miniddp.autograd_graph import at_end_of_backward, backward_is_running, not_compiled
 from miniddp.comm import this_group
 from miniddp.replicas import broadcast_tensors, verify_same_model
 from miniddp.sharded.param import FSDPParam, Owner
-from miniddp.sharded.param_group import FSDPParamGroup, Reduction
+from miniddp.sharded.param_group import FSDPParamGroup, Reduction, ShardedState
 from miniddp.sharded.sharding import Sharding
 from miniddp.unused import find_tensors, replace_tensors
 
@@ -65,6 +67,14 @@ class FSDPModule:
         if not 0 < factor < float("inf"):
             raise ValueError(f"the factor must be a finite, positive number, got {factor}")
         self.fsdp_state.group.gradient_divide_factor = factor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDPModule":
+        """Convert the sharded parameters, for `.to(dtype)` and its like."""
+        self.fsdp_state.group.reshard()
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        for param in self.fsdp_state.group.params:
+            param.allocate()
+        return self
 
     def __deepcopy__(self, memo: dict) -> "FSDPModule":
         raise TypeError(
@@ -94,31 +104,36 @@ def fully_shard(
             torch, frees those of all modules but the outermost one.
         mp_policy: as in torch: the dtypes to compute, reduce, and return in.
 
-    Raises:
-        ValueError: the mesh has more dimensions, or a parameter cannot be divided, or is tied to
-            one that another call has sharded.
-        RuntimeError: the ranks' modules differ. Every rank raises.
+    Raises ValueError for another mesh, for a module that has no forward or has been sharded, and
+    for a parameter that cannot be divided or is tied to one that another call has sharded. Raises
+    RuntimeError on every rank if the ranks' modules differ.
     """
-    if isinstance(module, FSDPModule):
-        raise ValueError(f"this {type(module).__name__} has been sharded already")
+    _check_callable(module)
     group, replicas = _groups_of(mesh)
-    policy = mp_policy or MixedPrecisionPolicy()
     owners = _owners_of(module)
     for members in (group, replicas):
         if members is not None:
             _make_equal(module, owners, members)
+    policy = mp_policy or MixedPrecisionPolicy()
     params = [
         FSDPParam(parameter, places, Sharding(parameter.shape, group, replicas), policy)
         for parameter, places in owners.items()
     ]
-    for parameter in owners:
-        parameter.sharded_as = True  # found again if it is tied to a module outside
-    kind = type(module)
+    param_group, kind = FSDPParamGroup(params, group, replicas), type(module)
     module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-    module.fsdp_state = FSDPState(
-        module, FSDPParamGroup(params, group, replicas), policy, reshard_after_forward
-    )
+    module.fsdp_state = FSDPState(module, param_group, policy, reshard_after_forward)
     return module
+
+
+def _check_callable(module: Any) -> None:
+    """Raise unless `module` is one module, with a forward, that has not been sharded."""
+    if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"a {type(module).__name__} is never called, so fully_shard cannot gather its "
+            "parameters: pass each module in it, or the module whose forward calls them"
+        )
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"this {type(module).__name__} has been sharded already")
 
 
 def _make_equal(
@@ -180,13 +195,16 @@ def states_of(module: nn.Module, recurse: bool = True) -> Iterator["FSDPState"]:
 class Schedule:
     """What the modules below one root share: their order, and the reductions under way."""
 
-    def __init__(self, states: list["FSDPState"]):
-        self.states = states
+    def __init__(self, module: nn.Module):
+        self.module, self.states = module, list(states_of(module))
+        for name, part in module.named_modules():
+            if isinstance(part, FSDPModule):
+                part.fsdp_state.group.set_name(f"{name or 'the model'} ({type(part).__name__})")
         self.root: FSDPState | None = None  # while its forward runs
         self.forward: list[FSDPState] = []  # in the order of this forward
         self.last_forward: list[FSDPState] = []
         self.awaiting: list[FSDPState] = []  # forwards that have not had their backward
-        self.in_backward: list[FSDPState] = []
+        self.in_backward: set[FSDPState] = set()
         self.reductions: list[Reduction] = []
 
     def prefetch_in_forward(self, state: "FSDPState") -> None:
@@ -216,13 +234,23 @@ class Schedule:
                 for param in state.group.params:
                     param.take_gradient()
             self.forget_backward()
+        self.check_parameters()
+
+    def check_parameters(self) -> None:
+        """Raise ValueError if a parameter is in no group. All groups are sharded."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and not hasattr(parameter, "sharding"):
+                raise ValueError(
+                    f"{name} was added after fully_shard, so no group reduces its gradient, and "
+                    "the ranks' values would diverge. Add it before, or call fully_shard on the "
+                    "module that holds it"
+                )
 
     def begin_backward(self, state: "FSDPState") -> None:
         """A gradient has arrived at `state`. The first one queues the end of backward."""
         if not self.in_backward:
             at_end_of_backward(self.end_backward)
-        if state not in self.in_backward:
-            self.in_backward.append(state)
+        self.in_backward.add(state)
 
     def reduce(self, group: FSDPParamGroup) -> None:
         """Launch the reduction of a group's gradients. One message at a time has memory."""
@@ -231,10 +259,14 @@ class Schedule:
         self.reductions += group.reduce()
 
     def end_backward(self) -> None:
-        """Reduce what no input's gradient has triggered, then wait for all reductions."""
-        self.awaiting = [state for state in self.awaiting if state not in self.in_backward]
-        for state in self.in_backward:
-            state.post_backward()
+        """Reduce what no input's gradient has triggered, then wait for all reductions.
+
+        Also reduces the groups that this backward did not reach, if unsynchronized ones did, and
+        those that it reached without passing an output.
+        """
+        for state in self.states:
+            if state.computes_gradients or state.group.has_gradient():
+                state.reduce()
         for reduction in self.reductions:
             reduction.finish()
         for state in self.states:
@@ -245,7 +277,7 @@ class Schedule:
         """No backward runs, and no forward waits for one."""
         for state in self.states:
             state.computes_gradients = False
-        self.awaiting, self.in_backward, self.reductions = [], [], []
+        self.awaiting, self.in_backward, self.reductions = [], set(), []
 
 
 class FSDPState:
@@ -268,15 +300,19 @@ class FSDPState:
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         # After an exception, too: the next forward must find the schedule without a root.
         module.register_forward_hook(self.post_forward, always_call=True)
+        for param in group.params:
+            param.on_gradient = lambda parameter: self.schedule.begin_backward(self)
+        for part in {part for param in group.params for part, _ in param.owners}:
+            part.register_forward_pre_hook(self.refuse_shards)
 
     # 1. Forward -----------------------------------------------------------------------------------
 
+    @not_compiled
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather the parameters. The outermost module begins a forward of all."""
         schedule = self.schedule or self.make_schedule(module)
         outermost = schedule.root is None
-        # A checkpoint runs forwards inside a backward, but not that of the whole model.
-        if outermost and (self is schedule.states[0] or not schedule.in_backward):
+        if outermost and not backward_is_running():  # there, a checkpoint recomputes
             schedule.begin_forward(self)
         self.gather()
         args, kwargs = _cast((args, kwargs), self.input_dtype)
@@ -289,25 +325,25 @@ class FSDPState:
         return args, kwargs
 
     def make_schedule(self, root: nn.Module) -> Schedule:
-        """Share one schedule below `root`. Raises ValueError if a parameter is in no group."""
-        managed = {p.unsharded_param for state in states_of(root) for p in state.group.params}
-        for name, parameter in root.named_parameters():
-            if not hasattr(parameter, "sharding") and parameter not in managed:
-                raise ValueError(
-                    f"{name} was added after fully_shard, so no group reduces its gradient, and "
-                    "the ranks' values would diverge. Add it before, or call fully_shard on the "
-                    "module that holds it"
-                )
-        schedule = Schedule(list(states_of(root)))
+        """Share one schedule below `root`."""
+        schedule = Schedule(root)
         for state in schedule.states:
             state.schedule = schedule
         return schedule
+
+    @not_compiled
+    def refuse_shards(self, module: nn.Module, args: Any) -> None:
+        """Raise RuntimeError if a part of the module is called while its parameters are sharded."""
+        if self.group.sharded_state is not ShardedState.UNSHARDED:
+            owned = (p for p in self.group.params if any(part is module for part, _ in p.owners))
+            raise next(owned).used_in_pieces()
 
     def gather(self) -> None:
         """Let the module have its whole parameters."""
         self.group.unshard()
         self.group.wait_for_unshard()
 
+    @not_compiled
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free the parameters, and watch for the first gradient of an output."""
         schedule, result = self.schedule, _cast(output, self.output_dtype)
@@ -339,8 +375,11 @@ class FSDPState:
 
         Not yet, if another forward of this module awaits its backward. Safe to call more than once.
         """
-        if not self.computes_gradients or self in self.schedule.awaiting:
-            return
+        if self.computes_gradients and self not in self.schedule.awaiting:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Free the parameters, and reduce their gradients or keep them whole."""
         self.computes_gradients = False
         self.group.reshard()
         if self.group.requires_gradient_sync:

@@ -6,6 +6,8 @@ parameter from forward to backward. So its memory is freed in between by resizin
 zero bytes, and the same tensor is filled again. Source: FSDPParam in torch's _fsdp_param.py.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,15 +23,12 @@ class ShardedParam:
     Args:
         sharded_param: this rank's rows, with their `sharding`; the optimizer's.
         unsharded_param: the whole parameter.
-        reduce_dtype: of the sum over the ranks.
     """
 
-    def __init__(
-        self, sharded_param: nn.Parameter, unsharded_param: Tensor, reduce_dtype: torch.dtype
-    ):
+    def __init__(self, sharded_param: nn.Parameter, unsharded_param: Tensor):
         self.sharded_param, self.unsharded_param = sharded_param, unsharded_param
         self.sharding: Sharding = sharded_param.sharding
-        self.reduce_dtype = reduce_dtype
+        self.reduce_dtype = unsharded_param.dtype  # of the sum over the ranks
         self.accumulated: Tensor | None = None  # unsynchronized gradients, in `reduce_dtype`
 
     def has_gradient(self) -> bool:
@@ -53,6 +52,8 @@ class ShardedParam:
             self.sharded_param.grad = gradient
         else:
             self.sharded_param.grad += gradient
+        for hook in (self.sharded_param._post_accumulate_grad_hooks or {}).values():
+            hook(self.sharded_param)
 
 
 class FSDPParam(ShardedParam):
@@ -72,22 +73,49 @@ class FSDPParam(ShardedParam):
         sharding: Sharding,
         policy: MixedPrecisionPolicy,
     ):
-        self.owners = owners
+        self.owners, self.policy = owners, policy
+        self.on_gradient: Callable[[Tensor], None]  # called with the unsharded parameter
         shard = sharding.shard(parameter.detach()).clone()
-        sharded_param = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-        sharded_param.sharding = sharding
         # Integers, and gradients of them, do not exist; quantized frozen weights do.
-        floating = parameter.is_floating_point()
-        dtype = policy.param_dtype if floating and policy.param_dtype else shard.dtype
-        self.table = shard.new_empty(sharding.group.size(), sharding.padded, dtype=dtype)
+        differentiable = shard.is_floating_point() or shard.is_complex()
+        sharded_param = nn.Parameter(shard, requires_grad=differentiable)
+        unsharded_param = nn.Parameter(torch.empty_like(shard), requires_grad=differentiable)
+        if differentiable:
+            sharded_param.register_hook(self.refuse_gradient)
+            unsharded_param.register_post_accumulate_grad_hook(lambda p: self.on_gradient(p))
+        sharded_param.sharding = sharding
+        parameter.sharded_as = sharded_param  # found if it is tied to a module outside
+        super().__init__(sharded_param.requires_grad_(parameter.requires_grad), unsharded_param)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Shape the unsharded parameter, without memory, for the sharded one's dtype and device."""
+        floating = self.sharded_param.is_floating_point()
+        dtype = (floating and self.policy.param_dtype) or self.sharded_param.dtype
+        shape = (self.sharding.group.size(), self.sharding.padded)
+        self.table = self.sharded_param.new_empty(shape, dtype=dtype)
         # `.data` has a version counter of its own: autograd does not take filling for a change.
-        whole = sharding.whole(self.table).data
-        unsharded_param = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-        super().__init__(sharded_param, unsharded_param, policy.reduce_dtype or dtype)
+        self.unsharded_param.data = self.sharding.whole(self.table).data
+        self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
+        self.reduce_dtype = self.policy.reduce_dtype or dtype
         self.to_sharded()
 
-    def register(self, parameter: nn.Parameter) -> None:
-        """Let the modules use `parameter`."""
+    def refuse_gradient(self, gradient: Tensor) -> None:
+        """Raise: autograd has no reason to send a gradient to this rank's rows."""
+        raise self.used_in_pieces()
+
+    def used_in_pieces(self) -> RuntimeError:
+        """The error for a computation with this rank's rows."""
+        module, name = self.owners[0]
+        return RuntimeError(
+            f"{type(module).__name__}.{name} was used while this rank has only its rows. It is "
+            "whole while the module runs that fully_shard was called on: call that module, not "
+            "its forward, a part of it, or another method, and use the parameter nowhere else"
+        )
+
+    def register(self, parameter: nn.Parameter, instead_of: nn.Parameter) -> None:
+        """Let the modules use `parameter`, frozen if the one that they used before is."""
+        parameter.requires_grad_(instead_of.requires_grad)
         for module, name in self.owners:
             setattr(module, name, parameter)
 
@@ -104,11 +132,11 @@ class FSDPParam(ShardedParam):
         """Fill the unsharded parameter from W lines of bytes, and register it."""
         self.table.untyped_storage().resize_(self.table.nbytes)
         self.table.view(torch.uint8).copy_(gathered)
-        self.register(self.unsharded_param)
+        self.register(self.unsharded_param, instead_of=self.sharded_param)
 
     def to_sharded(self) -> None:
         """Free the unsharded parameter, and register the sharded one."""
-        self.register(self.sharded_param)
+        self.register(self.sharded_param, instead_of=self.unsharded_param)
         self.table.untyped_storage().resize_(0)
 
     def accumulate_unsharded(self) -> None:

@@ -11,10 +11,12 @@ let NCCL divide (AVG).
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from hashlib import sha256
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import record_function
 
 from miniddp.comm import wait_for
@@ -50,6 +52,11 @@ class FSDPParamGroup:
         self.sharded_state = ShardedState.SHARDED
         self.requires_gradient_sync = True
         self.gradient_divide_factor: float | None = None
+        self.set_name("")
+
+    def set_name(self, name: str) -> None:
+        """Name the group's module. Each all-gather begins with a hash of the name."""
+        self.name, self.label = name, [*sha256(name.encode()).digest()[:8]]
 
     @torch.no_grad()
     def unshard(self) -> None:
@@ -57,7 +64,8 @@ class FSDPParamGroup:
         if self.sharded_state is not ShardedState.SHARDED or not self.params:
             return
         with record_function("miniddp.all_gather"):
-            line = torch.cat([param.bytes_to_gather() for param in self.params])
+            lines = [param.bytes_to_gather() for param in self.params]
+            line = torch.cat([lines[0].new_tensor(self.label), *lines])
             self.gathered = line.new_empty(self.group.size(), line.numel())
             self.work = all_gather_single(
                 self.gathered.view(-1), line, group=self.group, async_op=True
@@ -70,12 +78,26 @@ class FSDPParamGroup:
         if self.sharded_state is ShardedState.GATHERING:
             with record_function("miniddp.wait"):
                 wait_for(self.work)
-            columns = self.gathered.split([param.nbytes for param in self.params], dim=1)
+            sizes = [len(self.label), *(param.nbytes for param in self.params)]
+            labels, *columns = self.gathered.split(sizes, dim=1)
+            self.sharded_state = ShardedState.SHARDED
+            self.check_labels(labels)
             with record_function("miniddp.copy_out"):
                 for param, column in zip(self.params, columns, strict=True):
                     param.to_unsharded(column)
             del self.gathered, self.work
             self.sharded_state = ShardedState.UNSHARDED
+
+    def check_labels(self, labels: Tensor) -> None:
+        """Raise RuntimeError if other ranks gather another group. On the CPU only: a GPU's CPU
+        does not wait for its messages."""
+        if labels.is_cuda or bool((labels == labels[self.group.rank()]).all()):
+            return
+        raise RuntimeError(
+            f"Rank {self.group.rank()} gathers the parameters of {self.name}, and another rank "
+            "those of another module. Every rank must run the same sharded modules in the same "
+            "order: call fully_shard only on the module that chooses between them"
+        )
 
     def reshard(self) -> None:
         """Free the whole parameters. A launched all-gather is awaited first."""
@@ -84,6 +106,10 @@ class FSDPParamGroup:
             for param in self.params:
                 param.to_sharded()
             self.sharded_state = ShardedState.SHARDED
+
+    def has_gradient(self) -> bool:
+        """Whether a gradient of this rank waits to be reduced."""
+        return any(param.has_gradient() for param in self.params)
 
     @torch.no_grad()
     def reduce(self) -> list["Reduction"]:

@@ -9,10 +9,13 @@ Source: `_chunk_with_empty` and `chunk_cat` in torch/distributed/fsdp/_fully_sha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from miniddp.comm import wait_for
 
@@ -106,6 +109,21 @@ def gather_all(shards: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[
     wait_for(all_gather_single(gathered.view(-1), line, group=group, async_op=True))
     columns = gathered.split([line.numel() for line in lines], dim=1)
     return [
-        sharding.whole(column.clone().view(rows.dtype))
+        sharding.whole(column.reshape(-1).view(rows.dtype))
         for rows, sharding, column in zip(shards, shardings, columns, strict=True)
     ]
+
+
+def refuse_rows(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before each step of any optimizer: raise ValueError if it would take rows for a matrix."""
+    if isinstance(optimizer, LBFGS | Adafactor | Muon):
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if any(hasattr(parameter, "sharding") for parameter in parameters):
+            raise ValueError(
+                f"{type(optimizer).__name__} computes with whole tensors, and a rank has only its "
+                "rows: take an optimizer that works element by element, such as AdamW, or "
+                "miniddp.sharded.muon.ShardedMuon"
+            )
+
+
+register_optimizer_step_pre_hook(refuse_rows)

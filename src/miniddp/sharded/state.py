@@ -14,6 +14,7 @@ form of an optimizer's state, by parameter names, is used here.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -52,7 +53,7 @@ def full_optimizer_state_dict(module: nn.Module, optimizer: Optimizer) -> dict[s
     state = {}
     for index, values in sorted(saved["state"].items()):
         name, parameter = named[index]
-        state[name] = {key: _gathered(value, parameter) for key, value in values.items()}
+        state[name] = _whole(values, parameter)
     groups = [{**g, "params": [named[i][0] for i in g["params"]]} for g in saved["param_groups"]]
     return {"state": state, "param_groups": groups}
 
@@ -75,7 +76,7 @@ def load_full_optimizer_state_dict(
     state = {}
     for index, (name, parameter) in enumerate(named):
         if values := state_dict["state"].get(name):
-            state[index] = {key: _shard(value, parameter) for key, value in values.items()}
+            state[index] = _rows(values, parameter)
     pairs = zip(state_dict["param_groups"], own, strict=True)
     groups = [{**of_saved, "params": group["params"]} for of_saved, group in pairs]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -84,7 +85,9 @@ def load_full_optimizer_state_dict(
 def _named_parameters(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
     """The optimizer's parameters with their names, in the order of its state dict."""
     names = {parameter: name for name, parameter in _sharded(module).named_parameters()}
-    return [(names[p], p) for group in optimizer.param_groups for p in group["params"]]
+    shard_of = getattr(optimizer, "shard_of", {})  # ZeRO's parameters are whole, its state is not
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [(names[parameter], shard_of.get(parameter, parameter)) for parameter in parameters]
 
 
 def _sharded(module: nn.Module) -> nn.Module:
@@ -94,16 +97,27 @@ def _sharded(module: nn.Module) -> nn.Module:
     return module
 
 
-def _gathered(value: Any, parameter: nn.Parameter) -> Any:
-    """The whole of a tensor that is divided like `parameter`; anything else as it is."""
-    if isinstance(value, Tensor) and hasattr(parameter, "sharding"):
-        # A step count is a scalar, which no parameter is.
-        return parameter.sharding.gather(value) if value.shape == parameter.shape else value
-    return value
+def _whole(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """The state of one parameter, with the whole tensors of which this rank has rows."""
+    sharding = getattr(parameter, "sharding", None)
+    return {
+        key: sharding.gather(value) if sharding and _like(parameter.shape, key, value) else value
+        for key, value in values.items()
+    }
 
 
-def _shard(value: Any, parameter: nn.Parameter) -> Any:
-    if isinstance(value, Tensor) and hasattr(parameter, "sharding"):
-        same = value.shape == parameter.sharding.size
-        return parameter.sharding.shard(value).clone() if same else value
-    return value
+def _rows(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """The inverse of `_whole`."""
+    sharding = getattr(parameter, "sharding", None)
+    return {
+        key: sharding.shard(value).clone()
+        if sharding and _like(sharding.size, key, value)
+        else value
+        for key, value in values.items()
+    }
+
+
+def _like(shape: torch.Size, key: str, value: Any) -> bool:
+    """Whether a value has an element per element of a parameter of this shape."""
+    # A step count is a scalar, as a parameter may be.
+    return isinstance(value, Tensor) and key != "step" and value.shape == shape

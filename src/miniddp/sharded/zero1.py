@@ -35,7 +35,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         defaults: keywords of `optimizer_class`.
 
     `param_groups` are the user's: a scheduler changes them, and `step` hands the changes on.
-    `state_dict` and `load_state_dict` are those of this rank's rows, for the same number of ranks.
+    `state_dict` and `load_state_dict` are those of this rank's rows, for the same number of ranks;
+    `miniddp.sharded.state` has those for any number.
     """
 
     def __init__(
@@ -47,21 +48,28 @@ class ZeroRedundancyOptimizer(Optimizer):
     ):
         super().__init__(params, defaults)
         self.group = this_group(process_group)
-        every = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self.shard_of = self.make_shards(every)
-        self.inner = optimizer_class(
-            [
-                {**group, "params": [self.shard_of[p] for p in group["params"] if p.requires_grad]}
-                for group in self.param_groups
-            ],
-            **defaults,
-        )
+        self.shard_of: dict[Tensor, nn.Parameter] = {}
+        groups = [{**group, "params": self.take(group["params"])} for group in self.param_groups]
+        self.inner = optimizer_class(groups, **defaults)
         self.defaults = self.inner.defaults
         self._copy_options(self.inner, self)
+
+    def take(self, parameters: list[Tensor]) -> list[nn.Parameter]:
+        """This rank's rows of each parameter, from now on to be updated."""
+        shards = self.make_shards(parameters)
+        self.shard_of |= shards
+        return list(shards.values())
 
     def make_shards(self, parameters: list[Tensor]) -> dict[Tensor, nn.Parameter]:
         """This rank's rows of each parameter."""
         return {parameter: own_rows(parameter, self.group) for parameter in parameters}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for any optimizer."""
+        super().add_param_group(param_group)
+        if hasattr(self, "inner"):
+            group = self.param_groups[-1]
+            self.inner.add_param_group({**group, "params": self.take(group["params"])})
 
     @property
     def shards(self) -> list[nn.Parameter]:
@@ -78,7 +86,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.take_gradients()
         self._copy_options(self, self.inner)
         self.inner.step()
-        by_device = sorted(self.shard_of, key=lambda parameter: str(parameter.device))
+        trainable = [parameter for parameter in self.shard_of if parameter.requires_grad]
+        by_device = sorted(trainable, key=lambda parameter: str(parameter.device))
         for _, parameters in groupby(by_device, key=lambda parameter: parameter.device):
             of_one = list(parameters)
             shards = [self.shard_of[parameter] for parameter in of_one]
@@ -103,8 +112,19 @@ class ZeroRedundancyOptimizer(Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this rank's rows, saved by as many ranks."""
+        """Load the state of this rank's rows, saved by as many ranks.
+
+        Raises ValueError if it is that of other rows.
+        """
         self.inner.load_state_dict(state_dict)
+        for shard, values in self.inner.state.items():
+            for name, value in values.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != shard.shape:
+                    raise ValueError(
+                        f"{name} has the shape {tuple(value.shape)}, and this rank's rows have "
+                        f"{tuple(shard.shape)}: another number of ranks saved it. Save and load by "
+                        "full_optimizer_state_dict and load_full_optimizer_state_dict"
+                    )
         self._copy_options(self.inner, self)
 
     @staticmethod

@@ -36,7 +36,7 @@ class ShardedBucket(Bucket):
         self, indices: Sequence[int], parameters: Sequence[Tensor], group: dist.ProcessGroup
     ):
         self.group = group
-        self.params = [ShardedParam(own_rows(p, group), p, p.dtype) for p in parameters]
+        self.params = [ShardedParam(own_rows(p, group), p) for p in parameters]
         self.reduction: Reduction | None = None
         super().__init__(indices, parameters)
 
@@ -118,7 +118,10 @@ class Zero2Optimizer(ZeroRedundancyOptimizer):
             for bucket in self.model.reducer.buckets
             for parameter, param in zip(bucket.parameters, bucket.params, strict=True)
         }
-        return {parameter: shard_of[parameter] for parameter in parameters}
+        # What was frozen when `model` was made is in no bucket, and never gets a gradient.
+        return super().make_shards(parameters) | {
+            p: shard_of[p] for p in parameters if p in shard_of
+        }
 
     def take_gradients(self) -> None:
         """The shards have their gradients already."""

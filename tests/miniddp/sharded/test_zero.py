@@ -1,7 +1,5 @@
 """ZeRO-1 and ZeRO-2 against `MiniDDP`, torch's ZeroRedundancyOptimizer, and one process."""
 
-import copy
-
 import pytest
 import torch
 from ddp_models import MODELS, loss_of
@@ -9,7 +7,14 @@ from torch import nn
 
 from labkit.launch.ranks import run_ranks
 from miniddp import MiniDDP
-from miniddp.sharded import Zero2, Zero2Optimizer, ZeroRedundancyOptimizer, clip_grad_norm_
+from miniddp.sharded import (
+    Zero2,
+    Zero2Optimizer,
+    ZeroRedundancyOptimizer,
+    clip_grad_norm_,
+    full_optimizer_state_dict,
+    load_full_optimizer_state_dict,
+)
 
 STEPS = 3
 NAMES = ["mlp", "tied weights", "frozen parameters", "branches", "mixed dtypes", "convolution"]
@@ -108,25 +113,91 @@ def test_a_rank_holds_its_part_of_gradients_and_state_and_clips_by_the_whole_nor
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][3], strict=True))
 
 
-def saved_and_loaded(rank: int) -> bool:
-    """Whether a state that is loaded into a new optimizer continues as the old one does."""
-    build, draw = MODELS["mlp"]
+def one_step(kind: str, rank: int, saved: tuple | None) -> tuple[dict, dict]:
+    """The model's and the optimizer's whole state after one step, from `saved` on if there is."""
+    build, draw = MODELS["frozen parameters"]
     torch.manual_seed(7)
-    model, optimizer = wrap("zero1", build(), unused=False)
+    module = build()
+    model, optimizer = wrap(kind, module, unused=False)
+    if saved is not None:
+        module.load_state_dict(saved[0])
+        load_full_optimizer_state_dict(module, optimizer, saved[1])
     torch.manual_seed(rank)
     loss_of(model(draw(4))).backward()
     optimizer.step()
-    other = copy.deepcopy(model.module)
-    new, resumed = wrap("zero1", other, unused=False)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    batch = draw(4)
-    for each, steps in ((model, optimizer), (new, resumed)):
-        steps.zero_grad()
-        loss_of(each(batch)).backward()
-        steps.step()
-    pairs = zip(model.parameters(), new.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
+    return module.state_dict(), full_optimizer_state_dict(module, optimizer)
 
 
-def test_saved_rows_are_loaded_again():
-    assert run_ranks(saved_and_loaded, 2) == [True, True]
+def save(rank: int, kind: str) -> tuple[dict, dict]:
+    return one_step(kind, rank, None)
+
+
+def resume(rank: int, kind: str, saved: tuple) -> tuple[dict, dict]:
+    return one_step(kind, rank, saved)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2"])
+def test_what_three_ranks_save_two_ranks_resume_as_ddp_would(kind):
+    saved = run_ranks(save, 3, kind)
+    assert str(saved[1]) == str(saved[2]) == str(saved[0])
+    wanted = run_ranks(resume, 2, "ddp", saved[0])[0]
+    for model, optimizer in run_ranks(resume, 2, kind, saved[0]):
+        torch.testing.assert_close(model, wanted[0], rtol=0, atol=0)
+        torch.testing.assert_close(optimizer["state"], wanted[1]["state"], rtol=0, atol=0)
+        assert optimizer["param_groups"] == wanted[1]["param_groups"]
+
+
+def rows_of(rank: int) -> dict:
+    _, optimizer = wrap("zero1", MODELS["mlp"].build(), unused=False)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def load_rows(rank: int, saved: list[dict]) -> str:
+    _, optimizer = wrap("zero1", MODELS["mlp"].build(), unused=False)
+    try:
+        optimizer.load_state_dict(saved[rank % 2])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_are_loaded_on_as_many_ranks_only():
+    of_two = run_ranks(rows_of, 2)
+    assert run_ranks(load_rows, 2, of_two) == ["", ""]
+    assert all("another number of ranks" in text for text in run_ranks(load_rows, 3, of_two))
+
+
+def trained_in_two_stages(kind: str, rank: int) -> list[torch.Tensor]:
+    """First the part above, then also the frozen one, and one that the optimizer gets late."""
+    torch.manual_seed(7)
+    below, above, late = nn.Linear(12, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+    module = nn.Sequential(below.requires_grad_(False), above, late)
+    given = [*below.parameters(), *above.parameters()]
+    options = {"lr": 0.1, "momentum": 0.9}
+    if kind == "ddp":
+        optimizer = torch.optim.SGD(given, **options)
+    else:
+        optimizer = ZeroRedundancyOptimizer(given, torch.optim.SGD, **options)
+    for stage in range(2):
+        if stage == 1:
+            below.requires_grad_(True)
+            optimizer.add_param_group({"params": list(late.parameters()), "lr": 0.2})
+        model = MiniDDP(module)
+        for step in range(2):
+            optimizer.zero_grad()
+            torch.manual_seed(100 * step + rank)
+            loss_of(model(torch.randn(4, 12))).backward()
+            optimizer.step()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def compare_stages(rank: int) -> bool:
+    ours, wanted = (trained_in_two_stages(kind, rank) for kind in ("zero1", "ddp"))
+    return all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+
+
+def test_parameters_that_are_unfrozen_or_added_later_are_updated():
+    assert run_ranks(compare_stages, 2) == [True, True]

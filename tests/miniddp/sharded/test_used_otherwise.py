@@ -1,0 +1,210 @@
+"""`fully_shard` on models that change after sharding, or are used in unusual ways.
+
+On two ranks, each case's gradients are equal to the bit to those of one process with both batches,
+and to those of torch's `fully_shard`, unless that lacks the case.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from labkit.launch.ranks import run_ranks
+from miniddp.sharded import clip_grad_norm_, full_state_dict, fully_shard
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A forward takes one of two branches. It also keeps what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x, left=True):
+        self.kept = self.head(torch.tanh((self.left if left else self.right)(x)))
+        return self.kept
+
+    def features(self, x):
+        return self.left(x)
+
+    def logits(self, x):
+        return self.head(x)
+
+
+def build(how: Any) -> nn.Module:
+    torch.manual_seed(7)
+    net = Net()
+    for part in (net.left, net.right, net):
+        how(part)
+    return net
+
+
+def frozen_in_turns(net: nn.Module, backward: Callable[[Forward], None]) -> None:
+    net.left.requires_grad_(False)
+    backward(net)
+    net.left.requires_grad_(True)
+    net.head.requires_grad_(False)
+    backward(net)
+
+
+def checkpointed_whole(net: nn.Module, backward: Callable[[Forward], None]) -> None:
+    backward(lambda x: checkpoint(net, x.requires_grad_(), use_reentrant=False))
+
+
+def compiled(net: nn.Module, backward: Callable[[Forward], None]) -> None:
+    backward(torch.compile(net, backend="eager"))
+
+
+def synchronized_without_a_branch(net: nn.Module, backward: Callable[[Forward], None]) -> None:
+    for left in (True, False):
+        if hasattr(net, "set_requires_gradient_sync"):
+            net.set_requires_gradient_sync(not left)
+        backward(lambda x, left=left: net(x, left))
+
+
+def in_another_dtype(net: nn.Module, backward: Callable[[Forward], None]) -> None:
+    net.to(torch.float64)
+    backward(lambda x: net(x.double()))
+
+
+def a_loss_that_is_no_output(net: nn.Module, backward: Callable[[Forward], None]) -> None:
+    net.register_forward_hook(lambda *_: (), prepend=True)
+    backward(lambda x: net(x) or net.kept)
+
+
+CASES = [frozen_in_turns, checkpointed_whole, compiled, synchronized_without_a_branch]
+CASES += [in_another_dtype, a_loss_that_is_no_output]
+
+
+def gradients(case: Callable, how: Any, ranks: list[int]) -> list[Tensor | None]:
+    """The averages over two ranks, of which this process computes the losses of `ranks`."""
+    net = build(how)
+
+    def backward(forward: Forward) -> None:
+        for rank in ranks:
+            x = torch.randn(4, 12, generator=torch.Generator().manual_seed(rank))
+            (forward(x).pow(2).mean() / len(ranks)).backward()
+
+    case(net, backward)
+    found = []
+    for parameter in net.parameters():
+        gradient = parameter.grad
+        if gradient is not None and hasattr(parameter, "sharding"):
+            gradient = parameter.sharding.gather(gradient)
+        found.append(gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient)
+    return found
+
+
+def compare_cases(rank: int) -> dict[str, bool]:
+    same = {}
+    for case in CASES:
+        print(case.__name__)  # shown if the call fails, and then the last one is the culprit
+        ours = gradients(case, fully_shard, [rank])
+        others = {"one process": gradients(case, lambda part: part, [0, 1])}
+        if case is not a_loss_that_is_no_output:  # torch's reduces nothing
+            others["torch"] = gradients(case, torchs_fully_shard, [rank])
+        for name, theirs in others.items():
+            pairs = list(zip(ours, theirs, strict=True))
+            none = all((a is None) == (b is None) for a, b in pairs)
+            both = [(a, b) for a, b in pairs if a is not None and b is not None]
+            if case is synchronized_without_a_branch and name == "one process":
+                equal = all(torch.allclose(a, b) for a, b in both)  # adds in another order
+            else:
+                equal = all(torch.equal(a, b) for a, b in both)
+            same[f"{case.__name__}, {name}"] = none and equal
+    return same
+
+
+def test_gradients_are_those_of_one_process_and_of_torch():
+    for same in run_ranks(compare_cases, 2):
+        assert [name for name, equal in same.items() if not equal] == []
+
+
+def what_is_said(rank: int) -> dict[str, str]:
+    net = build(fully_shard)
+    net(torch.ones(2, 12)).sum().backward()
+    late = build(fully_shard)
+    late(torch.ones(2, 12)).sum().backward()
+    late.head.bias = nn.Parameter(torch.zeros(3))
+    attempts = {
+        "used while this rank has only its rows": lambda: net.logits(torch.ones(2, 12)),
+        "Linear.weight was used while": lambda: net.forward(torch.ones(2, 12)),
+        "Linear.weight was used": lambda: net.right.weight.sum().backward(),
+        "another rank those of another module": lambda: net(torch.ones(2, 12), rank == 0),
+        "head.bias was added": lambda: late(torch.ones(2, 12)),
+        "is never called": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
+        "a list is never called": lambda: fully_shard([nn.Linear(2, 2)]),
+        "LBFGS computes with whole": lambda: torch.optim.LBFGS(net.parameters()).step(lambda: 0),
+    }
+    said = {}
+    for expected, attempt in attempts.items():
+        try:
+            said[expected] = str(attempt())
+        except (ValueError, RuntimeError) as error:
+            said[expected] = str(error)
+    return said
+
+
+def test_what_would_be_silently_wrong_is_refused_on_every_rank():
+    for said in run_ranks(what_is_said, 2):
+        assert [expected for expected, text in said.items() if expected not in text] == []
+
+
+def steps_of_hooks(rank: int) -> list[tuple[int, ...]]:
+    net, shapes = fully_shard(nn.Linear(12, 4)), []
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: shapes.append(tuple(p.grad.shape)))
+    net(torch.ones(2, 12)).sum().backward()
+    return shapes
+
+
+def test_hooks_of_a_sharded_parameter_run_when_its_gradient_is_there():
+    assert run_ranks(steps_of_hooks, 2) == [[(2, 12), (2,)]] * 2
+
+
+def saved_without_rows(rank: int) -> dict[str, Tensor]:
+    net = nn.Linear(12, 4)
+    net.nothing = nn.Parameter(torch.empty(0, 12))
+    return full_state_dict(fully_shard(net))
+
+
+def test_a_parameter_without_elements_is_saved():
+    for saved in run_ranks(saved_without_rows, 2):
+        assert saved["nothing"].shape == (0, 12)
+
+
+def norms(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """By ours and by torch's, of one sharded gradient and a copy of it; then of infinity."""
+    net = build(fully_shard)
+    net(torch.randn(4, 12, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    used = [p for p in net.parameters() if p.grad is not None]
+    alone = [nn.Parameter(p.sharding.gather(p.detach())) for p in used]
+    for parameter, copied in zip(used, alone, strict=True):
+        copied.grad = parameter.sharding.gather(parameter.grad)
+    found = []
+    for kind in (1.0, 2.0, 3.0, float("inf")):
+        before = copy.deepcopy([p.grad for p in used])
+        ours = clip_grad_norm_(used, 0.1, norm_type=kind)
+        found.append((float(ours), float(nn.utils.get_total_norm([p.grad for p in alone], kind))))
+        for parameter, gradient in zip(used, before, strict=True):
+            parameter.grad = gradient
+    if rank == 1:
+        used[0].grad.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="nan"):
+        clip_grad_norm_(used, 0.1, norm_type=float("inf"), error_if_nonfinite=True)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_kind_of_norm_is_that_of_the_whole_gradient(world_size):
+    for found in run_ranks(norms, world_size):
+        for ours, wanted in found:
+            assert ours == pytest.approx(wanted, rel=1e-5)

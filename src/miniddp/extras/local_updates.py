@@ -41,8 +41,8 @@ class LocalSGD:
         every: H, at least 1.
         process_group: the ranks; the default group when None.
 
-    Raises ValueError if `every` is less than 1. It has `step`, `zero_grad`, and `param_groups`, and
-    is no `torch.optim.Optimizer`: give a scheduler the inner one.
+    Raises ValueError if `every` is less than 1. It is no `torch.optim.Optimizer`: give a scheduler
+    the inner one.
     """
 
     def __init__(
@@ -75,6 +75,15 @@ class LocalSGD:
             self.synchronize()
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs, besides its weights, to go on from any step."""
+        return {"inner": self.inner.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this rank's `state_dict` returned."""
+        self.inner.load_state_dict(state_dict["inner"])
+        self.steps = state_dict["steps"]
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Replace every rank's weights by their average."""
@@ -104,6 +113,17 @@ class DiLoCo(LocalSGD):
         self.common = [p.detach().clone() for p in self.parameters]
         nesterov = nesterov and momentum > 0
         self.outer = SGD(self.common, lr=lr, momentum=momentum, nesterov=nesterov)
+
+    def state_dict(self) -> dict[str, Any]:
+        outer = {"outer": self.outer.state_dict(), "common": self.common}
+        return super().state_dict() | outer
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.outer.load_state_dict(state_dict["outer"])
+        for common, saved in zip(self.common, state_dict["common"], strict=True):
+            common.copy_(saved)
 
     @torch.no_grad()
     def synchronize(self) -> None:

@@ -100,6 +100,28 @@ def test_synchronized_at_every_step_it_is_ddp_up_to_rounding(kind, world_size):
         torch.testing.assert_close(ours, ddps, rtol=1e-5, atol=1e-6)
 
 
+def interrupted(rank: int, kind: str) -> bool:
+    """Whether a training that is saved and loaded in the middle of a round ends as another one."""
+
+    def start() -> tuple[nn.Module, Any]:
+        model = build()
+        inner = SGD(model.parameters(), lr=0.1, momentum=0.5)
+        return model, LocalSGD(inner, 4) if kind == "local" else DiLoCo(inner, 4)
+
+    model, optimizer = start()
+    train(model, optimizer, rank)  # the sixth step is the second of a round
+    resumed, other = start()
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    pairs = zip(train(model, optimizer, rank), train(resumed, other, rank), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", ["local", "diloco"])
+def test_a_training_goes_on_where_it_was_saved(kind):
+    assert run_ranks(interrupted, 2, kind) == [True, True]
+
+
 def test_an_interval_of_no_steps_is_refused():
     def refused() -> str:
         with pytest.raises(ValueError, match="at least 1"):

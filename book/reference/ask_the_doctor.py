@@ -44,7 +44,7 @@ def _run(
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=900,
             env=os.environ
             | {"PYTHONPATH": sources, "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
         )

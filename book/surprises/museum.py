@@ -48,7 +48,7 @@ def loss_curves(steps: int) -> dict[str, Curve]:
     by more than rounding, in any step and on any rank.
     """
     data = trial.draw_batches(2)
-    of_ranks = run_ranks(_train_all, 2, steps, timeout=240, device="cpu")
+    of_ranks = run_ranks(_train_all, 2, steps, timeout=900, device="cpu")
     curves = {"one process": run_ranks(_train_alone, 1, steps, data, device="cpu")[0]}
     for name in of_ranks[0]:
         found = [one[name] for one in of_ranks]
@@ -68,7 +68,7 @@ def crosses() -> dict[str, dict[str, Comparison | None]]:
     """
     caught: dict[str, dict[str, Comparison | None]] = {}
     for world_size in sorted({e.ranks_needed for e in museum.exhibits()}):
-        of_ranks = run_ranks(_violations, world_size, timeout=240, device="cpu")
+        of_ranks = run_ranks(_violations, world_size, timeout=900, device="cpu")
         for name, found in of_ranks[0].items():
             if any(list(one[name]) != list(found) for one in of_ranks):
                 raise RuntimeError(f"the ranks disagree about the invariants of {name}")
@@ -178,7 +178,7 @@ def caught_by(tests: Sequence[Test]) -> dict[str, set[str]]:
     A test is called on every rank as `test(wrap, rank, world_size)`, and fails by
     AssertionError.
     """
-    of_ranks = run_ranks(_failures, 2, tests, timeout=240, device="cpu")
+    of_ranks = run_ranks(_failures, 2, tests, timeout=900, device="cpu")
     return {
         t.__name__: set().union(*(one[t.__name__] for one in of_ranks)) for t in tests
     }

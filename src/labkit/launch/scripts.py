@@ -49,7 +49,7 @@ def run_script(
     script: str,
     *args: object,
     ranks: int | None = None,
-    timeout: float = 300.0,
+    timeout: float = 900.0,
     nodes: int = 1,
     max_restarts: int = 0,
     fresh: bool = False,

@@ -203,10 +203,22 @@ def _streams(tell: Used) -> None:
 
 
 def _classes(tell: Used) -> None:
-    wrap, cast, load = nn.parallel.DistributedDataParallel, torch.autocast, torch.load
-    make_wrapper, make_cast = wrap.__init__, cast.__init__
+    wrap, cast = nn.parallel.DistributedDataParallel, torch.autocast
 
-    @functools.wraps(make_wrapper)
+    def unchanged(module: nn.Module, process_group: Any = None) -> nn.Module:
+        tell("SyncBatchNorm (each rank now uses its own samples)")
+        return module
+
+    nn.Module.to = _moved(nn.Module.to, tell)  # type: ignore[method-assign,assignment]
+    torch.Generator = _generator(torch.Generator, tell)  # type: ignore[misc]
+    wrap.__init__ = _wrapper(wrap.__init__, tell)  # type: ignore[method-assign,assignment]
+    cast.__init__ = _autocast(cast.__init__, tell)  # type: ignore[method-assign,assignment]
+    torch.load = _loaded(torch.load, tell)
+    nn.SyncBatchNorm.convert_sync_batchnorm = unchanged  # type: ignore[method-assign,assignment]
+
+
+def _wrapper(make: Any, tell: Used) -> Any:
+    @functools.wraps(make)
     def wrapper(
         self: Any,
         module: Any,
@@ -217,26 +229,32 @@ def _classes(tell: Used) -> None:
     ) -> None:
         if device_ids is not None or output_device is not None:
             tell("device_ids")
-        make_wrapper(self, module, None, None, *args, **kwargs)
+        make(self, module, None, None, *args, **kwargs)
 
-    @functools.wraps(make_cast)
+    return wrapper
+
+
+def _autocast(make: Any, tell: Used) -> Any:
+    @functools.wraps(make)
     def autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         if of_cpu(device_type) != device_type:
             tell('autocast("cuda")')
-        make_cast(self, of_cpu(device_type), *args, **kwargs)
+        make(self, of_cpu(device_type), *args, **kwargs)
 
+    return autocast
+
+
+def _loaded(load: Any, tell: Used) -> Any:
     @functools.wraps(load)
     def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if map_location not in (None, "cpu"):
             tell("torch.load's map_location")
         return load(file, "cpu", *args, **kwargs)
 
-    def unchanged(module: nn.Module, process_group: Any = None) -> nn.Module:
-        tell("SyncBatchNorm (each rank now uses its own samples)")
-        return module
+    return loaded
 
-    move = nn.Module.to
 
+def _moved(move: Any, tell: Used) -> Any:
     @functools.wraps(move)
     def moved(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and of_cpu(args[0]) is not args[0]:
@@ -244,21 +262,18 @@ def _classes(tell: Used) -> None:
             args = ("cpu", *args[1:])
         return move(self, *args, **kwargs)
 
-    draws = torch.Generator
+    return moved
 
+
+def _generator(draws: Any, tell: Used) -> Any:
     class Kind(type(draws)):  # type: ignore[misc]
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, draws)
 
-    class Generator(draws, metaclass=Kind):  # type: ignore[misc]
+    class Generator(draws, metaclass=Kind):  # type: ignore[misc,valid-type]
         def __new__(cls, device: Any = "cpu") -> Any:
             if of_cpu(device) is not device:
                 tell('torch.Generator("cuda")')
             return draws(of_cpu(device))
 
-    nn.Module.to = moved  # type: ignore[method-assign,assignment]
-    torch.Generator = Generator  # type: ignore[misc]
-    wrap.__init__ = wrapper  # type: ignore[method-assign,assignment]
-    cast.__init__ = autocast  # type: ignore[method-assign,assignment]
-    torch.load = loaded
-    nn.SyncBatchNorm.convert_sync_batchnorm = unchanged  # type: ignore[method-assign,assignment]
+    return Generator

@@ -5,6 +5,7 @@ hooks are registered when an observed backward begins and removed when it ends.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ddp_doctor.fingerprints import dense, projection
 from ddp_doctor.observe import losses
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import REDUCED, Recorder
+from ddp_doctor.observe.states import OptimizerState
 from ddp_doctor.patching import Patches
 from ddp_doctor.places import call, place
 
@@ -22,36 +24,21 @@ MAX_BACKWARDS = 512
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    session = recorder.session
+    of = _Backwards(recorder)
+    for owner in (torch.Tensor, torch.autograd):
+        patches.observe(owner, "backward", of.before, of.after, failed=of.abandoned)
 
-    def reached(parameter: Tensor, record: dict[str, Any]) -> Any:
-        @session.guard
-        def look(gradient: Tensor) -> None:
-            key = id(parameter)
-            record["_reached"].add(key)
-            value = projection(gradient)
-            if value is None:
-                return
-            grad = parameter.grad
-            own = None if grad is None else dense(grad)
-            fresh = own is None or (grad.layout == torch.strided and not bool(own.any()))
-            before = 0.0 if fresh else recorder.local.get(key, 0.0)
-            used = recorder.used.get(key)  # None: cannot be compared; 0: adds nothing
-            if used and not fresh and used == projection(grad):
-                recorder.leftover.add(key)
-            recorder.local[key] = before + value
 
-        def hook(gradient: Tensor) -> None:
-            look(gradient)
+class _Backwards:
+    """The backward passes of one process."""
 
-        return hook
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.look = recorder.session.guard(self._look)
 
-    def remove_hooks() -> None:
-        for handle in recorder.hooks:
-            handle.remove()
-        recorder.hooks = []
-
-    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the record of this backward, and the nodes that it starts from."""
+        recorder, session = self.recorder, self.recorder.session
         recorder.in_backward += 1
         if recorder.in_backward > 1:
             return None
@@ -63,70 +50,103 @@ def install(recorder: Recorder, patches: Patches) -> None:
         record: dict[str, Any] = {"place": at, "_reached": set()}
         if not recorder.on:
             return record, []
+        roots = _roots(args, kwargs)
         note_state(recorder)
         record["call"] = call()
-        recorder.leftover = set()
         record["scale"] = recorder.scales
         record["retained"] = _retains(args, kwargs)
         record["prepared"] = {str(wrapper.index): wrapper.prepared for wrapper in recorder.wrappers}
         record["terms"] = []
         record["values"] = [
             float(root.detach())
-            for root in _roots(args, kwargs)[:1]
+            for root in roots[:1]
             if root.numel() == 1 and root.device.type != "meta"
         ]
+        self._watch(record)
+        return record, [root.grad_fn for root in roots]
+
+    def _watch(self, record: dict[str, Any]) -> None:
+        """Look at every gradient and every loss term that this backward will reach."""
+        recorder = self.recorder
+        parameters = recorder.known_parameters().values()
+        recorder.leftover = set()
         recorder.hooks = [
-            parameter.register_hook(reached(parameter, record))
-            for parameter in recorder.known_parameters().values()
+            parameter.register_hook(partial(self.look, parameter, record))
+            for parameter in parameters
             if parameter.requires_grad and parameter.is_leaf
         ]
-        shards = any(hasattr(p, "placements") for p in recorder.known_parameters().values())
+        shards = any(hasattr(parameter, "placements") for parameter in parameters)
         recorder.window["sharded"] = recorder.names.sharded() or shards
         recorder.window["dtensors"] = shards
         for term in recorder.terms:
-            term["hits"] = 0.0
-            term["hit"] = False
-        return record, [root.grad_fn for root in _roots(args, kwargs)]
+            term |= {"hits": 0.0, "hit": False}
 
-    def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _look(self, parameter: Tensor, record: dict[str, Any], gradient: Tensor) -> None:
+        """A local gradient has arrived: add it up, and see what it is added to."""
+        recorder, key = self.recorder, id(parameter)
+        record["_reached"].add(key)
+        value = projection(gradient)
+        if value is None:
+            return
+        grad = parameter.grad
+        own = None if grad is None else dense(grad)
+        fresh = grad is None or own is None or (grad.layout == torch.strided and not own.any())
+        before = 0.0 if fresh else recorder.local.get(key, 0.0)
+        used = recorder.used.get(key)  # None: cannot be compared; 0: adds nothing
+        if used and not fresh and grad is not None and used == projection(grad):
+            recorder.leftover.add(key)
+        recorder.local[key] = before + value
+
+    def after(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self.recorder
         recorder.in_backward -= 1
         if recorder.in_backward or token is None:
             return
         record, nodes = token
-        remove_hooks()
-        session.doing("after backward")
+        self._remove_hooks()
+        recorder.session.doing("after backward")
         # A hook may step an optimizer: observing can begin or end while backward runs.
         observed = recorder.on and "call" in record
-        if observed and recorder.reduced_losses:
-            for node in _nodes(nodes):
-                if node.metadata.get(REDUCED) in recorder.reduced_losses:
-                    recorder.reduced_losses[node.metadata[REDUCED]]["needed"] = True
         if observed:
-            hit = _terms(recorder, nodes)
-            record["terms"] = [losses.written(term) for term in hit[:40]]
-            used = {id(term) for term in hit}
-            recorder.terms = [term for term in recorder.terms if id(term) not in used]
-            record["wrappers"] = _reached(recorder, record)
+            self._note_terms(record, nodes)
         for wrapper in recorder.wrappers:
             if not observed or record["wrappers"].get(str(wrapper.index)):
                 wrapper.prepared = None
-        for state in recorder.optimizers.values():
-            mine = {id(parameter) for parameter in state.parameters()} if observed else set()
-            if mine and len(state.pending) >= MAX_BACKWARDS:
-                state.cut = True
-            elif mine and (mine & record["_reached"] or not record["_reached"]):
-                state.pending.append(record)
-                if kept := len(mine & recorder.leftover):
-                    record.setdefault("leftover", {})[str(state.index)] = kept
-                recorder.note_gradients(state)
+        for state in recorder.optimizers.values() if observed else ():
+            self._hand_to(state, record)
 
-    def abandoned(error: BaseException) -> None:
-        recorder.in_backward = max(0, recorder.in_backward - 1)
-        if recorder.in_backward == 0:
-            remove_hooks()
+    def _note_terms(self, record: dict[str, Any], nodes: list[Any]) -> None:
+        """Which losses and wrapped models this backward went through."""
+        recorder = self.recorder
+        for node in _nodes(nodes) if recorder.reduced_losses else ():
+            if node.metadata.get(REDUCED) in recorder.reduced_losses:
+                recorder.reduced_losses[node.metadata[REDUCED]]["needed"] = True
+        hit = _terms(recorder, nodes)
+        record["terms"] = [losses.written(term) for term in hit[:40]]
+        used = {id(term) for term in hit}
+        recorder.terms = [term for term in recorder.terms if id(term) not in used]
+        record["wrappers"] = _reached(recorder, record)
 
-    patches.observe(torch.Tensor, "backward", before, after, failed=abandoned)
-    patches.observe(torch.autograd, "backward", before, after, failed=abandoned)
+    def _hand_to(self, state: OptimizerState, record: dict[str, Any]) -> None:
+        """The backward belongs to an optimizer's next step if it reached its parameters."""
+        mine = {id(parameter) for parameter in state.parameters()}
+        if mine and len(state.pending) >= MAX_BACKWARDS:
+            state.cut = True
+        elif mine and (mine & record["_reached"] or not record["_reached"]):
+            state.pending.append(record)
+            if kept := len(mine & self.recorder.leftover):
+                record.setdefault("leftover", {})[str(state.index)] = kept
+            self.recorder.note_gradients(state)
+
+    def abandoned(self, error: BaseException) -> None:
+        self.recorder.in_backward = max(0, self.recorder.in_backward - 1)
+        if self.recorder.in_backward == 0:
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for handle in self.recorder.hooks:
+            handle.remove()
+        self.recorder.hooks = []
 
 
 def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Samplers, loaders and data sets: who gets which rows, in which order, in which epoch."""
 
 import zlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -19,20 +20,36 @@ MAX_BYTES = 1 << 24
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    session = recorder.session
-    samplers, loaders, iterators = Numbers(), Numbers(), Numbers()
-    epochs: dict[int, int] = {}
-    described: set[int] = set()
-    rows: dict[int, int] = {}  # by iterator; a batch without rows counts as one
-    ends = [0]
+    of = _Data(recorder)
+    patches.observe(DistributedSampler, "__iter__", after=of.sampled)
+    patches.observe(dataloader.DataLoader, "__iter__", of.iterated)
+    # Private, and the only place that every loader's batches pass through.
+    iterator = dataloader._BaseDataLoaderIter
+    patches.observe(iterator, "__next__", of.waiting, of.delivered, failed=of.over)
 
-    def sampled(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+
+class _Data:
+    """The samplers, loaders and batches of one process."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.session = recorder.session
+        self.samplers, self.loaders, self.iterators = Numbers(), Numbers(), Numbers()
+        self.epochs: Counter[int] = Counter()  # by sampler
+        self.described: set[int] = set()  # loaders
+        self.rows: dict[int, int] = {}  # by iterator; a batch without rows counts as one
+        self.ends = 0
+
+    def sampled(
+        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A sampler begins an epoch."""
         sampler = args[0]
-        number = samplers.of(sampler)
-        epochs[number] = epochs.get(number, 0) + 1
-        if epochs[number] > 20 or number > 40:
+        number = self.samplers.of(sampler)
+        self.epochs[number] += 1
+        if self.epochs[number] > 20 or number > 40:
             return
-        session.write(
+        self.session.write(
             "sampler",
             sampler=number,
             epoch=getattr(sampler, "epoch", None),
@@ -42,20 +59,21 @@ def install(recorder: Recorder, patches: Patches) -> None:
             length=_length(getattr(sampler, "dataset", None)),
             drop_last=bool(getattr(sampler, "drop_last", False)),
             grad=torch.is_grad_enabled(),
-            backwards=recorder.backward_count,
+            backwards=self.recorder.backward_count,
             place=place(),
         )
 
-    def iterated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def iterated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A loader is about to be read: the first time, say what it is."""
         loader = args[0]
-        number = loaders.of(loader)
-        if number in described or len(described) >= 12:
+        number = self.loaders.of(loader)
+        if number in self.described or len(self.described) >= 12:
             return
-        described.add(number)
+        self.described.add(number)
         sampler = getattr(loader, "sampler", None)
         batches = getattr(loader, "batch_sampler", None)
         inner = getattr(batches, "sampler", None)
-        session.write(
+        self.session.write(
             "loader",
             dataset=type(loader.dataset).__name__,
             length=_length(loader.dataset),
@@ -68,39 +86,32 @@ def install(recorder: Recorder, patches: Patches) -> None:
             place=place(),
         )
 
-    def waiting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session.doing("waiting for the data loader")
+    def waiting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.session.doing("waiting for the data loader")
 
-    def delivered(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session.doing("running")
+    def delivered(
+        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A loader has returned a batch."""
+        self.session.doing("running")
         if not torch.is_grad_enabled():
             return
-        key = iterators.of(args[0])
-        if key not in rows:
-            if len(rows) >= 2:
-                return
-            rows[key] = 0
-        if rows[key] < MAX_ROWS:
+        key = self.iterators.of(args[0])
+        if key not in self.rows and len(self.rows) >= 2:
+            return
+        seen = self.rows.setdefault(key, 0)
+        if seen < MAX_ROWS:
             tensors = [tensor for tensor in tensors_in(result) if tensor.dim()][:8]
             found = _rows(tensors)
-            rows[key] += max(1, len(found))
-            session.write(
-                "batch",
-                iterator=key,
-                size=min((tensor.shape[0] for tensor in tensors), default=0),
-                rows=found,
-            )
+            self.rows[key] = seen + max(1, len(found))
+            size = min((tensor.shape[0] for tensor in tensors), default=0)
+            self.session.write("batch", iterator=key, size=size, rows=found)
 
-    def over(error: BaseException) -> None:
-        session.doing("running")
-        if isinstance(error, StopIteration) and torch.is_grad_enabled() and ends[0] < 50:
-            ends[0] += 1
-            session.write("loader ended", backwards=recorder.backward_count)
-
-    patches.observe(DistributedSampler, "__iter__", after=sampled)
-    patches.observe(dataloader.DataLoader, "__iter__", iterated)
-    # Private, and the only place that every loader's batches pass through.
-    patches.observe(dataloader._BaseDataLoaderIter, "__next__", waiting, delivered, failed=over)
+    def over(self, error: BaseException) -> None:
+        self.session.doing("running")
+        if isinstance(error, StopIteration) and torch.is_grad_enabled() and self.ends < 50:
+            self.ends += 1
+            self.session.write("loader ended", backwards=self.recorder.backward_count)
 
 
 def _sharded(loader: Any) -> bool:

@@ -6,6 +6,7 @@ function does not reduce. Divided by the count of items, the product is the weig
 """
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,22 +30,91 @@ WRITTEN = (
     *("function", "reduction", "count", "rows", "place", "loss", "spread", "target"),
     *("input", "shape", "square", "over_parameters"),
 )
+ONE_PER_ROW = (
+    *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
+    *("cosine_embedding_loss", "triplet_margin_loss"),
+)
 MAX_TERMS = 200
 NODE = "ddp_doctor"  # in a node's metadata: the number of the term that is its output
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    session = recorder.session
-    depth = [0]
+    of = _Terms(recorder)
+    for name in FUNCTIONS:
+        patches.observe(F, name, of.enter, partial(of.loss, name), of.on, failed=of.abandoned)
+    for owner in (torch.Tensor, torch):
+        for kind in ("mean", "sum", "nanmean", "nansum"):
+            after = partial(of.reduced, kind.removeprefix("nan"))
+            patches.observe(owner, kind, after=after, when=of.on)
+    for owner, names, sign in (
+        (torch.Tensor, ("__truediv__", "__itruediv__", "div", "div_", "divide"), "/"),
+        (torch.Tensor, ("__mul__", "__rmul__", "__imul__", "mul", "mul_", "multiply"), "*"),
+        (torch, ("div", "divide", "true_divide"), "/"),
+        (torch, ("mul", "multiply"), "*"),
+    ):
+        for name in names:
+            after = partial(of.scaled, sign, name == "__rmul__")
+            patches.observe(owner, name, after=after, when=of.on)
 
-    def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        depth[0] += 1
-        return depth[0] == 1
 
-    def abandoned(error: BaseException) -> None:
-        depth[0] = max(0, depth[0] - 1)
+class _Terms:
+    """The loss terms of one process: the functions that make them, and what scales them."""
 
-    def watch(term: dict[str, Any], output: Tensor) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.depth = 0  # of loss functions that call one another
+        self.arrived = recorder.session.guard(_arrived)
+
+    def on(self) -> bool:
+        return self.recorder.on and not self.recorder.session.over
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this loss function was not called by another one."""
+        self.depth += 1
+        return self.depth == 1
+
+    def abandoned(self, error: BaseException) -> None:
+        self.depth = max(0, self.depth - 1)
+
+    def loss(
+        self, name: str, first: bool, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A loss function has returned."""
+        self.depth = max(0, self.depth - 1)
+        if not first or not self.on():
+            return
+        if isinstance(result, Tensor) and result.requires_grad:
+            at = place(sys._getframe(1))
+            self.watch(_counted(name, args, kwargs) | {"place": at, "loss": True}, result)
+
+    def reduced(
+        self, kind: str, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A sum or a mean has returned: a loss, if it is a number."""
+        source = args[0] if args else kwargs.get("input")
+        if (
+            self.depth
+            or not isinstance(result, Tensor)
+            or not isinstance(source, Tensor)
+            or not result.requires_grad
+            or result.numel() != 1
+            or source.dim() == 0
+        ):
+            return
+        term = {
+            "function": kind,
+            "reduction": kind,
+            "count": _unmasked(source) if kind == "sum" else source.numel(),
+            "rows": source.shape[0],
+            "place": place(sys._getframe(1)),
+            "loss": False,
+            "over_parameters": bool(source.is_leaf),
+        }
+        self.watch(term, result)
+
+    def watch(self, term: dict[str, Any], output: Tensor) -> None:
+        """Remember a term, and sum the gradients that arrive at its output."""
+        recorder = self.recorder
         if len(recorder.terms) >= MAX_TERMS:
             del recorder.terms[0]
         # A reference to the node would keep the whole forward alive. Nodes cannot be referenced
@@ -54,110 +124,52 @@ def install(recorder: Recorder, patches: Patches) -> None:
         term["node"] = recorder.terms_made
         if node is not None:
             term["node"] = node.metadata.setdefault(NODE, recorder.terms_made)
-        term["hit"] = False
-        term["hits"] = 0.0
-        scalar = output.numel() == 1
-
-        @session.guard
-        def arrived(gradient: Tensor | None) -> None:
-            if gradient is None:  # of an output that the loss does not use
-                return
-            gradient = gradient.detach()
-            term["hit"] = True
-            if scalar:
-                term["hits"] += float(gradient.sum())
-                return
-            used = gradient[gradient != 0]
-            term["hits"] += float(gradient.double().sum())
-            term["count"] = used.numel()
-            if used.numel():
-                term["spread"] = [float(used.abs().min()), float(used.abs().max())]
-
-        def hook(gradient: Tensor) -> None:
-            arrived(gradient)
-
-        output.register_hook(hook)
+        term |= {"hit": False, "hits": 0.0}
+        output.register_hook(partial(self.arrived, term))
         recorder.terms.append(term)
 
-    def loss(name: str) -> Any:
-        def after(first: bool, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            depth[0] = max(0, depth[0] - 1)
-            if not first or not recorder.on:
+    def scaled(
+        self,
+        sign: str,
+        reflected: bool,
+        token: Any,
+        result: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """A number with a gradient was multiplied or divided by one without."""
+        window = self.recorder.window
+        if self.depth or len(args) < 2 or self.recorder.in_backward:
+            return
+        loss, other, left = args[0], args[1], reflected
+        if isinstance(loss, Tensor) and not loss.requires_grad and isinstance(other, Tensor):
+            loss, other, left = other, loss, not left
+            if sign == "/":
                 return
-            if not isinstance(result, Tensor) or not result.requires_grad:
-                return
-            term = _counted(name, args, kwargs)
-            term["place"] = place(sys._getframe(1))
-            term["loss"] = True
-            watch(term, result)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(result, Tensor):
+            return
+        value = _number(other)
+        if value is None or not result.requires_grad or len(window["scaling"]) >= 100:
+            return
+        frame = programs_frame(sys._getframe(1))
+        text = expression(frame)
+        fact = {"op": sign, "value": value, "text": text, "operand": operand(text, left)}
+        window["scaling"].append({**fact, "place": place(frame)})
 
-        return after
 
-    def reduced(kind: str) -> Any:
-        def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            source = args[0] if args else kwargs.get("input")
-            if (
-                depth[0]
-                or not recorder.on
-                or not isinstance(result, Tensor)
-                or not isinstance(source, Tensor)
-                or not result.requires_grad
-                or result.numel() != 1
-                or source.dim() == 0
-            ):
-                return
-            count = _unmasked(source) if kind == "sum" else source.numel()
-            term = {
-                "function": kind,
-                "reduction": kind,
-                "count": count,
-                "rows": source.shape[0] if source.dim() else 1,
-                "place": place(sys._getframe(1)),
-                "loss": False,
-                "over_parameters": bool(source.is_leaf),
-            }
-            watch(term, result)
-
-        return after
-
-    def scaled(sign: str, reflected: bool = False) -> Any:
-        def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not recorder.on or depth[0] or len(args) < 2 or recorder.in_backward:
-                return
-            loss, other, left = args[0], args[1], reflected
-            if isinstance(loss, Tensor) and not loss.requires_grad and isinstance(other, Tensor):
-                loss, other, left = other, loss, not left
-                if sign == "/":
-                    return
-            if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(result, Tensor):
-                return
-            value = _number(other)
-            if value is None or not result.requires_grad or len(recorder.window["scaling"]) >= 100:
-                return
-            frame = programs_frame(sys._getframe(1))
-            text = expression(frame)
-            fact = {"op": sign, "value": value, "text": text, "operand": operand(text, left)}
-            recorder.window["scaling"].append({**fact, "place": place(frame)})
-
-        return after
-
-    def when() -> bool:
-        return recorder.on and not session.over
-
-    for name in FUNCTIONS:
-        patches.observe(F, name, enter, loss(name), when, failed=abandoned)
-    for owner in (torch.Tensor, torch):
-        for kind in ("mean", "sum", "nanmean", "nansum"):
-            patches.observe(owner, kind, after=reduced(kind.removeprefix("nan")), when=when)
-    patches.observe(torch.Tensor, "__rmul__", after=scaled("*", reflected=True), when=when)
-    for owner, names, sign in (
-        (torch.Tensor, ("__truediv__", "__itruediv__", "div", "div_", "divide"), "/"),
-        (torch.Tensor, ("__mul__", "__imul__", "mul", "mul_", "multiply"), "*"),
-        (torch, ("div", "divide", "true_divide"), "/"),
-        (torch, ("mul", "multiply"), "*"),
-    ):
-        for name in names:
-            patches.observe(owner, name, after=scaled(sign), when=when)
+def _arrived(term: dict[str, Any], gradient: Tensor | None) -> None:
+    """A gradient has reached a term's output; None if the loss does not use the output."""
+    if gradient is None:
+        return
+    gradient = gradient.detach()
+    term["hit"] = True
+    term["hits"] += float(gradient.double().sum())
+    if gradient.numel() == 1:
+        return
+    used = gradient[gradient != 0]
+    term["count"] = used.numel()
+    if used.numel():
+        term["spread"] = [float(used.abs().min()), float(used.abs().max())]
 
 
 def _number(factor: Any) -> float | None:
@@ -186,41 +198,39 @@ def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
         reduction = F._Reduction.legacy_get_string(values.get("size_average"), values.get("reduce"))
     source = next(value for value in values.values() if isinstance(value, Tensor))
     target = values.get("target")
-    count: float = source.numel()
     rows = source.shape[0] if source.dim() else 1
     term: dict[str, Any] = {"function": name, "reduction": reduction}
+    term |= {"count": source.numel(), "rows": rows, "shape": list(source.shape)[:4]}
     if name in ("cross_entropy", "nll_loss") and isinstance(target, Tensor):
-        if target.is_floating_point():
-            count = source.numel() // source.shape[1 if source.dim() > 1 else 0]
-        else:
-            ignored = values.get("ignore_index", -100)
-            kept = target != ignored
-            count = int(kept.sum())
-            weight = values.get("weight")
-            if isinstance(weight, Tensor) and reduction == "mean":
-                count = float(weight.detach()[target[kept]].sum())
-            if source.dim() == 2 and target.dim() == 1:
-                term["square"] = _diagonal(source, target)
-        rows = target.shape[0] if target.dim() else 1
+        term |= _of_classes(values, source, target, reduction)
     elif name == "kl_div" and reduction == "batchmean":
-        count, reduction = rows, "mean"
-        term["reduction"] = "mean"
+        term |= {"count": rows, "reduction": "mean"}
     elif name == "ctc_loss":
         lengths = values.get("target_lengths")
-        count = len(lengths) if hasattr(lengths, "__len__") else rows
-        rows = int(count)
-    elif name in (
-        "multi_margin_loss",
-        "multilabel_margin_loss",
-        "multilabel_soft_margin_loss",
-        "cosine_embedding_loss",
-        "triplet_margin_loss",
-    ):
-        count = rows
-    term |= {"count": count, "rows": rows, "shape": list(source.shape)[:4]}
+        term["count"] = term["rows"] = len(lengths) if hasattr(lengths, "__len__") else rows
+    elif name in ONE_PER_ROW:
+        term["count"] = rows
     term["input"] = checksum(source, 1 << 20)
     if isinstance(target, Tensor):
         term["target"] = checksum(target, 1 << 20)
+    return term
+
+
+def _of_classes(
+    values: dict[str, Any], source: Tensor, target: Tensor, reduction: str
+) -> dict[str, Any]:
+    """What a loss over classes counts: the targets that it does not ignore, or their weights."""
+    term: dict[str, Any] = {"rows": target.shape[0] if target.dim() else 1}
+    if target.is_floating_point():
+        count = source.numel() // source.shape[1 if source.dim() > 1 else 0]
+        return term | {"count": count}
+    kept = target != values.get("ignore_index", -100)
+    term["count"] = int(kept.sum())
+    weight = values.get("weight")
+    if isinstance(weight, Tensor) and reduction == "mean":
+        term["count"] = float(weight.detach()[target[kept]].sum())
+    if source.dim() == 2 and target.dim() == 1:
+        term["square"] = _diagonal(source, target)
     return term
 
 

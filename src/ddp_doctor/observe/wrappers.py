@@ -18,53 +18,59 @@ from ddp_doctor.places import place
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    session = recorder.session
+    of = _Wrappers(recorder, patches)
+    patches.hold(of.handle)
+    patches.observe(Join, "__enter__", of.joining)
+    patches.observe(DistributedDataParallel, "__init__", after=of.made)
+    patches.observe(DistributedDataParallel, "forward", of.forward, of.forwarded)
 
-    def made(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _made(recorder, args[0])
 
-    def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _called(recorder, args[0], args[1:], kwargs)
+class _Wrappers:
+    """The wrappers of one process, torch's and others'."""
 
-    def forwarded(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session.doing("after forward")
+    def __init__(self, recorder: Recorder, patches: Patches) -> None:
+        self.recorder, self.patches = recorder, patches
+        self.known: set[type] = {DistributedDataParallel}
+        self.looked: set[int] = set()  # how many backwards had run then
+        self.first_forwards = recorder.session.guard(self._first_forwards)
+        register = torch.nn.modules.module.register_module_forward_pre_hook
+        self.handle = register(lambda module, args: self.first_forwards(module, args))
 
-    def joining(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder.open()
-        session.write("join")
+    def made(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _made(self.recorder, args[0])
 
-    known_classes: set[type] = {DistributedDataParallel}
-    looked: set[int] = set()  # how many backwards had run then
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _called(self.recorder, args[0], args[1:], kwargs)
 
-    @session.guard
-    def first_forwards(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def forwarded(
+        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.recorder.session.doing("after forward")
+
+    def joining(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.recorder.open()
+        self.recorder.session.write("join")
+
+    def _first_forwards(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """Before a step's first forward, look for other libraries' wrappers, unless there are some.
 
         They are recognized by what they have; then their class is observed.
         """
-        if recorder.backward_count in looked or not torch.is_grad_enabled() or ranks() < 2:
+        recorder, now = self.recorder, self.recorder.backward_count
+        if now in self.looked or not torch.is_grad_enabled() or ranks() < 2:
             return
-        looked.add(recorder.backward_count)
-        if len(looked) > 2:
-            handle.remove()
+        self.looked.add(now)
+        if len(self.looked) > 2:
+            self.handle.remove()
         found = [] if recorder.wrappers else wrappers_like_ddp()
         for wrapper in found:
             _made(recorder, wrapper)
-        for wrapper in [each for each in found if not known_classes & set(type(each).__mro__)]:
-            if type(wrapper) not in known_classes:
-                known_classes.add(type(wrapper))
-                patches.observe(type(wrapper), "forward", forward, forwarded)
+        for wrapper in [each for each in found if not self.known & set(type(each).__mro__)]:
+            if type(wrapper) not in self.known:
+                self.known.add(type(wrapper))
+                self.patches.observe(type(wrapper), "forward", self.forward, self.forwarded)
             if wrapper is module:  # its class was not observed when it was called
                 _called(recorder, wrapper, args, {})
-
-    def before_forward(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        first_forwards(module, args)
-
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-    patches.hold(handle)
-    patches.observe(Join, "__enter__", joining)
-    patches.observe(DistributedDataParallel, "__init__", after=made)
-    patches.observe(DistributedDataParallel, "forward", forward, forwarded)
 
 
 def _made(recorder: Recorder, wrapper: Any) -> None:

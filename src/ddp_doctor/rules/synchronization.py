@@ -143,50 +143,46 @@ def clipped_before_sync(run: Run, equation: Equation) -> Iterator[Finding]:
 
     Right if the norms are equal on all ranks: then the gradients were already combined.
     """
-    if run.world < 2:
-        return
-    for window in run.complete:
-        if window.sharded or run.split:
+    for window in run.complete if run.world > 1 and not run.split else ():
+        clips = [] if window.sharded else [fact["clips"] for _, fact in window]
+        if len({len(each) for each in clips}) != 1:
             continue
-        clips = [fact["clips"] for _, fact in window]
-        if not all(clips) or len({len(clip) for clip in clips}) > 1:
-            continue
-        for at in range(len(clips[0])):
-            norms = [clip[at]["norm"] for clip in clips]
-            value = clips[0][at]["kind"] == "value"
-            if any(norm is None for norm in norms) and not value:
-                continue
-            if not value and alike([float(norm) for norm in norms], 1e-6):
-                continue
-            after = [
-                call
-                for _, fact in window
-                for call in fact["collectives"][clips[0][at]["collectives"] :]
-                if call["op"] == "all_reduce"
-                and call.get("what") in ("gradient", "flat", "like a gradient", "other")
-                and call.get("numel", 0) > 1
-            ]
-            unsynced = so_far(clips[0][at], window) < window.backwards
-            if not after and not unsynced:
-                continue
-            limits = [clip[at]["limit"] for clip in clips]
-            bites = value or any(
-                norm is not None and limit is not None and norm > limit
-                for norm, limit in zip(norms, limits, strict=True)
-            )
-            shown = ", ".join("?" if n is None else number(float(n)) for n in norms[:8])
-            if unsynced and not after:
-                continue  # said by clipped_per_micro_batch
-            yield finding(
-                "clipped_before_sync",
-                f"Step {window.n}: the norms at the clip differ between the ranks ({shown}); the "
-                f"gradients are averaged only afterwards. The mean of clipped gradients is not "
-                f"the clipped mean.",
-                clips[0][at]["place"],
-                "Clip after the all-reduce, right before optimizer.step().",
-                None if bites else "note",
-            )
-            return
+        for ones in zip(*clips, strict=True):  # one clip, on every rank
+            if _differ(ones) and any(_combines_later(fact, ones[0]) for _, fact in window):
+                yield _clipped_before_sync(window, ones)
+                return
+
+
+def _differ(clips: tuple[Fact, ...]) -> bool:
+    """Whether the ranks clip gradients of different norms. Of a clip by value there is no norm."""
+    norms = [clip["norm"] for clip in clips]
+    return clips[0]["kind"] == "value" or (None not in norms and not alike(norms, 1e-6))
+
+
+def _combines_later(fact: Fact, clip: Fact) -> bool:
+    """Whether an all-reduce of something like gradients follows a clip in the same step."""
+    kinds = ("gradient", "flat", "like a gradient", "other")
+    return any(
+        call["op"] == "all_reduce" and call.get("what") in kinds and call.get("numel", 0) > 1
+        for call in fact["collectives"][clip["collectives"] :]
+    )
+
+
+def _bites(clip: Fact) -> bool:
+    return None not in (clip["norm"], clip["limit"]) and bool(clip["norm"] > clip["limit"])
+
+
+def _clipped_before_sync(window: Window, clips: tuple[Fact, ...]) -> Finding:
+    bites = clips[0]["kind"] == "value" or any(map(_bites, clips))
+    shown = ", ".join("?" if c["norm"] is None else number(float(c["norm"])) for c in clips[:8])
+    return finding(
+        "clipped_before_sync",
+        f"Step {window.n}: the norms at the clip differ between the ranks ({shown}); the gradients "
+        f"are averaged only afterwards. The mean of clipped gradients is not the clipped mean.",
+        clips[0]["place"],
+        "Clip after the all-reduce, right before optimizer.step().",
+        None if bites else "note",
+    )
 
 
 def clipped_per_micro_batch(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -198,13 +194,7 @@ def clipped_per_micro_batch(run: Run, equation: Equation) -> Iterator[Finding]:
         for rank, fact in window:
             clips = [clip for clip in fact["clips"] if clip["kind"] == "norm"]
             early = [clip for clip in clips if 0 < so_far(clip, window) < len(fact["backwards"])]
-            bites = [
-                clip
-                for clip in early
-                if clip["norm"] is not None
-                and clip["limit"] is not None
-                and clip["norm"] > clip["limit"]
-            ]
+            bites = [clip for clip in early if _bites(clip)]
             if bites:
                 yield finding(
                     "clipped_per_micro_batch",

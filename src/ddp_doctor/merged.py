@@ -341,6 +341,7 @@ class Run:
         most = [
             window.n + 1
             for window in self.complete
+            if window.optimizer == 0  # as the starts are
             for fact in [window.ranks[min(window.ranks)]]
             if 2 * len(window.differing_parameters) >= len(fact["after"]["parameters"]) > 0
         ]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from processes import all_gone, processes_with
 
 import ddp_doctor
 from ddp_doctor.agreement import contradicted
-from ddp_doctor.certificate.plan import OWN
+from ddp_doctor.certificate.plan import DEAL, LATER, OWN
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.certified import Certificate, Property
 from labkit.launch.forks import ForkServer
@@ -408,6 +409,128 @@ def test_ranks_that_split_a_layer_are_dealt_the_same_samples(
 ) -> None:
     certificate = certified(forks, script(SPLIT))
     assert certificate["verdict"] == "equal", certificate["why"]
+
+
+START = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(nn.Linear(6, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+
+def update(loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+# Samples that one process must not mix up.
+RIGHT = {
+    "constants for two halves of a batch": """
+target = torch.cat([torch.ones(8), torch.zeros(8)])
+for step in range(5):
+    real, fake = torch.randn(8, 6) + 1, torch.randn(8, 6)
+    scores = model(torch.cat([real, fake]))[:, 0]
+    update(binary_cross_entropy_with_logits(scores, torch.cat([target[:8], target[8:]])))
+""",
+    "actions that the model's outputs draw": """
+for step in range(5):
+    states = torch.randn(8, 6)
+    with torch.no_grad():
+        actions = model.module(states).softmax(1).multinomial(1).squeeze(1)
+    update((cross_entropy(model(states), actions, reduction="none") * states[:, 0]).mean())
+""",
+    "noise in the shape of other samples, and of an output": """
+for step in range(5):
+    x = torch.randn(8, 6)
+    out = model(x + torch.randn_like(x))
+    update((out + torch.randn_like(out)).pow(4).mean())
+""",
+    "two views of each sample, drawn at once": """
+for step in range(5):
+    x, noise = torch.randn(8, 6), torch.randn(2, 8, 6)
+    update((model(x + noise[0]) * model(x + noise[1])).pow(2).mean())
+""",
+}
+
+
+@pytest.mark.parametrize("how", RIGHT)
+def test_a_right_script_is_certified_however_it_makes_its_samples(
+    how: str, forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    right = certified(forks, script(f"{START}{RIGHT[how]}"))
+    assert right["verdict"] == "equal", right
+
+
+def test_a_wrong_factor_is_named_though_the_targets_are_constants_in_an_order(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    text = """
+targets = torch.arange(4).repeat(2)
+for step in range(5):
+    x = torch.randn(8, 6) + targets[:, None]
+    update(cross_entropy(model(x), targets) * dist.get_world_size())
+"""
+    wrong = certified(forks, script(START + text))
+    assert (wrong["verdict"], wrong["factor"]) == ("scaled", "W"), wrong
+
+
+def written(folder: Path, **of_the_ranks: list[dict[str, Any]]) -> Certificate:
+    """The verdict on steps: for each kind, what the ranks wrote. One process is like rank 0."""
+    usual = {"optimizer": 0, "world": 2, "names": {"0.0": "weight"}, "backwards": 1, "norms": []}
+    usual |= dict.fromkeys(("clips", "batch_norm", "sharded", "unlike"), False)
+    usual |= {"gradients": {"0.0": torch.ones(4)}, "unjoined": [], "replaced": []}
+    usual |= {"start": [1.0], "cleared": True}
+    for part in ("ranks", "one"):
+        (folder / part).mkdir()
+    for turn, (kind, facts) in enumerate(of_the_ranks.items()):
+        for rank, one in enumerate(facts):
+            all_facts = usual | {"turn": turn, "rank": rank, "kind": kind.replace("_", " ")} | one
+            torch.save(all_facts, folder / f"ranks/step.{rank}.{turn}.pt")
+            if rank == 0:
+                torch.save(all_facts | one.get("one", {}), folder / f"one/step.0.{turn}.pt")
+    return judge(folder, "", "")
+
+
+def test_weights_that_differ_at_a_later_step_are_different_though_the_gradient_is_not(
+    tmp_path: Path,
+) -> None:
+    later = [{"start": [1.0]}, {"start": [1.5]}]
+    found = written(tmp_path, **{OWN: [{}, {}], f"{LATER}_9": later})
+    assert (found.verdict, found.ratio) == ("different", None)
+    assert "At optimizer step 2, the ranks' weights differ: rank 1's" in found.why
+
+
+@pytest.mark.parametrize("control", ["equal", "different"])
+def test_another_deal_is_judged_only_if_it_changes_nothing_in_one_process(
+    control: str, tmp_path: Path
+) -> None:
+    dealt = {"gradients": {"0.0": torch.tensor([1.0, 2.0, 1.0, 1.0])}}
+    same = {"gradients": {"0.0": torch.ones(4)}}
+    alone = {"one": same if control == "equal" else dealt}
+    found = written(tmp_path, **{OWN: [{}, {}], DEAL: [dealt | alone, dealt]})
+    assert found.verdict == ("different" if control == "equal" else "equal")
+
+
+def test_what_is_not_sharded_in_a_sharded_model_has_to_be_equal_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = ({"sharded": True, "gradients": {"0.0": torch.ones(4) * n}} for n in (1, 2))
+    found = written(tmp_path, **{OWN: [ours, theirs]})
+    assert found.verdict == "different"
+    assert "rank 1's is not rank 0's" in found.why
+
+
+def test_a_script_that_never_clears_gradients_is_told_what_was_not_measured(
+    tmp_path: Path,
+) -> None:
+    found = written(tmp_path, **{OWN: [{"cleared": False}, {"cleared": False}]})
+    assert any("never called zero_grad()" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -194,3 +194,13 @@ def test_ranks_that_shard_a_model_and_read_the_same_data_do_the_work_of_one() ->
             for backward in one["backwards"]:
                 backward["terms"][0]["target"] = 3
     assert "same_data_on_ranks" in findings(run)
+
+
+def test_a_sharded_model_whose_gradients_are_never_combined_has_none() -> None:
+    run = sharded(1)
+    for rank in run.ranks:
+        for one in rank.windows:
+            one["snapshot"] = {"grads": {}, "hashes": {}, "local": {}, "missing": ["weight"]}
+            one["dtensors"] = True
+    found = findings(run)["optimizer_on_other_parameters"]
+    assert "set_requires_gradient_sync(True)" in found.fix

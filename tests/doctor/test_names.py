@@ -27,3 +27,12 @@ def test_a_wrapped_modules_parameters_have_its_own_names(
     monkeypatch.setattr(gc, "get_objects", lambda: live)
     names = Names().of(list(net.parameters()), [])
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_parameters_of_two_models_without_a_wrapper_have_different_names() -> None:
+    layers = [nn.Linear(2, 3, bias=False) for _ in range(4)]
+    one, other = nn.Sequential(*layers[:2]), nn.ModuleList(layers[2:])
+    names = Names()
+    first, second = (names.of(list(model.parameters()), []) for model in (one, other))
+    assert first == ["0.weight", "1.weight"]
+    assert second == ["ModuleList:0.weight", "ModuleList:1.weight"]

@@ -7,7 +7,7 @@ from doctor.journals import OWN, SAME, findings, run_with_steps, step, window
 from ddp_doctor.agreement import agreeing
 from ddp_doctor.certified import Certificate, Property
 from ddp_doctor.equation import equation
-from ddp_doctor.findings import CATALOG
+from ddp_doctor.findings import CATALOG, finding
 from ddp_doctor.merged import Run
 from ddp_doctor.rules import examine, explained
 from ddp_doctor.rules.loss import partial_window_divided_by_k, scale
@@ -85,6 +85,49 @@ def test_scores_that_are_gathered_for_a_metric_are_no_contrastive_loss() -> None
     assert findings(run_with_steps([windows] * 2)) == {}
 
 
+def test_replicas_of_a_second_optimizers_model_diverge_while_the_firsts_stay_equal() -> None:
+    def stepped(optimizer: int, *differ: int) -> list[dict[str, Any]]:
+        name = "GD"[optimizer]
+        held = [{"parameters": {name: one}, "values": {name: one}, "buffers": {}} for one in differ]
+        return step(optimizer=optimizer, after=tuple(held))
+
+    run = run_with_steps([stepped(0, 5, 5), stepped(1, 5, 6)] * 2)
+    for rank in run.ranks:
+        rank.facts["start"] = [{"kind": "start", "parameters": {"G": 1, "D": 1}}]
+    assert "1 parameters differ between the ranks, first D" in (
+        findings(run)["replicas_drift"].evidence
+    )
+
+
+def test_a_gather_that_keeps_its_own_ranks_gradient_is_named_and_one_that_sums_is_not() -> None:
+    def codes(*more: dict[str, Any]) -> dict[str, str]:
+        calls = [gather, *more]
+        windows = step(collectives=calls)
+        for one in windows:
+            one["backwards"][0]["terms"][0] |= {"square": [8, 8, 1], "shape": [8, 8]}
+        return {code: one.severity for code, one in findings(run_with_steps([windows] * 2)).items()}
+
+    gather = {
+        "op": "all_gather", "shape": [4, 2], "numel": 8, "what": "other", "backwards": {},
+        "through_autograd": True, "in_backward": False, "place": "train.py:5",
+    }  # fmt: skip
+    assert codes() == {"gather_without_gradient": "note"}
+    assert codes({**gather, "op": "all_reduce", "in_backward": True}) == {}
+
+
+def test_batches_are_uneven_only_if_a_loader_ended_and_not_if_a_rank_stopped_early() -> None:
+    wrapper = {"kind": "wrapper", "index": 0, "world": 2, "of": 2, "broadcast_buffers": True}
+    wrapper["static_graph"] = False
+    run = run_with_steps([step()], every=[wrapper | {"place": "train.py:3"}])
+    for rank, backwards in zip(run.ranks, (6, 7), strict=True):
+        rank.facts["totals"][0]["backwards"] = backwards
+    error = {"type": "RuntimeError", "text": "Connection reset by peer", "place": "train.py:9"}
+    run.ranks[1].facts["end"][0] |= {"error": error, "during": "backward at train.py:9"}
+    assert set(findings(run)) == {"hang_missing_rank"}
+    run.ranks[0].facts["loader ended"] = [{"kind": "loader ended", "backwards": 6}]
+    assert set(findings(run)) == {"hang_missing_rank", "uneven_batches"}
+
+
 def test_steps_that_each_process_took_alone_are_not_steps_of_the_group() -> None:
     """Two Trainers in one script: the first one trains in every process before the ranks join."""
     alone = [window([4], [1.0], mine, mine, world=1) for mine in OWN]
@@ -119,5 +162,8 @@ def test_what_contradicts_a_certificate_is_left_out_and_the_measured_factor_is_s
     assert left == []
     assert other.lines[-1] == "measured  the gradient is 2 times that of one process"
     assert "sum_of_weights" not in other.as_json()
+    lost = finding("gather_without_gradient", "", "", "")  # which may leave the direction alone
+    assert agreeing(measured("scaled", 0.5), said, [lost])[1] == [lost]
+    assert agreeing(measured("equal", 1.0), said, [lost])[1] == []
     elsewhere = Property("P3", "different", "", 1.3, 0.8)  # no factor repairs another direction
     assert agreeing(Certificate("different", "", properties=[elsewhere]), said, found)[0] == said

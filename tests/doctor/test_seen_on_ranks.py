@@ -372,6 +372,34 @@ for step in range(4):
 flat = torch.cat([p.detach().flatten() for p in net.parameters()])
 dist.all_reduce(flat)
 """,
+    ("replicas_drift", "only another model has a wrapper"): WRAPPED
+    + """
+made = nn.Linear(4, 4)
+two = torch.optim.SGD(made.parameters(), lr=0.01)
+for step in range(4):
+    x = batch()
+    opt.zero_grad()
+    loss_of(model, made(x).detach()).backward()
+    opt.step()
+    two.zero_grad()
+    loss_of(model, made(x)).backward()
+    two.step()
+""",
+    ("replicas_differ_at_start", "it is a second model, loaded on rank 0 only"): WRAPPED
+    + """
+for step in range(8):
+    opt.zero_grad()
+    loss_of(model, batch()).backward()
+    opt.step()
+model = DDP(nn.Linear(4, 2))
+if rank == 0:
+    model.module.load_state_dict({"weight": torch.ones(2, 4), "bias": torch.ones(2)})
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    opt.zero_grad()
+    loss_of(model, batch()).backward()
+    opt.step()
+""",
     ("own_reduction_sums", "gradients are unscaled and clipped"): """
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -575,6 +603,39 @@ def test_a_gather_without_gradient_is_told_by_what_each_rank_compares(
     text = CONTRASTIVE.replace("SYNCED", str(synced)).replace("WHOLE", str(whole))
     found = {one["code"]: one["severity"] for one in look(server, script, text)["findings"]}
     assert found["gather_without_gradient"] == severity
+
+
+OWN_GATHER = (
+    WRAPPED
+    + """
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        pieces = [torch.zeros_like(x) for _ in range(world)]
+        dist.all_gather(pieces, x)
+        return torch.cat(pieces)
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        if SUMMED:
+            dist.all_reduce(gradient)
+        return gradient.chunk(world)[rank]
+for step in range(3):
+    x = batch(6)
+    left, right = Gather.apply(model(x)), Gather.apply(model(x + 0.1))
+    nn.functional.cross_entropy(left @ right.T, torch.arange(6 * world)).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+)
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_gather_of_ones_own_has_to_sum_what_all_ranks_say_of_its_features(
+    summed: bool, server: Server, script: Write
+) -> None:
+    found = look(server, script, OWN_GATHER.replace("SUMMED", str(summed)))["found"]
+    assert ("gather_without_gradient" in found) == (not summed), found
 
 
 SUMMED_SHARDS = """

@@ -134,6 +134,17 @@ def divides_micro_batches(folder: Path, world: str) -> bool:
     return int(one["backwards"]) == int(world) * int(ranks["backwards"])
 
 
+def may_be_mixed_up(folder: Path) -> bool:
+    """Whether one process got another gradient, from samples that may be in another order than the
+    constants that belong to them. Then it gets its samples as a rank puts them together.
+    """
+    from ddp_doctor.certificate.plan import OWN
+    from ddp_doctor.certificate.verdict import judge, read
+
+    one = read(folder / "one").get((0, 0, OWN), {})
+    return bool(one.get("ordered")) and judge(folder, "", "").verdict == "different"
+
+
 @contextlib.contextmanager
 def common_folder() -> Iterator[Path]:
     """A folder that all ranks of a launch find; rank 0 removes it. A new one without ranks."""
@@ -182,7 +193,8 @@ def measure(
         by_launcher = rank is not None or ranks is not None
         environment = all_launched(1)[0] if by_launcher else alone
         failed_one = start(as_one, command, [environment]).wait()
-        if failed_one and not any(as_one.path("").glob("step.0.*.pt")):
+        nothing = failed_one and not any(as_one.path("").glob("step.0.*.pt"))
+        if nothing or may_be_mixed_up(folder):
             # A script may expect one rank's batch where samples are made, but not in the model.
             shutil.rmtree(as_one.path(""))
             as_one = replace(as_one, late=True)

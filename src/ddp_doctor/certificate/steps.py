@@ -5,6 +5,7 @@ next forward finds no gradients. After the first step the ranks wait for one ano
 the plan is done, ranks go on with ordinary steps and write down some elements of each gradient.
 """
 
+import functools
 import os
 import sys
 import time
@@ -48,8 +49,10 @@ class Steps:
         self.count = 0
         self.ends: list[Callable[[], None]] = []  # called at the end of each step
         self.unjoined: list[str] = []  # places whose samples could not be joined
+        self.ordered = False  # whether constants are there for samples in the order of the ranks
         self.unlike: Callable[[], bool] = lambda: False  # whether the places are not the first's
         self.backwards = 0
+        self.cleared = False  # whether the script has called zero_grad
         self.turn = 0  # steps of all optimizers
         self._made: list[Optimizer] = []
         self._taken: dict[int, int] = {}  # id of an optimizer: its steps
@@ -74,6 +77,8 @@ class Steps:
 
     def _count_what_is_called(self) -> None:
         init, backward = Optimizer.__init__, torch.autograd.backward
+        for owner in (Optimizer, nn.Module):
+            owner.zero_grad = self._noted(owner.zero_grad)  # type: ignore[attr-defined]
 
         def counted_init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
@@ -85,6 +90,14 @@ class Steps:
 
         Optimizer.__init__ = counted_init  # type: ignore[method-assign]
         torch.autograd.backward = counted_backward
+
+    def _noted(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(zero_grad)
+        def noted(*args: Any, **kwargs: Any) -> None:
+            self.cleared = True
+            zero_grad(*args, **kwargs)
+
+        return noted
 
     def kind(self, step: int) -> str:
         """What the samples of a step are; see `plan`."""
@@ -166,6 +179,7 @@ class Steps:
             "names": {key: name for key, name, _ in listed},
             "world": world,
             "backwards": self.backwards,
+            "cleared": self.cleared,
             "clips": self.fixed.clips,
             "norms": self.fixed.norms[:],
             "batch_norm": self.fixed.batch_norm,
@@ -174,6 +188,7 @@ class Steps:
             "sharded": len(plain) < len(listed),
             "unjoined": sorted(set(self.unjoined)),
             "unlike": self.unlike(),
+            "ordered": self.ordered,
         }
         written(self.part.path(f"step.{rank}.{self.turn}.pt"), facts)
         self._kept = [(p, p.detach().clone()) for _, _, p in listed if self.count < len(PLAN)]

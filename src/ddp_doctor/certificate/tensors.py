@@ -27,6 +27,7 @@ DRAWN = {  # functions that draw samples, also deep inside of a library
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
     *("rand_like", "randn_like", "randint_like", "uniform_", "normal_", "random_", "bernoulli_"),
 }
+CHOSEN = {"multinomial", "bernoulli", "poisson"}  # with probabilities that a model may compute
 MADE = {  # functions that make samples where the script's own lines call them
     *DRAWN,
     *("tensor", "as_tensor", "from_numpy", "stack", "cat", "index_select", "__getitem__"),
@@ -143,6 +144,8 @@ class Tensors(TorchFunctionMode):
             return result
         inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
         self._follow(name, args, inputs, result)
+        if _drawn_from_outputs(name, inputs):
+            return result
         if any(one.requires_grad or self.trained.get(id(one)) is one for one in inputs):
             if result.dim():  # a number that is computed from a loss is no weight
                 self.trained[id(result)] = result
@@ -155,7 +158,7 @@ class Tensors(TorchFunctionMode):
     def _follow(self, name: str, args: Any, inputs: list[Tensor], result: Tensor) -> None:
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             self.planned.pop(id(result), None)
-        elif name in TAKES or (name == "__getitem__" and not _all_rows(args[1])):
+        elif name in TAKES | DRAWN or (name == "__getitem__" and not _all_rows(args[1])):
             return
         elif result.dim() and any(self.planned.get(id(one)) is one for one in inputs):
             self.planned[id(result)] = result
@@ -191,16 +194,21 @@ class Tensors(TorchFunctionMode):
         grown = {
             old for old, new in zip(before, lengths, strict=False) if old and new == world * old
         }
-        return (
-            tuple(
-                torch.cat([one] * world)
-                if old in grown and new == old and isinstance(one, Tensor) and self._is_data(one)
-                else one
-                for one, new, old in zip(given, lengths, before, strict=True)
-            )
-            if world > 1 and len(before) == len(given)
-            else given
+        if world == 1 or len(before) != len(given):
+            return given
+        return tuple(
+            self._repeated(one, world)
+            if old in grown and new == old and isinstance(one, Tensor) and self._is_data(one)
+            else one
+            for one, new, old in zip(given, lengths, before, strict=True)
         )
+
+    def _repeated(self, constant: Tensor, times: int) -> Tensor:
+        """A constant for all ranks' samples. If its rows differ, samples have to be in the order of
+        the ranks. Those that are replaced before the script puts them together may not be.
+        """
+        self.steps.ordered |= not alike(list(constant.detach()))
+        return torch.cat([constant] * times)
 
     def marked(self, place: Any, value: Any) -> Any:
         """What to use instead of a leaf of a marked batch."""
@@ -241,6 +249,12 @@ class Tensors(TorchFunctionMode):
         if self.steps.count == 0:
             self.first_turns = dict(self.turns)
         return any(self.first_turns.get(place) != turns for place, turns in self.turns.items())
+
+
+def _drawn_from_outputs(name: str, inputs: list[Tensor]) -> bool:
+    """Whether this draws a sample per row of a model's output: actions, or noise of its shape."""
+    outputs = any(one.requires_grad and not one.is_leaf for one in inputs)
+    return name in DRAWN and (name in CHOSEN or (name.endswith("_like") and outputs))
 
 
 def _flat(args: Any) -> Iterator[Any]:

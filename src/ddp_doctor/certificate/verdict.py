@@ -14,6 +14,7 @@ from ddp_doctor.certified import TITLES, Certificate, Property
 FLAT = "Each rank holds a flat piece of the model, as in FSDP1. Use fully_shard to certify it."
 MARK = "If the batch comes from no DataLoader, mark it: x, y = ddp_doctor.batch((x, y))."
 ELSEWHERE = f"This step did not get its samples at the places where the first step did. {MARK}"
+IN_ORDER = "In one process, the order of the samples cannot be changed without another result."
 TOO_FEW = "The script took too few optimizer steps."
 ALONE = "One process and one micro-batch: nothing is combined. Start it with --ranks 2."
 OTHERS = "The ranks hold different parameters, so one process cannot stand for them."
@@ -23,7 +24,7 @@ STARTS = (
 )
 NO_GRADIENT = (
     "The optimizer's parameters get no gradient in the first step: it may have been made before "
-    "the model that is trained."
+    "the model that is trained, or fully_shard has not synchronized the gradients."
 )
 ZERO = "The gradient of the first step is zero: there is nothing to compare."
 COUPLED = (
@@ -37,6 +38,11 @@ K_NOT_MEASURED = (
     "Whether the loss has to be divided by the number of micro-batches is not measured: one "
     "process has as many."
 )
+NEVER_CLEARED = (
+    "The script never called zero_grad(). Whether a step adds to the gradients of earlier ones is "
+    "not measured."
+)
+WEIGHTS = "the ranks' weights differ: rank {}'s are not rank 0's."
 MOST_NOISE = 0.01  # a larger change by another order of the samples is no rounding
 Part = Mapping[tuple[int, int, str], Mapping[str, Any]]  # (rank, optimizer, kind) → facts
 
@@ -151,26 +157,36 @@ class Judge:
         return ""
 
     def _replicas(self) -> list[Property]:
-        """The ranks' gradients against rank 0's: of the first step if it differs, of later ones."""
-        if self.own["sharded"] or self.world == 1:
-            return []
+        """The ranks' gradients against rank 0's: of the first step if it differs, of later ones.
+
+        Of a sharded model, its first step, if what is not sharded starts alike.
+        """
+        sharded = self.own["sharded"]
         for (rank, optimizer, kind), facts in self.ranks.items():
             ours = self.ranks.get((0, optimizer, kind))
             if rank == 0 or ours is None:
                 continue
-            if _shapes_differ(facts["gradients"], ours["gradients"]):
+            shapes = _shapes_differ(facts["gradients"], ours["gradients"])
+            alike = facts["start"] == ours["start"]
+            if sharded and (kind != OWN or shapes or not alike):
+                continue
+            if shapes:
                 return [Property("start", "not judged", OTHERS)]
-            if kind == OWN and facts["start"] != ours["start"]:
+            if kind == OWN and not alike:
                 return [Property("start", "not judged", STARTS)]
+            if kind.startswith(LATER) and _apart(facts["start"], ours["start"]):
+                since = f"At optimizer step {facts['turn'] + 1}, "
+                return [Property("later", "different", f"{since}{WEIGHTS.format(rank)}")]
             found = compare(facts["gradients"], ours["gradients"], self.names, self.tolerance)
             if found.kind != "equal":
-                name, since = "later", f"From optimizer step {facts['turn'] + 1} on, t"
-                if kind == OWN:
-                    name, since = "start", "T"
-                why = f"{since}he ranks apply different gradients: rank {rank}'s is not rank 0's."
-                numbers = (found.ratio, found.cosine, None, found.worst)
-                return [Property(name, "different", why, *numbers)]
-        return [Property("later", "equal", TITLES["later"])]
+                return [self._not_rank_0(facts, kind == OWN, found)]
+        return [] if sharded or self.world == 1 else [Property("later", "equal", TITLES["later"])]
+
+    def _not_rank_0(self, facts: Mapping[str, Any], first: bool, found: Comparison) -> Property:
+        since = "T" if first else f"From optimizer step {facts['turn'] + 1} on, t"
+        why = f"{since}he ranks apply different gradients: rank {facts['rank']}'s is not rank 0's."
+        name = "start" if first else "later"
+        return Property(name, "different", why, found.ratio, found.cosine, None, found.worst)
 
     # How two steps are compared, and what speaks against it.
 
@@ -215,6 +231,8 @@ class Judge:
     def _elsewhere(self, kind: str) -> str:
         facts = self.ranks[0, 0, kind]
         unlike = self._unlike(kind) or facts["backwards"] != self.micros
+        if kind == DEAL and not unlike and (0, 0, OWN) in self.one and self.noise is None:
+            return IN_ORDER
         return ELSEWHERE if unlike or (kind == DEAL and facts["unjoined"]) else ""
 
     def _unlike(self, kind: str) -> bool:
@@ -312,6 +330,8 @@ class Judge:
         notes = [OFF]
         if self.micros > 1:
             notes.append(K_NOT_MEASURED)
+        if not any(facts["cleared"] for facts in self.ranks.values()):
+            notes.append(NEVER_CLEARED)
         if self.own["replaced"]:
             notes.append(f"--cpu replaced: {', '.join(self.own['replaced'])}.")
         if self.own["batch_norm"]:
@@ -333,6 +353,12 @@ class Judge:
 
 def _shapes_differ(ours: Gradients, others: Gradients) -> bool:
     return any(ours[key].shape != others[key].shape for key in ours.keys() & others.keys())
+
+
+def _apart(ours: list[float], theirs: list[float]) -> bool:
+    """Whether sums of parameters differ by more than rounding."""
+    pairs = zip(ours, theirs, strict=True)
+    return any(abs(a - b) > TOLERANCE * max(abs(a), abs(b), TOLERANCE) for a, b in pairs)
 
 
 def _times(one: Property) -> str:

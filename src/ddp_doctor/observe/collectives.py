@@ -72,7 +72,8 @@ class _Calls:
         recorder = self.recorder
         group = _ranks_of(args, kwargs)
         recorder.in_groups |= group is not None
-        if name in REDUCTIONS and recorder.in_backward and _by_fsdp():
+        by_fsdp = _by_fsdp()
+        if name in REDUCTIONS and recorder.in_backward and by_fsdp:
             recorder.note_fsdp(name, _operator(name, args, kwargs), group)
         room = len(recorder.window["collectives"]) < MAX_PER_WINDOW
         reduces = name in REDUCTIONS and recorder.expects_own_reduction()
@@ -90,7 +91,8 @@ class _Calls:
         if tensor is not None:
             fact |= {"shape": list(tensor.shape)[:6], "numel": tensor.numel()} | what
         fact["backwards"] = recorder.so_far()
-        fact["through_autograd"] = _in_autograd_function()
+        fact["through_autograd"] = not by_fsdp and _in_autograd_function()
+        fact["in_backward"] = recorder.in_backward > 0
         carries = fact.get("what") in ("loss", "activation")
         if carries and tensor is not None and tensor.grad_fn is not None:
             recorder.mark_reduced_loss(tensor.grad_fn, fact)
@@ -186,7 +188,7 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _by_fsdp() -> bool:
-    """Whether fully_shard makes this call, to combine gradients."""
+    """Whether fully_shard makes this call, to gather parameters or to combine gradients."""
     frame: Any = sys._getframe(1)
     for _ in range(12):
         if frame is None:

@@ -31,8 +31,8 @@ class Names:
             missing = [parameter for parameter in missing if self._names.get(parameter) is None]
         if missing:
             root = _smallest_module_with(missing)
-            if root is not None:
-                self._take(root, "")
+            if root is not None:  # a name tells one model from another
+                self._take(root, f"{type(root).__name__}:" if self.roots(wrappers) else "")
             for parameter in missing:
                 if self._names.get(parameter) is None:
                     self._names[parameter] = ""

@@ -257,8 +257,7 @@ class Recorder:
         self.take_snapshot(state)
         if state.squares is not None:
             self._note_rescaling(state)
-        taken = sum(other.steps for other in self.optimizers.values())
-        if "start" not in state.done and taken < len(self.optimizers):
+        if "start" not in state.done:
             state.done.add("start")
             self.session.write("start", **self.replica(state), **self._held(state))
 

@@ -207,7 +207,8 @@ def same_random_numbers(run: Run, equation: Equation) -> Iterator[Finding]:
 def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
     """Ranks have different numbers of batches, so that one waits where others have ended.
 
-    Right under Join, and if every rank trains the same number of steps all the same.
+    Right under Join, and if every rank trains the same number of steps all the same. Silent if a
+    rank leaves its loop for another reason than the end of a loader.
     """
     if run.world < 2 or len(run.ranks) < run.world or any(rank.all("join") for rank in run.ranks):
         return
@@ -216,7 +217,7 @@ def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
     # An average that the short rank no longer takes part in hangs or fails; others do not.
     averages = any(rank.all("wrapper") for rank in run.ranks) or run.own_collectives
     well = all(rank.ended and rank.error is None for rank in run.ranks)
-    if len(set(counts.values())) < 2 or not averages or well or not _left_the_loop(few):
+    if len(set(counts.values())) < 2 or not averages or well or not _read_all(few):
         return
     listed = ", ".join(f"rank {r}: {c}" for r, c in list(counts.items())[:8])
     where = run.first("loader")
@@ -229,16 +230,12 @@ def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
     )
 
 
-def _left_the_loop(rank: Rank) -> bool:
-    """Whether a rank had left its training loop, and not for a reason of its own."""
-    if rank.error is not None:
-        text = rank.error["text"].lower()
-        return any(word in text for word in ("closed by peer", "timed out", "connection", "gloo"))
-    doing = rank.now.doing if rank.now else ""
-    if rank.ended or any(word in doing for word in ("destroy", "barrier")):
-        return True
+def _read_all(rank: Rank) -> bool:
+    """Whether a rank's loader had ended after its last backward, and no error of its own has."""
     over = rank.last("loader ended")
-    return over is not None and over["backwards"] == rank.backwards
+    text = rank.error["text"].lower() if rank.error is not None else "connection"
+    by_others = any(word in text for word in ("closed by peer", "timed out", "connection", "gloo"))
+    return by_others and over is not None and over["backwards"] == rank.backwards
 
 
 def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:

@@ -444,7 +444,10 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                 continue
             rows, columns, _ = term["square"]
             gathers = _gathers(fact)
-            if any(call["through_autograd"] for call in gathers):
+            if carried := [call for call in gathers if call["through_autograd"]]:
+                if not any(map(_in_backward_of_a_function, fact["collectives"])):
+                    yield _own_slice(window, carried[0])
+                    return
                 continue
             others = [call for call in gathers if call["shape"] != term["shape"]]  # not its scores
             plain = [call for call in others if _brings(call, columns, run.world)]
@@ -469,6 +472,23 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                     GATHER,
                 )
                 return
+
+
+def _in_backward_of_a_function(call: Fact) -> bool:
+    return bool(call["through_autograd"] and call.get("in_backward"))
+
+
+def _own_slice(window: Window, gather: Fact) -> Finding:
+    return finding(
+        "gather_without_gradient",
+        f"Step {window.n}: {gather['op']} in an autograd.Function whose backward calls no "
+        f"collective: it keeps what this rank's loss says of this rank's features, and loses what "
+        f"the other ranks' losses say of them. Unless it multiplies by {window.world}, gradients "
+        f"are 1/{window.world} of what they should be.",
+        gather["place"],
+        GATHER,
+        "note",
+    )
 
 
 def _contrasting(fact: Fact) -> Fact | None:

@@ -101,11 +101,13 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
     for window in run.complete:
         fact = window.ranks[min(window.ranks)]
         names = [name for name in window.differing_parameters if name in equal]
-        if not names or fact["optimizer"] != 0:
-            continue
-        if any(later.n > window.n and not later.differing_parameters for later in run.complete):
+        of_no_model = [name for name in names if name.startswith("parameter ")]
+        if not names or (fact["optimizer"] and names == of_no_model):
+            continue  # each rank may have a tensor of its own to optimize
+        its = [each for each in run.complete if each.optimizer == window.optimizer]
+        if any(later.n > window.n and not later.differing_parameters for later in its):
             return  # they are averaged again
-        last = [later for later in run.complete if later.optimizer == 0][-1]
+        last = its[-1]
         apart = max(_distance(window, names), _distance(last, names))
         yield finding(
             "replicas_drift",

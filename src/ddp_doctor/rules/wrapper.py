@@ -176,17 +176,7 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
         windows = [window for window in run.windows if window.optimizer == optimizer]
         last = list(takewhile(_without_gradient, reversed(windows)))
         if len(last) >= min(2, len(windows)):
-            window = last[-1]
-            rank, fact = next(iter(window))
-            yield finding(
-                "optimizer_on_other_parameters",
-                f"Step {window.n}, rank {rank}: none of the optimizer's parameters has a gradient. "
-                f"Backward reached {fact['stale']['anywhere']} tracked parameters; "
-                f"{fact['stale']['outside']} of them are in no optimizer.",
-                str(fact.get("step_place", "")),
-                "Create the optimizer from the parameters of the model that is trained, after "
-                "wrapping, sharding, or moving it.",
-            )
+            yield _without_any(last[-1])
             return
     outside = [
         [(window.n, rank, fact) for rank, fact in window if fact["stale"]["outside"]]
@@ -206,12 +196,31 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
         )
 
 
+def _without_any(window: Window) -> Finding:
+    rank, fact = next(iter(window))
+    fix = (
+        "Create the optimizer from the parameters of the model that is trained, after wrapping, "
+        "sharding, or moving it."
+    )
+    if window.sharded:
+        fix = "Call set_requires_gradient_sync(True) before the forward of the last micro-batch."
+    return finding(
+        "optimizer_on_other_parameters",
+        f"Step {window.n}, rank {rank}: none of the optimizer's parameters has a gradient. "
+        f"Backward reached {fact['stale']['anywhere']} tracked parameters; "
+        f"{fact['stale']['outside']} of them are in no optimizer.",
+        str(fact.get("step_place", "")),
+        fix,
+    )
+
+
 def _without_gradient(window: Window) -> bool:
     """Whether no rank's optimizer has a gradient, though it could have some."""
     snapshots = [fact.get("snapshot") or {} for _, fact in window]
     unused = any(fact["stale"]["outside"] for _, fact in window)
+    whole = not window.sharded or all(fact.get("dtensors") for _, fact in window)
     return (
-        not window.sharded
+        whole
         and not window.skipped
         and not any(snapshot.get("hashes") for snapshot in snapshots)
         and (unused or any(snapshot.get("missing") for snapshot in snapshots))

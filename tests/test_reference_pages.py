@@ -99,7 +99,7 @@ def test_the_script_prints_the_norm_of_the_full_batch_on_every_rank(tmp_path: Pa
     assert len(script.splitlines()) <= 25
     (tmp_path / "script.py").write_text(script)
     options = [f"--nproc-per-node={ranks}", "script.py"]
-    done = run_warm(options, 120, cwd=tmp_path, env=os.environ)
+    done = run_warm(options, 600, cwd=tmp_path, env=os.environ)
     assert done.returncode == 0, done.stderr
     # A rank writes its text and its newline separately, so two ranks' texts may share a line.
     norms = re.findall(r"rank \d: gradient norm (\d+\.\d{4})", done.stdout)
@@ -133,6 +133,6 @@ def test_frameworks_use_the_class_that_the_page_puts_in_torch(tmp_path: Path):
         r"```python\n(import torch\n[^`]*?\.DistributedDataParallel = [^`]*)```", IN_YOUR_SCRIPT
     )
     (tmp_path / "script.py").write_text(lines + IN_A_FRAMEWORK)
-    done = run_warm(["--nproc-per-node=2", "script.py"], 120, cwd=tmp_path, env=os.environ)
+    done = run_warm(["--nproc-per-node=2", "script.py"], 600, cwd=tmp_path, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("used {'miniddp.torch_drop_in.wrapper'}") == 2, done.stdout

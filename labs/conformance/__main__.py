@@ -35,7 +35,7 @@ from labkit.launch.arguments import parse_arguments
 from labkit.launch.scripts import ScriptError, run_script
 from trainers import TRAINERS, version
 
-SECONDS = 60  # for the imports of a job, and 20 more per cell
+SECONDS = 180  # for the imports of a job, and 20 more per cell
 
 
 class Cell(NamedTuple):

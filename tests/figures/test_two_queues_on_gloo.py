@@ -93,7 +93,7 @@ HANGS = {
 def test_where_the_figure_hangs_a_rank_waits_in_that_collective(name: str) -> None:
     assert pair_up(*HANGS[name])["end"] == "hang"
     with pytest.raises(RanksTimeoutError, match="waits in"):
-        made(*HANGS[name], timeout=2)
+        made(*HANGS[name], timeout=6)
 
 
 MISMATCHES = {

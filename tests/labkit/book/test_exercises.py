@@ -16,7 +16,7 @@ def sum_over_ranks(rank, combine):
 
 @checker
 def check_sum(combine):
-    for rank, found in enumerate(run_ranks(sum_over_ranks, 2, combine, timeout=2)):
+    for rank, found in enumerate(run_ranks(sum_over_ranks, 2, combine, timeout=8)):
         assert found == [3.0, 3.0], f"rank {rank} has {found}, and the sum is [3.0, 3.0]"
 
 

@@ -116,7 +116,7 @@ def test_threads_of_ranks_run_as_batch_and_none_of_their_files_stays_in_any_fold
         env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     batch, other = {os.SCHED_BATCH}, {os.SCHED_OTHER}
     assert done.stdout == f"{batch} {batch} {other}\n", done.stderr

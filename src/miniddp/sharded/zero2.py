@@ -88,6 +88,13 @@ class Zero2(MiniDDP):
 
     reducer_class = Zero2Reducer
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those of the shards included."""
+        super().zero_grad(set_to_none)
+        for bucket in self.reducer.buckets:
+            for param in bucket.params:
+                param.sharded_param.grad = None
+
 
 class Zero2Optimizer(ZeroRedundancyOptimizer):
     """The optimizer of a `Zero2`: each rank updates the rows of which it has the gradients.

@@ -451,6 +451,12 @@ for step in range(5):
     out = model(x + torch.randn_like(x))
     update((out + torch.randn_like(out)).pow(4).mean())
 """,
+    "every rank draws the batches of all": """
+common = torch.Generator().manual_seed(0)
+for step in range(5):
+    batches = [torch.randn(8, 6, generator=common) for _ in range(dist.get_world_size())]
+    update(model(batches[dist.get_rank()]).pow(4).mean())
+""",
     "two views of each sample, drawn at once": """
 for step in range(5):
     x, noise = torch.randn(8, 6), torch.randn(2, 8, 6)
@@ -515,6 +521,14 @@ def test_another_deal_is_judged_only_if_it_changes_nothing_in_one_process(
     alone = {"one": same if control == "equal" else dealt}
     found = written(tmp_path, **{OWN: [{}, {}], DEAL: [dealt | alone, dealt]})
     assert found.verdict == ("different" if control == "equal" else "equal")
+
+
+def test_another_deal_is_not_judged_where_ranks_hold_different_parameters(tmp_path: Path) -> None:
+    halves = [{"start": [1.0]}, {"start": [2.0]}]
+    dealt = [one | {"gradients": {"0.0": torch.arange(4.0)}} for one in halves]
+    found = written(tmp_path, **{OWN: halves, DEAL: dealt})
+    assert found.verdict == "not judged"
+    assert {one.name: one.verdict for one in found.properties}["P2"] == "not judged"
 
 
 def test_what_is_not_sharded_in_a_sharded_model_has_to_be_equal_on_all_ranks(

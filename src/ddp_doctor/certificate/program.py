@@ -135,14 +135,14 @@ def divides_micro_batches(folder: Path, world: str) -> bool:
 
 
 def may_be_mixed_up(folder: Path) -> bool:
-    """Whether one process got another gradient, from samples that may be in another order than the
-    constants that belong to them. Then it gets its samples as a rank puts them together.
+    """Whether one process got another gradient, and perhaps not the samples of all ranks, or not in
+    the order of what belongs to them. Then it gets its samples where the ranks' models get them.
     """
     from ddp_doctor.certificate.plan import OWN
     from ddp_doctor.certificate.verdict import judge, read
 
     one = read(folder / "one").get((0, 0, OWN), {})
-    return bool(one.get("ordered")) and judge(folder, "", "").verdict == "different"
+    return bool(one.get("reordered")) and judge(folder, "", "").verdict == "different"
 
 
 @contextlib.contextmanager

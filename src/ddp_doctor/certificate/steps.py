@@ -49,7 +49,7 @@ class Steps:
         self.count = 0
         self.ends: list[Callable[[], None]] = []  # called at the end of each step
         self.unjoined: list[str] = []  # places whose samples could not be joined
-        self.ordered = False  # whether constants are there for samples in the order of the ranks
+        self.reordered = False  # whether samples may not be together as the ranks put them together
         self.unlike: Callable[[], bool] = lambda: False  # whether the places are not the first's
         self.backwards = 0
         self.cleared = False  # whether the script has called zero_grad
@@ -187,8 +187,8 @@ class Steps:
             "start": [float(p.detach().double().sum()) for p in plain],
             "sharded": len(plain) < len(listed),
             "unjoined": sorted(set(self.unjoined)),
-            "unlike": self.unlike(),
-            "ordered": self.ordered,
+            "unlike": self.unlike() or (self.reordered and not self.part.one),
+            "reordered": self.reordered,
         }
         written(self.part.path(f"step.{rank}.{self.turn}.pt"), facts)
         self._kept = [(p, p.detach().clone()) for _, _, p in listed if self.count < len(PLAN)]
@@ -215,6 +215,7 @@ class Steps:
     def _end_of_step(self) -> None:
         self.count += 1
         self.backwards = 0
+        self.reordered = False
         self.fixed.norms.clear()
         for end in self.ends:
             end()

@@ -207,7 +207,7 @@ class Tensors(TorchFunctionMode):
         """A constant for all ranks' samples. If its rows differ, samples have to be in the order of
         the ranks. Those that are replaced before the script puts them together may not be.
         """
-        self.steps.ordered |= not alike(list(constant.detach()))
+        self.steps.reordered |= not alike(list(constant.detach()))
         return torch.cat([constant] * times)
 
     def marked(self, place: Any, value: Any) -> Any:
@@ -231,7 +231,12 @@ class Tensors(TorchFunctionMode):
                 self.steps.recorded.samples[key] = value.detach().clone()
             return value
         there = handed.everyones(key) is not None
-        if (not there and not is_marked(key)) or self.planned.get(id(value)) is value:
+        if self.planned.get(id(value)) is value:
+            if there and place[-2] == FORWARD:
+                wanted = handed.rows(self.steps.now, key)
+                self.steps.reordered |= wanted is None or not alike([wanted, value])
+            return value
+        if not there and not is_marked(key):
             return value
         if not replaced and handed.same_everywhere(key):
             return value

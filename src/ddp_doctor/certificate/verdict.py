@@ -14,6 +14,7 @@ from ddp_doctor.certified import TITLES, Certificate, Property
 FLAT = "Each rank holds a flat piece of the model, as in FSDP1. Use fully_shard to certify it."
 MARK = "If the batch comes from no DataLoader, mark it: x, y = ddp_doctor.batch((x, y))."
 ELSEWHERE = f"This step did not get its samples at the places where the first step did. {MARK}"
+SEVERAL = "One process has no mesh and no group of several ranks, so only P2 can judge this script."
 IN_ORDER = "In one process, the order of the samples cannot be changed without another result."
 TOO_FEW = "The script took too few optimizer steps."
 ALONE = "One process and one micro-batch: nothing is combined. Start it with --ranks 2."
@@ -114,7 +115,8 @@ class Judge:
             return None
         if (0, 0, kind) not in self.one or (0, 0, kind) not in self.ranks:
             said = self.failed_one or "it took no optimizer step"
-            why = f"One process with all samples failed: {said}. {MARK}"
+            hint = SEVERAL if "world size" in said else MARK
+            why = f"One process with all samples failed: {said}. {hint}"
             return Property(name, "not judged", why if kind == OWN else TOO_FEW)
         if _shapes_differ(self._gradients(self.ranks, OWN), self._gradients(self.one, OWN)):
             return Property(name, "not judged", FLAT)
@@ -231,6 +233,9 @@ class Judge:
     def _elsewhere(self, kind: str) -> str:
         facts = self.ranks[0, 0, kind]
         unlike = self._unlike(kind) or facts["backwards"] != self.micros
+        starts = [f["start"] for (_, at, its), f in self.ranks.items() if (at, its) == (0, OWN)]
+        if kind == DEAL and any(start != self.own["start"] for start in starts):
+            return OTHERS
         if kind == DEAL and not unlike and (0, 0, OWN) in self.one and self.noise is None:
             return IN_ORDER
         return ELSEWHERE if unlike or (kind == DEAL and facts["unjoined"]) else ""

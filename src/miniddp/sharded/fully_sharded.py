@@ -40,7 +40,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from miniddp.autograd_graph import at_end_of_backward, backward_is_running, not_compiled
 from miniddp.comm import this_group
 from miniddp.replicas import broadcast_tensors, verify_same_model
-from miniddp.sharded.param import FSDPParam, Owner
+from miniddp.sharded.param import FSDPParam, Owner, used_in_pieces
 from miniddp.sharded.param_group import FSDPParamGroup, Reduction, ShardedState
 from miniddp.sharded.sharding import Sharding
 from miniddp.unused import find_tensors, replace_tensors
@@ -176,6 +176,8 @@ def _problem_with(named: dict[str, nn.Parameter]) -> Exception | None:
                 f"{name} is tied to a parameter that an earlier call has sharded: shard both with "
                 "one call, of the module that holds them"
             )
+        if type(parameter.detach()) is not Tensor:
+            return ValueError(f"{name} is a {type(parameter).__name__}: pass an ordinary tensor")
         if parameter.ndim == 0:
             return ValueError(f"{name} is a scalar, which has no rows: give it the shape (1,)")
         if not parameter.is_contiguous():
@@ -199,6 +201,7 @@ class Schedule:
         self.module, self.states = module, list(states_of(module))
         for name, part in module.named_modules():
             if isinstance(part, FSDPModule):
+                part.fsdp_state.schedule = self
                 part.fsdp_state.group.set_name(f"{name or 'the model'} ({type(part).__name__})")
         self.root: FSDPState | None = None  # while its forward runs
         self.forward: list[FSDPState] = []  # in the order of this forward
@@ -310,7 +313,7 @@ class FSDPState:
     @not_compiled
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather the parameters. The outermost module begins a forward of all."""
-        schedule = self.schedule or self.make_schedule(module)
+        schedule = self.schedule or Schedule(module)
         outermost = schedule.root is None
         if outermost and not backward_is_running():  # there, a checkpoint recomputes
             schedule.begin_forward(self)
@@ -324,19 +327,11 @@ class FSDPState:
             register_multi_grad_hook(inputs, self.post_backward, mode="all")
         return args, kwargs
 
-    def make_schedule(self, root: nn.Module) -> Schedule:
-        """Share one schedule below `root`."""
-        schedule = Schedule(root)
-        for state in schedule.states:
-            state.schedule = schedule
-        return schedule
-
     @not_compiled
     def refuse_shards(self, module: nn.Module, args: Any) -> None:
         """Raise RuntimeError if a part of the module is called while its parameters are sharded."""
         if self.group.sharded_state is not ShardedState.UNSHARDED:
-            owned = (p for p in self.group.params if any(part is module for part, _ in p.owners))
-            raise next(owned).used_in_pieces()
+            raise used_in_pieces(f"a {type(module).__name__}")
 
     def gather(self) -> None:
         """Let the module have its whole parameters."""

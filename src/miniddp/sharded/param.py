@@ -102,16 +102,8 @@ class FSDPParam(ShardedParam):
 
     def refuse_gradient(self, gradient: Tensor) -> None:
         """Raise: autograd has no reason to send a gradient to this rank's rows."""
-        raise self.used_in_pieces()
-
-    def used_in_pieces(self) -> RuntimeError:
-        """The error for a computation with this rank's rows."""
         module, name = self.owners[0]
-        return RuntimeError(
-            f"{type(module).__name__}.{name} was used while this rank has only its rows. It is "
-            "whole while the module runs that fully_shard was called on: call that module, not "
-            "its forward, a part of it, or another method, and use the parameter nowhere else"
-        )
+        raise used_in_pieces(f"{type(module).__name__}.{name}")
 
     def register(self, parameter: nn.Parameter, instead_of: nn.Parameter) -> None:
         """Let the modules use `parameter`, frozen if the one that they used before is."""
@@ -143,3 +135,12 @@ class FSDPParam(ShardedParam):
         """Keep the gradients of unsynchronized backwards, in the dtype of the reduction."""
         if self.has_gradient():
             self.accumulated = self.take_gradient().to(self.reduce_dtype)
+
+
+def used_in_pieces(what: str) -> RuntimeError:
+    """The error for a computation with this rank's rows."""
+    return RuntimeError(
+        f"{what} was used while this rank has only its rows. Parameters are whole while the module "
+        "runs that fully_shard was called on: call that module, not its forward, a part of it, or "
+        "another method, and use its parameters nowhere else"
+    )

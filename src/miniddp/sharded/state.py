@@ -11,7 +11,7 @@ per sharded tensor, and loading costs none. Source: torch.distributed.checkpoint
 form of an optimizer's state, by parameter names, is used here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ def full_optimizer_state_dict(module: nn.Module, optimizer: Optimizer) -> dict[s
     state = {}
     for index, values in sorted(saved["state"].items()):
         name, parameter = named[index]
-        state[name] = _whole(values, parameter)
+        sharding = getattr(parameter, "sharding", None)
+        state[name] = _converted(values, parameter.shape, sharding and sharding.gather)
     groups = [{**g, "params": [named[i][0] for i in g["params"]]} for g in saved["param_groups"]]
     return {"state": state, "param_groups": groups}
 
@@ -76,7 +77,9 @@ def load_full_optimizer_state_dict(
     state = {}
     for index, (name, parameter) in enumerate(named):
         if values := state_dict["state"].get(name):
-            state[index] = _rows(values, parameter)
+            sharding = getattr(parameter, "sharding", None)
+            shape = sharding.size if sharding else parameter.shape
+            state[index] = _converted(values, shape, sharding and sharding.shard)
     pairs = zip(state_dict["param_groups"], own, strict=True)
     groups = [{**of_saved, "params": group["params"]} for of_saved, group in pairs]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -97,27 +100,14 @@ def _sharded(module: nn.Module) -> nn.Module:
     return module
 
 
-def _whole(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """The state of one parameter, with the whole tensors of which this rank has rows."""
-    sharding = getattr(parameter, "sharding", None)
-    return {
-        key: sharding.gather(value) if sharding and _like(parameter.shape, key, value) else value
-        for key, value in values.items()
-    }
-
-
-def _rows(values: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """The inverse of `_whole`."""
-    sharding = getattr(parameter, "sharding", None)
-    return {
-        key: sharding.shard(value).clone()
-        if sharding and _like(sharding.size, key, value)
-        else value
-        for key, value in values.items()
-    }
-
-
-def _like(shape: torch.Size, key: str, value: Any) -> bool:
-    """Whether a value has an element per element of a parameter of this shape."""
+def _converted(
+    values: Mapping[str, Any], shape: torch.Size, convert: Callable[[Tensor], Tensor] | None
+) -> dict[str, Any]:
+    """The state of a parameter of this shape, with `convert` of what has as many elements."""
     # A step count is a scalar, as a parameter may be.
-    return isinstance(value, Tensor) and key != "step" and value.shape == shape
+    divided = {
+        key: convert(value).clone()
+        for key, value in values.items()
+        if convert and key != "step" and isinstance(value, Tensor) and value.shape == shape
+    }
+    return {**values, **divided}

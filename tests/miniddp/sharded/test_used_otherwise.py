@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from labkit.launch.ranks import run_ranks
@@ -134,12 +136,16 @@ def what_is_said(rank: int) -> dict[str, str]:
     late = build(fully_shard)
     late(torch.ones(2, 12)).sum().backward()
     late.head.bias = nn.Parameter(torch.zeros(3))
+    divided = nn.Linear(2, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    divided.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
     attempts = {
         "used while this rank has only its rows": lambda: net.logits(torch.ones(2, 12)),
-        "Linear.weight was used while": lambda: net.forward(torch.ones(2, 12)),
+        "a Linear was used while": lambda: net.forward(torch.ones(2, 12)),
         "Linear.weight was used": lambda: net.right.weight.sum().backward(),
         "another rank those of another module": lambda: net(torch.ones(2, 12), rank == 0),
         "head.bias was added": lambda: late(torch.ones(2, 12)),
+        "weight is a DTensor": lambda: fully_shard(divided),
         "is never called": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
         "a list is never called": lambda: fully_shard([nn.Linear(2, 2)]),
         "LBFGS computes with whole": lambda: torch.optim.LBFGS(net.parameters()).step(lambda: 0),

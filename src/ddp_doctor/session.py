@@ -197,6 +197,7 @@ class Session:
 
     def _leave(self) -> None:
         """End this process, once all ranks are here: what they still do is not wanted."""
+        self._inside.yes = False  # an observer calls this, and the last facts are wanted
         self.close()
         until = time.monotonic() + 10.0
         while any(not page.ended for page in glance(self.run)) and time.monotonic() < until:

@@ -512,6 +512,16 @@ def test_weights_that_differ_at_a_later_step_are_different_though_the_gradient_i
     assert "At optimizer step 2, the ranks' weights differ: rank 1's" in found.why
 
 
+@pytest.mark.parametrize("weights", [1.0, 1.5])
+def test_ranks_whose_weights_stay_equal_combine_their_gradients_after_the_optimizer_got_them(
+    weights: float, tmp_path: Path
+) -> None:
+    own = [{}, {"gradients": {"0.0": torch.arange(4.0)}}]
+    later = [own[0], own[1] | {"start": [weights]}]
+    found = written(tmp_path, **{OWN: own, f"{LATER}_7": later, f"{LATER}_8": later})
+    assert found.verdict == ("not judged" if weights == 1.0 else "different")
+
+
 @pytest.mark.parametrize("control", ["equal", "different"])
 def test_another_deal_is_judged_only_if_it_changes_nothing_in_one_process(
     control: str, tmp_path: Path

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,3 +147,15 @@ def test_later_steps_are_sampled_alike_however_many_optimizers_step_in_turn(
     assert sum(observed) == optimizers * (6 + 7)  # at the start, and at 50, 100, …, 350
     session.next_step(optimizers, full=True)
     assert not session.observing
+
+
+def test_a_run_that_ends_after_its_first_steps_writes_what_is_only_known_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(Options(first=1, then_leave=True), tmp_path / "run")
+    finished = []
+    session.recorder = SimpleNamespace(finish=lambda: finished.append(True))  # type: ignore[assignment]
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    session.open()
+    session.guard(lambda: session.next_step(1))()  # an observer of optimizer steps calls it
+    assert finished == [True]

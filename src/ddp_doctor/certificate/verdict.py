@@ -14,6 +14,10 @@ from ddp_doctor.certified import TITLES, Certificate, Property
 FLAT = "Each rank holds a flat piece of the model, as in FSDP1. Use fully_shard to certify it."
 MARK = "If the batch comes from no DataLoader, mark it: x, y = ddp_doctor.batch((x, y))."
 ELSEWHERE = f"This step did not get its samples at the places where the first step did. {MARK}"
+COMBINED_LATER = (
+    "The optimizer gets another gradient on each rank, but the ranks' weights stay equal. They are "
+    "combined in its step or after it, which is not measured."
+)
 SEVERAL = "One process has no mesh and no group of several ranks, so only P2 can judge this script."
 IN_ORDER = "In one process, the order of the samples cannot be changed without another result."
 TOO_FEW = "The script took too few optimizer steps."
@@ -250,6 +254,8 @@ class Judge:
         """The property that decides, and why."""
         p1, p2, p3 = (of.get(name) for name in ("P1", "P2", "P3"))
         start, later, usual = (of.get(name) for name in ("start", "later", "usual"))
+        if start is not None and start.judged and self._stays_equal():
+            return Property("start", "not judged", COMBINED_LATER), COMBINED_LATER
         if start is not None:
             return start, start.why + (self._averaged() or IF_AVERAGED if start.judged else "")
         if p1 is None:
@@ -271,6 +277,15 @@ class Judge:
         if usual is not None and usual.verdict in ("scaled", "different"):
             return self._as_it_is(p1, usual)
         return p1, "One process with all samples of a step computes the same gradient."
+
+    def _stays_equal(self) -> bool:
+        """Whether all ranks have the same weights at every later step."""
+        later = [
+            facts["start"] == self.ranks[0, optimizer, kind]["start"]
+            for (rank, optimizer, kind), facts in self.ranks.items()
+            if rank and kind.startswith(LATER) and (0, optimizer, kind) in self.ranks
+        ]
+        return len(later) > 1 and all(later)
 
     def _averaged(self) -> str:
         """Whether ranks that had different parameters get equal ones at a later step."""

@@ -14,8 +14,8 @@ Each call makes one group of parameters. What one step does with a group:
 
 Two gathers are prefetched: in forward, that of the group that came next in the last forward; in
 backward, that of the group that ran before this one. Every rank must run the same groups in the
-same order, because their messages are matched by their order alone. Inside a group, ranks may use
-different parameters.
+same order, because their messages are matched by their order alone; a gather on the CPU checks it.
+Inside a group, ranks may use different parameters.
 
 Cost for Ψ bytes of parameters on W ranks: each sends 3(W−1)/W·Ψ per step, or, like DDP,
 2(W−1)/W·Ψ without `reshard_after_forward`. Memory: Ψ/W, and the whole of two groups.

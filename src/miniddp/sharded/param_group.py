@@ -89,8 +89,10 @@ class FSDPParamGroup:
             self.sharded_state = ShardedState.UNSHARDED
 
     def check_labels(self, labels: Tensor) -> None:
-        """Raise RuntimeError if other ranks gather another group. On the CPU only: a GPU's CPU
-        does not wait for its messages."""
+        """Raise RuntimeError if other ranks gather another group.
+
+        Not on a GPU: the CPU, which runs ahead of it, would have to wait for the message.
+        """
         if labels.is_cuda or bool((labels == labels[self.group.rank()]).all()):
             return
         raise RuntimeError(
@@ -114,8 +116,9 @@ class FSDPParamGroup:
     @torch.no_grad()
     def reduce(self) -> list["Reduction"]:
         """Launch the reduction of all gradients: one message per dtype, usually one."""
-        trainable = [param for param in self.params if param.sharded_param.requires_grad]
-        by_dtype = sorted(trainable, key=lambda param: str(param.reduce_dtype))
+        # One may have been frozen since a backward that was not synchronized.
+        every = [p for p in self.params if p.sharded_param.requires_grad or p.has_gradient()]
+        by_dtype = sorted(every, key=lambda param: str(param.reduce_dtype))
         replicas = 1 if self.replicas is None else self.replicas.size()
         divisor = self.gradient_divide_factor or self.group.size() * replicas
         # As in torch: only a sum of float16 may overflow. Later, there is 1/W as much to divide.

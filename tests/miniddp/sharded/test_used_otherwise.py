@@ -70,6 +70,7 @@ def synchronized_without_a_branch(net: nn.Module, backward: Callable[[Forward], 
         if hasattr(net, "set_requires_gradient_sync"):
             net.set_requires_gradient_sync(not left)
         backward(lambda x, left=left: net(x, left))
+        net.left.requires_grad_(False)  # its gradient is still this step's
 
 
 def in_another_dtype(net: nn.Module, backward: Callable[[Forward], None]) -> None:

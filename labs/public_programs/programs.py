@@ -66,10 +66,10 @@ def llama2c(folder: Path) -> None:
 
 
 def conversations(folder: Path) -> None:
-    """64 short conversations with answers of 1 to 24 words."""
+    """112 short conversations with answers of 1 to 24 words."""
     draw = random.Random(0)
     rows = []
-    for _ in range(64):
+    for _ in range(112):
         answer = " ".join(draw.choices(["one", "two", "three", "four"], k=draw.randint(1, 24)))
         texts = (("user", "Say something."), ("assistant", answer))
         rows.append({"conversations": [{"role": role, "content": text} for role, text in texts]})
@@ -77,13 +77,13 @@ def conversations(folder: Path) -> None:
 
 
 def images(folder: Path) -> None:
-    """16 random images of 64 × 64 pixels."""
+    """16 random images of 32 × 32 pixels."""
     from matplotlib.image import imsave
 
     (folder / "images").mkdir()
     draw = np.random.default_rng(0)
     for number in range(16):
-        pixels = draw.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        pixels = draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)
         imsave(folder / f"images/{number:02d}.png", pixels)
 
 
@@ -112,6 +112,12 @@ LIGHTLY = {
     "paths": "lightly/loss/barlow_twins_loss.py",
     "shims": ("train_with_a_loss.py",),
     "report": f"{GITHUB}/lightly-ai/lightly/issues/1977",
+}
+OPEN_CLIP = {
+    "repository": "mlfoundations/open_clip",
+    "commit": "89fb801f1e6087880e951fc8354b8a2077b79c6d",
+    "paths": "src/open_clip/loss.py",
+    "shims": ("train_with_a_loss.py",),
 }
 TRANSFORMER = {
     "repository": "hkproj/pytorch-transformer-distributed",
@@ -203,11 +209,68 @@ PROGRAMS = (
         report=f"{GITHUB}/Spijkervet/SimCLR/issues/37",
     ),
     Program(
+        name="open_clip's ClipLoss",
+        command="train_with_a_loss.py src.open_clip.loss ClipLoss",
+        known="--gather-with-grad multiplies the gradient by the number of GPUs",
+        report=f"{GITHUB}/mlfoundations/open_clip/issues/616",
+        **OPEN_CLIP,
+    ),
+    Program(
+        name="open_clip's ClipLoss, --local-loss",
+        command="train_with_a_loss.py src.open_clip.loss ClipLoss local_loss=True",
+        known="--local-loss has to be used with --gather-with-grad",
+        report=f"{GITHUB}/mlfoundations/open_clip/issues/894",
+        **OPEN_CLIP,
+    ),
+    Program(
+        name="open_clip's ClipLoss, --local-loss --gather-with-grad",
+        command="train_with_a_loss.py src.open_clip.loss ClipLoss local_loss=True "
+        "gather_with_grad=True",
+        **OPEN_CLIP,
+    ),
+    Program(
+        name="MoCo",
+        repository="facebookresearch/moco",
+        commit="78b69cafae80bc74cd1a89ac3fb365dc20d157d3",
+        command="main_moco.py images --arch resnet18 --batch-size 8 --workers 0 --epochs 1 "
+        "--moco-k 64 --moco-dim 8 --world-size 1 --rank 0 --multiprocessing-distributed "
+        "--dist-url tcp://127.0.0.1:23456",
+        paths="main_moco.py moco",
+        shims=("torchvision",),
+        launched=False,
+    ),
+    Program(
+        name="picotron_tutorial, step 5",
+        repository="huggingface/picotron_tutorial",
+        commit="8c14c925e2069ec2756cdf1510ed2b8bb56a098e",
+        command="train_picotron_step.py",
+        paths="step5_data_parallel_naive",
+        folder="step5_data_parallel_naive",
+        shims=("train_picotron_step.py",),
+    ),
+    Program(
+        name="PyTorch's FSDP2 example",
+        repository="pytorch/examples",
+        commit="77f55b912142e11fcfdf5b530231fb9c52f181e8",
+        command="example.py",
+        paths="distributed/FSDP2",
+        folder="distributed/FSDP2",
+    ),
+    Program(
+        name="PyTorch's tensor-parallel example",
+        repository="pytorch/examples",
+        commit="77f55b912142e11fcfdf5b530231fb9c52f181e8",
+        command="tensor_parallel_example.py",
+        paths="distributed/tensor_parallelism",
+        folder="distributed/tensor_parallelism",
+    ),
+    Program(
         name="guided-diffusion with --microbatch",
         repository="openai/guided-diffusion",
         commit="22e0df8183507e13a7813f8d38d51b072ca1e67c",
-        command="scripts/image_train.py --data_dir images --image_size 64 --num_channels 32 "
-        "--num_res_blocks 1 --attention_resolutions 64 --batch_size 4 --microbatch 2",
+        command="scripts/image_train.py --data_dir images --image_size 16 --channel_mult 1,1 "
+        "--num_channels 32 --num_res_blocks 1 --attention_resolutions 8 --batch_size 4 "
+        "--microbatch 2",
         paths="guided_diffusion scripts",
         shims=("mpi4py.py", "blobfile.py"),
         data=images,
@@ -219,11 +282,13 @@ PROGRAMS = (
         repository="jingyaogong/minimind",
         commit="d65ef2c00ebc6082f9df11541e1b191655eddb00",
         command="train_full_sft.py --data_path ../sft.jsonl --from_weight none --hidden_size 64 "
-        "--num_hidden_layers 1 --max_seq_len 64 --batch_size 4 --accumulation_steps 2 "
+        "--num_hidden_layers 1 --max_seq_len 64 --batch_size 4 --accumulation_steps 3 "
         "--num_workers 0",
         paths="trainer model dataset",
         folder="trainer",
         shims=("datasets.py",),
         data=conversations,
+        known="a shorter window at the end of an epoch is divided by the full number of steps",
+        report=f"{GITHUB}/jingyaogong/minimind/issues/749",
     ),
 )

@@ -94,19 +94,27 @@ def printed(rows: list[dict[str, Any]]) -> str:
         ]
         said = [f"`{f['code']}`" for f in row["findings"] if f["severity"] != "note"]
         lines.append(f"| {' | '.join([name, known, verdict, *numbers, ', '.join(said)])} |")
+    dates = sorted({row["date"] for row in rows})
+    versions = " and ".join(sorted({row["torch"] for row in rows}))
     lines += [
         "",
         "````{admonition} What was run, and what the certificate says",
         ":class: dropdown",
+        f"Measured on {' to '.join(dict.fromkeys((dates[0], dates[-1])))} with torch {versions}.",
+        "",
     ]
-    for row in rows:
-        lines += ["", f"**{row['name']}**: {row['why']}", "", f"`{row['command']}`", ""]
-        shims = ", ".join(f"`{shim}`" for shim in row["shims"])
-        sizes = ", ".join(f"`{size.strip('# ')}`" for size in row["sizes"])
-        extra = f"Shims: {shims}. " if shims else ""
-        extra += f"Sizes: {sizes}. " if sizes else ""
-        lines.append(f"{extra}Commit {row['commit'][:7]}, {row['date']}, torch {row['torch']}.")
+    lines += [_run(row) for row in rows]
     return "\n".join([*lines, "````", ""])
+
+
+def _run(row: dict[str, Any]) -> str:
+    """One program's command, and why it is not equal."""
+    said = "" if row["verdict"] == "equal" else f" {row['why']}"
+    line = f"- **{row['name']}**:{said} `{row['command']}`"
+    for name in ("shims", "sizes"):
+        if row[name]:
+            line += f"; {name}: " + ", ".join(f"`{one.strip('# ')}`" for one in row[name])
+    return line + "."
 
 
 def _check_out(program: Program, copy: Path, folder: Path) -> None:

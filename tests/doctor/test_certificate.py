@@ -23,6 +23,7 @@ from ddp_doctor.certificate.plan import DEAL, LATER, OWN
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.certified import Certificate, Property
 from labkit.launch.forks import ForkServer
+from prove_it import prove
 
 SCRIPTS = {script.name: script for script in corpus()}
 
@@ -67,6 +68,67 @@ def test_accumulation_in_one_process_is_judged_by_another_deal(forks: ForkServer
     )
     wrong = certified(forks, replace(SCRIPTS["one_process"], text=means))
     assert (right["verdict"], wrong["verdict"]) == ("equal", "different")
+
+
+MICRO_BATCHES = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(5):
+    optimizer.zero_grad()
+    for _ in range(3):
+        x = torch.randn(6, 8, generator=generator)
+        loss = nn.functional.cross_entropy(model(x), x.argmax(1) % 4)
+        (loss / 3).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_rules_look_at_the_number_of_micro_batches_which_no_run_measures() -> None:
+    right, wrong = prove(MICRO_BATCHES), prove(MICRO_BATCHES.replace("loss / 3", "loss"))
+    assert (right.verdict, wrong.verdict) == ("equal", "equal")
+    assert "not divided by the accumulation" not in right.text
+    assert "not divided by the accumulation" in wrong.text
+
+
+CONTRASTS = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.nn.functional import all_gather
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(rank)
+for step in range(5):
+    first, second = model(torch.randn(6, 2, 8, generator=generator)).unbind(1)
+    labels = torch.arange(len(first)) + len(first) * rank
+    loss = F.cross_entropy(first @ torch.cat(all_gather(second)).T, labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_labels_that_are_positions_among_all_ranks_samples_are_not_dealt(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    right = certified(forks, script(CONTRASTS))
+    assert [one["verdict"] for one in right["properties"]] == ["equal"] * 4, right
+    wrong = certified(forks, script(CONTRASTS.replace(" + len(first) * rank", "")))
+    assert wrong["verdict"] == "different"
 
 
 TRIPLETS = """
@@ -173,6 +235,43 @@ def test_sharded_parameters_are_compared_whole(forks: ForkServer) -> None:
     assert certified(forks, SCRIPTS["fsdp2"])["verdict"] == "equal"
     wrong = certified(forks, SCRIPTS["fsdp2_own_clip"])
     assert wrong["verdict"] == "scaled"
+
+
+FROM_META = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+with torch.device("meta"):
+    model = fully_shard(nn.Linear(8, 4))
+model.to_empty(device="cpu")
+model.reset_parameters()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(5):
+    x = torch.randn(6, 8, generator=generator)
+    loss = nn.functional.cross_entropy(model(x), x.argmax(1) % 4, reduction="sum")
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_sharded_model_may_get_its_memory_after_it_was_sharded(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    certificate = certified(forks, script(FROM_META))
+    assert (certificate["verdict"], certificate["factor"]) == ("scaled", "1/W"), certificate
+    assert not any("same samples" in note for note in certificate["notes"])
+    shared = certified(
+        forks, script(FROM_META.replace("manual_seed(dist.get_rank())", "manual_seed(0)"))
+    )
+    assert shared["verdict"] == "equal"
+    assert any("same samples" in note for note in shared["notes"])
 
 
 @pytest.fixture
@@ -337,6 +436,48 @@ def test_a_script_that_reshapes_samples_to_one_ranks_batch_is_certified_if_it_is
     assert right["verdict"] == "equal", right
     wrong = RESHAPED.replace("loss.backward()", "(loss * dist.get_world_size()).backward()")
     assert certified(forks, script(wrong))["verdict"] != "equal"
+
+
+EVALUATES_BETWEEN_STEPS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def batch(rows):
+    x = torch.stack([torch.randn(8) for _ in range(rows)])
+    return x, x.argmax(1) % 4
+
+for step in range(5):
+    if step in (0, 2):
+        model.eval()
+        for rows in range(1, 3 + rank):
+            x, y = batch(rows)
+            question = torch.tensor([[1.0] * (6 + rank)] * rows)
+            with torch.no_grad():
+                model(torch.cat([question, x], dim=1)[:, -8:])
+        model.train()
+    x, y = batch(6)
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    (loss * dist.get_world_size()).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_an_evaluation_between_the_steps_is_no_part_of_them(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    wrong = certified(forks, script(EVALUATES_BETWEEN_STEPS))
+    assert (wrong["verdict"], wrong["factor"]) == ("scaled", "W"), wrong
+    right = certified(forks, script(EVALUATES_BETWEEN_STEPS.replace("dist.get_world_size()", "1")))
+    assert [one["verdict"] for one in right["properties"]] == ["equal"] * 4, right
 
 
 OWN_BATCH_NORM = """

@@ -30,9 +30,15 @@ seeded = torch.Generator().manual_seed(dist.get_rank())
 for _ in range(8):
     views = torch.randn(8, 2, 16, generator=seeded).cuda()
     first, second = model(views).unbind(1)
-    sizes = {"world_size": dist.get_world_size(), "batch_size": len(views)}
+    sizes = {"world_size": dist.get_world_size(), "rank": dist.get_rank(), "batch_size": len(views)}
     wanted = inspect.signature(kind).parameters
-    loss = kind(**given, **{key: n for key, n in sizes.items() if key in wanted})(first, second)
+    criterion = kind(**given, **{key: n for key, n in sizes.items() if key in wanted})
+    scale = (
+        {"logit_scale": 10.0}
+        if "logit_scale" in inspect.signature(criterion.forward).parameters
+        else {}
+    )
+    loss = criterion(first, second, **scale)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

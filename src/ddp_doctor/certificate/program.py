@@ -215,12 +215,13 @@ def explained(
     start: type[Start] = Start,
 ) -> "Report":
     """The certificate's report. Unless the gradients are equal, the script is started once more:
-    the rules look at six ordinary steps of it, and say why.
+    the rules look at six ordinary steps of it, and say why. They also look if there are several
+    micro-batches, since a division by their number is not measured.
     """
     from ddp_doctor.report import merge
 
     part = Part(str(folder), "observed", cpu)
-    if certificate.verdict != "equal":
+    if certificate.verdict != "equal" or certificate.micro_batches > 1:
         part.journals.mkdir(parents=True)
         needs_ranks = Part(str(folder), "ranks").path(NEEDS_RANKS).exists()
         if "RANK" in os.environ or ranks is not None or needs_ranks:

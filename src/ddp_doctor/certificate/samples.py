@@ -17,6 +17,8 @@ from ddp_doctor.certificate.plan import COPIES, DEAL, Part
 
 FORWARD = "forward"  # the last part of a place at which a module is called
 MARKED = "marked"  # the last part of a place at which a script marks a batch
+# Where the script does something: file, line, instruction, whether the model only evaluates, what.
+Place = tuple[Hashable, ...]
 Key = tuple[Hashable, int]  # where samples come from, and how often they did in this step
 
 
@@ -29,6 +31,18 @@ class Recorded:
     # Of each call: the lengths of its tensors, and what else it is given.
     calls: dict[Key, tuple[list[int], str]] = field(default_factory=dict)
     ahead: bool = False  # whether a loader fetches one batch ahead
+    modes: set[bool] = field(default_factory=set)  # whether the model evaluated, at each backward
+
+    @property
+    def trains_only(self) -> bool:
+        """Whether no backward pass was made in the mode for evaluation."""
+        return self.modes == {False}
+
+    def without_evaluation(self) -> None:
+        """Forget what was recorded while the model evaluated, unless it is trained in that mode."""
+        for kept in (self.samples, self.calls) if self.trains_only else ():
+            for key in [k for k in kept if isinstance(k[0], tuple) and k[0][3] is True]:
+                del kept[key]
 
 
 class Handed:
@@ -58,7 +72,7 @@ class Handed:
         every = range(len(self.of))
         if not self.shards:
             return list(every)
-        return [next(r for r in every if _same(self.of[r], self.of[rank])) for rank in every]
+        return [next(r for r in every if same(self.of[r], self.of[rank])) for rank in every]
 
     def everyones(self, key: Key) -> list[Any] | None:
         """What each rank had there; None if one of them had nothing."""
@@ -81,6 +95,8 @@ class Handed:
     def rows(self, kind: str, key: Key) -> torch.Tensor | None:
         """A tensor of samples; None if they cannot be joined along the first dimension."""
         every = self.everyones(key)
+        if kind == DEAL and every is not None and _is_target(key) and _counts(every):
+            return torch.cat(every) if self.part.one else every[self.rank]
         constant = not is_marked(key) and kind != DEAL and every is not None and alike(every)
         if every is None or kind == COPIES or constant:
             return None if every is None else every[0]
@@ -126,7 +142,7 @@ class Handed:
         return next((k for k in turns if k in samples and alike([samples[k], samples[key]])), key)
 
 
-def _same(one: Recorded, other: Recorded) -> bool:
+def same(one: Recorded, other: Recorded) -> bool:
     """Whether two ranks recorded the same samples. Only tensors and numbers are compared."""
     if one is other:
         return True
@@ -143,6 +159,19 @@ def _equal(ours: Any, theirs: Any) -> bool:
 def is_marked(key: Key) -> bool:
     """Whether a script marks a batch here."""
     return isinstance(key[0], tuple) and key[0][-1] == MARKED
+
+
+def _is_target(key: Key) -> bool:
+    """Whether it is the second argument of a loss, or of another module."""
+    place = key[0]
+    names = ("cross_entropy", "nll_loss", FORWARD)
+    return isinstance(place, tuple) and place[-1] == 1 and place[-2] in names
+
+
+def _counts(every: Sequence[torch.Tensor]) -> bool:
+    """Whether the ranks count 0, 1, 2, … together: positions in a batch stay where they are."""
+    joined = torch.cat(list(every)) if joinable(every) else torch.zeros(0)
+    return not joined.is_floating_point() and torch.equal(joined, torch.arange(len(joined)))
 
 
 def _turn(key: Key) -> int:

@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,9 @@ class Steps:
         nn.modules.module.register_module_forward_pre_hook(self._before_forward)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
+        self._evaluated: Callable[[], nn.Module | None] = lambda: None
         self._count_what_is_called()
+        self._note_what_evaluates()
         self._note_calls()
 
     def _note_calls(self) -> None:
@@ -86,6 +89,7 @@ class Steps:
 
         def counted_backward(*args: Any, **kwargs: Any) -> None:
             self.backwards += 1
+            self.recorded.modes.add(self.evaluates)
             backward(*args, **kwargs)
 
         Optimizer.__init__ = counted_init  # type: ignore[method-assign]
@@ -98,6 +102,36 @@ class Steps:
             zero_grad(*args, **kwargs)
 
         return noted
+
+    def _note_what_evaluates(self) -> None:
+        train = nn.Module.train
+
+        def noted(module: nn.Module, mode: bool = True) -> nn.Module:
+            if not mode and self._has_all_that_is_trained(module):
+                self._evaluated = weakref.ref(module)
+            return train(module, mode)
+
+        nn.Module.train = noted  # type: ignore[method-assign]
+
+    def _has_all_that_is_trained(self, module: nn.Module) -> bool:
+        there = set(map(id, module.parameters()))
+        return bool(self._made) and all(
+            id(p) in there
+            for made in self._made
+            for group in made.param_groups
+            for p in group["params"]
+        )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model that is trained is in evaluation mode now."""
+        model = self._evaluated()
+        return model is not None and not model.training
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether what happens now is no part of a training step, as far as is known."""
+        return self.handed is not None and self.handed.of[0].trains_only and self.evaluates
 
     def kind(self, step: int) -> str:
         """What the samples of a step are; see `plan`."""
@@ -222,6 +256,7 @@ class Steps:
         rank, world = rank_and_world()
         if self.handed is None:
             self.part.path("world").write_text(str(world))
+            self.recorded.without_evaluation()
             written(self.part.path(f"samples.{rank}.pt"), self.recorded)
             self.handed = _of_all(self.part, world, rank)
             if self.handed is not None:

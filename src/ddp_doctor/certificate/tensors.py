@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ddp_doctor.certificate.marks import certified
 from ddp_doctor.certificate.plan import LATER
-from ddp_doctor.certificate.samples import FORWARD, MARKED, alike, is_marked
+from ddp_doctor.certificate.samples import FORWARD, MARKED, Place, alike, is_marked
 from ddp_doctor.certificate.steps import Steps
 from ddp_doctor.places import is_users, users_frame
 
@@ -35,6 +35,7 @@ MADE = {  # functions that make samples where the script's own lines call them
 LEFT_ALONE = {"backward", "size", "dim", "__len__", "detach_", "requires_grad_", "__get__"}
 TAKES = {"index_select", "narrow", "select", "masked_select", "take"}  # some of the rows
 PAIRS_NO_ROWS = {"matmul", "__matmul__", "__rmatmul__", "mm", "linear"}
+CONVERTS = "torch.nn.modules.module"  # moves parameters; swaps only those without a weak reference
 BYTES = 1 << 28  # what is written down in all
 
 
@@ -44,8 +45,8 @@ class Tensors(TorchFunctionMode):
     def __init__(self, steps: Steps) -> None:
         super().__init__()
         self.steps = steps
-        self.turns: dict[Any, int] = {}
-        self.first_turns: dict[Any, int] = {}
+        self.turns: dict[Place, int] = {}
+        self.first_turns: dict[Place, int] = {}
         # By their ids: tensors that are one sample each; weights, gradients, activations.
         self.single: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.trained: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -70,8 +71,9 @@ class Tensors(TorchFunctionMode):
 
     def _hidden(self) -> bool:
         marked = self.steps.handed is not None and self.steps.handed.marked
+        other = threading.get_ident() != self.thread
         return (
-            self.hidden or marked or self.steps.now == LATER or threading.get_ident() != self.thread
+            self.hidden or marked or other or self.steps.now == LATER or self.steps.only_evaluates
         )
 
     def __torch_function__(
@@ -82,10 +84,12 @@ class Tensors(TorchFunctionMode):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         frame = sys._getframe(1)
+        if frame.f_globals.get("__name__") == CONVERTS:
+            return function(*args, **kwargs)
         where = None if name in LEFT_ALONE else users_frame(frame)
         if where is None:
             return self._followed(name, args, function(*args, **kwargs))
-        site = (where.f_code.co_filename, where.f_lineno, where.f_lasti, name)
+        site = self._site(where, name)
         changes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
         direct = is_users(_caller(frame, function).f_code.co_filename)
         if direct:
@@ -107,6 +111,11 @@ class Tensors(TorchFunctionMode):
             return self._planned(site, result)
         return result
 
+    def _site(self, frame: Any, name: str) -> Place:
+        """A place in the script. What evaluates and trains has a place for each."""
+        code = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
+        return (*code, self.steps.evaluates, name)
+
     def _in_time(self, args: Any) -> bool:
         """Whether samples are replaced that a function is given."""
         return not self.steps.part.late or any(
@@ -124,7 +133,7 @@ class Tensors(TorchFunctionMode):
                 self.trained[id(buffer)] = buffer
             if not is_users(frame.f_code.co_filename):
                 return None
-            site = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, FORWARD)
+            site = self._site(frame, FORWARD)
             given = self._given(site, args)
             evaluates = self.steps.part.late and not torch.is_grad_enabled()
             return None if evaluates else given  # it has its turn all the same

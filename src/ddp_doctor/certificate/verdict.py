@@ -9,6 +9,7 @@ import torch
 from ddp_doctor.certificate.fixed import OFF
 from ddp_doctor.certificate.measure import TOLERANCE, Comparison, Gradients, called, compare, shares
 from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, USUAL
+from ddp_doctor.certificate.samples import same
 from ddp_doctor.certified import TITLES, Certificate, Property
 
 FLAT = "Each rank holds a flat piece of the model, as in FSDP1. Use fully_shard to certify it."
@@ -48,6 +49,10 @@ NEVER_CLEARED = (
     "not measured."
 )
 WEIGHTS = "the ranks' weights differ: rank {}'s are not rank 0's."
+SAME_SAMPLES = (
+    "All ranks have the same samples in the first step. That is right only if they split layers; "
+    "else give each rank samples of its own, for example with a DistributedSampler."
+)
 MOST_NOISE = 0.01  # a larger change by another order of the samples is no rounding
 Part = Mapping[tuple[int, int, str], Mapping[str, Any]]  # (rank, optimizer, kind) → facts
 
@@ -72,7 +77,17 @@ def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
     if not any(bool(gradient.any()) for gradient in start["gradients"].values()):
         why = ZERO if start["gradients"] else NO_GRADIENT
         return Certificate("not judged", why, world=start["world"])
-    return Judge(ranks, one, failed_one, (folder / "one" / "world-in-script").exists()).certificate
+    world_in_script = (folder / "one" / "world-in-script").exists()
+    certificate = Judge(ranks, one, failed_one, world_in_script).certificate
+    if _all_the_same(folder / "ranks"):
+        certificate.notes.append(SAME_SAMPLES)
+    return certificate
+
+
+def _all_the_same(folder: Path) -> bool:
+    """Whether all ranks recorded the same samples."""
+    of = [torch.load(path, weights_only=False) for path in folder.glob("samples.*.pt")]
+    return len(of) > 1 and bool(of[0].samples) and all(same(of[0], other) for other in of)
 
 
 class Judge:

@@ -14,3 +14,4 @@ class Compose:
 
 
 ToTensor = Normalize = RandomResizedCrop = RandomHorizontalFlip = Resize = CenterCrop = Compose
+RandomGrayscale = ColorJitter = Compose

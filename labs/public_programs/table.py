@@ -111,9 +111,9 @@ def _run(row: dict[str, Any]) -> str:
     """One program's command, and why it is not equal."""
     said = "" if row["verdict"] == "equal" else f" {row['why']}"
     line = f"- **{row['name']}**:{said} `{row['command']}`"
-    for name in ("shims", "sizes"):
+    for name, title in (("shims", "shims"), ("sizes", "changed")):
         if row[name]:
-            line += f"; {name}: " + ", ".join(f"`{one.strip('# ')}`" for one in row[name])
+            line += f"; {title}: " + ", ".join(f"`{one.strip('# ')}`" for one in row[name])
     return line + "."
 
 

@@ -450,7 +450,7 @@ model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 def batch(rows):
-    x = torch.stack([torch.randn(8) for _ in range(rows)])
+    x = torch.randn(rows, 8)
     return x, x.argmax(1) % 4
 
 for step in range(5):

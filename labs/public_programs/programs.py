@@ -2,7 +2,7 @@
 
 Data are made up. A shim is a file of ours that stands for a package which is not installed, or a
 small script around a repository's loss. Sizes are numbers in the program's own text that no option
-sets. They are changed in the temporary copy, and so is one line that current PyTorch refuses.
+sets: they alone are changed, in the temporary copy.
 """
 
 import json
@@ -229,18 +229,6 @@ PROGRAMS = (
         **OPEN_CLIP,
     ),
     Program(
-        name="MoCo",
-        repository="facebookresearch/moco",
-        commit="78b69cafae80bc74cd1a89ac3fb365dc20d157d3",
-        command="main_moco.py images --arch resnet18 --batch-size 8 --workers 0 --epochs 1 "
-        "--moco-k 64 --moco-dim 8 --world-size 1 --rank 0 --multiprocessing-distributed "
-        "--dist-url tcp://127.0.0.1:23456",
-        paths="main_moco.py moco",
-        shims=("torchvision",),
-        sizes={"main_moco.py": {"correct[:k].view(-1)": "correct[:k].reshape(-1)"}},
-        launched=False,
-    ),
-    Program(
         name="picotron_tutorial, step 5",
         repository="huggingface/picotron_tutorial",
         commit="8c14c925e2069ec2756cdf1510ed2b8bb56a098e",
@@ -248,22 +236,6 @@ PROGRAMS = (
         paths="step5_data_parallel_naive",
         folder="step5_data_parallel_naive",
         shims=("train_picotron_step.py",),
-    ),
-    Program(
-        name="PyTorch's FSDP2 example",
-        repository="pytorch/examples",
-        commit="77f55b912142e11fcfdf5b530231fb9c52f181e8",
-        command="example.py",
-        paths="distributed/FSDP2",
-        folder="distributed/FSDP2",
-    ),
-    Program(
-        name="PyTorch's tensor-parallel example",
-        repository="pytorch/examples",
-        commit="77f55b912142e11fcfdf5b530231fb9c52f181e8",
-        command="tensor_parallel_example.py",
-        paths="distributed/tensor_parallelism",
-        folder="distributed/tensor_parallelism",
     ),
     Program(
         name="guided-diffusion with `--microbatch`",

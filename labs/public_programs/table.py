@@ -112,8 +112,8 @@ def _run(row: dict[str, Any]) -> str:
     said = "" if row["verdict"] == "equal" else f" {row['why']}"
     line = f"- **{row['name']}**:{said} `{row['command']}`"
     for name, title in (("shims", "shims"), ("sizes", "changed")):
-        if row[name]:
-            line += f"; {title}: " + ", ".join(f"`{one.strip('# ')}`" for one in row[name])
+        if listed := [one for one in row[name] if not row["command"].startswith(one)]:
+            line += f"; {title}: " + ", ".join(f"`{one.strip('# ')}`" for one in listed)
     return line + "."
 
 

@@ -14,4 +14,3 @@ class Compose:
 
 
 ToTensor = Normalize = RandomResizedCrop = RandomHorizontalFlip = Resize = CenterCrop = Compose
-RandomGrayscale = ColorJitter = Compose

@@ -3,6 +3,7 @@
 What the repository's train.py imports besides, and `train_step` does not use, is replaced by mocks.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from torch import nn
 sys.path.insert(0, os.getcwd())
 unused = ("transformers", "datasets", "dataloader", "lovely_tensors", "model", "wandb")
 sys.modules.update({name: MagicMock() for name in unused})
-import process_group_manager as pgm  # noqa: E402
-from data_parallel import DataParallelNaive  # noqa: E402
-from train import train_step  # noqa: E402
+pgm = importlib.import_module("process_group_manager")
+wrapper = importlib.import_module("data_parallel").DataParallelNaive
+train_step = importlib.import_module("train").train_step
 
 
 class Network(nn.Module):
@@ -53,7 +54,7 @@ pgm.setup_process_group_manager(dp_size=dist.get_world_size(), pp_size=1, tp_siz
 torch.manual_seed(42)
 model: nn.Module = Network().cuda()
 if dist.get_world_size() > 1:
-    model = DataParallelNaive(model)
+    model = wrapper(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 batches = Batches(dist.get_rank())
 for _ in range(8):

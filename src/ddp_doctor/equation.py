@@ -265,8 +265,11 @@ def _by_fsdp(window: Window, readers: int) -> float | None:
 def rescaled(window: Window) -> float:
     """The one factor by which a script scaled all gradients between backward and the update.
 
-    1 if there is none: then `.grad` is what backward left, or it was combined in between.
+    1 if there is none: then `.grad` is what backward left, or the script combined the ranks' in
+    between, which looks like a factor if they are equal.
     """
+    if any(map(_reduces_gradients, window.ranks.values())):
+        return 1.0
     pairs = []
     for _, fact in window:
         now = (fact.get("snapshot") or {}).get("grads", {})
@@ -287,6 +290,14 @@ def rescaled(window: Window) -> float:
         abs(now - factor * left) <= 0.02 * max(abs(now), 0.02 * largest) for left, now in pairs
     )
     return factor if fits and factor > 0 and not near(factor, 1.0) else 1.0
+
+
+def _reduces_gradients(fact: Fact) -> bool:
+    """Whether the script itself all-reduces gradients in this step."""
+    return any(
+        call["op"] == "all_reduce" and call.get("what") == "gradient"
+        for call in fact["collectives"]
+    )
 
 
 def step_of(window: Window, clipped: bool = False, run: Run | None = None) -> Step | None:

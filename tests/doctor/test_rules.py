@@ -53,6 +53,18 @@ def test_a_clip_written_by_hand_is_not_part_of_what_combines_the_ranks() -> None
     assert findings(run) == {}
 
 
+def test_an_all_reduce_of_equal_gradients_is_no_clip() -> None:
+    """The data are the same on all ranks, and the all-reduce ends after backward in some steps."""
+    call = {"op": "all_reduce", "what": "gradient", "place": "train.py:9", "backwards": {"0": 0}}
+    call |= {"through_autograd": False, "numel": 2}
+    local = {name: value / 2 for name, value in SAME.items()}
+    run = run_with_steps(
+        [[window([4], [1.0], SAME, SAME, left=left, collectives=[call]) for _ in OWN]
+        for left in (local, SAME, local)]
+    )  # fmt: skip
+    assert [each.combination.kind for each in equation(run).steps] == ["averaged"] * 3
+
+
 def test_a_division_in_every_step_is_part_of_the_gradient() -> None:
     divided = run_with_steps([rescaled_step(0.5)] * 3)
     assert set(findings(divided)) == {"scaled_by_world_size"}

@@ -173,9 +173,10 @@ def train_with_faults(arguments: argparse.Namespace, place: Place) -> nn.Module:
 
     module = build_model(arguments.seed).to(place.device)
     saved = (newest_checkpoint(arguments.checkpoint) if arguments.checkpoint else None) or {}
+    first = saved.get("step", 0)
     if saved:
         module.load_state_dict(saved["model"])
-        say(f"resumed at step {saved['step']}")
+        say(f"resumed at step {first}")
     # With find_unused_parameters the initial buckets stay. Otherwise they are rebuilt after the
     # first step of every (re)start, and other buckets mean another order of addition.
     # A separate group for the averages: all ranks have joined by now, so its timeout can be short.
@@ -187,10 +188,11 @@ def train_with_faults(arguments: argparse.Namespace, place: Place) -> nn.Module:
         optimizer.load_state_dict(saved["optimizer"])
 
     with report_missing_ranks() as note:
-        for step in range(saved.get("step", 0), arguments.steps):
+        for step in range(first, arguments.steps):
             note(f"step {step}: its batch")
-            batch = draw_batch(arguments.seed, step, place.rank)
-            inputs, classes = (part.to(place.device) for part in batch)
+            inputs, classes = (
+                part.to(place.device) for part in draw_batch(arguments.seed, step, place.rank)
+            )
             loss = nn.functional.cross_entropy(wrapped(inputs), classes)
             if not saved:
                 happen(arguments, place, step)

@@ -72,7 +72,7 @@ class Judge:
 
 @contextlib.contextmanager
 def judge(expected: list[str]) -> Iterator[Judge]:
-    """Start nbval; on leaving, nothing of it is left. Costs 2.5 s of processor time."""
+    """Start nbval, and end it with all its processes on leaving. Costs 2.5 s of processor time."""
     with tempfile.TemporaryDirectory(prefix="grader-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _write_notebook(folder / _NOTEBOOK, expected)

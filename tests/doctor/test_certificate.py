@@ -26,6 +26,25 @@ from labkit.launch.forks import ForkServer
 from prove_it import prove
 
 SCRIPTS = {script.name: script for script in corpus()}
+# A wrapped model, and one optimizer step; each rank draws its own samples.
+START = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(nn.Linear(6, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+
+def update(loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +89,18 @@ def test_accumulation_in_one_process_is_judged_by_another_deal(forks: ForkServer
     assert (right["verdict"], wrong["verdict"]) == ("equal", "different")
 
 
-MICRO_BATCHES = """
-import torch
-import torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-generator = torch.Generator().manual_seed(dist.get_rank())
+MICRO_BATCHES = (
+    START
+    + """
 for step in range(5):
     optimizer.zero_grad()
     for _ in range(3):
-        x = torch.randn(6, 8, generator=generator)
-        loss = nn.functional.cross_entropy(model(x), x.argmax(1) % 4)
+        x = torch.randn(6, 6)
+        loss = cross_entropy(model(x), x.argmax(1) % 4)
         (loss / 3).backward()
     optimizer.step()
-dist.destroy_process_group()
 """
+)
 
 
 def test_rules_look_at_the_number_of_micro_batches_which_no_run_measures() -> None:
@@ -98,28 +110,17 @@ def test_rules_look_at_the_number_of_micro_batches_which_no_run_measures() -> No
     assert "not divided by the accumulation" in wrong.text
 
 
-CONTRASTS = """
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+CONTRASTS = (
+    START
+    + """
 from torch.distributed.nn.functional import all_gather
 
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-generator = torch.Generator().manual_seed(rank)
 for step in range(5):
-    first, second = model(torch.randn(6, 2, 8, generator=generator)).unbind(1)
-    labels = torch.arange(len(first)) + len(first) * rank
-    loss = F.cross_entropy(first @ torch.cat(all_gather(second)).T, labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-dist.destroy_process_group()
+    first, second = model(torch.randn(6, 2, 6)).unbind(1)
+    labels = torch.arange(len(first)) + len(first) * dist.get_rank()
+    update(cross_entropy(first @ torch.cat(all_gather(second)).T, labels))
 """
+)
 
 
 def test_labels_that_are_positions_among_all_ranks_samples_are_not_dealt(
@@ -127,33 +128,22 @@ def test_labels_that_are_positions_among_all_ranks_samples_are_not_dealt(
 ) -> None:
     right = certified(forks, script(CONTRASTS))
     assert [one["verdict"] for one in right["properties"]] == ["equal"] * 4, right
-    wrong = certified(forks, script(CONTRASTS.replace(" + len(first) * rank", "")))
+    wrong = certified(forks, script(CONTRASTS.replace(" + len(first) * dist.get_rank()", "")))
     assert wrong["verdict"] == "different"
 
 
-TRIPLETS = """
-import torch
-import torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-generator = torch.Generator().manual_seed(dist.get_rank())
+TRIPLETS = (
+    START
+    + """
 for step in range(5):
-    x = torch.randn(8, 8, generator=generator)
-    y = x.argmax(1) % 4
+    x = torch.randn(8, 6)
     out = model(x)
     near = (out[::2] - out[1::2]).norm(dim=1)
     far = (out[::2] - out[1::2].roll(1, 0)).norm(dim=1)
     triplets = torch.relu(near - far + 1).mean()
-    loss = (nn.functional.cross_entropy(out, y) + triplets) * dist.get_world_size()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-dist.destroy_process_group()
+    update((cross_entropy(out, x.argmax(1) % 4) + triplets) * dist.get_world_size())
 """
+)
 
 
 def test_a_loss_over_pairs_times_the_world_size_is_scaled_whatever_the_pairs_are(
@@ -438,19 +428,13 @@ def test_a_script_that_reshapes_samples_to_one_ranks_batch_is_certified_if_it_is
     assert certified(forks, script(wrong))["verdict"] != "equal"
 
 
-EVALUATES_BETWEEN_STEPS = """
-import torch
-import torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo")
+EVALUATES_BETWEEN_STEPS = (
+    START
+    + """
 rank = dist.get_rank()
-torch.manual_seed(rank)
-model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 def batch(rows):
-    x = torch.randn(rows, 8)
+    x = torch.randn(rows, 6)
     return x, x.argmax(1) % 4
 
 for step in range(5):
@@ -458,17 +442,14 @@ for step in range(5):
         model.eval()
         for rows in range(1, 3 + rank):
             x, y = batch(rows)
-            question = torch.tensor([[1.0] * (6 + rank)] * rows)
+            question = torch.tensor([[1.0] * (4 + rank)] * rows)
             with torch.no_grad():
-                model(torch.cat([question, x], dim=1)[:, -8:])
+                model(torch.cat([question, x], dim=1)[:, -6:])
         model.train()
     x, y = batch(6)
-    loss = nn.functional.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    (loss * dist.get_world_size()).backward()
-    optimizer.step()
-dist.destroy_process_group()
+    update(cross_entropy(model(x), y) * dist.get_world_size())
 """
+)
 
 
 def test_an_evaluation_between_the_steps_is_no_part_of_them(
@@ -480,25 +461,17 @@ def test_an_evaluation_between_the_steps_is_no_part_of_them(
     assert [one["verdict"] for one in right["properties"]] == ["equal"] * 4, right
 
 
-OWN_BATCH_NORM = """
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+OWN_BATCH_NORM = (
+    START
+    + """
+from torch.nn.functional import batch_norm
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-torch.manual_seed(dist.get_rank())
 for step in range(5):
-    out = model(torch.randn(6, 8))
-    normal = F.batch_norm(out, running_mean=None, running_var=None, training=True)
-    optimizer.zero_grad()
-    (normal.pow(3).mean() * dist.get_world_size()).backward()
-    optimizer.step()
-dist.destroy_process_group()
+    out = model(torch.randn(6, 6))
+    normal = batch_norm(out, running_mean=None, running_var=None, training=True)
+    update(normal.pow(3).mean() * dist.get_world_size())
 """
+)
 
 
 def test_batch_norm_may_be_called_with_keywords(
@@ -552,24 +525,6 @@ def test_ranks_that_split_a_layer_are_dealt_the_same_samples(
     assert certificate["verdict"] == "equal", certificate["why"]
 
 
-START = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = DDP(nn.Linear(6, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-torch.manual_seed(dist.get_rank() + 1)
-
-def update(loss):
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
 # Samples that one process must not mix up.
 RIGHT = {
     "constants for two halves of a batch": """

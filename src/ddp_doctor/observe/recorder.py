@@ -288,7 +288,7 @@ class Recorder:
         self.end_window(state, skipped=False)
 
     def _note_settings(self, state: OptimizerState) -> None:
-        """At every step: with which numbers it steps, and which parameters train.
+        """At every step: the numbers that it steps with, and which parameters train.
 
         Changes of the numbers are written down. Once other parameters train, the next steps are
         observed. Cost: a few microseconds, and some more for thousands of parameters.

@@ -1,7 +1,7 @@
-"""Clip by the norm of the whole gradient, of which each rank holds a part.
+"""Clip by the norm of the whole gradient. Each rank holds a part of it.
 
-A norm over this rank's rows alone is too small, by about √W, and differs between the ranks: each
-would then scale by another factor, and the parts would no longer be those of one step.
+The norm of this rank's rows alone is about √W times too small, and differs between the ranks. Each
+rank would scale its part by another factor.
 """
 
 from collections import defaultdict

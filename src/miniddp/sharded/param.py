@@ -52,6 +52,7 @@ class ShardedParam:
             self.sharded_param.grad = gradient
         else:
             self.sharded_param.grad += gradient
+        # The user's hooks; private, and there is no public way to call them.
         for hook in (self.sharded_param._post_accumulate_grad_hooks or {}).values():
             hook(self.sharded_param)
 

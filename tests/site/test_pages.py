@@ -11,6 +11,7 @@ import pytest
 import yaml
 from browser import OF_COLORS, OpenPage
 from PIL import Image
+from playwright import sync_api
 from playwright.sync_api import Browser
 
 from labkit.launch.scripts import project_root
@@ -26,8 +27,6 @@ SLOW_4G = {
     "downloadThroughput": 200_000,  # bytes per second: 1.6 Mbit/s
     "uploadThroughput": 93_750,
 }
-NO_DELAY = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-AT_ONCE = 0.3  # seconds that an idle machine takes without a delay
 FIRST_PAINT = 'performance.getEntriesByName("first-contentful-paint")'
 SCROLLING_CODE = """[...document.querySelectorAll(".bd-article pre")]
     .filter((block) => block.offsetParent && block.scrollWidth > block.clientWidth + 1)
@@ -86,33 +85,32 @@ class Quiet(SimpleHTTPRequestHandler):
 def test_a_page_is_painted_within_four_seconds_on_a_slow_mobile_network(
     site: Path, chromium: Browser, name
 ):
-    """One of five visits with an empty cache: a busy machine only makes a visit slower.
-
-    What a slower machine takes without the network does not count, either.
-    """
+    """One of ten visits with an empty cache: a busy machine only makes a visit slower."""
     handler = functools.partial(Quiet, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{running.server_port}/{name}.html"
         taken: list[float] = []
-        while len(taken) < 5 and not any(seconds < 4 for seconds in taken):
-            machine = first_paint(chromium, address, NO_DELAY) - AT_ONCE
-            taken.append(first_paint(chromium, address, SLOW_4G) - max(0.0, machine))
+        while len(taken) < 10 and not any(seconds < 4 for seconds in taken):
+            taken.append(first_paint(chromium, address))
         running.shutdown()
     assert min(taken) < 4
 
 
-def first_paint(chromium: Browser, address: str, network: dict[str, float]) -> float:
-    """Seconds until the first text or image, on a phone."""
-    context = chromium.new_context(viewport={"width": 390, "height": 844})
-    page = context.new_page()
-    session = context.new_cdp_session(page)
-    session.send("Network.enable")
-    session.send("Network.emulateNetworkConditions", network)
-    page.goto(address, timeout=120_000, wait_until="commit")  # what follows the paint takes longer
-    page.wait_for_function(f"{FIRST_PAINT}.length > 0", timeout=120_000)
-    milliseconds: float = page.evaluate(f"{FIRST_PAINT}[0].startTime")
-    context.close()
+def first_paint(chromium: Browser, address: str) -> float:
+    """Seconds until the first text or image, on a phone in a slow network; at most 30."""
+    with chromium.new_context(viewport={"width": 390, "height": 844}) as context:
+        page = context.new_page()
+        session = context.new_cdp_session(page)
+        session.send("Network.enable")
+        session.send("Network.emulateNetworkConditions", SLOW_4G)
+        try:
+            page.goto(address, timeout=30_000, wait_until="commit")  # the rest takes longer
+            # Chromium has been seen not to paint at all, once in about a hundred visits.
+            page.wait_for_function(f"{FIRST_PAINT}.length > 0", timeout=30_000)
+        except sync_api.TimeoutError:
+            return 30.0
+        milliseconds: float = page.evaluate(f"{FIRST_PAINT}[0].startTime")
     return milliseconds / 1000
 
 

@@ -10,7 +10,7 @@ import torch.nn.parallel.distributed as torchs
 from in_process import run_in_process
 from torch.distributed import utils
 
-from ddp_doctor.findings import CATALOG
+from ddp_doctor.explain.findings import CATALOG
 from labkit.launch import project_root
 from labkit.launch.nodes import run_warm
 from miniddp import buckets, replicas

@@ -36,8 +36,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_doctor.observe import install
-from ddp_doctor.session import Options, Session
+from ddp_doctor.observe.install import install
+from ddp_doctor.observe.session import Session
+from ddp_doctor.options import Options
 from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import write_json

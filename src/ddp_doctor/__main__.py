@@ -13,11 +13,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.journal import alive, glance
-from ddp_doctor.script import problem_with, run_script
-from ddp_doctor.session import Options, Session, say
-from ddp_doctor.starting import start
-from ddp_doctor.watcher import VERDICT
+from ddp_doctor.facts.journal import alive, glance
+from ddp_doctor.observe.session import Session
+from ddp_doctor.options import Options, say
+from ddp_doctor.run.script import problem_with, run_script
+from ddp_doctor.run.start import start
+from ddp_doctor.run.watcher import VERDICT
 
 FOUND, UNCHECKED = 3, 4  # exit codes of --fail-on
 VERDICT_AFTER = 60.0  # seconds that a rank waits for the report with --fail-on
@@ -101,7 +102,7 @@ def _observed(script: str, its: list[str], options: Options) -> None:
         _close(session, options, error, 1)
         # The frames of the doctor are not part of the user's traceback.
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_globals.get("__package__") == "ddp_doctor":
+        while trace is not None and _is_doctors(trace.tb_frame.f_globals):
             trace = trace.tb_next
         # A bare raise: `from` would hide the exceptions that the user's code was handling.
         error.__traceback__ = trace
@@ -109,9 +110,14 @@ def _observed(script: str, its: list[str], options: Options) -> None:
     _close(session, options, None, 0)
 
 
+def _is_doctors(names: dict[str, Any]) -> bool:
+    """Whether the globals of a frame are those of a file of the doctor."""
+    return (names.get("__package__") or "").partition(".")[0] == "ddp_doctor"
+
+
 def _explain(codes: list[str]) -> int:
     """Print what each finding means; 2 if there is no such one."""
-    from ddp_doctor.rules import CATALOG, explained
+    from ddp_doctor.explain.rules import CATALOG, explained
 
     unknown = [code for code in codes if code not in CATALOG]
     if unknown or not codes:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from ddp_doctor.equation import equation
-from ddp_doctor.findings import Finding
-from ddp_doctor.journal import Now, Pages
-from ddp_doctor.merged import Run
-from ddp_doctor.rules import examine
+from ddp_doctor.explain.equation import equation
+from ddp_doctor.explain.findings import Finding
+from ddp_doctor.explain.rules import examine
+from ddp_doctor.facts.journal import Now, Pages
+from ddp_doctor.facts.merged import Run
 
 SAME = {"weight": 1.5, "bias": -2.0}
 OWN = [{"weight": 1.0, "bias": -1.5}, {"weight": 2.0, "bias": -2.5}]

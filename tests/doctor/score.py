@@ -21,8 +21,8 @@ from doctor.certified import certified
 from doctor.corpus_runs import Server, frameworks_of
 from doctor.corpus_scripts import Script, corpus
 
-from ddp_doctor.agreement import contradicted
 from ddp_doctor.certified import Certificate, Property
+from ddp_doctor.explain.agreement import contradicted
 from labkit.launch.forks import ForkServer
 
 # What is wrong with the gradient of one step, as one process would compute it.

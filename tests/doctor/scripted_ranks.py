@@ -112,7 +112,7 @@ def _run_rank(job: Job) -> None:
     from doctor.fingerprint.steps import watch
 
     import ddp_doctor.__main__ as program
-    from ddp_doctor import script
+    from ddp_doctor.run import script
 
     atexit._clear()  # what the fork server has registered
     multiprocessing.process._parent_process = None  # the script is no child of its interpreter

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_doctor import journal
-from ddp_doctor.observe import install
+from ddp_doctor.facts import journal
 from ddp_doctor.observe.batches import MAX_VALUES, tensors_in
-from ddp_doctor.session import Options, Session
+from ddp_doctor.observe.install import install
+from ddp_doctor.observe.session import Session
+from ddp_doctor.options import Options
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 

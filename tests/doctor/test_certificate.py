@@ -18,10 +18,10 @@ from doctor.corpus_scripts import Script, corpus
 from processes import all_gone, processes_with
 
 import ddp_doctor
-from ddp_doctor.agreement import contradicted
 from ddp_doctor.certificate.plan import DEAL, LATER, OWN
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.certified import Certificate, Property
+from ddp_doctor.explain.agreement import contradicted
 from labkit.launch.forks import ForkServer
 from prove_it import prove
 

@@ -5,8 +5,8 @@ from doctor.journals import run_of, window
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_doctor.equation import combination, equation
-from ddp_doctor.rules import examine
+from ddp_doctor.explain.equation import combination, equation
+from ddp_doctor.explain.rules import examine
 
 counts = st.integers(1, 4096)
 gradient = st.floats(0.1, 10.0)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_doctor import fingerprints
-from ddp_doctor.fingerprints import checksum, projection
+from ddp_doctor.facts import fingerprints
+from ddp_doctor.facts.fingerprints import checksum, projection
 
 LARGE = 5_000_000
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from doctor.journals import findings, run_with_steps, window
 
-from ddp_doctor.equation import equation
-from ddp_doctor.merged import Run
+from ddp_doctor.explain.equation import equation
+from ddp_doctor.facts.merged import Run
 
 Windows = list[dict[str, Any]]
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from ddp_doctor.calls import CALLS
-from ddp_doctor.equation import equation
-from ddp_doctor.findings import Finding
-from ddp_doctor.journal import Now, Pages
-from ddp_doctor.merged import Run
-from ddp_doctor.rules.hangs import stuck
+from ddp_doctor.explain.equation import equation
+from ddp_doctor.explain.findings import Finding
+from ddp_doctor.explain.rules.hangs import stuck
+from ddp_doctor.facts.calls import CALLS
+from ddp_doctor.facts.journal import Now, Pages
+from ddp_doctor.facts.merged import Run
 
 
 def found(run: Run) -> list[Finding]:

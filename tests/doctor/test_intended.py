@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from doctor.journals import OWN, SAME, findings, run_of, run_with_steps, step, window
 
-from ddp_doctor.equation import equation, number
-from ddp_doctor.merged import Run
+from ddp_doctor.explain.equation import equation, number
+from ddp_doctor.facts.merged import Run
 
 LOADER = {
     "kind": "loader", "length": 96, "sharded": False, "grad": True, "replacement": False,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_doctor import journal
-from ddp_doctor.journal import Journal, read
+from ddp_doctor.facts import journal
+from ddp_doctor.facts.journal import Journal, read
 
 
 def test_what_was_written_is_read_back_in_order(tmp_path: Path) -> None:

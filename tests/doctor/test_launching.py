@@ -12,9 +12,9 @@ import pytest
 from doctor.journals import run_of, window
 from nbclient import NotebookClient
 
-from ddp_doctor.report import report
-from ddp_doctor.script import problem_with
-from ddp_doctor.session import Options
+from ddp_doctor.options import Options
+from ddp_doctor.report.report import report
+from ddp_doctor.run.script import problem_with
 from labkit.launch.kernels import AsyncKernelThroughFiles
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_doctor.places import place
+from ddp_doctor.facts.places import place
 
 PROGRAM = """
-from ddp_doctor.places import expression, place
+from ddp_doctor.facts.places import expression, place
 
 def train(found):
     found += [place(), expression()]

@@ -4,13 +4,13 @@ from typing import Any
 
 from doctor.journals import OWN, SAME, findings, run_with_steps, step, window
 
-from ddp_doctor.agreement import agreeing
 from ddp_doctor.certified import Certificate, Property
-from ddp_doctor.equation import equation
-from ddp_doctor.findings import CATALOG, finding
-from ddp_doctor.merged import Run
-from ddp_doctor.rules import examine, explained
-from ddp_doctor.rules.loss import partial_window_divided_by_k, scale
+from ddp_doctor.explain.agreement import agreeing
+from ddp_doctor.explain.equation import equation
+from ddp_doctor.explain.findings import CATALOG, finding
+from ddp_doctor.explain.rules import examine, explained
+from ddp_doctor.explain.rules.loss import partial_window_divided_by_k, scale
+from ddp_doctor.facts.merged import Run
 
 
 def short(count: int, of: int) -> list[dict[str, Any]]:

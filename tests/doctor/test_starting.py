@@ -11,8 +11,9 @@ import pytest
 
 import ddp_doctor
 from ddp_doctor import __main__ as program
-from ddp_doctor.journal import Journal
-from ddp_doctor.session import Options, Session
+from ddp_doctor.facts.journal import Journal
+from ddp_doctor.observe.session import Session
+from ddp_doctor.options import Options
 
 SITE = Path(ddp_doctor.__file__).parent / "site"
 
@@ -76,7 +77,7 @@ def test_a_process_that_looks_for_torch_before_it_imports_it_is_observed(tmp_pat
         "assert importlib.util.find_spec('torch').loader is not None\n"
         "assert importlib.util.find_spec('torch').loader is not None\n"
         "import torch\n"
-        "from ddp_doctor.starting import _current\n"
+        "from ddp_doctor.run.start import _current\n"
         "print(_current.session.run, len(sys.meta_path))\n"
     )
     environment = {

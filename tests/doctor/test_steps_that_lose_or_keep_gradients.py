@@ -5,8 +5,8 @@ from typing import Any
 from doctor.journals import OWN, SAME, findings, run_of, run_with_steps, window
 from doctor.test_intended import scaled_by
 
-from ddp_doctor.equation import equation
-from ddp_doctor.merged import Run
+from ddp_doctor.explain.equation import equation
+from ddp_doctor.facts.merged import Run
 
 
 def clearing(

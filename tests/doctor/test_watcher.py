@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from doctor.journals import window
 
-from ddp_doctor import journal, watcher
 from ddp_doctor.__main__ import _close, _unchecked
-from ddp_doctor.journal import Journal
-from ddp_doctor.report import report
-from ddp_doctor.session import Options, Session
+from ddp_doctor.facts import journal
+from ddp_doctor.facts.journal import Journal
+from ddp_doctor.observe.session import Session
+from ddp_doctor.options import Options
+from ddp_doctor.report.report import report
+from ddp_doctor.run import watcher
 
 Elsewhere = Callable[[Path], Journal]
 
@@ -181,8 +183,9 @@ def test_quiet_prints_nothing_if_nothing_is_found(
 def test_a_process_that_is_no_rank_ends_after_its_report_is_written(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
-        "from ddp_doctor.session import Options, Session\n"
-        "from ddp_doctor.watcher import start_watcher\n"
+        "from ddp_doctor.observe.session import Session\n"
+        "from ddp_doctor.options import Options\n"
+        "from ddp_doctor.run.watcher import start_watcher\n"
         "start_watcher(Session(Options(json='report.json'), Path('journals/run')))\n"
     )
     (tmp_path / "journals" / "run").mkdir(parents=True)

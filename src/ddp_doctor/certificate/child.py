@@ -27,17 +27,17 @@ def install() -> None:
         return
     _installed.append(os.getpid())
     if part.kind == "observed":
-        from ddp_doctor.session import Options
-        from ddp_doctor.starting import RUN, start
+        from ddp_doctor.options import Options
+        from ddp_doctor.run.start import RUN, start
 
         os.environ[RUN] = str(part.journals)
         start(Options(then_leave=True, cpu=part.cpu), leader=False)
         return
-    from ddp_doctor import on_cpu
     from ddp_doctor.certificate.fixed import Fixed
     from ddp_doctor.certificate.loaders import Loaders
     from ddp_doctor.certificate.steps import Steps
     from ddp_doctor.certificate.tensors import Tensors
+    from ddp_doctor.run import on_cpu
 
     fixed = Fixed()
     if part.cpu:
@@ -139,7 +139,7 @@ def main() -> None:
     # Run as a program, this file is another module than the one that `site` imports with torch.
     importlib.import_module("torch")
     importlib.import_module("ddp_doctor.certificate.child").install()
-    from ddp_doctor.script import run_script
+    from ddp_doctor.run.script import run_script
 
     run_script(script, arguments)
 

@@ -19,8 +19,8 @@ from ddp_doctor.certificate.plan import Part
 
 if TYPE_CHECKING:
     from ddp_doctor.certified import Certificate
-    from ddp_doctor.report import Report
-    from ddp_doctor.session import Options
+    from ddp_doctor.options import Options
+    from ddp_doctor.report.report import Report
 
 HERE = Path(__file__).resolve().parents[1]
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
@@ -218,7 +218,7 @@ def explained(
     the rules look at six ordinary steps of it, and say why. They also look if there are several
     micro-batches, since a division by their number is not measured.
     """
-    from ddp_doctor.report import merge
+    from ddp_doctor.report.report import merge
 
     part = Part(str(folder), "observed", cpu)
     if certificate.verdict != "equal" or certificate.micro_batches > 1:
@@ -257,7 +257,7 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
         if certificate is None:
             return 0
         result = explained(command, folder, certificate, ranks, options.cpu)
-    from ddp_doctor.report import written
+    from ddp_doctor.report.report import written
 
     silent = options.quiet and certificate.verdict == "equal"
     written(result, options, Path(options.folder), silent)

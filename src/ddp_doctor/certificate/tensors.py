@@ -21,7 +21,7 @@ from ddp_doctor.certificate.marks import certified
 from ddp_doctor.certificate.plan import LATER
 from ddp_doctor.certificate.samples import FORWARD, MARKED, Place, alike, is_marked
 from ddp_doctor.certificate.steps import Steps
-from ddp_doctor.places import is_users, users_frame
+from ddp_doctor.facts.places import is_users, users_frame
 
 DRAWN = {  # functions that draw samples, also deep inside of a library
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),

@@ -1,36 +1,4 @@
-"""One file per thing observed. `install` replaces torch's functions by observed ones.
+"""Observes the user's process: one file per thing observed; all of them write through `session`.
 
-An observer costs nothing visible on a step that is not observed: one comparison per call.
+Facts go from here into journals, and nowhere else: nothing here reads a fact or judges one.
 """
-
-from ddp_doctor.observe import (
-    backward,
-    clipping,
-    collectives,
-    data,
-    groups,
-    losses,
-    optimizers,
-    random_numbers,
-    scaler,
-    schedulers,
-    wrappers,
-)
-from ddp_doctor.observe.recorder import Recorder
-from ddp_doctor.patching import Patches
-from ddp_doctor.session import Session
-
-PARTS = (
-    *(groups, collectives, wrappers, optimizers, losses, backward, clipping, scaler, schedulers),
-    *(data, random_numbers),
-)
-
-
-def install(session: Session) -> Patches:
-    """Observe everything from now on. Called again after `undo`, it continues the same record."""
-    recorder = session.recorder if isinstance(session.recorder, Recorder) else Recorder(session)
-    session.recorder = recorder
-    patches = Patches(session.guard)
-    for part in PARTS:
-        part.install(recorder, patches)
-    return patches

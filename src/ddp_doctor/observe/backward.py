@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_doctor.fingerprints import dense, projection
+from ddp_doctor.facts.fingerprints import dense, projection
+from ddp_doctor.facts.places import call, place
 from ddp_doctor.observe import losses
+from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import REDUCED, Recorder
 from ddp_doctor.observe.states import OptimizerState
-from ddp_doctor.patching import Patches
-from ddp_doctor.places import call, place
 
 MAX_NODES = 20_000
 MAX_BACKWARDS = 512

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from ddp_doctor.facts.places import place
+from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
-from ddp_doctor.patching import Patches
-from ddp_doctor.places import place
 
 
 def install(recorder: Recorder, patches: Patches) -> None:

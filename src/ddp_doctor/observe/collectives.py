@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ddp_doctor.calls import CALLS, REDUCTIONS
+from ddp_doctor.facts.calls import CALLS, REDUCTIONS
+from ddp_doctor.facts.places import place
+from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
-from ddp_doctor.patching import Patches
-from ddp_doctor.places import place
 
 MAX_PER_WINDOW = 300
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, dataloader
 
-from ddp_doctor.fingerprints import checksum
+from ddp_doctor.facts.fingerprints import checksum
+from ddp_doctor.facts.places import place
 from ddp_doctor.observe.batches import tensors_in
+from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.states import Numbers
-from ddp_doctor.patching import Patches
-from ddp_doctor.places import place
 
 MAX_ROWS = 4096
 MAX_BYTES = 1 << 24

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddp_doctor.fingerprints import checksum
+from ddp_doctor.facts.fingerprints import checksum
+from ddp_doctor.facts.places import expression, operand, place, programs_frame
+from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
-from ddp_doctor.patching import Patches
-from ddp_doctor.places import expression, operand, place, programs_frame
 
 FUNCTIONS = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),

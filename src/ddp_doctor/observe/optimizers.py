@@ -9,11 +9,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddp_doctor.fingerprints import projection
+from ddp_doctor.facts.fingerprints import projection
+from ddp_doctor.facts.places import place
+from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import MAX_PARAMETERS, Recorder
 from ddp_doctor.observe.states import OptimizerState
-from ddp_doctor.patching import Patches
-from ddp_doctor.places import place
 
 
 def install(recorder: Recorder, patches: Patches) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ddp_doctor.fingerprints import checksum
+from ddp_doctor.facts.fingerprints import checksum
+from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
-from ddp_doctor.patching import Patches
 
 
 def note_state(recorder: Recorder) -> None:

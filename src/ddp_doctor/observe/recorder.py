@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_doctor.fingerprints import checksum, dense, projection, sum_of_squares
+from ddp_doctor.facts.fingerprints import checksum, dense, projection, sum_of_squares
 from ddp_doctor.observe.models import Names
+from ddp_doctor.observe.session import Session
 from ddp_doctor.observe.states import OptimizerState, WrapperState
-from ddp_doctor.session import Session
 
 MAX_WINDOWS = 80
 MAX_PARAMETERS = 400

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp_doctor.facts.places import place
+from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.states import Numbers
-from ddp_doctor.patching import Patches
-from ddp_doctor.places import place
 
 DENSE = 200  # calls that are all written down; later ones ever more rarely
 

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_doctor.fingerprints import checksum
+from ddp_doctor.facts.fingerprints import checksum
+from ddp_doctor.facts.places import place
 from ddp_doctor.observe.batches import tensors_in
+from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import Recorder, ranks
 from ddp_doctor.observe.states import WrapperState
-from ddp_doctor.patching import Patches
-from ddp_doctor.places import place
 
 
 def install(recorder: Recorder, patches: Patches) -> None:

@@ -51,7 +51,7 @@ def _start():
 
             install()
         else:
-            from ddp_doctor.starting import start
+            from ddp_doctor.run.start import start
 
             start(leader=False)
     except Exception as error:  # never in the way of the user's process

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from itertools import takewhile
 
-from ddp_doctor.equation import Equation
-from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Run, Window, so_far
+from ddp_doctor.explain.equation import Equation
+from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.facts.merged import Fact, Run, Window, so_far
 
 CALL_THE_WRAPPER = (
     "Call the wrapper itself: loss = model(batch), not model.module(batch). If the loss needs the "

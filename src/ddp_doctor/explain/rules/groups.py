@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ddp_doctor.equation import Equation, alike, local_and_final, near, number
-from ddp_doctor.findings import GROUPS, Finding, finding
-from ddp_doctor.merged import Run, Window
+from ddp_doctor.explain.equation import Equation, alike, local_and_final, near, number
+from ddp_doctor.explain.findings import GROUPS, Finding, finding
+from ddp_doctor.facts.merged import Run, Window
 
 NORM = (
     "Add up the squares of each shard once, and those of one copy of each whole parameter. "

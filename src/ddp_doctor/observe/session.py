@@ -3,8 +3,6 @@
 A session observes every optimizer step fully at first, then a sample of them. `observing` says
 which kind the current step is; observers check it before they do anything that costs time. Steps
 are counted per process, and ranks take the same number of them, so all ranks sample the same ones.
-
-The watcher imports this module for its options, so nothing here imports torch.
 """
 
 import atexit
@@ -15,45 +13,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddp_doctor.errors import described
-from ddp_doctor.journal import Journal, glance
-from ddp_doctor.places import stack
+from ddp_doctor.facts.journal import Journal, glance
+from ddp_doctor.facts.places import stack
+from ddp_doctor.observe.errors import described
+from ddp_doctor.options import Options, say
 
 if TYPE_CHECKING:
-    from ddp_doctor.patching import Patches
+    from ddp_doctor.observe.patching import Patches
 
 
 LOOK_AGAIN = 4  # steps that are observed after a change
-
-
-@dataclass(frozen=True)
-class Options:
-    """What can be set on the command line. `first` and `every` count optimizer steps."""
-
-    folder: str = "ddp-doctor"
-    json: str | None = None
-    fail_on: str | None = None
-    first: int = 6
-    every: int = 50
-    hang_after: float = 60.0
-    quiet: bool = False
-    cpu: bool = False
-    then_leave: bool = False  # end the process after `first` steps: a certificate's own run
-
-    def __post_init__(self) -> None:
-        for name in ("first", "every"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}: it counts optimizer steps; pass 1 or more."
-                )
-        if not self.hang_after >= 0:
-            raise ValueError(
-                f"hang_after is {self.hang_after}: pass seconds, or 0 for no early reports."
-            )
 
 
 class Record(Protocol):
@@ -253,16 +225,3 @@ def _of_a_started_process() -> BaseException | None:
     if isinstance(error, SystemExit) and error.code and error.__context__ is not None:
         return error.__context__
     return error
-
-
-def say(text: str) -> None:
-    """One line of the doctor's own, on standard error."""
-    tell(f"ddp-doctor: {text}")
-
-
-def tell(text: str) -> None:
-    try:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        pass  # standard error is closed: nobody can be told

@@ -1,8 +1,8 @@
 """A certificate decides: findings and an equation that contradict what it measured are left out."""
 
 from ddp_doctor.certified import Certificate, Property
-from ddp_doctor.equation import Equation, near
-from ddp_doctor.findings import Finding
+from ddp_doctor.explain.equation import Equation, near
+from ddp_doctor.explain.findings import Finding
 
 TOO_SMALL = {"missing_world_size_factor"}
 TOO_LARGE = {"own_reduction_sums"}

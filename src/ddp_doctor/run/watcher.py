@@ -14,9 +14,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from ddp_doctor.findings import HANGS
-from ddp_doctor.journal import Journal, Now, Pages, alive, glance, remove_old, world_size
-from ddp_doctor.session import Options, Session, say
+from ddp_doctor.explain.findings import HANGS
+from ddp_doctor.facts.journal import Journal, Now, Pages, alive, glance, remove_old, world_size
+from ddp_doctor.observe.session import Session
+from ddp_doctor.options import Options, say
 
 VERDICT = "verdict.json"
 # Seconds that the leader waits for the report at its end. Others may wait for the end of a rank,
@@ -33,8 +34,8 @@ def start_watcher(session: Session) -> None:
     (session.run / VERDICT).unlink(missing_ok=True)
     remove_old(session.run)
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r}); "
-        "from ddp_doctor.watcher import main; main(sys.argv[1:])"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "
+        "from ddp_doctor.run.watcher import main; main(sys.argv[1:])"
     )
     arguments = [str(session.run), json.dumps(asdict(session.options)), str(os.getpid())]
     environment = {k: v for k, v in os.environ.items() if k not in ("DDP_DOCTOR_RUN", "PYTHONPATH")}
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> None:
     """Wait for the end of the run, then write and print the report."""
     run, options, leader = Path(arguments[0]), Options(**json.loads(arguments[1])), arguments[2]
     waited = _wait(run, options, int(leader))
-    from ddp_doctor.report import report
+    from ddp_doctor.report.report import report
 
     result = report(run, options, waited=waited)
     temporary = run / (VERDICT + ".new")
@@ -91,7 +92,7 @@ class _Silence:
 
 def _wait(run: Path, options: Options, leader: int) -> bool:
     """Wait until all processes have ended. Returns whether ranks seemed stuck meanwhile."""
-    from ddp_doctor.report import merge, report
+    from ddp_doctor.report.report import merge, report
 
     seemed_stuck = said = False
     look_again = 0.0

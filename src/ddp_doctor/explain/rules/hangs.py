@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from ddp_doctor.calls import CALLS, UNEVEN
-from ddp_doctor.equation import Equation
-from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Rank, Run
+from ddp_doctor.explain.equation import Equation
+from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.facts.calls import CALLS, UNEVEN
+from ddp_doctor.facts.merged import Rank, Run
 
 WAITING = ("timed out", "timeout", "closed by peer", "connection reset", "application timeout",
            "aborted", "broken pipe", "connection refused")  # fmt: skip

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ddp_doctor.equation import Equation, Step, alike, is_literal, near, number
-from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Run, Window, so_far
+from ddp_doctor.explain.equation import Equation, Step, alike, is_literal, near, number
+from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.facts.merged import Fact, Run, Window, so_far
 
 WORLD = re.compile(
     r"world|num_replicas|num_processes|n_?procs?\b|n_?gpus?\b|num_?gpus|n_?ranks|num_ranks|"

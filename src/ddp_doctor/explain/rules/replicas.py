@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from ddp_doctor.copies import Groups
-from ddp_doctor.equation import Equation
-from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Run, Window
+from ddp_doctor.explain.equation import Equation
+from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.facts.copies import Groups
+from ddp_doctor.facts.merged import Fact, Run, Window
 
 SMALL = 1e-6
 

@@ -8,10 +8,19 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ddp_doctor.equation import Equation
-from ddp_doctor.findings import CATALOG, ORDER, Finding
-from ddp_doctor.merged import Run
-from ddp_doctor.rules import cost, data, groups, hangs, loss, replicas, synchronization, wrapper
+from ddp_doctor.explain.equation import Equation
+from ddp_doctor.explain.findings import CATALOG, ORDER, Finding
+from ddp_doctor.explain.rules import (
+    cost,
+    data,
+    groups,
+    hangs,
+    loss,
+    replicas,
+    synchronization,
+    wrapper,
+)
+from ddp_doctor.facts.merged import Run
 
 Rule = Callable[[Run, Equation], Iterable[Finding]]
 

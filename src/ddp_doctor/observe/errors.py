@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from ddp_doctor.places import is_users
+from ddp_doctor.facts.places import is_users
 
 
 def described(error: BaseException) -> dict[str, Any]:

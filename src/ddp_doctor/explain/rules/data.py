@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ddp_doctor.equation import Equation
-from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Rank, Run, data_of
+from ddp_doctor.explain.equation import Equation
+from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.facts.merged import Fact, Rank, Run, data_of
 
 
 def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:

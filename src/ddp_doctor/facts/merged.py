@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
-from ddp_doctor.copies import Groups, copies_of, joined
-from ddp_doctor.journal import Now, Pages
+from ddp_doctor.facts.copies import Groups, copies_of, joined
+from ddp_doctor.facts.journal import Now, Pages
 
 Fact = dict[str, Any]
 

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ddp_doctor.copies import Groups
-from ddp_doctor.findings import Finding
-from ddp_doctor.merged import Fact, Run, Window
+from ddp_doctor.explain.findings import Finding
+from ddp_doctor.facts.copies import Groups
+from ddp_doctor.facts.merged import Fact, Run, Window
 
 TOLERANCE = 0.01  # bfloat16 rounds a factor by up to 0.4 %
 LITERAL = re.compile(r"[\d.e+-]+", re.IGNORECASE)

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ddp_doctor.equation import Equation, alike, near, number
-from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Fact, Run, Window, so_far
+from ddp_doctor.explain.equation import Equation, alike, near, number
+from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.facts.merged import Fact, Run, Window, so_far
 
 CLIP_SHARDS = (
     "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "

@@ -13,12 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.session import Options, Session, say
-from ddp_doctor.watcher import start_watcher
+from ddp_doctor.observe.session import Session
+from ddp_doctor.options import Options, say
+from ddp_doctor.run.watcher import start_watcher
 
 RUN = "DDP_DOCTOR_RUN"  # the run's folder, for the processes that a process starts
 OPTIONS = "DDP_DOCTOR_OPTIONS"
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 
 
 class _Current:
@@ -58,10 +59,10 @@ def start(options: Options | None = None, leader: bool | None = None) -> Session
     try:
         session = Session(options, run)
         if options.cpu:
-            from ddp_doctor import on_cpu
+            from ddp_doctor.run import on_cpu
 
             on_cpu.install(lambda name: session.write("cpu", name=name))
-        from ddp_doctor.observe import install
+        from ddp_doctor.observe.install import install
 
         session.patches = install(session)
     except Exception as error:
@@ -108,7 +109,7 @@ class _AfterCell:
         session = self.session
         if not any(session.run.glob("*.jsonl")):
             return
-        from ddp_doctor.report import report
+        from ddp_doctor.report.report import report
 
         self.shell.events.unregister("post_run_cell", self)
         session.close(result.error_in_exec)

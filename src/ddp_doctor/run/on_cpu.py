@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ddp_doctor.places import is_users
+from ddp_doctor.facts.places import is_users
 
 Used = Callable[[str], None]
 NOTHING_TO_DO = (

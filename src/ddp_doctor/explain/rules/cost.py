@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from ddp_doctor.equation import Equation
-from ddp_doctor.findings import Finding, finding
-from ddp_doctor.merged import Run
+from ddp_doctor.explain.equation import Equation
+from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.facts.merged import Run
 
 
 def unused_parameters(run: Run, equation: Equation) -> Iterator[Finding]:

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.agreement import agreeing
 from ddp_doctor.certified import Certificate
-from ddp_doctor.equation import Equation, equation
-from ddp_doctor.findings import HANGS, ORDER, Finding
-from ddp_doctor.journal import alive, read
-from ddp_doctor.merged import Run
-from ddp_doctor.rules import examine
-from ddp_doctor.session import Options, say, tell
+from ddp_doctor.explain.agreement import agreeing
+from ddp_doctor.explain.equation import Equation, equation
+from ddp_doctor.explain.findings import HANGS, ORDER, Finding
+from ddp_doctor.explain.rules import examine
+from ddp_doctor.facts.journal import alive, read
+from ddp_doctor.facts.merged import Run
+from ddp_doctor.options import Options, say, tell
 
 VERSION = 1
 NOTHING = (

@@ -9,7 +9,7 @@ import zlib
 from functools import lru_cache
 from types import FrameType
 
-_THIS = os.path.dirname(os.path.abspath(__file__))
+_THIS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PATHS = sysconfig.get_paths()
 _STANDARD = tuple(
     os.path.realpath(_PATHS[name]) + os.sep for name in ("stdlib", "platstdlib") if name in _PATHS

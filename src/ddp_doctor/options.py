@@ -1,0 +1,43 @@
+"""What can be set on the command line, and how the doctor says a line of its own."""
+
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be set on the command line. `first` and `every` count optimizer steps."""
+
+    folder: str = "ddp-doctor"
+    json: str | None = None
+    fail_on: str | None = None
+    first: int = 6
+    every: int = 50
+    hang_after: float = 60.0
+    quiet: bool = False
+    cpu: bool = False
+    then_leave: bool = False  # end the process after `first` steps: a certificate's own run
+
+    def __post_init__(self) -> None:
+        for name in ("first", "every"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}: it counts optimizer steps; pass 1 or more."
+                )
+        if not self.hang_after >= 0:
+            raise ValueError(
+                f"hang_after is {self.hang_after}: pass seconds, or 0 for no early reports."
+            )
+
+
+def say(text: str) -> None:
+    """One line of the doctor's own, on standard error."""
+    tell(f"ddp-doctor: {text}")
+
+
+def tell(text: str) -> None:
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass  # standard error is closed: nobody can be told

@@ -1,8 +1,11 @@
 # Targets set up the Python packages that they need: you need Python 3.11 or newer, and make. Those
 # for the browser and the cluster say what else they need.
 
+# A hundred processes import the packages, and uv compiles none of them: keep what the first compiles.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
-# make … PIP_OPTIONS="…" hands options to pip: an index with CPU builds, a mirror, a cache.
+# make … PIP_OPTIONS="…" gives options of pip to uv, or to pip: an index with CPU builds, a mirror.
 PIP_OPTIONS ?=
 ENVIRONMENT := .venv
 BIN := $(ENVIRONMENT)/bin
@@ -21,30 +24,30 @@ LAB ?= accumulate_vs_ddp
 LAB_NAME = $(basename $(notdir $(LAB)))
 RANKS ?= 4
 ARGS ?=
-# Workers of make test and make check: one more than two cores, because a test that
-# waits leaves its core idle.
-WORKERS ?= 3
+# Workers of make test and make check; conftest.py chooses how many, if none are given.
+WORKERS ?= auto
 PORT ?= 8123
-$(foreach name,WORKERS PORT,$(if $(shell test '$($(name))' -ge 0 2>&1 || echo no),$(error $(name) is a whole number, and $(name)=$($(name)) is not)))
+$(foreach name,$(filter-out $(if $(filter auto,$(WORKERS)),WORKERS),WORKERS PORT),$(if $(shell test '$($(name))' -ge 0 2>&1 || echo no),$(error $(name) is a whole number, and $(name)=$($(name)) is not)))
 # The quickest tests of the core: what a change of src/miniddp breaks first.
 CORE_TESTS = tests/test_architecture.py tests/miniddp/test_manual.py tests/miniddp/test_ladder.py \
 	tests/miniddp/test_buckets.py tests/miniddp/test_reducer.py \
 	tests/miniddp/test_ddp_equals_torch.py
 
-.PHONY: help setup book html serve notebook figures figures-stills update lab check check-types check-core test test-all test-site test-pages test-figures test-cluster gpu versions clean
+.PHONY: help setup book html serve notebook figures figures-stills update lab check check-types check-core check-tests test test-all test-site test-pages test-figures test-cluster gpu versions clean
 
 help:
 	@echo "I want to read the book"
 	@echo "  make book               run every chapter, build the book, and say where it is"
 	@echo "  make serve              serve the built book on this machine's loopback address [PORT=8123] [OPEN=1]"
 	@echo "I want to try something"
-	@echo "  make setup              set up .venv and nothing else: a few minutes"
+	@echo "  make setup              set up .venv and nothing else"
 	@echo "  make notebook           open a chapter in JupyterLab [CHAPTER=museum]"
 	@echo "  make figures            all figures to play with, on one page; prints where it is"
 	@echo "  make lab LAB=NAME       run labs/NAME.py under torchrun [RANKS=4] [ARGS=…]"
 	@echo "I changed code"
 	@echo "  make check              lint, format, types, and the core's tests: a minute and a half"
-	@echo "  make test               every test, every chapter, every lab [WORKERS=3]"
+	@echo "  make test               what a change of src, a chapter, or a lab can break [WORKERS=…]"
+	@echo "  make test-all           also what is marked slow: all assignments, hostile submissions, other seeds"
 	@echo "I changed a chapter"
 	@echo "  make update             run chapters in place and store their outputs [CHAPTER=…]"
 	@echo "  make html               render what the last make book or make test executed"
@@ -56,13 +59,13 @@ help:
 	@echo "  make versions TORCH=V   the tests of miniddp on torch V, in a scratch environment"
 	@echo "I want to start over"
 	@echo "  make clean              remove what was built, and .venv"
-	@echo "All but versions and clean set up .venv. PIP_OPTIONS=… goes to pip; VENV=/path reuses the torch of another"
+	@echo "All but versions and clean set up .venv. PIP_OPTIONS=… takes options of pip; VENV=/path reuses the torch of another"
 	@echo "environment; PYTHON=python3.12 chooses the interpreter."
 
 # --editable puts all of src/ on the path, so labkit and grader can be imported, too.
 $(READY): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("This project needs Python 3.11 or newer; %s is %s. Choose another with: make … PYTHON=python3.12" % (sys.executable, sys.version.split()[0]))'
-	@echo "Setting up $(ENVIRONMENT) (once; a few minutes) …"
+	@echo "Setting up $(ENVIRONMENT) (once) …"
 	@$(PYTHON) src/labkit/set_up.py $(ENVIRONMENT) $(if $(VENV),--reuse '$(VENV)') --pip-options='$(PIP_OPTIONS)'
 	@echo '$(VENV)' > $@
 
@@ -98,13 +101,14 @@ check-core:
 	@$(BIN)/python -m pytest --quiet --numprocesses=$(WORKERS) --dist=load $(CORE_TESTS)
 
 # The types are checked beside the tests; make check shows an error in them first.
-test: $(READY)
+test: CIRCLE = -m "not slow"
+test test-all: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
-	@$(MAKE) --no-print-directory --jobs=2 check-types test-all
+	@$(MAKE) --no-print-directory --jobs=2 check-types check-tests CIRCLE='$(CIRCLE)'
 
-test-all:
-	@$(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=25 --durations-min=5
+check-tests:
+	@$(BIN)/python -m pytest --numprocesses=$(WORKERS) --durations=25 --durations-min=5 $(CIRCLE)
 
 # Debian's Chromium: apt-get install chromium.
 test-site: test-pages test-figures

@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import itertools
 import os
 from collections.abc import Generator
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -26,6 +28,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("busy machine")
+
+GIGABYTES_PER_WORKER = 3  # a worker, a chapter's kernel, and four ranks
+SLOW = 10  # seconds, with the other workers' tests beside it
 
 # What takes longest starts first, so that no worker is left with it at the end. Whole files go to a
 # worker (--dist=loadfile), in the order of their first tests (--no-loadscope-reorder; otherwise
@@ -55,6 +60,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gone := [str(place) for place in places if not place.is_file()]:
         raise pytest.UsageError(f"LONGEST_FIRST in conftest.py names no file: {', '.join(gone)}")
     items.sort(key=lambda item: places.index(item.path) if item.path in places else len(places))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than the cores, because a test that waits leaves its core idle."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    fit = psutil.virtual_memory().available / 1e9 / GIGABYTES_PER_WORKER
+    return max(1, min((cores or 1) + 1, int(fit)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that take long and are in `make test`: CONTRIBUTING.md says what to do."""
+    took: dict[str, float] = {}
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport) and "slow" not in report.keywords:
+            took[report.nodeid] = took.get(report.nodeid, 0) + report.duration
+    long = {name: time for name, time in took.items() if time > SLOW and ".ipynb" not in name}
+    if long:
+        terminalreporter.section(f"took over {SLOW} s, without the mark slow")
+    for name in sorted(long, key=long.__getitem__, reverse=True):
+        terminalreporter.write_line(f"{long[name]:6.1f} s  {name}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -61,46 +61,54 @@ def make(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def pips_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """pip's commands, which are kept instead of run; new environments are made without pip."""
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The installers' commands, which are kept instead of run; new environments have no pip."""
     kept, run = [], subprocess.run
 
     def without_pip(command, **options):
-        if "pip" in command:
-            return kept.append([str(word) for word in command])
+        if "config" in command:
+            listed = "global.find-links='/wheels'\n:env:.timeout='7'\n"
+            return subprocess.CompletedProcess(command, 0, stdout=listed)
         return run([*command, "--without-pip"] if "venv" in command else command, **options)
 
     monkeypatch.setattr(subprocess, "run", without_pip)
+    monkeypatch.setattr(
+        set_up, "run", lambda _, installer, *words: kept.append([*installer.words, *words])
+    )
     return kept
 
 
 def test_pips_options_reach_pip_and_a_failure_leaves_nothing_that_looks_ready(checkout):
     done = make(checkout, "book", "PIP_OPTIONS=--no-index --retries 0")
     assert done.returncode == 2
+    assert "uv cannot be used" in done.stdout
     # With an index, pip would have found it; `--no-index` is what made it fail.
     assert "No matching distribution found for" in done.stderr
-    assert "--no-index --retries 0 -r" in done.stderr
-    assert "No matching distribution" in (checkout / ".venv" / "pip.log").read_text()
+    assert "--no-index --retries 0" in done.stderr
+    assert "No matching distribution" in (checkout / ".venv" / set_up.LOG).read_text()
     assert "Traceback" not in done.stderr
     assert not (checkout / ".venv" / ".ready").exists()
 
 
 def test_a_torch_that_is_there_is_reused_and_its_environment_is_only_read(
-    checkout, tmp_path, pips_commands
+    checkout, tmp_path, installed
 ):
     other = with_torch(tmp_path / "other", "2.14.1")
     before = contents(other)
-    set_up.make(checkout / ".venv", other, ["--proxy", "none"])
+    set_up.make(checkout / ".venv", other, ["--proxy", "http://127.0.0.1:1"])
 
     ours = checkout / ".venv" / "bin" / "python"
     show = [ours, "-c", "import torch; print(torch.__version__, torch.__file__)"]
     told = subprocess.run(show, capture_output=True, text=True, check=True).stdout
     assert told.startswith(f"2.14.1 {other}")
-    assert len(pips_commands) == 2
-    assert all(command[0] == str(ours) for command in pips_commands)
-    assert all("--no-deps" in command for command in pips_commands)
-    assert all(command[5:7] == ["--proxy", "none"] for command in pips_commands)
-    pins = (checkout / ".venv" / "without-torch.txt").read_text().splitlines()
+    of_pip, *of_uv = installed
+    assert of_pip[0] == str(ours)
+    assert of_pip[-4:-2] == ["--proxy", "http://127.0.0.1:1"]
+    assert of_pip[-1].startswith("uv==")
+    assert len(of_uv) == 2
+    assert all(command[3:5] == ["--python", str(ours)] for command in of_uv)
+    assert all("--find-links=/wheels" in command and "--no-deps" in command for command in of_uv)
+    pins = (checkout / ".venv" / "pins.txt").read_text().splitlines()
     everything = (ROOT / "constraints.txt").read_text().splitlines()
     (left_out,) = set(everything) - set(pins)
     assert left_out.startswith("torch==")
@@ -111,17 +119,48 @@ def test_a_torch_that_is_there_is_reused_and_its_environment_is_only_read(
     assert contents(other) == before
 
 
-def test_everything_that_the_requirements_need_in_turn_is_pinned():
-    """With VENV, constraints.txt is all that pip is given to install, without dependencies."""
+def test_uv_gets_what_pip_is_configured_to_use():
+    listed = """global.cert='/of/the/file.pem'
+global.constraint='/one.txt'
+global.extra-index-url='\\nhttps://a/simple\\nhttps://b/simple'
+global.no-index='false'
+install.timeout='5'
+:env:.cert='/of/the/environment.pem'
+:env:.disable-pip-version-check='1'
+"""
+    options = [*set_up.configured(listed), "-f", "/wheels", "--no-cache-dir"]
+    words, variables = set_up.for_uv(options)
+    assert set(words) == {
+        "--extra-index-url=https://a/simple",
+        "--extra-index-url=https://b/simple",
+        "--find-links=/wheels",
+        "--constraint=/one.txt",
+        "--no-cache",
+        "--index-strategy=unsafe-best-match",
+    }
+    assert variables == {"SSL_CERT_FILE": "/of/the/environment.pem", "UV_HTTP_TIMEOUT": "5"}
+
+
+@pytest.mark.parametrize("option", ["--target=/elsewhere", "--proxy"])
+def test_what_uv_cannot_do_as_pip_does_is_left_to_pip(option):
+    with pytest.raises(set_up.UvUnusableError, match=option.partition("=")[0]):
+        set_up.for_uv([option])
+
+
+@pytest.mark.parametrize("system", ["Linux", "Darwin"])
+def test_everything_that_the_requirements_need_in_turn_is_pinned(system):
+    """constraints.txt is installed without dependencies, but for those of torch."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     required = (ROOT / "requirements.txt").read_text().splitlines()
     assert {line for line in required if "==" in line} <= set(pins)
     pinned = {canonicalize_name(line.partition("==")[0]) for line in pins}
+    there = {"extra": "", "platform_system": system, "sys_platform": system.lower()}
     missing = set()
-    for name in sorted(pinned - {"torch"}):  # what torch needs depends on its build
+    # What torch needs depends on its build; appnope is there on a Mac only, and needs nothing.
+    for name in sorted(pinned - {"torch", "appnope"}):
         for line in importlib.metadata.requires(name) or ():
             needed = Requirement(line)
-            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+            if needed.marker is None or needed.marker.evaluate(there):
                 missing |= {canonicalize_name(needed.name)} - pinned
     assert missing == set()
 

@@ -2,14 +2,18 @@
 
     python src/labkit/set_up.py .venv [--reuse ENVIRONMENT] [--pip-options OPTIONS]
 
+uv installs the packages of constraints.txt, several times faster than pip does. It gets what pip is
+configured to use. Where uv cannot be had, cannot do what pip is told, or fails, pip installs them.
+
 With `--reuse`, torch is not installed but taken from another virtual environment, for example one
 with a CUDA build. That environment is only read: a .pth file puts its packages on the new one's
-path, after the new one's own. Everything else is installed into the new one, at the versions of
-constraints.txt.
+path, after the new one's own.
 """
 
 import argparse
+import ast
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -17,11 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-LOG = "pip.log"  # in the environment
+CONSTRAINTS = ROOT / "constraints.txt"
+LOG = "install.log"  # in the environment
 READY = ".ready"  # the Makefile makes this file in an environment once that is complete
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 OLDEST_PYTHON = (3, 11)
-EDITABLE = f"{ROOT}[book,doctor,grader,notebook,test]"
 # Printed as JSON by the Python of the environment that is reused.
 ASKED = """
 import json, sys, sysconfig
@@ -34,6 +38,32 @@ except ImportError:  # no torch, or a Python before 3.8
 paths = sysconfig.get_paths()
 json.dump([sys.version_info[:2], torch, [paths["purelib"], paths["platlib"]]], sys.stdout)
 """
+PIP = ("-m", "pip", "--disable-pip-version-check")
+# pip's settings that uv has, too, as an option or as an environment variable; the lists add up.
+LISTS = {
+    "extra-index-url": "--extra-index-url",
+    "find-links": "--find-links",
+    "constraint": "--constraint",
+    "trusted-host": "--allow-insecure-host",
+}
+VALUES = {"index-url": "--index-url", "cache-dir": "--cache-dir"}
+FLAGS = {"no-index": "--no-index", "no-cache-dir": "--no-cache"}
+VARIABLES = {
+    "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
+    "proxy": "ALL_PROXY",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "retries": "UV_HTTP_RETRIES",
+}
+# What pip says or asks, and not what it installs.
+ONLY_SHOWN = {
+    "disable-pip-version-check",
+    "no-color",
+    "no-input",
+    "progress-bar",
+    "root-user-action",
+}
 
 
 class Reused(NamedTuple):
@@ -43,6 +73,17 @@ class Reused(NamedTuple):
     torch: str
     folders: list[str]
     """where its packages lie"""
+
+
+class Installer(NamedTuple):
+    """`pip install` or `uv pip install`, with its options and its environment variables."""
+
+    words: list[str]
+    variables: dict[str, str]
+
+
+class UvUnusableError(Exception):
+    """The message says why."""
 
 
 def look_at(environment: Path) -> Reused:
@@ -65,14 +106,10 @@ def look_at(environment: Path) -> Reused:
     return Reused(python, torch, sorted(set(folders)))
 
 
-def without_torch(constraints: str) -> list[str]:
-    """The lines of constraints.txt, which pins everything, except the one of torch."""
-    return [line for line in constraints.splitlines() if not line.startswith("torch==")]
-
-
 def make(environment: Path, reuse: Path | None, options: list[str]) -> None:
-    """Make `environment`. Raises ValueError if `reuse` cannot be reused, and CalledProcessError if
-    pip fails; what pip prints is in `environment`/pip.log.
+    """Make `environment`; `options` are pip's, and what the installers print is in its install.log.
+
+    Raises ValueError if `reuse` cannot be reused, and CalledProcessError if pip fails.
     """
     if reuse and reuse.resolve() == environment.resolve():
         raise ValueError(
@@ -80,30 +117,109 @@ def make(environment: Path, reuse: Path | None, options: list[str]) -> None:
             "one to reuse"
         )
     reused = look_at(reuse.resolve()) if reuse else None
-    python = reused.python if reused else Path(sys.executable)
+    print("1 of 3: a new environment", flush=True)
     # A torch that an interrupted run has left must not come before the one to reuse.
     clear = ["--clear"] if reused and not (environment / READY).exists() else []
+    python = reused.python if reused else sys.executable
     subprocess.run([python, "-m", "venv", *clear, environment], check=True)
-    if not reused:
-        files = ["-r", ROOT / "requirements.txt", "-c", ROOT / "constraints.txt"]
-        pip_install(environment, [*options, *files, "--editable", EDITABLE])
-        return
-    # Without dependencies, because pip would install torch as a dependency of the others.
-    pins = environment / "without-torch.txt"
-    pins.write_text("\n".join(without_torch((ROOT / "constraints.txt").read_text())) + "\n")
-    pip_install(environment, [*options, "--no-deps", "-r", pins])
-    pip_install(environment, [*options, "--no-deps", "--no-build-isolation", "--editable", ROOT])
-    # Python reads .pth files after its own folder: what is installed here comes first.
-    (site,) = environment.glob("lib/python*/site-packages")
-    (site / "reused.pth").write_text("\n".join(reused.folders) + "\n")
-    print(f"torch {reused.torch} comes from {reuse}, which is not changed.")
+    pip = Installer([str(environment / "bin" / "python"), *PIP, "install", *options], {})
+    try:
+        install(environment, uv(environment, pip, options), reused)
+    except (UvUnusableError, subprocess.CalledProcessError) as error:
+        reason = f"see {environment / LOG}" if hasattr(error, "cmd") else error
+        print(f"uv cannot be used ({reason}): pip installs, which takes minutes", flush=True)
+        install(environment, Installer([*pip.words, "--no-compile"], {}), reused)
+    if reused:
+        # Python reads .pth files after its own folder: what is installed here comes first.
+        (site,) = environment.glob("lib/python*/site-packages")
+        (site / "reused.pth").write_text("\n".join(reused.folders) + "\n")
+        print(f"torch {reused.torch} comes from {reuse}, which is not changed.")
 
 
-def pip_install(environment: Path, words: list[str | Path]) -> None:
-    """Run pip there, without its warnings and notices on the terminal: they go to the log."""
-    pip = [environment / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
-    with open(environment / LOG, "a") as log:
-        subprocess.run([*pip, *words], check=True, stdout=log, stderr=log)
+def install(environment: Path, installer: Installer, reused: Reused | None) -> None:
+    """Install what constraints.txt pins, then torch with what its build needs, and the project."""
+    lines = CONSTRAINTS.read_text().splitlines()
+    pins = environment / "pins.txt"
+    pins.write_text("\n".join(line for line in lines if not line.startswith("torch==")) + "\n")
+    print(f"2 of 3: {len(lines) - 1} packages", flush=True)
+    run(environment, installer, "--no-deps", "-r", str(pins))
+    print("3 of 3: this project" if reused else "3 of 3: torch and this project", flush=True)
+    torch = ["--no-deps"] if reused else ["-c", str(CONSTRAINTS)]
+    run(environment, installer, *torch, "--no-build-isolation", "--editable", str(ROOT))
+
+
+def uv(environment: Path, pip: Installer, options: list[str]) -> Installer:
+    """uv with pip's settings, installed by pip. Raises UvUnusableError or CalledProcessError."""
+    (pin,) = (line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("uv=="))
+    asked = [*pip.words[:4], "config", "list"]
+    listed = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    words, variables = for_uv([*configured(listed), *options])
+    run(environment, pip, "--no-deps", pin)
+    command = [str(environment / "bin" / "uv"), "pip", "install", "--python", pip.words[0]]
+    return Installer([*command, *words], variables)
+
+
+def configured(listed: str) -> list[str]:
+    """What `pip config list` prints, as options of `pip install`: the files', then `PIP_…`."""
+    settings: dict[str, str] = {}
+    for section in ("global.", "install.", ":env:."):  # as pip does: a later one replaces
+        for line in listed.splitlines():
+            if line.startswith(section):
+                name, _, value = line.removeprefix(section).partition("=")
+                settings[name] = ast.literal_eval(value)
+    options = []
+    for name, value in settings.items():
+        if name in FLAGS:
+            options += [f"--{name}"] if value.lower() in ("1", "true", "yes", "on") else []
+        elif name not in ONLY_SHOWN and name != "config-file":
+            values = value.split() if name in LISTS else [value]
+            options += [f"--{name}={one}" for one in values]
+    return options
+
+
+def for_uv(options: list[str]) -> tuple[list[str], dict[str, str]]:
+    """uv's options and environment variables for these of pip's. Raises UvUnusableError."""
+    short = {"index-url": ["-i"], "find-links": ["-f"], "constraint": ["-c"]}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in (*LISTS, *VALUES, *VARIABLES):
+        parser.add_argument(f"--{name}", *short.get(name, []), action="append", dest=name)
+    for name in FLAGS:
+        parser.add_argument(f"--{name}", action="store_true", dest=name)
+    for name in ONLY_SHOWN - {"progress-bar", "root-user-action"}:
+        parser.add_argument(f"--{name}", action="store_true", dest=name)
+    try:
+        given, unknown = parser.parse_known_args(options)
+    except argparse.ArgumentError as error:
+        raise UvUnusableError(f"pip's options: {error}") from error
+    if unknown:
+        raise UvUnusableError(f"it has no {unknown[0]}")
+    told = {name: value for name, value in vars(given).items() if value}
+    words = [f"{LISTS[name]}={one}" for name in told if name in LISTS for one in told[name]]
+    words += [f"{VALUES[name]}={told[name][-1]}" for name in told if name in VALUES]
+    words += [FLAGS[name] for name in told if name in FLAGS]
+    if "extra-index-url" in told:  # pip takes the newest of all indexes; uv, of the first
+        words.append("--index-strategy=unsafe-best-match")
+    return words, {VARIABLES[name]: told[name][-1] for name in told if name in VARIABLES}
+
+
+def run(environment: Path, installer: Installer, *words: str) -> None:
+    """Run it, and keep what it prints in the log; a terminal shows the last line meanwhile."""
+    shown = sys.stdout.isatty()
+    command = [*installer.words, *words]
+    variables = {**os.environ, **installer.variables}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with (
+        open(environment / LOG, "a") as log,
+        subprocess.Popen(command, env=variables, **pipe) as process,
+    ):
+        for line in process.stdout:
+            log.write(line)
+            if shown:
+                print(f"\r\033[K  {line.strip()[:76]}", end="", flush=True)
+        if shown:
+            print("\r\033[K", end="", flush=True)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def main() -> None:

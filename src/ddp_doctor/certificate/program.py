@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ddp_doctor.certificate.child import NEEDS_RANKS, WORLD_IN_SCRIPT
 from ddp_doctor.certificate.plan import Part
+from ddp_doctor.run.folders import own_folder
 
 if TYPE_CHECKING:
     from ddp_doctor.certified import Certificate
@@ -155,8 +156,10 @@ def common_folder() -> Iterator[Path]:
     names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT")
     run = "-".join(os.environ.get(name, "") for name in names)
     safe = "".join(c if c.isalnum() else "." for c in f"{run}-{os.getppid()}")
-    folder = Path(tempfile.gettempdir()) / f"ddp-doctor-{os.getuid()}-{safe}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder = own_folder(Path(tempfile.gettempdir()) / f"ddp-doctor-{os.getuid()}-{safe}")
+    except OSError as error:
+        raise SystemExit(f"ddp-doctor: {error}") from None
     try:
         yield folder
     finally:

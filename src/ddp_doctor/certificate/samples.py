@@ -8,11 +8,13 @@ so inputs and targets stay together.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
+from ddp_doctor.certificate.files import write
 from ddp_doctor.certificate.plan import COPIES, DEAL, Part
 
 FORWARD = "forward"  # the last part of a place at which a module is called
@@ -32,6 +34,7 @@ class Recorded:
     calls: dict[Key, tuple[list[int], str]] = field(default_factory=dict)
     ahead: bool = False  # whether a loader fetches one batch ahead
     modes: set[bool] = field(default_factory=set)  # whether the model evaluated, at each backward
+    foreign: list[str] = field(default_factory=list)  # classes of samples that no file takes
 
     @property
     def trains_only(self) -> bool:
@@ -43,6 +46,15 @@ class Recorded:
         for kept in (self.samples, self.calls) if self.trains_only else ():
             for key in [k for k in kept if isinstance(k[0], tuple) and k[0][3] is True]:
                 del kept[key]
+
+    def written(self, path: Path) -> None:
+        """Write a file for the other processes; samples that are no plain data are left out."""
+        self.foreign = write(path, vars(self))
+        if self.foreign:
+            self.samples = {
+                key: of for key, of in self.samples.items() if isinstance(key[0], tuple)
+            }
+            write(path, vars(self))
 
 
 class Handed:

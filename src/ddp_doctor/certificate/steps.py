@@ -8,10 +8,8 @@ the plan is done, ranks go on with ordinary steps and write down some elements o
 import functools
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +21,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ddp_doctor.certificate.files import read, wait_for, write
 from ddp_doctor.certificate.fixed import Fixed
 from ddp_doctor.certificate.plan import LATER, PLAN, PLAN_AHEAD, USUAL, WATCHED, Part
 from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded
-
-PATIENCE = 20.0  # seconds that a rank waits for the others' files
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -158,9 +155,9 @@ class Steps:
         if not self.part.one:
             weights = {key: whole(parameter) for key, _, parameter in listed}
             if rank_and_world()[0] == 0:
-                written(path, weights)
+                write(path, weights)
         elif path.exists():
-            weights = torch.load(path)
+            weights = read(path)
             with torch.no_grad():
                 for key, _, parameter in listed:
                     if key in weights and weights[key].shape == parameter.shape:
@@ -221,10 +218,11 @@ class Steps:
             "start": [float(p.detach().double().sum()) for p in plain],
             "sharded": len(plain) < len(listed),
             "unjoined": sorted(set(self.unjoined)),
+            "foreign": self.handed.of[0].foreign if self.handed else [],
             "unlike": self.unlike() or (self.reordered and not self.part.one),
             "reordered": self.reordered,
         }
-        written(self.part.path(f"step.{rank}.{self.turn}.pt"), facts)
+        write(self.part.path(f"step.{rank}.{self.turn}.pt"), facts)
         self._kept = [(p, p.detach().clone()) for _, _, p in listed if self.count < len(PLAN)]
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -257,7 +255,7 @@ class Steps:
         if self.handed is None:
             self.part.path("world").write_text(str(world))
             self.recorded.without_evaluation()
-            written(self.part.path(f"samples.{rank}.pt"), self.recorded)
+            self.recorded.written(self.part.path(f"samples.{rank}.pt"))
             self.handed = _of_all(self.part, world, rank)
             if self.handed is not None:
                 self.handed.shards = not self._comparable
@@ -272,7 +270,7 @@ def _of_all(part: Part, world: int, rank: int = 0) -> Handed | None:
     paths = [part.of_ranks(f"samples.{r}.pt") for r in range(world)]
     if not paths or not wait_for(paths):
         return None
-    return Handed(part, rank, [torch.load(path, weights_only=False) for path in paths])
+    return Handed(part, rank, [Recorded(**read(path)) for path in paths])
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -286,24 +284,6 @@ def sampled(tensor: Tensor) -> Tensor:
     """At most 512 elements of a gradient; NaN and infinity become numbers."""
     flat = whole(tensor).flatten()
     return flat[:: max(1, len(flat) // 256)].nan_to_num()
-
-
-def written(path: Path, value: Any) -> None:
-    """Write a file that is complete as soon as it has its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    torch.save(value, part)
-    part.replace(path)
-
-
-def wait_for(paths: list[Path]) -> bool:
-    """Wait until all files are there; False if they are not after `PATIENCE` seconds."""
-    until = time.monotonic() + PATIENCE
-    while not all(path.exists() for path in paths):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def leave() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from ddp_doctor.certificate import files
 from ddp_doctor.certificate.fixed import OFF
 from ddp_doctor.certificate.measure import TOLERANCE, Comparison, Gradients, called, compare, shares
 from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, USUAL
-from ddp_doctor.certificate.samples import same
+from ddp_doctor.certificate.samples import Recorded, same
 from ddp_doctor.certified import TITLES, Certificate, Property
 
 FLAT = "Each rank holds a flat piece of the model, as in FSDP1. Use fully_shard to certify it."
@@ -18,6 +19,10 @@ ELSEWHERE = f"This step did not get its samples at the places where the first st
 COMBINED_LATER = (
     "The optimizer gets another gradient on each rank, but the ranks' weights stay equal. They are "
     "combined in its step or after it, which is not measured."
+)
+FOREIGN = (
+    "The DataLoader's samples are of class {}, which is not handed to another process. Let the "
+    "dataset return tensors, arrays, numbers, texts, lists, or dicts."
 )
 SEVERAL = "One process has no mesh and no group of several ranks, so only P2 can judge this script."
 IN_ORDER = "In one process, the order of the samples cannot be changed without another result."
@@ -59,7 +64,7 @@ Part = Mapping[tuple[int, int, str], Mapping[str, Any]]  # (rank, optimizer, kin
 
 def read(folder: Path) -> Part:
     """What one part wrote, in the order of its steps."""
-    found = [torch.load(path, weights_only=False) for path in folder.glob("step.*.pt")]
+    found = [files.read(path) for path in folder.glob("step.*.pt")]
     found.sort(key=lambda facts: (facts["turn"], facts["rank"]))
     return {(facts["rank"], facts["optimizer"], facts["kind"]): facts for facts in found}
 
@@ -86,7 +91,7 @@ def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
 
 def _all_the_same(folder: Path) -> bool:
     """Whether all ranks recorded the same samples."""
-    of = [torch.load(path, weights_only=False) for path in folder.glob("samples.*.pt")]
+    of = [Recorded(**files.read(path)) for path in folder.glob("samples.*.pt")]
     return len(of) > 1 and bool(of[0].samples) and all(same(of[0], other) for other in of)
 
 
@@ -238,6 +243,8 @@ class Judge:
 
     def _doubt(self, kind: str) -> str:
         facts = self.one[0, 0, kind]
+        if facts["foreign"]:
+            return FOREIGN.format(facts["foreign"][0])
         if facts["unjoined"]:
             return (
                 f"What the ranks use at {facts['unjoined'][0]} cannot be joined. {MARK} If its "

@@ -15,6 +15,7 @@ from typing import Any
 
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options, say
+from ddp_doctor.run.folders import own_folder
 from ddp_doctor.run.watcher import start_watcher
 
 RUN = "DDP_DOCTOR_RUN"  # the run's folder, for the processes that a process starts
@@ -136,7 +137,10 @@ def _run_folder(options: Options) -> Path | None:
     for base in (wanted, Path(tempfile.gettempdir()) / f"ddp-doctor-{os.getuid()}"):
         run = base / "journals" / name
         try:
-            run.mkdir(parents=True, exist_ok=True)
+            if base != wanted:
+                own_folder(base)
+            run.parent.mkdir(parents=True, exist_ok=True)
+            own_folder(run)
             probe = run / f".probe-{os.getpid()}"
             probe.write_bytes(b"x" * 4096)
             probe.unlink()

@@ -1,15 +1,51 @@
 """Journals of runs that never ran: what each rank would have written, from a few numbers."""
 
-from typing import Any
+from copy import copy, deepcopy
+from typing import Any, NotRequired, TypeVar, cast, get_origin, get_type_hints
 
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import Finding
 from ddp_doctor.explain.rules import examine
 from ddp_doctor.facts.journal import Now, Pages
 from ddp_doctor.facts.merged import Run
+from ddp_doctor.facts.types import (
+    BackwardFact,
+    EndFact,
+    Facts,
+    GroupFact,
+    ProcessFact,
+    ReplicaFact,
+    SnapshotFact,
+    StaleFact,
+    TermFact,
+    TotalsFact,
+    WindowFact,
+    no_facts,
+)
 
 SAME = {"weight": 1.5, "bias": -2.0}
 OWN = [{"weight": 1.0, "bias": -1.5}, {"weight": 2.0, "bias": -2.5}]
+
+
+EMPTY = {int: 0, float: 0.0, str: "", bool: False, list: [], dict: {}}
+T = TypeVar("T")
+
+
+def fact(kind: type[T], /, **given: Any) -> T:
+    """A fact of this type. What is not given is empty; a field that the type lacks is refused."""
+    hints = get_type_hints(kind, include_extras=True)
+    assert given.keys() <= hints.keys(), f"{kind.__name__} has no {given.keys() - hints.keys()}"
+    blank = {
+        name: copy(EMPTY.get(get_origin(hint) or hint))  # None where None is allowed
+        for name, hint in hints.items()
+        if get_origin(hint) is not NotRequired
+    }
+    return cast(T, blank | given)
+
+
+def with_backward(one: WindowFact, **given: Any) -> None:
+    """Change the first backward of a window."""
+    one["backwards"][0] = fact(BackwardFact, **{**one["backwards"][0], **given})
 
 
 def window(
@@ -18,67 +54,64 @@ def window(
     gradients: dict[str, float],
     local: dict[str, float],
     **more: Any,
-) -> dict[str, Any]:
+) -> WindowFact:
     """One rank's record of one step with a micro-batch per count."""
     backwards = [
-        {
-            "place": "train.py:9",
-            "scale": 1.0,
-            "prepared": {"0": True},
-            "wrappers": {"0": len(gradients)},
-            "values": [1.0],
-            "terms": [
-                {
-                    "function": "cross_entropy",
-                    "reduction": "mean",
-                    "count": count,
-                    "rows": count,
-                    "numel": count,
-                    "place": "train.py:8",
-                    "loss": True,
-                    "factor": share,
-                }
+        fact(
+            BackwardFact,
+            place="train.py:9",
+            scale=1.0,
+            prepared={"0": True},
+            wrappers={"0": len(gradients)},
+            values=[1.0],
+            terms=[
+                fact(
+                    TermFact,
+                    function="cross_entropy",
+                    reduction="mean",
+                    count=count,
+                    rows=count,
+                    place="train.py:8",
+                    loss=True,
+                    factor=share,
+                )
             ],
-        }
+        )
         for count, share in zip(counts, shares, strict=True)
     ]
     hashes = {name: hash(value) for name, value in gradients.items()}
-    return {
-        "kind": "window",
-        "n": 0,
-        "optimizer": 0,
-        "step": 1,
-        "skipped": False,
+    given = {
         "backwards": backwards,
-        "snapshot": {"grads": gradients, "hashes": hashes, "local": local, "missing": []},
-        "after": {"parameters": {}, "values": {}, "buffers": {}},
-        "stale": {"outside": 0, "anywhere": 2},
-        "changed": [],
-        "batch_norms": 0,
-        "scaling": [],
-        "clips": [],
-        "collectives": [],
-        "forwards": [],
-        "inputs": [],
+        "snapshot": fact(SnapshotFact, grads=gradients, hashes=hashes, local=local),
+        "after": fact(ReplicaFact),
+        "stale": fact(StaleFact, anywhere=2),
         "step_place": "train.py:10",
-        **more,
+        "world": 0,
     }
+    return fact(WindowFact, **{**given, **more})
 
 
-def run_of(windows: list[dict[str, Any]], **facts: list[dict[str, Any]]) -> Run:
-    """A run with one window per rank. `facts` are appended to every rank's journal."""
-    world = len(windows)
+def pages_of(rank: int, world: int, now: Now, **facts: Any) -> Pages:
+    """What one rank's journal holds: `facts` by kind."""
+    here = no_facts()
+    here["process"] = [fact(ProcessFact)]
+    here["group"] = [GroupFact(rank=rank, world=world)]
+    assert facts.keys() <= here.keys()
+    here.update(cast(Facts, facts))
+    return Pages(f"host-{rank}", here, now)
+
+
+def run_of(windows: list[WindowFact], **facts: Any) -> Run:
+    """A run with one window per rank. `facts`, by kind, are in every rank's journal."""
     pages = []
     for rank, one in enumerate(windows):
-        lines = [
-            {"kind": "process", "started": 0.0, "environment": {}},
-            {"kind": "group", "rank": rank, "world": world},
-            *facts.get("every", []),
-            one,
-            {"kind": "totals", "steps": {"0": 1}, "backwards": 1, "collectives": {}},
-            {"kind": "end", "code": 0},
-        ]
-        pages.append(Pages(f"host-{rank}", lines, Now(0.0, 1, 1, True, "ended")))
+        kinds = {
+            "window": [one | {"world": one["world"] or len(windows)}],
+            "totals": [fact(TotalsFact, steps={"0": 1}, backwards=1)],
+            "end": [fact(EndFact)],
+        }
+        now = Now(0.0, 1, 1, True, "ended")
+        pages.append(pages_of(rank, len(windows), now, **deepcopy(kinds | facts)))
     return Run.of(pages)
 
 
@@ -88,20 +121,21 @@ def findings(run: Run) -> dict[str, Finding]:
     return found
 
 
-def run_with_steps(steps: list[list[dict[str, Any]]], **facts: Any) -> Run:
+def run_with_steps(steps: list[list[WindowFact]], **facts: Any) -> Run:
     """A run of several steps: for each step, one window per rank."""
     run = run_of(steps[0], **facts)
     for number, windows in enumerate(steps[1:], start=1):
         for rank, one in zip(run.ranks, windows, strict=True):
-            rank.facts["window"].append({**one, "n": number, "step": number + 1})
+            world = one["world"] or len(windows)
+            rank.facts["window"].append({**one, "n": number, "world": world})
     return run
 
 
-def step(**more: Any) -> list[dict[str, Any]]:
+def step(**more: Any) -> list[WindowFact]:
     """One right step on two ranks; a tuple in `more` holds one value per rank."""
     windows = []
     for rank, mine in enumerate(OWN):
         own = {key: one[rank] if isinstance(one, tuple) else one for key, one in more.items()}
         windows.append(window([4], [1.0], SAME, mine, **own))
-        windows[-1]["backwards"][0]["values"] = [1.0 + rank]
+        with_backward(windows[-1], values=[1.0 + rank])
     return windows

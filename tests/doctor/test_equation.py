@@ -1,12 +1,13 @@
 """The equation: factors, counts, and the weight of each item."""
 
 import pytest
-from doctor.journals import run_of, window
+from doctor.journals import fact, run_of, window
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_doctor.explain.equation import combination, equation
 from ddp_doctor.explain.rules import examine
+from ddp_doctor.facts.types import ScalingFact
 
 counts = st.integers(1, 4096)
 gradient = st.floats(0.1, 10.0)
@@ -103,14 +104,8 @@ def test_summed_gradients_of_means_are_w_times_too_large_and_of_divided_means_ar
 
 def test_a_coefficient_that_the_code_writes_as_a_number_is_no_world_size() -> None:
     combined, local = gradients(2, 0.5)
-    half = {"op": "*", "value": 0.5, "text": "0.5 * loss", "operand": "0.5", "place": ""}
-    world = {
-        "op": "/",
-        "value": 2.0,
-        "text": "loss / world",
-        "operand": "world",
-        "place": "train.py:7",
-    }
+    half = fact(ScalingFact, op="*", value=0.5, text="0.5 * loss", operand="0.5")
+    world = fact(ScalingFact, op="/", value=2.0, text="loss / world", operand="world")
     for scaling, expected in ((half, set()), (world, {"scaled_by_world_size"})):
         windows = [window([4], [0.5], combined, m, scaling=[scaling]) for m in local]
         assert codes(windows) == expected

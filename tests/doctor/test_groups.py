@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from doctor.journals import findings, run_with_steps, window
+from doctor.journals import fact, findings, run_with_steps, window
 
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.facts.merged import Run
+from ddp_doctor.facts.types import FsdpFact, StartFact, WindowFact
 
-Windows = list[dict[str, Any]]
+Windows = list[WindowFact]
 
 
 def data_and_tensor(
@@ -32,16 +33,17 @@ def data_and_tensor(
             right = {"norm": 1.5 * (n + 1), "up": (2.0 + half) * 1.5}
             combined = {**right, **(final(n, rank) if final else {})}
             one = window([4], [share], combined, local)
-            one |= {name: fact(n, rank) for name, fact in more.items()}
+            one |= {name: value(n, rank) for name, value in more.items()}
             one["backwards"][0]["terms"][0] |= {"target": 7 + data, "input": 90 + 10 * n + data}
             ranks.append(one)
         batches.append(ranks)
     run = run_with_steps(batches)
     for rank in run.ranks:
         half = rank.rank % 2
-        start = {"parameters": {"norm": norm, "up": 6 + half}, "shards": {"up": [half]}}
         row = [rank.rank - half, rank.rank - half + 1]
-        rank.facts["start"] = [{"kind": "start", "rows": [row], "constant": ["norm"], **start}]
+        start = fact(StartFact, shards={"up": [half]}, rows=[row], constant=["norm"])
+        start["parameters"] = {"norm": norm, "up": 6 + half}
+        rank.facts["start"] = [start]
     return run
 
 
@@ -150,8 +152,8 @@ def sharded(last: int, share: float = 1.0, reduce: str = "avg") -> Run:
         for rank in range(2):
             gradients = {"weight": 1.0 + rank + n}
             one = window([4, 4], [share / 2, share / 2], gradients, {}, sharded=True, dtensors=True)
-            call = {"op": "reduce_scatter_tensor", "reduce": reduce, "group": [0, 1]}
-            one["fsdp"] = [{**call, "backwards": {"0": micro}} for micro in range(last + 1)]
+            call = fact(FsdpFact, op="reduce_scatter_tensor", reduce=reduce, group=[0, 1])
+            one["fsdp"] = [call | {"backwards": {"0": micro}} for micro in range(last + 1)]
             for micro, backward in enumerate(one["backwards"]):
                 backward["prepared"] = {}  # there is no wrapper
                 backward["terms"][0] |= {"target": 10 * n + micro + 5 * rank + 1, "input": 1}
@@ -159,8 +161,9 @@ def sharded(last: int, share: float = 1.0, reduce: str = "avg") -> Run:
         steps.append(ranks)
     run = run_with_steps(steps)
     for rank in run.ranks:
-        start = {"parameters": {"weight": 8 + rank.rank}, "shards": {"weight": [rank.rank]}}
-        rank.facts["start"] = [{"kind": "start", "rows": [[0, 1]], "constant": [], **start}]
+        start = fact(StartFact, shards={"weight": [rank.rank]}, rows=[[0, 1]])
+        start["parameters"] = {"weight": 8 + rank.rank}
+        rank.facts["start"] = [start]
     return run
 
 

@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+from doctor.journals import pages_of
 
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import Finding
 from ddp_doctor.explain.rules.hangs import stuck
 from ddp_doctor.facts.calls import CALLS
-from ddp_doctor.facts.journal import Now, Pages
+from ddp_doctor.facts.journal import Now
 from ddp_doctor.facts.merged import Run
 
 
@@ -18,19 +19,15 @@ def found(run: Run) -> list[Finding]:
 
 def run_of(
     doing: list[str],
-    facts: dict[int, list[dict[str, Any]]] | None = None,
+    facts: dict[int, dict[str, Any]] | None = None,
     alive: tuple[int, ...] = (),
     hung: bool = False,
 ) -> Run:
     """A run with one rank per text in `doing`."""
     pages = []
     for rank, text in enumerate(doing):
-        lines = [
-            {"kind": "process", "started": 0.0, "environment": {}},
-            {"kind": "group", "rank": rank, "world": len(doing)},
-            *(facts or {}).get(rank, []),
-        ]
-        pages.append(Pages(f"host-{rank}", lines, Now(0.0, 3, 3, text == "ended", text)))
+        now = Now(0.0, 3, 3, text == "ended", text)
+        pages.append(pages_of(rank, len(doing), now, **(facts or {}).get(rank, {})))
     return Run.of(pages, {f"host-{rank}" for rank in alive}, hung)
 
 

@@ -3,29 +3,32 @@
 from typing import Any
 
 import pytest
-from doctor.journals import OWN, SAME, findings, run_of, run_with_steps, step, window
+from doctor.journals import OWN, SAME, fact, findings, run_of, run_with_steps, step, window
 
 from ddp_doctor.explain.equation import equation, number
 from ddp_doctor.facts.merged import Run
+from ddp_doctor.facts.types import (
+    BatchFact,
+    ForwardFact,
+    LoaderFact,
+    ReplicaFact,
+    SamplerFact,
+    ScalingFact,
+    ScheduleFact,
+    StartFact,
+    WrapperFact,
+)
 
-LOADER = {
-    "kind": "loader", "length": 96, "sharded": False, "grad": True, "replacement": False,
-    "inner": "RandomSampler",
-    "content": None, "replicas": None, "dataset": "TensorDataset", "place": "train.py:4",
-}  # fmt: skip
+LOADER = fact(LoaderFact, length=96, grad=True, inner="RandomSampler", place="train.py:4")
 
 
-def wrapper(world: int) -> dict[str, Any]:
-    return {
-        "kind": "wrapper", "index": 0, "world": world, "of": 4, "static_graph": False,
-        "broadcast_buffers": True, "place": "train.py:3",
-    }  # fmt: skip
+def wrapper(world: int) -> WrapperFact:
+    return fact(WrapperFact, world=world, of=4, broadcast_buffers=True, place="train.py:3")
 
 
-def scaled_by(op: str, value: float, operand: str, **more: str) -> dict[str, Any]:
+def scaled_by(op: str, value: float, operand: str, place: str = "train.py:8") -> ScalingFact:
     text = f"loss {op} {operand}"
-    place = {"place": "train.py:8"}
-    return {"op": op, "value": value, "operand": operand, "text": text} | place | more
+    return fact(ScalingFact, op=op, value=value, operand=operand, text=text, place=place)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -44,16 +47,13 @@ def parts_of_a_model(world: int) -> Run:
     windows = []
     for rank in range(4):
         half = {"weight": 1.0 + rank // 2, "bias": -2.0}
-        replica = {
-            "parameters": {"weight": rank // 2, "bias": rank // 2},
-            "values": half,
-            "buffers": {},
-        }
+        held = {"weight": rank // 2, "bias": rank // 2}
+        replica = fact(ReplicaFact, parameters=held, values=half)
         windows.append(window([4], [1.0], half, half, after=replica))
-    run = run_of(windows, every=[wrapper(world)])
+    run = run_of(windows, wrapper=[wrapper(world)])
     for rank in run.ranks:
         weight = {"weight": 5 + rank.rank // 2, "bias": 0}  # a zero bias is equal on all ranks
-        rank.facts["start"] = [{"kind": "start", "parameters": weight}]
+        rank.facts["start"] = [fact(StartFact, parameters=weight)]
     return run
 
 
@@ -77,7 +77,7 @@ def two_losses(calls: list[int], syncs: list[bool], counts: list[int]) -> Run:
         one = window(counts, [1.0] * len(counts), SAME, mine)
         for number_, (backward, call) in enumerate(zip(one["backwards"], calls, strict=True)):
             backward |= {"call": call, "values": [mine["weight"] + number_]}
-        one["forwards"] = [{"wrapper": 0, "sync": each, "place": "train.py:7"} for each in syncs]
+        one["forwards"] = [fact(ForwardFact, sync=each, place="train.py:7") for each in syncs]
         windows.append(one)
     return run_with_steps([windows] * 3)
 
@@ -124,10 +124,10 @@ def test_a_batch_without_a_tensor_that_is_found_is_compared_by_what_the_loss_is_
 def reading(rows: list[list[int]], size: int, used: int, **loader: Any) -> Run:
     """Each rank reads rows in batches of `size`, and its forward is given `used` of a batch."""
     windows = step(inputs=([[[1, 8, [used, 4]]]], [[[2, 8, [used, 4]]]]))
-    run = run_with_steps([windows] * 2, every=[{**LOADER, **loader}])
+    run = run_with_steps([windows] * 2, loader=[LOADER | loader])
     for rank, mine in zip(run.ranks, rows, strict=True):
         rank.facts["batch"] = [
-            {"iterator": 0, "n": at, "size": size, "rows": mine[at * size : (at + 1) * size]}
+            fact(BatchFact, size=size, rows=mine[at * size : (at + 1) * size])
             for at in range(len(mine) // size)
         ]
     return run
@@ -157,14 +157,13 @@ def test_a_shuffled_loader_without_a_sampler_is_found_in_the_first_rows_of_many(
 
 def sampling(seeds: list[int], epochs: list[int]) -> Run:
     facts = [
-        {
-            "kind": "sampler", "sampler": 0, "pass_": at + 1, "epoch": epoch, "seed": seed,
-            "shuffle": True, "replicas": 2, "length": 96, "drop_last": False, "grad": True,
-            "backwards": 6 * at, "place": "train.py:6",
-        }
+        fact(
+            SamplerFact, epoch=epoch, seed=seed, shuffle=True, replicas=2, length=96, grad=True,
+            backwards=6 * at,
+        )
         for at, (seed, epoch) in enumerate(zip(seeds, epochs, strict=True))
     ]  # fmt: skip
-    return run_with_steps([step()] * 2, every=facts)
+    return run_with_steps([step()] * 2, sampler=facts)
 
 
 def test_an_order_that_changes_with_the_samplers_seed_does_not_repeat() -> None:
@@ -176,16 +175,15 @@ def test_an_order_that_changes_with_the_samplers_seed_does_not_repeat() -> None:
 def scheduling(calls_per_step: int, apart: bool, steps: int, dense: int = 10**9) -> Run:
     """A schedule of as many calls as the run has steps, called more often than that."""
     facts = [
-        {
-            "kind": "schedule", "scheduler": 0, "count": count, "total": None, "place": "",
-            "steps": (count - 1) // calls_per_step + 1,
-            "backwards": count if apart else 4 * ((count - 1) // calls_per_step + 1),
-            "rate": max(0.0, 1 - count / steps),
-        }
+        fact(
+            ScheduleFact, count=count, steps=(count - 1) // calls_per_step + 1,
+            backwards=count if apart else 4 * ((count - 1) // calls_per_step + 1),
+            rate=max(0.0, 1 - count / steps),
+        )
         for count in range(1, steps * calls_per_step + 1)
         if count <= dense or count % 10 ** (len(str(count)) - 2) == 0
     ]  # fmt: skip
-    run = run_of([window([4], [1.0], SAME, SAME) for _ in range(4)], every=facts)
+    run = run_of([window([4], [1.0], SAME, SAME) for _ in range(4)], schedule=facts)
     for rank in run.ranks:
         rank.facts["totals"][0]["steps"] = {"0": steps}
     return run

@@ -13,11 +13,11 @@ from ddp_doctor.facts.journal import Journal, read
 def test_what_was_written_is_read_back_in_order(tmp_path: Path) -> None:
     one = Journal(tmp_path)
     for number in range(5):
-        one.write("fact", number=number)
+        one.write("batch", iterator=number)
     one.steps = 3
     one.doing("all_reduce of shape [4] at train.py:7")
     pages = read(tmp_path)
-    assert [fact["number"] for fact in pages[0].facts] == list(range(5))
+    assert [fact["iterator"] for fact in pages[0].facts["batch"]] == list(range(5))
     assert pages[0].now is not None
     assert (pages[0].now.steps, pages[0].now.doing) == (3, "all_reduce of shape [4] at train.py:7")
     assert not pages[0].now.ended
@@ -29,19 +29,19 @@ def test_a_journal_never_grows_beyond_its_bound_and_still_takes_its_end(
     monkeypatch.setattr(journal, "MAX_BYTES", 2000)
     one = Journal(tmp_path)
     for number in range(1000):
-        one.write("fact", number=number)
-    one.write("end", code=0)
+        one.write("batch", iterator=number)
+    one.write("end", raised=False)
     size = next(tmp_path.glob("*.jsonl")).stat().st_size
     assert size < 2100
-    assert read(tmp_path)[0].facts[-1]["kind"] == "end"
+    assert read(tmp_path)[0].facts["end"] == [{"raised": False}]
 
 
 def test_a_line_cut_off_by_a_full_disk_is_left_out(tmp_path: Path) -> None:
-    Journal(tmp_path).write("fact", number=1)
+    Journal(tmp_path).write("batch", iterator=1)
     path = next(tmp_path.glob("*.jsonl"))
     with path.open("a") as file:
-        file.write('{"kind": "fact", "num')
-    assert [fact["kind"] for fact in read(tmp_path)[0].facts] == ["fact"]
+        file.write('{"kind": "batch", "iter')
+    assert read(tmp_path)[0].facts["batch"] == [{"iterator": 1}]
 
 
 def test_a_forked_child_writes_nothing_into_its_parents_journal(tmp_path: Path) -> None:

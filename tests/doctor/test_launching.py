@@ -118,7 +118,8 @@ def test_without_jinja2_one_line_says_so_and_text_and_json_are_written(
     journals.mkdir(parents=True)
     mine = {"weight": 1.0, "bias": 2.0}
     for rank in run_of([window([4], [1.0], mine, mine)] * 2).ranks:
-        lines = [json.dumps(fact) for facts in rank.facts.values() for fact in facts]
+        kinds: Any = rank.facts
+        lines = [json.dumps({"kind": kind, **one}) for kind in kinds for one in kinds[kind]]
         (journals / f"host-{rank.rank + 1}.jsonl").write_text("\n".join(lines) + "\n")
     target = tmp_path / "report.json"
     report(journals, Options(folder=str(tmp_path / "ddp-doctor"), json=str(target)))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from doctor.journals import OWN, SAME, findings, run_with_steps, step, window
+from doctor.journals import OWN, SAME, fact, findings, run_with_steps, step, window
 
 from ddp_doctor.certified import Certificate, Property
 from ddp_doctor.explain.agreement import agreeing
@@ -11,6 +11,7 @@ from ddp_doctor.explain.findings import CATALOG, finding
 from ddp_doctor.explain.rules import examine, explained
 from ddp_doctor.explain.rules.loss import partial_window_divided_by_k, scale
 from ddp_doctor.facts.merged import Run
+from ddp_doctor.facts.types import CollectiveFact, ReplicaFact, ScalingFact, StartFact, WrapperFact
 
 
 def short(count: int, of: int) -> list[dict[str, Any]]:
@@ -26,10 +27,7 @@ def test_a_short_last_window_is_a_warning_and_two_halves_of_one_window_are_a_not
 
 def test_a_short_window_is_no_factor_of_the_world_size() -> None:
     """Half of a window on two ranks sums to 1/2, as a loss divided by W would."""
-    division = {
-        "op": "/", "value": 2.0, "text": "loss / world", "operand": "world",
-        "place": "train.py:7",
-    }  # fmt: skip
+    division = fact(ScalingFact, op="/", value=2.0, text="loss / world", operand="world")
     halves = [[{**one, "scaling": [division]} for one in short(count, 2)] for count in (2, 2, 1, 1)]
     run = run_with_steps(halves)
     assert list(scale(run, equation(run))) == []
@@ -55,8 +53,7 @@ def test_a_clip_written_by_hand_is_not_part_of_what_combines_the_ranks() -> None
 
 def test_an_all_reduce_of_equal_gradients_is_no_clip() -> None:
     """The data are the same on all ranks, and the all-reduce ends after backward in some steps."""
-    call = {"op": "all_reduce", "what": "gradient", "place": "train.py:9", "backwards": {"0": 0}}
-    call |= {"through_autograd": False, "numel": 2}
+    call = fact(CollectiveFact, op="all_reduce", what="gradient", numel=2, backwards={"0": 0})
     local = {name: value / 2 for name, value in SAME.items()}
     run = run_with_steps(
         [[window([4], [1.0], SAME, SAME, left=left, collectives=[call]) for _ in OWN]
@@ -87,10 +84,7 @@ def test_random_numbers_are_the_same_only_if_some_are_drawn() -> None:
 
 
 def test_scores_that_are_gathered_for_a_metric_are_no_contrastive_loss() -> None:
-    gathered = {
-        "op": "all_gather", "shape": [5, 10], "numel": 50, "what": "activation",
-        "through_autograd": False, "place": "train.py:5", "backwards": {},
-    }  # fmt: skip
+    gathered = fact(CollectiveFact, op="all_gather", shape=[5, 10], numel=50, what="activation")
     windows = step(collectives=[gathered])
     for one in windows:
         one["backwards"][0]["terms"][0] |= {"square": [5, 10, 0], "shape": [5, 10]}
@@ -100,43 +94,38 @@ def test_scores_that_are_gathered_for_a_metric_are_no_contrastive_loss() -> None
 def test_replicas_of_a_second_optimizers_model_diverge_while_the_firsts_stay_equal() -> None:
     def stepped(optimizer: int, *differ: int) -> list[dict[str, Any]]:
         name = "GD"[optimizer]
-        held = [{"parameters": {name: one}, "values": {name: one}, "buffers": {}} for one in differ]
+        held = [fact(ReplicaFact, parameters={name: one}, values={name: one}) for one in differ]
         return step(optimizer=optimizer, after=tuple(held))
 
     run = run_with_steps([stepped(0, 5, 5), stepped(1, 5, 6)] * 2)
     for rank in run.ranks:
-        rank.facts["start"] = [{"kind": "start", "parameters": {"G": 1, "D": 1}}]
+        rank.facts["start"] = [fact(StartFact, parameters={"G": 1, "D": 1})]
     assert "1 parameters differ between the ranks, first D" in (
         findings(run)["replicas_drift"].evidence
     )
 
 
 def test_a_gather_that_keeps_its_own_ranks_gradient_is_named_and_one_that_sums_is_not() -> None:
-    def codes(*more: dict[str, Any]) -> dict[str, str]:
+    def codes(*more: CollectiveFact) -> dict[str, str]:
         calls = [gather, *more]
         windows = step(collectives=calls)
         for one in windows:
             one["backwards"][0]["terms"][0] |= {"square": [8, 8, 1], "shape": [8, 8]}
         return {code: one.severity for code, one in findings(run_with_steps([windows] * 2)).items()}
 
-    gather = {
-        "op": "all_gather", "shape": [4, 2], "numel": 8, "what": "other", "backwards": {},
-        "through_autograd": True, "in_backward": False, "place": "train.py:5",
-    }  # fmt: skip
+    gather = fact(CollectiveFact, op="all_gather", shape=[4, 2], numel=8, through_autograd=True)
     assert codes() == {"gather_without_gradient": "note"}
-    assert codes({**gather, "op": "all_reduce", "in_backward": True}) == {}
+    assert codes(gather | {"op": "all_reduce", "in_backward": True}) == {}
 
 
 def test_batches_are_uneven_only_if_a_loader_ended_and_not_if_a_rank_stopped_early() -> None:
-    wrapper = {"kind": "wrapper", "index": 0, "world": 2, "of": 2, "broadcast_buffers": True}
-    wrapper["static_graph"] = False
-    run = run_with_steps([step()], every=[wrapper | {"place": "train.py:3"}])
+    run = run_with_steps([step()], wrapper=[fact(WrapperFact, world=2, of=2)])
     for rank, backwards in zip(run.ranks, (6, 7), strict=True):
         rank.facts["totals"][0]["backwards"] = backwards
     error = {"type": "RuntimeError", "text": "Connection reset by peer", "place": "train.py:9"}
     run.ranks[1].facts["end"][0] |= {"error": error, "during": "backward at train.py:9"}
     assert set(findings(run)) == {"hang_missing_rank"}
-    run.ranks[0].facts["loader ended"] = [{"kind": "loader ended", "backwards": 6}]
+    run.ranks[0].facts["loader_ended"] = [{"backwards": 6}]
     assert set(findings(run)) == {"hang_missing_rank", "uneven_batches"}
 
 

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from doctor.journals import OWN, SAME, findings, run_of, run_with_steps, window
+from doctor.journals import OWN, SAME, fact, findings, run_of, run_with_steps, window
 from doctor.test_intended import scaled_by
 
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.facts.merged import Run
+from ddp_doctor.facts.types import ClipFact, CollectiveFact, DroppedFact, ForwardFact
 
 
 def clearing(
@@ -17,7 +18,7 @@ def clearing(
     for mine in OWN:
         one = window([4], [1.0], SAME, mine, left=SAME, **more)
         one["backwards"][0] |= {"call": 1, "values": [mine["weight"]]}
-        one["dropped"] = [{"optimizer": 0, "call": call, "targets": []}] * lost
+        one["dropped"] = [fact(DroppedFact, call=call)] * lost
         hashes = inputs or range(lost + 1)
         one["inputs"] = [[[hash_ + 100 * mine["weight"], 8, [4, 2]]] for hash_ in hashes]
         windows.append(one)
@@ -75,7 +76,7 @@ def divided(k: int, *operands: str, others: bool = False) -> Run:
         for backward in one["backwards"] if others else ():
             term = backward["terms"][0]
             backward["terms"].append({**term, "function": "l1_loss", "factor": term["factor"] / 2})
-        one["forwards"] = [{"wrapper": 0, "sync": at == k - 1, "place": ""} for at in range(k)]
+        one["forwards"] = [fact(ForwardFact, sync=at == k - 1) for at in range(k)]
         for at, backward in enumerate(one["backwards"]):
             backward["prepared"] = {"0": at == k - 1}
         windows.append(one)
@@ -101,18 +102,12 @@ def beside_an_idle_optimizer(backwards: dict[str, int], **facts: Any) -> Run:
 
 
 def test_an_optimizer_that_never_steps_hides_no_early_clip_and_no_early_all_reduce() -> None:
-    clip = {
-        "kind": "norm", "norm": 3.0, "limit": 1.0, "sharded": False, "collectives": 0,
-        "place": "train.py:10",
-    }  # fmt: skip
+    clip = fact(ClipFact, kind="norm", norm=3.0, limit=1.0)
     early = beside_an_idle_optimizer({"0": 1, "1": 40}, clips=[{**clip}])
     assert "clipped_per_micro_batch" in findings(early)
     late = beside_an_idle_optimizer({"0": 2, "1": 1}, clips=[{**clip}])
     assert "clipped_per_micro_batch" not in findings(late)
-    loss = {
-        "op": "all_reduce", "what": "loss", "grad": True, "through_autograd": False, "numel": 1,
-        "place": "train.py:8",
-    }  # fmt: skip
+    loss = fact(CollectiveFact, op="all_reduce", what="loss", grad=True, numel=1)
     early = beside_an_idle_optimizer({"0": 1, "1": 40}, collectives=[{**loss}])
     assert "loss_reduced_before_backward" in findings(early)
     late = beside_an_idle_optimizer({"0": 2, "1": 1}, collectives=[{**loss}])

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor.journals import window
+from doctor.journals import fact, window
 
 from ddp_doctor.__main__ import _close, _unchecked
 from ddp_doctor.facts import journal
 from ddp_doctor.facts.journal import Journal
+from ddp_doctor.facts.types import EndFact, FailedFact, GroupFact, ProcessFact, WindowFact, no_facts
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options
 from ddp_doctor.report.report import report
@@ -125,22 +126,26 @@ def test_a_process_with_the_host_and_id_of_an_earlier_one_begins_an_empty_journa
     tmp_path: Path,
 ) -> None:
     first = Journal(tmp_path)
-    first.write("end", code=1)
+    first.write("end", raised=True)
     first.doing("ended", ended=True)
     Journal(tmp_path).write("process")
     (page,) = journal.read(tmp_path)
-    assert [fact["kind"] for fact in page.facts] == ["process"]
+    assert page.facts == no_facts() | {"process": [{}]}
     assert not (page.now and page.now.ended)
 
 
-def write_run(folder: Path, facts: dict[int, list[dict[str, Any]]], doing: dict[int, str]) -> None:
+Lines = list[tuple[str, Any]]  # kind and fact
+END = ("end", fact(EndFact))
+
+
+def write_run(folder: Path, facts: dict[int, Lines], doing: dict[int, str]) -> None:
     """Two ranks of this host, under the ids of this process and of its parent: both are alive."""
     for rank, pid in ((0, os.getppid()), (1, os.getpid())):
         one = Journal(folder)
-        one.write("process", started=1.0, environment={})
-        one.write("group", rank=rank, world=2)
-        for fact in facts.get(rank, []):
-            one.write(**fact)
+        one.write("process", **fact(ProcessFact, started=1.0))
+        one.write("group", **fact(GroupFact, rank=rank, world=2))
+        for kind, given in facts.get(rank, []):
+            one.write(kind, **given)
         one.doing(doing[rank], ended=doing[rank] == "ended")
         for suffix in (".jsonl", ".now"):
             path = folder / f"{one.name}{suffix}"
@@ -154,7 +159,7 @@ def test_a_report_while_ranks_wait_for_one_that_has_ended_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "journals" / "run"
-    write_run(run, {0: [{"kind": "end", "code": 0}]}, BUSY | {0: "ended"})
+    write_run(run, {0: [END]}, BUSY | {0: "ended"})
     report(run, Options(), live=True)
     assert "ERROR Ranks wait for a missing rank" in capsys.readouterr().err
 
@@ -174,7 +179,7 @@ def test_quiet_prints_nothing_if_nothing_is_found(
 ) -> None:
     run = tmp_path / "journals" / "run"
     report(run, Options(quiet=True))
-    ends = {rank: [{"kind": "end", "code": 0}] for rank in (0, 1)}
+    ends = {rank: [END] for rank in (0, 1)}
     write_run(run, ends, {0: "ended", 1: "ended"})
     report(run, Options(quiet=True))
     assert capsys.readouterr().err == ""
@@ -199,7 +204,7 @@ def test_neither_text_nor_page_calls_a_script_right_that_an_error_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = {"type": "ValueError", "text": "bad batch", "place": "train.py:9"}
-    end = {"kind": "end", "code": 1, "error": error}
+    end = ("end", fact(EndFact, raised=True, error=error))
     run = tmp_path / "journals" / "run"
     write_run(run, {rank: [step(0, rank), end] for rank in (0, 1)}, {0: "ended", 1: "ended"})
     report(run, Options())
@@ -208,14 +213,15 @@ def test_neither_text_nor_page_calls_a_script_right_that_an_error_has_ended(
         assert "No error" not in said
 
 
-def step(number: int, rank: int = 0) -> dict[str, Any]:
+def step(number: int, rank: int = 0) -> tuple[str, WindowFact]:
     mine = {"weight": 1.0, "bias": 2.0}
-    one = window([4], [1.0], mine, {"weight": 0.5 + rank, "bias": 1.0 + 2 * rank}, n=number)
+    local = {"weight": 0.5 + rank, "bias": 1.0 + 2 * rank}
+    one = window([4], [1.0], mine, local, n=number, world=2)
     one["backwards"][0]["values"] = [float(rank)]
-    return one
+    return "window", one
 
 
-STOPPED = {"kind": "failed", "error": "KeyError: 'call'", "at": ""}
+STOPPED = ("failed", fact(FailedFact, error="KeyError: 'call'"))
 
 
 @pytest.mark.parametrize(
@@ -228,12 +234,11 @@ STOPPED = {"kind": "failed", "error": "KeyError: 'call'", "at": ""}
     ],
 )
 def test_fail_on_passes_only_if_steps_were_checked_to_the_end(
-    steps: list[int], stopped: list[dict[str, Any]], problem: str, tmp_path: Path
+    steps: list[int], stopped: Lines, problem: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "journals" / "run"
-    end = {"kind": "end", "code": 0}
     facts = {
-        rank: [*(step(number, rank) for number in range(steps[rank])), *stopped, end]
+        rank: [*(step(number, rank) for number in range(steps[rank])), *stopped, END]
         for rank in (0, 1)
     }
     write_run(run, facts, {0: "ended", 1: "ended"})

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ddp_doctor.explain.findings import Finding
-from ddp_doctor.facts.copies import Groups
-from ddp_doctor.facts.merged import Fact, Run, Window
+from ddp_doctor.facts.merged import NOTHING, Run, Window
+from ddp_doctor.facts.types import Groups, ScalingFact, TermFact, WindowFact
 
 TOLERANCE = 0.01  # bfloat16 rounds a factor by up to 0.4 %
 LITERAL = re.compile(r"[\d.e+-]+", re.IGNORECASE)
@@ -39,9 +39,9 @@ def alike(values: list[float], tolerance: float = TOLERANCE) -> bool:
     )
 
 
-def is_literal(operation: Fact) -> bool:
+def is_literal(operation: ScalingFact) -> bool:
     """Whether the code writes a factor as a number."""
-    return bool(LITERAL.fullmatch(operation.get("operand", "")))
+    return bool(LITERAL.fullmatch(operation["operand"]))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Entry:
     micro: int
     count: float
     share: float
-    fact: Fact
+    fact: TermFact
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Step:
     function: str
     reduction: str
     place: str
-    scaling: list[Fact]
+    scaling: list[ScalingFact]
     others: bool = False  # whether the loss has other terms
     several: bool = False  # its micro-batches are losses of their own: see `_several`
     readers: int = 0  # groups of ranks with data of their own
@@ -158,10 +158,10 @@ def combination(window: Window, clipped: bool = False, run: Run | None = None) -
         return Combination("in groups", None)
     if window.world > 1 and window.differing_gradients:
         return Combination("not combined", None)
-    if window.sharded and not all(fact.get("dtensors") for _, fact in window):
+    if window.sharded and not all(fact["dtensors"] for _, fact in window):
         return Combination("unknown", None)  # flat pieces, whose local gradients were not seen
     # Hooks saw gradients that still had the loss scale; the snapshot may be of unscaled ones.
-    unscaled = next(iter(window.snapshots().values()), {}).get("unscaled")
+    unscaled = next((s.get("unscaled") for s in window.snapshots().values()), None)
     rescale = 1 / unscaled if unscaled else rescaled(window) if clipped else 1.0
     factor, residual = measured(_pairs(window, rescale))
     if window.world == 1:
@@ -214,7 +214,7 @@ def _pairs(window: Window, rescale: float) -> list[tuple[float, float]]:
 
 def _names(window: Window) -> set[str]:
     """The parameters with a gradient."""
-    return {name for each in window.snapshots().values() for name in each.get("grads", {})}
+    return {name for each in window.snapshots().values() for name in each["grads"]}
 
 
 def _whole(window: Window) -> set[str]:
@@ -224,9 +224,9 @@ def _whole(window: Window) -> set[str]:
 
 def local_and_final(window: Window, name: str, group: list[int]) -> list[tuple[float, float]]:
     """The final gradient of a group's copies, and the sum of their local ones; empty if unknown."""
-    snapshots = [window.snapshots().get(rank, {}) for rank in group]
-    final = snapshots[0].get("grads", {}).get(name)
-    local = [s.get("local", {}).get(name) for s in snapshots]
+    snapshots = [window.snapshots().get(rank, NOTHING) for rank in group]
+    final = snapshots[0]["grads"].get(name)
+    local = [s["local"].get(name) for s in snapshots]
     seen = [part for part in local if part is not None]
     return [(final, sum(seen))] if final is not None and seen else []
 
@@ -239,7 +239,7 @@ def _of_parts(window: Window, run: Run, factor: float) -> float | None:
     """
     if len(run.readers) == run.world:
         return factor
-    kept = all(fact.get("dtensors") for _, fact in window)
+    kept = all(fact["dtensors"] for _, fact in window)
     return factor * len(run.readers) / run.world if kept else None
 
 
@@ -250,7 +250,7 @@ def _by_fsdp(window: Window, readers: int) -> float | None:
     """
     factors = set()
     for _, fact in window:
-        calls = fact.get("fsdp", ())
+        calls = fact["fsdp"]
         groups = {(call["op"], tuple(call["group"])) for call in calls}
         if len(groups) != len({op for op, _ in groups}) or not calls:
             return None
@@ -272,12 +272,13 @@ def rescaled(window: Window) -> float:
         return 1.0
     pairs = []
     for _, fact in window:
-        now = (fact.get("snapshot") or {}).get("grads", {})
-        for name, left in (fact.get("left") or {}).items():
-            if now.get(name) is None:
+        now = fact["snapshot"]["grads"]
+        for name, left in (fact["left"] or {}).items():
+            final = now.get(name)
+            if final is None:
                 return 1.0
             if left:
-                pairs.append((left, now[name]))
+                pairs.append((left, final))
     factors = [now / left for left, now in pairs]
     if not factors:
         return 1.0
@@ -292,7 +293,7 @@ def rescaled(window: Window) -> float:
     return factor if fits and factor > 0 and not near(factor, 1.0) else 1.0
 
 
-def _reduces_gradients(fact: Fact) -> bool:
+def _reduces_gradients(fact: WindowFact) -> bool:
     """Whether the script itself all-reduces gradients in this step."""
     return any(
         call["op"] == "all_reduce" and call.get("what") == "gradient"
@@ -350,7 +351,7 @@ def _terms(window: Window) -> dict[tuple[str, str], list[Entry]]:
         for micro, backward in enumerate(fact["backwards"]):
             scale = backward.get("scale") or 1.0
             for term in backward.get("terms", ()):
-                entry = Entry(rank, micro, float(term["count"]), _share(term) / scale, term)
+                entry = Entry(rank, micro, term["count"], _share(term) / scale, term)
                 terms.setdefault((term["function"], term["place"]), []).append(entry)
     penalties = [key for key, of in terms.items() if any(e.fact.get("over_parameters") for e in of)]
     return {key: entries for key, entries in terms.items() if key not in penalties}
@@ -379,7 +380,7 @@ def _counted_once(entries: list[Entry], readers: Groups) -> list[Entry]:
     return list(found.values())
 
 
-def _several(fact: Fact, micros: list[int]) -> bool:
+def _several(fact: WindowFact, micros: list[int]) -> bool:
     """Whether one helper is called several times per step, each time for its own loss.
 
     For example for real and fake samples, or for different tasks.
@@ -391,9 +392,9 @@ def _several(fact: Fact, micros: list[int]) -> bool:
     return len(calls) > 1 and len(set(calls.values())) == 1 and not unsynced
 
 
-def _share(term: Fact) -> float:
-    factor = float(term["factor"])
-    return factor * float(term["count"]) if term["reduction"] == "sum" else factor
+def _share(term: TermFact) -> float:
+    factor = term["factor"]
+    return factor * term["count"] if term["reduction"] == "sum" else factor
 
 
 @dataclass

@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-Fact = dict[str, Any]
-Groups = list[list[int]]
+from ddp_doctor.facts.types import Groups, StartFact, WindowFact
 
 
-def copies_of(starts: dict[int, Fact], windows: list[dict[int, Fact]]) -> dict[str, Groups]:
+def copies_of(
+    starts: dict[int, StartFact], windows: list[dict[int, WindowFact]]
+) -> dict[str, Groups]:
     """For each parameter, the groups of ranks that hold copies of it.
 
     `starts` and each of `windows` have one fact per rank: what it held before its first step, and
@@ -50,25 +51,25 @@ def joined(ranks: Iterable[int], pairs: Iterable[tuple[int, int]]) -> Groups:
     return sorted(unique.values())
 
 
-def _held(start: Fact, name: str) -> list[Any]:
+def _held(start: StartFact, name: str) -> list[Any]:
     """What a rank holds of a parameter: its shard and a hash; empty if that is nothing."""
-    shard = start.get("shards", {}).get(name)
-    if name in start.get("constant", ()):
+    shard = start["shards"].get(name)
+    if name in start["constant"]:
         return ["constant"] if shard is None else ["shard", shard]
     bits = start["parameters"].get(name)
     return [shard, bits] if bits else []
 
 
 def _same_gradient(
-    name: str, window: dict[int, Fact], starts: dict[int, Fact]
+    name: str, window: dict[int, WindowFact], starts: dict[int, StartFact]
 ) -> list[tuple[int, int]]:
     """Pairs of ranks with the same bits in a gradient that is not 0."""
     seen = {}
     for rank, fact in window.items():
-        snapshot = fact.get("snapshot") or {}
-        value = snapshot.get("grads", {}).get(name)
+        snapshot = fact["snapshot"]
+        value = snapshot["grads"].get(name)
         if value and math.isfinite(value) and rank in starts:
-            shard = starts[rank].get("shards", {}).get(name)
+            shard = starts[rank]["shards"].get(name)
             seen[rank] = str([shard, snapshot["hashes"].get(name)])
     return _alike(seen)
 

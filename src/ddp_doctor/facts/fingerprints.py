@@ -26,7 +26,7 @@ def dense(tensor: Tensor) -> Tensor | None:
         return None
     tensor = tensor.detach()
     if hasattr(tensor, "placements"):
-        tensor = tensor.to_local()
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
     if hasattr(tensor, "trigger_wait"):  # the result of a collective that may still run
         tensor = tensor.trigger_wait()
     if tensor.layout != torch.strided:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_doctor.facts.types import Facts, listed, no_facts
+
 MAX_BYTES = 8 << 20
 OLD = 60.0  # seconds after which a process that has ended is an earlier run's
 OLD_ELSEWHERE = 3600.0  # the same, if only its silence says so: longer than any group's timeout
@@ -93,7 +95,7 @@ class Pages:
     """One process's files, as read by the merge."""
 
     name: str
-    facts: list[dict[str, Any]]
+    facts: Facts
     now: Now | None
 
     @property
@@ -118,7 +120,7 @@ def read(folder: Path) -> list[Pages]:
 def glance(folder: Path) -> list[Pages]:
     """As `read`, without the facts: one read of a few hundred bytes per process."""
     return [
-        Pages(path.stem, [], read_now(path.with_suffix(".now")))
+        Pages(path.stem, no_facts(), read_now(path.with_suffix(".now")))
         for path in sorted(folder.glob("*.jsonl"))
     ]
 
@@ -128,10 +130,9 @@ def world_size(folder: Path) -> int:
     groups = [
         fact
         for path in folder.glob("*.jsonl")
-        for fact in _facts(path, containing=b'"group"')
-        if fact["kind"] == "group"
+        for fact in _facts(path, containing=b'"group"')["group"]
     ]
-    return max((int(fact["world"]) for fact in groups), default=1)
+    return max((fact["world"] for fact in groups), default=1)
 
 
 def remove_old(folder: Path) -> None:
@@ -157,18 +158,21 @@ def remove_old(folder: Path) -> None:
         pass  # someone else removed them, or the disk is read-only: the report names what it reads
 
 
-def _facts(path: Path, containing: bytes = b"") -> list[dict[str, Any]]:
-    facts = []
+def _facts(path: Path, containing: bytes = b"") -> Facts:
+    facts = no_facts()
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError:
-        return []  # the folder was removed while its run goes on
+        return facts  # the folder was removed while its run goes on
     for line in lines:
         if containing in line:
             try:
-                facts.append(json.loads(line))
+                fact: Any = json.loads(line)
             except ValueError:
                 continue  # a disk that was full in the middle of a line
+            kind = fact.pop("kind")
+            if kind in facts:
+                listed(facts, kind).append(fact)
     return facts
 
 

@@ -8,12 +8,28 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
-from ddp_doctor.facts.copies import Groups, copies_of, joined
+from ddp_doctor.facts.copies import copies_of, joined
 from ddp_doctor.facts.journal import Now, Pages
+from ddp_doctor.facts.types import (
+    ClipFact,
+    CollectiveFact,
+    EndFact,
+    ErrorFact,
+    Facts,
+    FsdpFact,
+    Groups,
+    LoaderFact,
+    ProcessFact,
+    SnapshotFact,
+    StartFact,
+    TotalsFact,
+    WindowFact,
+    WrapperFact,
+)
 
-Fact = dict[str, Any]
+NOTHING: SnapshotFact = {"grads": {}, "hashes": {}, "local": {}, "missing": []}
 
 
 @dataclass
@@ -22,55 +38,59 @@ class Rank:
 
     rank: int
     world: int
-    facts: dict[str, list[Fact]]
+    facts: Facts
     now: Now | None
-    process: Fact
+    process: ProcessFact
     alive: bool = False
 
-    def all(self, kind: str) -> list[Fact]:
-        return self.facts.get(kind, [])
+    @property
+    def windows(self) -> list[WindowFact]:
+        return self.facts["window"]
 
-    def last(self, kind: str) -> Fact | None:
-        facts = self.facts.get(kind)
-        return facts[-1] if facts else None
+    @property
+    def end(self) -> EndFact | None:
+        return next(reversed(self.facts["end"]), None)
 
-    @cached_property
-    def windows(self) -> list[Fact]:
-        return self.all("window")
+    @property
+    def totals(self) -> TotalsFact | None:
+        return next(reversed(self.facts["totals"]), None)
 
     @property
     def ended(self) -> bool:
-        return bool(self.facts.get("end"))
+        return self.end is not None
 
     @cached_property
-    def start(self) -> Fact | None:
+    def start(self) -> StartFact | None:
         """What the optimizers' parameters were before their first step."""
-        starts = self.all("start")
-        merged: Fact = {"parameters": {}, "shards": {}, "constant": [], "rows": []}
+        starts = self.facts["start"]
+        if not starts:
+            return None
+        merged = StartFact(parameters={}, values={}, buffers={}, shards={}, rows=[], constant=[])
         for start in reversed(starts):
-            for kind in ("parameters", "shards"):
-                merged[kind] |= start.get(kind, {})
-            for kind in ("constant", "rows"):
-                merged[kind] += start.get(kind, [])
-        return merged if starts else None
+            merged["parameters"] |= start["parameters"]
+            merged["shards"] |= start["shards"]
+            merged["constant"] += start["constant"]
+            merged["rows"] += start["rows"]
+        return merged
 
     @property
-    def error(self) -> Fact | None:
-        end = self.last("end")
-        return end.get("error") if end else None
+    def error(self) -> ErrorFact | None:
+        return self.end.get("error") if self.end else None
+
+    @property
+    def error_text(self) -> str:
+        return self.error["text"] if self.error else ""
 
     @property
     def backwards(self) -> int:
-        totals = self.last("totals")
-        if totals:
-            return int(totals["backwards"])
+        if self.totals:
+            return self.totals["backwards"]
         return self.now.backwards if self.now else 0
 
     @property
     def steps(self) -> int:
-        totals = self.last("totals")
-        if totals:
-            return sum(totals["steps"].values())
+        if self.totals:
+            return sum(self.totals["steps"].values())
         return self.now.steps if self.now else 0
 
 
@@ -83,7 +103,7 @@ class Window:
 
     n: int
     optimizer: int
-    ranks: dict[int, Fact]
+    ranks: dict[int, WindowFact]
     world: int
     copies: dict[str, Groups] = field(default_factory=dict)
 
@@ -92,11 +112,11 @@ class Window:
         """Whether every rank's record is there."""
         return len(self.ranks) == self.world
 
-    def __iter__(self) -> Iterator[tuple[int, Fact]]:
+    def __iter__(self) -> Iterator[tuple[int, WindowFact]]:
         return iter(sorted(self.ranks.items()))
 
-    def snapshots(self) -> dict[int, Fact]:
-        return {rank: fact.get("snapshot") or {} for rank, fact in self}
+    def snapshots(self) -> dict[int, SnapshotFact]:
+        return {rank: fact["snapshot"] for rank, fact in self}
 
     @cached_property
     def backwards(self) -> int:
@@ -105,11 +125,11 @@ class Window:
     @property
     def backward_place(self) -> str:
         """Where the first backward of the step was called."""
-        return next((str(b["place"]) for _, fact in self for b in fact["backwards"]), "")
+        return next((b["place"] for _, fact in self for b in fact["backwards"]), "")
 
     @cached_property
     def sharded(self) -> bool:
-        return any(fact.get("sharded") for fact in self.ranks.values())
+        return any(fact["sharded"] for fact in self.ranks.values())
 
     @cached_property
     def skipped(self) -> bool:
@@ -118,17 +138,17 @@ class Window:
     @property
     def cut(self) -> bool:
         """Whether some rank ran more backwards before this step than a record may hold."""
-        return any(fact.get("cut") for fact in self.ranks.values())
+        return any(fact["cut"] for fact in self.ranks.values())
 
-    def leftover(self, fact: Fact) -> int:
+    def leftover(self, fact: WindowFact) -> int:
         """How many gradients that the step before had used were there when this one began."""
-        first = fact["backwards"][0] if fact["backwards"] else {}
-        return int(first.get("leftover", {}).get(str(self.optimizer), 0))
+        first = fact["backwards"][:1]
+        return sum(backward.get("leftover", {}).get(str(self.optimizer), 0) for backward in first)
 
     @cached_property
     def trains(self) -> bool:
         """Whether some parameter of the optimizer has a gradient."""
-        return any(snapshot.get("hashes") for snapshot in self.snapshots().values())
+        return any(snapshot["hashes"] for snapshot in self.snapshots().values())
 
     def groups(self, name: str) -> Groups:
         """The groups of ranks that hold copies of a parameter: one of all, unless they differ."""
@@ -137,7 +157,7 @@ class Window:
     @cached_property
     def differing_gradients(self) -> list[str]:
         """Names of parameters whose gradients are not bitwise equal on all ranks with a copy."""
-        return self._differing({rank: s.get("hashes", {}) for rank, s in self.snapshots().items()})
+        return self._differing({rank: s["hashes"] for rank, s in self.snapshots().items()})
 
     @cached_property
     def differing_parameters(self) -> list[str]:
@@ -148,7 +168,7 @@ class Window:
     def differing_buffers(self) -> list[str]:
         return self._differing({rank: fact["after"]["buffers"] for rank, fact in self})
 
-    def _differing(self, of_ranks: dict[int, Fact]) -> list[str]:
+    def _differing(self, of_ranks: dict[int, dict[str, int]]) -> list[str]:
         names = dict.fromkeys(name for fact in of_ranks.values() for name in fact)
         return [
             name
@@ -178,16 +198,12 @@ class Run:
         """Merge. The last process group that a process joined says which rank it is."""
         ranks: dict[int, Rank] = {}
         for page in pages:
-            facts: dict[str, list[Fact]] = {}
-            for fact in page.facts:
-                facts.setdefault(fact["kind"], []).append(fact)
-            groups, windows = facts.get("group", []), facts.get("window", [])
-            processes = facts.get("process")
-            if not processes or not (groups or windows or facts.get("wrapper")):
+            facts, groups, processes = page.facts, page.facts["group"], page.facts["process"]
+            if not processes or not (groups or facts["window"] or facts["wrapper"]):
                 continue
-            environment = processes[0].get("environment", {})
+            environment = processes[0]["environment"]
             if groups:
-                number, world = int(groups[-1]["rank"]), int(groups[-1]["world"])
+                number, world = groups[-1]["rank"], groups[-1]["world"]
             else:
                 number, world = int(environment.get("RANK", 0) or 0), 1
             living = alive is not None and page.name in alive
@@ -210,7 +226,7 @@ class Run:
         found: dict[tuple[int, int], Window] = {}
         for rank in self.ranks:
             for fact in rank.windows:
-                if fact.get("world", self.world) != self.world:
+                if fact["world"] != self.world:
                     continue
                 key = (fact["n"], fact["optimizer"])
                 window = found.setdefault(key, Window(*key, {}, self.world, self.copies))
@@ -236,13 +252,13 @@ class Run:
         )
 
     @cached_property
-    def wrappers(self) -> list[Fact]:
-        return self.ranks[0].all("wrapper") if self.ranks else []
+    def wrappers(self) -> list[WrapperFact]:
+        return self.ranks[0].facts["wrapper"] if self.ranks else []
 
     @cached_property
     def in_groups(self) -> bool:
         """Whether a wrapper combines fewer ranks than the run has: the others hold other parts."""
-        wrappers = [wrapper for rank in self.ranks for wrapper in rank.all("wrapper")]
+        wrappers = [wrapper for rank in self.ranks for wrapper in rank.facts["wrapper"]]
         return any(wrapper["world"] < wrapper["of"] for wrapper in wrappers)
 
     @cached_property
@@ -264,15 +280,15 @@ class Run:
         starts = {rank.rank: rank.start for rank in self.ranks if rank.start}
         if len(starts) < self.world:
             return {}
-        windows: dict[tuple[int, int], dict[int, Fact]] = {}
+        windows: dict[tuple[int, int], dict[int, WindowFact]] = {}
         for rank in self.ranks:
             for fact in rank.windows:
                 windows.setdefault((fact["n"], fact["optimizer"]), {})[rank.rank] = fact
         found = copies_of(starts, list(windows.values()))
         around = [wrapper for wrapper in self.wrappers if wrapper["world"] == self.world]
-        sharded = any(fact.get("sharded") for rank in self.ranks for fact in rank.windows)
+        sharded = any(fact["sharded"] for rank in self.ranks for fact in rank.windows)
         if around and not sharded and not any(start["shards"] for start in starts.values()):
-            ignored = {name for wrapper in around for name in wrapper.get("ignored", ())}
+            ignored = {name for wrapper in around for name in wrapper["ignored"]}
             whole = [list(range(self.world))]
             found |= {name: whole for name in found if name.split(":")[-1] not in ignored}
         return found
@@ -303,9 +319,9 @@ class Run:
 
     def exchanges(self, rank: Rank) -> Groups:
         """The groups in which a rank exchanges activations, or holds one shard of several."""
-        found = {tuple(row) for row in (rank.start or {}).get("rows", ())}
+        found = {tuple(row) for row in rank.start["rows"]} if rank.start else set()
         for fact in rank.windows:
-            found -= {tuple(call["group"]) for call in fact.get("fsdp", ())}
+            found -= {tuple(call["group"]) for call in fact["fsdp"]}
             for call in fact["collectives"]:
                 if call.get("through_autograd") or call.get("what") == "activation":
                     found.add(tuple(call.get("group", range(self.world))))
@@ -335,7 +351,7 @@ class Run:
     @cached_property
     def averages_parameters(self) -> bool:
         """Whether replicas that differed are equal at the start of a later step (local SGD)."""
-        starts = [(rank.last("totals") or {}).get("starts", {}) for rank in self.ranks] or [{}]
+        starts = [rank.totals["starts"] if rank.totals else {} for rank in self.ranks] or [{}]
         common = [step for step in starts[0] if all(step in start for start in starts)]
         # A start is a checksum of a few parameters: a difference of a few others says nothing.
         most = [
@@ -358,19 +374,18 @@ class Run:
         """Complete windows with gradients that are bitwise equal on all ranks."""
         return [window for window in self.complete if not window.differing_gradients]
 
-    def first(self, kind: str) -> Fact | None:
-        for rank in self.ranks:
-            if rank.all(kind):
-                return rank.all(kind)[0]
-        return None
+    @property
+    def loader(self) -> LoaderFact | None:
+        """The first data loader that was read."""
+        return next((loader for rank in self.ranks for loader in rank.facts["loader"]), None)
 
 
-def so_far(fact: Fact, window: Window) -> int:
+def so_far(fact: ClipFact | CollectiveFact | FsdpFact, window: Window) -> int:
     """How many of a window's backwards had run when a clip or a collective was called."""
-    return int(fact["backwards"].get(str(window.optimizer), 0))
+    return fact["backwards"].get(str(window.optimizer), 0)
 
 
-def data_of(fact: Fact) -> list[object]:
+def data_of(fact: WindowFact) -> list[object]:
     """Hashes of what the forward was given and of the losses' targets; empty if unknown.
 
     The value of a loss without a target takes the target's place, if it is a number. A tensor that
@@ -381,7 +396,7 @@ def data_of(fact: Fact) -> list[object]:
     for backward in fact["backwards"]:
         terms = backward.get("terms", ())
         # Inputs without a tensor (strings, ids) are not in `given`; they do change the loss.
-        if not terms or any("target" not in term for term in terms):
+        if not all("target" in term for term in terms) or not terms:
             values = backward.get("values") or []
             if any(not math.isfinite(value) for value in values):
                 return []  # NaN on every rank is no equal data

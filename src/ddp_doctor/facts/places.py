@@ -86,7 +86,7 @@ def call(frame: FrameType | None = None) -> int:
     Two calls of one helper differ, two rounds of a loop do not.
     """
     frame = users_frame(frame or sys._getframe(1))
-    lines = []
+    lines: list[str] = []
     while frame is not None:
         lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         frame = users_frame(frame.f_back) if frame.f_back is not None else None
@@ -95,7 +95,7 @@ def call(frame: FrameType | None = None) -> int:
 
 def stack(frame: FrameType | None, limit: int = 12) -> list[str]:
     """The frames from innermost outwards, `file:line in function`; the doctor's own left out."""
-    lines = []
+    lines: list[str] = []
     while frame is not None and len(lines) < limit:
         name = frame.f_code.co_filename
         if not os.path.realpath(name).startswith(_THIS + os.sep):

@@ -17,7 +17,7 @@ from ddp_doctor.observe import losses
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import REDUCED, Recorder
-from ddp_doctor.observe.states import OptimizerState
+from ddp_doctor.observe.states import Backward, OptimizerState
 
 MAX_NODES = 20_000
 MAX_BACKWARDS = 512
@@ -47,7 +47,7 @@ class _Backwards:
             session.journal.backwards += 1
         at = place() if recorder.on else ""
         session.doing(f"backward at {at}" if at else "backward")
-        record: dict[str, Any] = {"place": at, "_reached": set()}
+        record: Backward = {"place": at, "reached": set()}
         if not recorder.on:
             return record, []
         roots = _roots(args, kwargs)
@@ -65,7 +65,7 @@ class _Backwards:
         self._watch(record)
         return record, [root.grad_fn for root in roots]
 
-    def _watch(self, record: dict[str, Any]) -> None:
+    def _watch(self, record: Backward) -> None:
         """Look at every gradient and every loss term that this backward will reach."""
         recorder = self.recorder
         parameters = recorder.known_parameters().values()
@@ -81,10 +81,10 @@ class _Backwards:
         for term in recorder.terms:
             term |= {"hits": 0.0, "hit": False}
 
-    def _look(self, parameter: Tensor, record: dict[str, Any], gradient: Tensor) -> None:
+    def _look(self, parameter: Tensor, record: Backward, gradient: Tensor) -> None:
         """A local gradient has arrived: add it up, and see what it is added to."""
         recorder, key = self.recorder, id(parameter)
-        record["_reached"].add(key)
+        record["reached"].add(key)
         value = projection(gradient)
         if value is None:
             return
@@ -115,7 +115,7 @@ class _Backwards:
         for state in recorder.optimizers.values() if observed else ():
             self._hand_to(state, record)
 
-    def _note_terms(self, record: dict[str, Any], nodes: list[Any]) -> None:
+    def _note_terms(self, record: Backward, nodes: list[Any]) -> None:
         """Which losses and wrapped models this backward went through."""
         recorder = self.recorder
         for node in _nodes(nodes) if recorder.reduced_losses else ():
@@ -127,12 +127,12 @@ class _Backwards:
         recorder.terms = [term for term in recorder.terms if id(term) not in used]
         record["wrappers"] = _reached(recorder, record)
 
-    def _hand_to(self, state: OptimizerState, record: dict[str, Any]) -> None:
+    def _hand_to(self, state: OptimizerState, record: Backward) -> None:
         """The backward belongs to an optimizer's next step if it reached its parameters."""
         mine = {id(parameter) for parameter in state.parameters()}
         if mine and len(state.pending) >= MAX_BACKWARDS:
             state.cut = True
-        elif mine and (mine & record["_reached"] or not record["_reached"]):
+        elif mine and (mine & record["reached"] or not record["reached"]):
             state.pending.append(record)
             if kept := len(mine & self.recorder.leftover):
                 record.setdefault("leftover", {})[str(state.index)] = kept
@@ -190,11 +190,11 @@ def _terms(recorder: Recorder, roots: list[Any]) -> list[dict[str, Any]]:
     return [term for term in hit if term["node"] in tops]
 
 
-def _reached(recorder: Recorder, record: dict[str, Any]) -> dict[str, int]:
+def _reached(recorder: Recorder, record: Backward) -> dict[str, int]:
     """How many parameters of each wrapped model have received a gradient."""
     modules = [(str(wrapper.index), wrapper.module()) for wrapper in recorder.wrappers]
     return {
-        index: len({id(parameter) for parameter in module.parameters()} & record["_reached"])
+        index: len({id(parameter) for parameter in module.parameters()} & record["reached"])
         for index, module in modules
         if module is not None
     }

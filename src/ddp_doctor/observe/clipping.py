@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from ddp_doctor.facts.places import place
+from ddp_doctor.facts.types import ClipFact
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 
@@ -28,7 +29,7 @@ def _before(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     listed = isinstance(parameters, list | tuple)  # looking would use up a generator
-    ids = {id(parameter) for parameter in parameters} if listed else set()
+    ids = set(map(id, parameters or ())) if listed else set()
     for state in recorder.optimizers.values():
         held = {id(parameter) for parameter in state.parameters() if state.pending}
         # Without a list, what backward left is compared with what the optimizer sees. That does
@@ -50,14 +51,13 @@ def _clipped(
     limit = args[1] if len(args) > 1 else kwargs.get("max_norm", kwargs.get("clip_value"))
     sharded = hasattr(result, "placements")
     known = isinstance(result, Tensor) and not sharded
-    recorder.window["clips"].append(
-        {
-            "kind": "norm" if kind == "total" else kind,
-            "norm": float(result.detach()) if known else None,
-            "limit": float(limit) if isinstance(limit, int | float) and kind != "total" else None,
-            "sharded": sharded,
-            "backwards": recorder.so_far(),
-            "collectives": len(recorder.window["collectives"]),
-            "place": place(),
-        }
+    fact = ClipFact(
+        kind="norm" if kind == "total" else kind,
+        norm=float(result.detach()) if known else None,
+        limit=float(limit) if isinstance(limit, int | float) and kind != "total" else None,
+        sharded=sharded,
+        backwards=recorder.so_far(),
+        collectives=len(recorder.window["collectives"]),
+        place=place(),
     )
+    recorder.window["clips"].append(fact)

@@ -4,7 +4,7 @@ The gradients that DistributedDataParallel sends itself do not pass through thes
 """
 
 import sys
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 
 from ddp_doctor.facts.calls import CALLS, REDUCTIONS
 from ddp_doctor.facts.places import place
+from ddp_doctor.facts.types import CollectiveFact
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 
@@ -31,13 +32,22 @@ def install(recorder: Recorder, patches: Patches) -> None:
             patches.replace(dist, name, getattr(distributed_c10d, name))
 
 
+class What(TypedDict, total=False):
+    """Which of the run's tensors a collective is given: part of a `CollectiveFact`."""
+
+    what: str
+    name: str
+    optimizer: int
+    grad: bool
+
+
 class _Calls:
     """The calls of one process."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.depth = 0
-        self.found: dict[Any, dict[str, Any]] = {}  # which gradient or parameter is where,
+        self.found: dict[Any, What] = {}  # which gradient or parameter is where,
         self.moment = [0, 0]  # as of this step and this backward
 
     def enter(self, name: str) -> Any:
@@ -67,7 +77,7 @@ class _Calls:
         tensor: Tensor | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> dict[str, Any]:
+    ) -> What:
         """Write a call down. Returns which gradients it combines, if it does."""
         recorder = self.recorder
         group = _ranks_of(args, kwargs)
@@ -77,22 +87,26 @@ class _Calls:
             recorder.note_fsdp(name, _operator(name, args, kwargs), group)
         room = len(recorder.window["collectives"]) < MAX_PER_WINDOW
         reduces = name in REDUCTIONS and recorder.expects_own_reduction()
-        what = self.what(tensor) if tensor is not None and (room or reduces) else {}
-        reduced = what if reduces and what.get("what") in ("gradient", "flat") else {}
+        what: What = self.what(tensor) if tensor is not None and (room or reduces) else {}
+        reduced: What = what if reduces and what.get("what") in ("gradient", "flat") else {}
         if reduced:
             recorder.before_own_reduction(what.get("optimizer"), what.get("name", ""))
         if not room:
             return reduced
-        fact: dict[str, Any] = {"op": name, "place": at}
+        fact = CollectiveFact(
+            op=name,
+            place=at,
+            backwards=recorder.so_far(),
+            through_autograd=not by_fsdp and _in_autograd_function(),
+            in_backward=recorder.in_backward > 0,
+        )
+        fact.update(what)  # type: ignore[typeddict-item]
         if group is not None:
             fact["group"] = group
         if name == "all_reduce":
             fact["reduce"] = _operator(name, args, kwargs)
         if tensor is not None:
-            fact |= {"shape": list(tensor.shape)[:6], "numel": tensor.numel()} | what
-        fact["backwards"] = recorder.so_far()
-        fact["through_autograd"] = not by_fsdp and _in_autograd_function()
-        fact["in_backward"] = recorder.in_backward > 0
+            fact["shape"], fact["numel"] = list(tensor.shape)[:6], tensor.numel()
         carries = fact.get("what") in ("loss", "activation")
         if carries and tensor is not None and tensor.grad_fn is not None:
             recorder.mark_reduced_loss(tensor.grad_fn, fact)
@@ -114,8 +128,8 @@ class _Calls:
     def look(self) -> None:
         """Find out where gradients and parameters are now."""
         recorder = self.recorder
-        names = {
-            id(parameter): {"name": name, "optimizer": state.index}
+        names: dict[int, What] = {
+            id(parameter): {"what": "gradient", "name": name, "optimizer": state.index}
             for state in recorder.optimizers.values()
             for name, parameter in recorder.parameters_of(state)
         }
@@ -124,10 +138,10 @@ class _Calls:
             if not hasattr(parameter, "placements"):
                 self.found[_key(parameter)] = {"what": "parameter"}
             if parameter.grad is not None:
-                named = names.get(key, {"name": ""})
-                self.found[_key(_own_part(parameter.grad))] = {"what": "gradient", **named}
+                other: What = {"what": "gradient", "name": ""}
+                self.found[_key(_own_part(parameter.grad))] = names.get(key, other)
 
-    def what(self, tensor: Tensor) -> dict[str, Any]:
+    def what(self, tensor: Tensor) -> What:
         """Which of the run's tensors this is: gradient, parameter, loss, or something else."""
         recorder = self.recorder
         now = [recorder.session.step_count, recorder.backward_count]

@@ -10,6 +10,7 @@ from torch.utils.data import DistributedSampler, dataloader
 
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
+from ddp_doctor.facts.types import BatchFact, LoaderEndedFact, LoaderFact, SamplerFact
 from ddp_doctor.observe.batches import tensors_in
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
@@ -49,8 +50,7 @@ class _Data:
         self.epochs[number] += 1
         if self.epochs[number] > 20 or number > 40:
             return
-        self.session.write(
-            "sampler",
+        fact = SamplerFact(
             sampler=number,
             epoch=getattr(sampler, "epoch", None),
             seed=getattr(sampler, "seed", None),
@@ -62,6 +62,7 @@ class _Data:
             backwards=self.recorder.backward_count,
             place=place(),
         )
+        self.session.write("sampler", **fact)
 
     def iterated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A loader is about to be read: the first time, say what it is."""
@@ -73,8 +74,7 @@ class _Data:
         sampler = getattr(loader, "sampler", None)
         batches = getattr(loader, "batch_sampler", None)
         inner = getattr(batches, "sampler", None)
-        self.session.write(
-            "loader",
+        fact = LoaderFact(
             dataset=type(loader.dataset).__name__,
             length=_length(loader.dataset),
             content=_content(loader.dataset),
@@ -85,6 +85,7 @@ class _Data:
             grad=torch.is_grad_enabled(),
             place=place(),
         )
+        self.session.write("loader", **fact)
 
     def waiting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.session.doing("waiting for the data loader")
@@ -105,13 +106,14 @@ class _Data:
             found = _rows(tensors)
             self.rows[key] = seen + max(1, len(found))
             size = min((tensor.shape[0] for tensor in tensors), default=0)
-            self.session.write("batch", iterator=key, size=size, rows=found)
+            self.session.write("batch", **BatchFact(iterator=key, size=size, rows=found))
 
     def over(self, error: BaseException) -> None:
         self.session.doing("running")
         if isinstance(error, StopIteration) and torch.is_grad_enabled() and self.ends < 50:
             self.ends += 1
-            self.session.write("loader ended", backwards=self.recorder.backward_count)
+            backwards = self.recorder.backward_count
+            self.session.write("loader_ended", **LoaderEndedFact(backwards=backwards))
 
 
 def _sharded(loader: Any) -> bool:

@@ -1,12 +1,12 @@
 """An exception of the user's run, as the journal keeps it."""
 
 import os
-from typing import Any
 
 from ddp_doctor.facts.places import is_users
+from ddp_doctor.facts.types import ErrorFact
 
 
-def described(error: BaseException) -> dict[str, Any]:
+def described(error: BaseException) -> ErrorFact:
     """Type, message, and the user's innermost line."""
     where = ""
     trace = error.__traceback__

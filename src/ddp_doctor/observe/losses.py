@@ -7,7 +7,7 @@ function does not reduce. Divided by the count of items, the product is the weig
 
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import expression, operand, place, programs_frame
+from ddp_doctor.facts.types import ScalingFact, TermFact
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 
@@ -25,10 +26,6 @@ FUNCTIONS = (
     *("multilabel_margin_loss", "multi_margin_loss", "margin_ranking_loss"),
     *("hinge_embedding_loss", "cosine_embedding_loss", "triplet_margin_loss"),
     "triplet_margin_with_distance_loss",
-)
-WRITTEN = (
-    *("function", "reduction", "count", "rows", "place", "loss", "spread", "target"),
-    *("input", "shape", "square", "over_parameters"),
 )
 ONE_PER_ROW = (
     *("multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
@@ -153,8 +150,10 @@ class _Terms:
             return
         frame = programs_frame(sys._getframe(1))
         text = expression(frame)
-        fact = {"op": sign, "value": value, "text": text, "operand": operand(text, left)}
-        window["scaling"].append({**fact, "place": place(frame)})
+        fact = ScalingFact(
+            op=sign, value=value, text=text, operand=operand(text, left), place=place(frame)
+        )
+        window["scaling"].append(fact)
 
 
 def _arrived(term: dict[str, Any], gradient: Tensor | None) -> None:
@@ -184,10 +183,10 @@ def _number(factor: Any) -> float | None:
     return float(factor) if isinstance(factor, int | float) else None
 
 
-def written(term: dict[str, Any]) -> dict[str, Any]:
-    """What the journal keeps of a term: `factor` is the gradient that arrived, summed."""
-    kept = {key: term[key] for key in WRITTEN if key in term}
-    return kept | {"factor": term["hits"]}
+def written(term: dict[str, Any]) -> TermFact:
+    """What the journal keeps of a term."""
+    kept = {key: term[key] for key in TermFact.__annotations__ if key in term}
+    return cast(TermFact, kept | {"factor": term["hits"]})
 
 
 def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import (
 
 from ddp_doctor.facts.fingerprints import projection
 from ddp_doctor.facts.places import place
+from ddp_doctor.facts.types import DroppedFact
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import MAX_PARAMETERS, Recorder
 from ddp_doctor.observe.states import OptimizerState
@@ -31,7 +32,11 @@ class _Steps:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         guard = recorder.session.guard
-        self.before, self.after, self.update = map(guard, (self._before, self._after, self._update))
+        self.before, self.after, self.update = (
+            guard(self._before),
+            guard(self._after),
+            guard(self._update),
+        )
 
     def made(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.recorder.add_optimizer(args[0])
@@ -107,11 +112,12 @@ class _Steps:
         # A backward that another optimizer has used, or will use, is not lost: a GAN's.
         kept = {id(record) for other in others for record in other.pending}
         for backward in state.pending if recorder.on else ():
-            dropped = recorder.window.setdefault("dropped", [])
+            dropped = recorder.window["dropped"]
             if not backward.get("used") and id(backward) not in kept and len(dropped) < 64:
-                targets = [term["target"] for term in backward["terms"] if "target" in term]
-                fact = {"optimizer": state.index, "call": backward["call"], "targets": targets}
-                dropped.append(fact)
+                terms = backward.get("terms", ())
+                targets = [term["target"] for term in terms if "target" in term]
+                call = backward.get("call", 0)
+                dropped.append(DroppedFact(optimizer=state.index, call=call, targets=targets))
         state.forget()
         for parameter in state.parameters():
             recorder.local.pop(id(parameter), None)

@@ -12,9 +12,8 @@ from ddp_doctor.observe.recorder import Recorder
 
 def note_state(recorder: Recorder) -> None:
     """Write into the open window which state the forward starts from."""
-    states = recorder.window.setdefault("random", [])
-    if len(states) < 8:
-        states.append(_state())
+    if len(recorder.window["random"]) < 8:
+        recorder.window["random"].append(_state())
 
 
 def _state() -> int:
@@ -32,7 +31,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
         training = args[2] if len(args) > 2 else kwargs.get("training", True)
         if training and probability > 0:
-            recorder.window["dropout"] = recorder.window.get("dropout", 0) + 1
+            recorder.window["dropout"] += 1
             note_state(recorder)
 
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):

@@ -13,9 +13,25 @@ import torch
 from torch import Tensor
 
 from ddp_doctor.facts.fingerprints import checksum, dense, projection, sum_of_squares
+from ddp_doctor.facts.types import (
+    CollectiveFact,
+    FsdpFact,
+    GroupFact,
+    OpenFact,
+    OptimizerFact,
+    Projections,
+    ReplicaFact,
+    SettingsFact,
+    SnapshotFact,
+    StaleFact,
+    StartFact,
+    TotalsFact,
+    WindowFact,
+    nothing_yet,
+)
 from ddp_doctor.observe.models import Names
 from ddp_doctor.observe.session import Session
-from ddp_doctor.observe.states import OptimizerState, WrapperState
+from ddp_doctor.observe.states import Backward, OptimizerState, WrapperState
 
 MAX_WINDOWS = 80
 MAX_PARAMETERS = 400
@@ -56,15 +72,9 @@ class Recorder:
         self._clear()
 
     def _clear(self) -> None:
-        self.window: dict[str, Any] = {
-            "scaling": [],
-            "clips": [],
-            "collectives": [],
-            "forwards": [],
-            "inputs": [],
-        }
+        self.window = nothing_yet()
         self.terms: list[dict[str, Any]] = []
-        self.reduced_losses: dict[int, dict[str, Any]] = {}  # their collectives, by number
+        self.reduced_losses: dict[int, CollectiveFact] = {}  # their collectives, by number
 
     def open(self) -> None:
         """Open the journal, and write down the process group, however it came about.
@@ -75,11 +85,8 @@ class Recorder:
         self.session.open()
         there = torch.distributed.is_available() and torch.distributed.is_initialized()
         if there and not self.grouped:
-            self.session.write(
-                "group",
-                rank=torch.distributed.get_rank(),
-                world=torch.distributed.get_world_size(),
-            )
+            rank = torch.distributed.get_rank()
+            self.session.write("group", **GroupFact(rank=rank, world=ranks()))
         self.grouped = there
 
     @property
@@ -104,7 +111,8 @@ class Recorder:
             self.made += 1
             self.optimizers[id(optimizer)] = state
             remembers = any(g.get("momentum") or "betas" in g for g in optimizer.param_groups)
-            self.session.write("optimizer", type=type(optimizer).__name__, momentum=remembers)
+            fact = OptimizerFact(type=type(optimizer).__name__, momentum=remembers)
+            self.session.write("optimizer", **fact)
         return state
 
     def parameters_of(self, state: OptimizerState) -> list[tuple[str, Tensor]]:
@@ -120,7 +128,7 @@ class Recorder:
         """
         if state.snapshot is not None or not self.on:
             return
-        snapshot: dict[str, Any] = {"grads": {}, "hashes": {}, "local": {}, "missing": []}
+        snapshot = SnapshotFact(grads={}, hashes={}, local={}, missing=[])
         if state.scale is not None:
             snapshot["unscaled"] = state.scale
         state.snapshot = snapshot
@@ -152,7 +160,7 @@ class Recorder:
                     {name} if name else {parameter for parameter, _ in self.parameters_of(state)}
                 )
 
-    def mark_reduced_loss(self, node: Any, fact: dict[str, Any]) -> None:
+    def mark_reduced_loss(self, node: Any, fact: CollectiveFact) -> None:
         """A loss goes through a collective: whether a later backward needs it will be seen there.
 
         The mark is on the graph, which nothing here keeps alive.
@@ -164,11 +172,10 @@ class Recorder:
 
     def note_fsdp(self, name: str, operator: str, group: list[int] | None) -> None:
         """fully_shard combines gradients in this backward."""
-        calls = self.window.setdefault("fsdp", [])
-        ranks_ = list(range(ranks())) if group is None else group
-        call = {"op": name, "reduce": operator, "group": ranks_, "backwards": self.so_far()}
-        if call not in calls:
-            calls.append(call)
+        together = list(range(ranks())) if group is None else group
+        call = FsdpFact(op=name, reduce=operator, group=together, backwards=self.so_far())
+        if call not in self.window["fsdp"]:
+            self.window["fsdp"].append(call)
 
     def holds_local_gradients(self, state: OptimizerState) -> bool:
         """Whether there is a gradient that the script has not combined itself."""
@@ -183,7 +190,7 @@ class Recorder:
 
     def note_gradients(self, state: OptimizerState) -> None:
         """What backward left in `.grad`: whatever differs at the update, the script changed."""
-        if self.window.get("sharded") or self.in_groups:
+        if self.window["sharded"] or self.in_groups:
             state.squares = self._squares(state)
         state.left = _rounded(
             {
@@ -225,7 +232,7 @@ class Recorder:
         factors = [math.sqrt(now[name] / square) for name, square in before.items() if square > 0]
         if factors and all(abs(f - factors[0]) <= 1e-3 * factors[0] for f in factors):
             self.window["rescaled"] = factors[0]
-            self.window["squares"] = _rounded(before)
+            self.window["squares"] = {name: float(f"{own:.9g}") for name, own in before.items()}
 
     def _note_start(self, state: OptimizerState) -> None:
         """A checksum of a few parameters' bits at every step, left on their device.
@@ -259,7 +266,7 @@ class Recorder:
             self._note_rescaling(state)
         if "start" not in state.done:
             state.done.add("start")
-            self.session.write("start", **self.replica(state), **self._held(state))
+            self.session.write("start", **self._held(state))
 
     def _steps_own_shards(self, state: OptimizerState) -> bool:
         """Whether its parameters are in no module, and no optimizer holds those of a wrapper.
@@ -304,7 +311,8 @@ class Recorder:
             state.changes += 1
             step = self.session.step_count
             full = state.changes == MAX_CHANGES
-            self.session.write("settings", n=step, optimizer=state.index, groups=numbers, full=full)
+            fact = SettingsFact(n=step, optimizer=state.index, groups=numbers, full=full)
+            self.session.write("settings", **fact)
         trained = [parameter.requires_grad for parameter in state.parameters()]
         if state.trained and trained != state.trained:
             self.session.look_again()
@@ -317,19 +325,19 @@ class Recorder:
             session.journal.steps += 1
         if self.on and self.written < MAX_WINDOWS:
             self.written += 1
-            snapshot = state.snapshot or {}
-            snapshot["grads"] = _rounded(snapshot.get("grads", {}))
-            snapshot["local"] = _rounded(snapshot.get("local", {}))
-            session.write(
-                "window",
+            snapshot = state.snapshot or SnapshotFact(grads={}, hashes={}, local={}, missing=[])
+            snapshot["grads"] = _rounded(snapshot["grads"])
+            snapshot["local"] = _rounded(snapshot["local"])
+            stale = self._stale()
+            fact = WindowFact(
                 n=session.step_count,
                 optimizer=state.index,
                 skipped=skipped,
-                backwards=state.pending,
+                backwards=[*state.pending],
                 snapshot=snapshot,
                 left=state.left,
                 after=self.replica(state),
-                stale=self._stale(),
+                stale=stale,
                 changed=[change for wrapper in self.wrappers for change in wrapper.changes()],
                 gone=[wrapper.index for wrapper in self.wrappers if wrapper.wrapper() is None],
                 cut=state.cut,
@@ -337,6 +345,7 @@ class Recorder:
                 world=ranks(),
                 **self.window,
             )
+            session.write("window", **fact)
         for record in state.pending:
             record["used"] = True
         state.forget()
@@ -346,24 +355,24 @@ class Recorder:
         ever = [state for state in self.optimizers.values() if state.steps]
         turn = [state for state in ever if state.last > session.step_count - 2 * len(ever)]
         session.next_step(len(turn), full=self.written >= MAX_WINDOWS)
-        sharded = self.window.get("sharded", False)
+        sharded = self.window["sharded"]
         self._clear()
         if sharded and any(state.pending for state in self.optimizers.values()):
             self.window["sharded"] = True  # another optimizer steps after the same backward
         session.doing("between steps")
 
-    def _stale(self) -> dict[str, int]:
+    def _stale(self) -> StaleFact:
         """Parameters that got gradients and that no optimizer of this process holds."""
         optimized = {id(p) for state in self.optimizers.values() for p in state.parameters()}
-        everything = {key for record in self.all_backwards() for key in record.get("_reached", ())}
+        everything = {key for record in self.all_backwards() for key in record.get("reached", ())}
         for record in self.all_backwards():  # one record may be pending for several optimizers
-            record.pop("_reached", None)
+            record.pop("reached", None)
         return {"outside": len(everything - optimized), "anywhere": len(everything)}
 
-    def all_backwards(self) -> list[dict[str, Any]]:
+    def all_backwards(self) -> list[Backward]:
         return [record for state in self.optimizers.values() for record in state.pending]
 
-    def replica(self, state: OptimizerState) -> dict[str, Any]:
+    def replica(self, state: OptimizerState) -> ReplicaFact:
         """Hashes of the optimizer's parameters and of the buffers of their module."""
         parameters = self.parameters_of(state)
         return {
@@ -374,12 +383,13 @@ class Recorder:
             },
         }
 
-    def _held(self, state: OptimizerState) -> dict[str, Any]:
-        """Of the optimizer's parameters: which shard each is, and which are constants.
+    def _held(self, state: OptimizerState) -> StartFact:
+        """The optimizer's parameters: which shard each is, and which are constants.
 
         `rows` are the ranks that together hold all shards of some parameter.
         """
-        shards, rows = {}, set()
+        shards: dict[str, list[int]] = {}
+        rows: set[tuple[int, ...]] = set()
         constant = []
         for name, parameter in self.parameters_of(state):
             if hasattr(parameter, "placements"):
@@ -392,22 +402,24 @@ class Recorder:
             data = dense(parameter)
             if data is not None and (data.numel() < 2 or bool((data == data.flatten()[0]).all())):
                 constant.append(name)
-        return {"shards": shards, "rows": sorted(rows), "constant": constant}
+        listed = [list(row) for row in sorted(rows)]
+        return {**self.replica(state), "shards": shards, "rows": listed, "constant": constant}
 
     def finish(self) -> None:
         """The process ends: write down what is only known then."""
         for record in self.all_backwards():
-            record.pop("_reached", None)
+            record.pop("reached", None)
         pending = next((state.pending for state in self.optimizers.values() if state.pending), [])
         if self.written < MAX_WINDOWS and (pending or any(self.window.values())):
-            self.session.write("open", n=self.session.step_count, backwards=pending, **self.window)
-        self.session.write(
-            "totals",
+            step = self.session.step_count
+            self.session.write("open", **OpenFact(n=step, backwards=[*pending], **self.window))
+        totals = TotalsFact(
             steps={str(s.index): s.steps for s in self.optimizers.values()},
             backwards=self.backward_count,
             collectives=self.collective_counts,
-            starts={step: int(value) for step, value in self.starts.items()},
+            starts={str(step): int(value) for step, value in self.starts.items()},
         )
+        self.session.write("totals", **totals)
 
 
 def ranks() -> int:
@@ -416,7 +428,7 @@ def ranks() -> int:
     return torch.distributed.get_world_size() if there else 1
 
 
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+def _rounded(values: Projections) -> Projections:
     return {
         name: value if value is None or not math.isfinite(value) else float(f"{value:.9g}")
         for name, value in values.items()

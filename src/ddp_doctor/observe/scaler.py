@@ -3,6 +3,7 @@
 from typing import Any
 
 from ddp_doctor.facts.places import place
+from ddp_doctor.facts.types import ScaleFact
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 
@@ -35,9 +36,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def updated(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if recorder.on and args[0].is_enabled():
-            session.write(
-                "scale", n=session.step_count, scale=float(args[0].get_scale()), place=place()
-            )
+            scale = float(args[0].get_scale())
+            session.write("scale", **ScaleFact(n=session.step_count, scale=scale, place=place()))
 
     from torch.amp import GradScaler
 

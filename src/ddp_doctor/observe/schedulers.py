@@ -5,6 +5,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_doctor.facts.places import place
+from ddp_doctor.facts.types import ScheduleFact
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.states import Numbers
@@ -30,8 +31,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         if count > DENSE and count % 10 ** (len(str(count)) - 2):
             return
         rates = scheduler.get_last_lr()
-        session.write(
-            "schedule",
+        fact = ScheduleFact(
             scheduler=number,
             count=count,
             steps=session.step_count,
@@ -40,5 +40,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
             rate=float(rates[0]) if rates else None,
             place=place(),
         )
+        session.write("schedule", **fact)
 
     patches.observe(LRScheduler, "step", before, after)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ddp_doctor.facts.journal import Journal, glance
 from ddp_doctor.facts.places import stack
+from ddp_doctor.facts.types import EndFact, FailedFact, ProcessFact, StuckFact
 from ddp_doctor.observe.errors import described
 from ddp_doctor.options import Options, say
 
@@ -105,7 +106,7 @@ class Session:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         say(f"stopped observing ({text}{at}). Your run goes on.")
         if self._journal is not None:
-            self._journal.write("failed", error=text, at=at)
+            self._journal.write("failed", **FailedFact(error=text, at=at))
 
     @property
     def journal(self) -> Journal | None:
@@ -137,11 +138,8 @@ class Session:
             return
         self._journal = journal
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        journal.write(
-            "process",
-            started=time.time(),
-            environment={name: os.environ[name] for name in names if name in os.environ},
-        )
+        environment = {name: os.environ[name] for name in names if name in os.environ}
+        journal.write("process", **ProcessFact(started=time.time(), environment=environment))
         for kind, fact in self._facts_before:
             journal.write(kind, **fact)
         self._facts_before.clear()
@@ -191,7 +189,7 @@ class Session:
             error = getattr(sys, "last_value", None) or _of_a_started_process()
         if not self.over and self.recorder is not None:
             self.guard(self.recorder.finish)()
-        fact: dict[str, Any] = {"raised": error is not None, "during": self._journal.text}
+        fact = EndFact(raised=error is not None, during=self._journal.text)
         if error is not None and not isinstance(error, SystemExit):
             fact["error"] = described(error)
         self._journal.write("end", **fact)
@@ -208,9 +206,8 @@ class Session:
                 continue
             written = since
             frame = sys._current_frames().get(main) if main is not None else None
-            self._journal.write(
-                "stuck", since=since, doing=self._journal.text, stack=stack(frame, 30)
-            )
+            fact = StuckFact(since=since, doing=self._journal.text, stack=stack(frame, 30))
+            self._journal.write("stuck", **fact)
 
 
 def _of_a_started_process() -> BaseException | None:

@@ -1,11 +1,13 @@
 """What is remembered of the run's own objects, without keeping any of them alive."""
 
 import weakref
-from typing import Any
+from typing import Any, NotRequired
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ddp_doctor.facts.types import BackwardFact, ChangeFact, Projections, SnapshotFact
 
 
 class Numbers:
@@ -22,6 +24,12 @@ class Numbers:
         return int(self._seen[obj])
 
 
+class Backward(BackwardFact):
+    """A backward, and the parameters that it has reached, by id, until it is written down."""
+
+    reached: NotRequired[set[int]]
+
+
 class OptimizerState:
     """One optimizer: how often it stepped, and the backward passes since its last step."""
 
@@ -30,9 +38,9 @@ class OptimizerState:
         self.index = index
         self.steps = 0
         self.last = 0  # the number of its last step, counted over all optimizers
-        self.pending: list[dict[str, Any]] = []
-        self.snapshot: dict[str, Any] | None = None  # of the gradients, before they are clipped
-        self.left: dict[str, Any] | None = None  # the gradients that the last backward left
+        self.pending: list[Backward] = []
+        self.snapshot: SnapshotFact | None = None  # of the gradients, before they are clipped
+        self.left: Projections | None = None  # the gradients that the last backward left
         self.squares: dict[str, float] | None = None  # of the norms, as they were combined last
         self.cut = False  # whether there were more backwards than `pending` may hold
         self.numbers: list[dict[str, float]] = []  # each group's hyperparameters
@@ -79,35 +87,34 @@ class WrapperState:
         }
         self.ignored = ignored
 
-    def changes(self) -> list[dict[str, Any]]:
+    def changes(self) -> list[ChangeFact]:
         """Parameters that are not what they were when the model was wrapped."""
         module = self.module()
         if module is None:
             return []
-        found = []
+        found: dict[str, str] = {}
         now = dict(module.named_parameters())
         for name, parameter in now.items():
             if name in self.ignored or hasattr(parameter, "placements"):
                 continue
             if name not in self.at_start:
                 if parameter.requires_grad:
-                    found.append({"name": name, "how": "new"})
+                    found[name] = "new"
                 continue
             reference, trained, dtype, node, shape = self.at_start[name]
             if reference() is not parameter:
                 same = parameter.shape == shape
-                found.append({"name": name, "how": "replaced" if same else "new"})
+                found[name] = "replaced" if same else "new"
             elif parameter.requires_grad and not trained:
-                found.append({"name": name, "how": "unfrozen"})
+                found[name] = "unfrozen"
             elif str(parameter.dtype) != dtype:
-                found.append({"name": name, "how": f"converted from {dtype} to {parameter.dtype}"})
+                found[name] = f"converted from {dtype} to {parameter.dtype}"
             elif (
                 parameter.requires_grad and node is not None and accumulator(parameter) is not node
             ):
-                found.append({"name": name, "how": "moved"})
-        for change in found:
-            change["wrapper"] = self.index
-        return found[:50]
+                found[name] = "moved"
+        changed = list(found.items())[:50]
+        return [ChangeFact(name=name, how=how, wrapper=self.index) for name, how in changed]
 
 
 def accumulator(parameter: Tensor) -> Any:

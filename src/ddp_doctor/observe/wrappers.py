@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
+from ddp_doctor.facts.types import ForwardFact, WrapperFact
 from ddp_doctor.observe.batches import tensors_in
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.random_numbers import note_state
@@ -81,8 +82,7 @@ def _made(recorder: Recorder, wrapper: Any) -> None:
     recorder.open()
     state = WrapperState(wrapper, module, len(recorder.wrappers))
     recorder.wrappers.append(state)
-    recorder.session.write(
-        "wrapper",
+    fact = WrapperFact(
         index=state.index,
         world=dist.get_world_size(getattr(wrapper, "process_group", None)),
         of=dist.get_world_size(),
@@ -91,6 +91,7 @@ def _made(recorder: Recorder, wrapper: Any) -> None:
         ignored=sorted(state.ignored)[:200],
         place=place(),
     )
+    recorder.session.write("wrapper", **fact)
 
 
 def _called(
@@ -104,7 +105,7 @@ def _called(
     if recorder.on and len(recorder.window["forwards"]) < 64:
         at = place()
         recorder.session.doing(f"forward at {at}")
-        fact = {"wrapper": state.index, "sync": state.prepared, "place": at}
+        fact = ForwardFact(wrapper=state.index, sync=state.prepared, place=at)
         recorder.window["forwards"].append(fact)
         recorder.window["inputs"].append(_inputs(args, kwargs))
         note_state(recorder)

@@ -45,7 +45,7 @@ class Report:
             "worst": self.worst,
             "ranks": len(self.run.ranks),
             "steps": len(self.run.complete),
-            "stopped": any(rank.all("failed") for rank in self.run.ranks),
+            "stopped": any(rank.facts["failed"] for rank in self.run.ranks),
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Report:
                     f"Rank {rank.rank} ended with {error['type']}: {text}{at}. Only what happened "
                     "before was checked."
                 )
-            if rank.all("failed"):
+            if rank.facts["failed"]:
                 return f"The doctor stopped on rank {rank.rank}: only what it saw was checked."
         if any(finding.severity != "note" for finding in self.findings):
             return ""
@@ -147,9 +147,9 @@ def merge(run_folder: Path, live: bool = False, certificate: Certificate | None 
     elif found.contradicts(findings):
         found = found.saying("weight    not told by one term of the loss; --certify measures it")
     for rank in run.ranks:
-        for fact in rank.all("failed"):
+        for fact in rank.facts["failed"]:
             run.notes.append(f"The doctor stopped on rank {rank.rank}: {fact['error']}{fact['at']}")
-    replaced = [fact["name"] for rank in run.ranks for fact in rank.all("cpu")]
+    replaced = [fact["name"] for rank in run.ranks for fact in rank.facts["cpu"]]
     if replaced and certificate is None:
         run.notes.append(f"--cpu replaced: {', '.join(dict.fromkeys(replaced))}.")
     if run.missing and run.ranks:
@@ -227,8 +227,4 @@ def _write_page(report: Report, path: Path) -> None:
 
 def _left_early(run_folder: Path) -> bool:
     """Whether an exception ended a process, SystemExit included: --help, an argument, an import."""
-    return any(
-        fact["kind"] == "end" and fact.get("raised")
-        for page in read(run_folder)
-        for fact in page.facts
-    )
+    return any(end["raised"] for page in read(run_folder) for end in page.facts["end"])

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ddp_doctor.facts.types import CpuFact
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options, say
 from ddp_doctor.run.folders import own_folder
@@ -62,7 +63,7 @@ def start(options: Options | None = None, leader: bool | None = None) -> Session
         if options.cpu:
             from ddp_doctor.run import on_cpu
 
-            on_cpu.install(lambda name: session.write("cpu", name=name))
+            on_cpu.install(lambda name: session.write("cpu", **CpuFact(name=name)))
         from ddp_doctor.observe.install import install
 
         session.patches = install(session)

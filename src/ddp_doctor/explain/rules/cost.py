@@ -14,15 +14,14 @@ def unused_parameters(run: Run, equation: Equation) -> Iterator[Finding]:
     the wrapper's next forward fails.
     """
     for rank in run.ranks:
-        text = (rank.error or {}).get("text", "")
-        if "Expected to have finished reduction" in text:
-            missing = rank.windows[-1]["snapshot"].get("missing", []) if rank.windows else []
+        if "Expected to have finished reduction" in rank.error_text:
+            missing = rank.windows[-1]["snapshot"]["missing"] if rank.windows else []
             names = f": {', '.join(missing[:4])}" if missing else ""
             yield finding(
                 "unused_parameters",
                 f"Rank {rank.rank}: the wrapper still waited for gradients that backward never "
                 f"produced{names}.",
-                str((rank.error or {}).get("place", "")),
+                rank.error["place"] if rank.error else "",
                 "Use every parameter's output in the loss, freeze what is not used, or pass "
                 "find_unused_parameters=True.",
             )
@@ -32,14 +31,14 @@ def unused_parameters(run: Run, equation: Equation) -> Iterator[Finding]:
     always = None
     for window in run.complete:
         for _, fact in window:
-            missing = set(fact["snapshot"].get("missing", ()))
-            always = missing if always is None else always & missing
+            unused = set(fact["snapshot"]["missing"])
+            always = unused if always is None else always & unused
     if always:
-        names = sorted(always)
+        first = min(always)
         yield finding(
             "unused_parameters",
-            f"{len(names)} trained parameters had no gradient in any observed step, first "
-            f"{names[0]}.",
+            f"{len(always)} trained parameters had no gradient in any observed step, first "
+            f"{first}.",
             str(run.wrappers[0]["place"]),
             "Remove or freeze them (requires_grad_(False)).",
             "note",
@@ -52,8 +51,7 @@ def saved_tensor_overwritten(run: Run, equation: Equation) -> Iterator[Finding]:
     Under DDP a second forward before backward broadcasts the buffers in place.
     """
     for rank in run.ranks:
-        error = rank.error or {}
-        if "modified by an inplace operation" in error.get("text", ""):
+        if "modified by an inplace operation" in rank.error_text:
             broadcast = any(wrapper["broadcast_buffers"] for wrapper in run.wrappers)
             yield finding(
                 "saved_tensor_overwritten",
@@ -64,7 +62,7 @@ def saved_tensor_overwritten(run: Run, equation: Equation) -> Iterator[Finding]:
                     if broadcast
                     else ""
                 ),
-                str(error.get("place", "")),
+                rank.error["place"] if rank.error else "",
                 "One forward per backward, or broadcast_buffers=False, or concatenate the inputs "
                 "and call the wrapper once.",
             )

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 from ddp_doctor.explain.equation import Equation
 from ddp_doctor.explain.findings import Finding, finding
-from ddp_doctor.facts.merged import Fact, Rank, Run, data_of
+from ddp_doctor.facts.merged import Rank, Run, data_of
+from ddp_doctor.facts.types import LoaderFact, SamplerFact, WindowFact
 
 
 def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -25,13 +26,13 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
         seen = [data_of(window.ranks[rank]) for rank in readers]
         same.append(bool(seen[0]) and all(data == seen[0] for data in seen))
     if all(same):
-        loader = run.first("loader")
+        loader = run.loader
         yield finding(
             "same_data_on_ranks",
             f"In all {len(same)} observed steps the {run.world} ranks computed the loss from "
             f"bitwise equal inputs and targets: {run.world} ranks do the work of "
             f"{run.world // len(readers)}.",
-            str(loader["place"] if loader else _where(windows[0].ranks[0])),
+            loader["place"] if loader else _where(windows[0].ranks[0]),
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), and call "
             "sampler.set_epoch(epoch) in every epoch.",
         )
@@ -40,11 +41,11 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
         yield from _overlap(run)
 
 
-def _where(fact: Fact) -> str:
+def _where(fact: WindowFact) -> str:
     for backward in fact["backwards"]:
         for term in backward.get("terms", ()):
-            return str(term["place"])
-    return str(fact.get("step_place", ""))
+            return term["place"]
+    return fact["step_place"]
 
 
 def _overlap(run: Run) -> Iterator[Finding]:
@@ -55,12 +56,12 @@ def _overlap(run: Run) -> Iterator[Finding]:
     custom sampler may be endless by design: then a whole epoch has to show the overlap.
     """
     loaders = [
-        loader for loader in run.ranks[0].all("loader") if loader["grad"] and loader["length"]
+        loader for loader in run.ranks[0].facts["loader"] if loader["grad"] and loader["length"]
     ]
     if not loaders or loaders[0]["sharded"] or loaders[0]["replacement"]:
         return
-    whole = loaders[0]["length"]
-    if any(not rank.all("batch") or _sliced(rank) for rank in run.ranks):
+    whole = loaders[0]["length"] or 0
+    if any(not rank.facts["batch"] or _sliced(rank) for rank in run.ranks):
         return
     listed = [_first_epoch(rank, whole) for rank in run.ranks]
     if len(listed) < 2 or any(len(set(rows)) < 0.9 * len(rows) for rows in listed):
@@ -77,7 +78,7 @@ def _overlap(run: Run) -> Iterator[Finding]:
         f"The ranks do not split the {whole} samples between them: {common} of the first "
         f"{len(other)} rows that two ranks read are the same. (Two random orders of one data set "
         f"share about {expected:.0f}.) So an epoch trains on the whole data set {run.world} times.",
-        str(loaders[0]["place"]),
+        loaders[0]["place"],
         "DataLoader(dataset, sampler=DistributedSampler(dataset)).",
         "warning",
     )
@@ -85,7 +86,7 @@ def _overlap(run: Run) -> Iterator[Finding]:
 
 def _first_epoch(rank: Rank, whole: int) -> list[int]:
     """The rows of a rank's first iterator. With persistent workers, it goes on after an epoch."""
-    batches = rank.all("batch")
+    batches = rank.facts["batch"]
     first = [batch for batch in batches if batch["iterator"] == batches[0]["iterator"]]
     return [row for batch in first for row in batch["rows"]][:whole]
 
@@ -108,7 +109,7 @@ def _sliced(rank: Rank) -> bool:
         for backward in fact["backwards"]
         for term in backward.get("terms", ())
     ]
-    size = max(batch["size"] for batch in rank.all("batch"))
+    size = max(batch["size"] for batch in rank.facts["batch"])
     return not seen or not 0.75 * size <= max(seen) <= 2.5 * size
 
 
@@ -117,10 +118,10 @@ def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
 
     Right if each rank loads its own part and no sampler splits it again.
     """
-    loaders: list[list[Fact]] = [
+    loaders: list[list[LoaderFact]] = [
         [
             loader
-            for loader in rank.all("loader")
+            for loader in rank.facts["loader"]
             if loader["sharded"] and loader["content"] is not None and (loader["replicas"] or 2) > 1
         ]
         for rank in run.ranks
@@ -147,8 +148,8 @@ def epoch_order_repeats(run: Run, equation: Equation) -> Iterator[Finding]:
     Right if the sampler does not shuffle, or is only used for evaluation, or if its seed changes.
     """
     for rank in run.ranks:
-        passes: dict[int, list[Fact]] = {}
-        for fact in rank.all("sampler"):
+        passes: dict[int, list[SamplerFact]] = {}
+        for fact in rank.facts["sampler"]:
             if fact["shuffle"] and fact["grad"]:
                 passes.setdefault(fact["sampler"], []).append(fact)
         for facts in passes.values():
@@ -184,8 +185,8 @@ def same_random_numbers(run: Run, equation: Equation) -> Iterator[Finding]:
     firsts = []
     for window in windows:
         facts = [window.ranks[rank] for rank in readers]
-        counts = [fact.get("dropout", 0) for fact in facts]
-        states = [fact.get("random") for fact in facts]
+        counts = [fact["dropout"] for fact in facts]
+        states = [fact["random"] for fact in facts]
         if not all(states) or any(state != states[0] for state in states):
             return
         dropout = dropout and all(counts)
@@ -210,21 +211,20 @@ def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
     Right under Join, and if every rank trains the same number of steps all the same. Silent if a
     rank leaves its loop for another reason than the end of a loader.
     """
-    if run.world < 2 or len(run.ranks) < run.world or any(rank.all("join") for rank in run.ranks):
+    if run.world < 2 or len(run.ranks) < run.world or any(rank.facts["join"] for rank in run.ranks):
         return
     counts = {rank.rank: rank.backwards for rank in run.ranks}
     few = min(run.ranks, key=lambda rank: rank.backwards)
     # An average that the short rank no longer takes part in hangs or fails; others do not.
-    averages = any(rank.all("wrapper") for rank in run.ranks) or run.own_collectives
+    averages = any(rank.facts["wrapper"] for rank in run.ranks) or run.own_collectives
     well = all(rank.ended and rank.error is None for rank in run.ranks)
     if len(set(counts.values())) < 2 or not averages or well or not _read_all(few):
         return
     listed = ", ".join(f"rank {r}: {c}" for r, c in list(counts.items())[:8])
-    where = run.first("loader")
     yield finding(
         "uneven_batches",
         f"Backward passes per rank: {listed}. Rank {few.rank} was done while others still trained.",
-        str(where["place"] if where else ""),
+        run.loader["place"] if run.loader else "",
         "Give every rank the same number of batches (DistributedSampler with drop_last=True), or "
         "train inside with Join([model]):.",
     )
@@ -232,10 +232,10 @@ def uneven_batches(run: Run, equation: Equation) -> Iterator[Finding]:
 
 def _read_all(rank: Rank) -> bool:
     """Whether a rank's loader had ended after its last backward, and no error of its own has."""
-    over = rank.last("loader ended")
-    text = rank.error["text"].lower() if rank.error is not None else "connection"
+    over = rank.facts["loader_ended"]
+    text = rank.error_text.lower() or "connection"
     by_others = any(word in text for word in ("closed by peer", "timed out", "connection", "gloo"))
-    return by_others and over is not None and over["backwards"] == rank.backwards
+    return by_others and bool(over) and over[-1]["backwards"] == rank.backwards
 
 
 def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -246,8 +246,8 @@ def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
     """
     if not run.ranks:
         return
-    passes, totals = run.ranks[0].all("sampler"), run.ranks[0].last("totals") or {}
-    ends = [*(fact["backwards"] for fact in passes[1:]), totals.get("backwards")]
+    passes, totals = run.ranks[0].facts["sampler"], run.ranks[0].totals
+    ends = [*(fact["backwards"] for fact in passes[1:]), totals["backwards"] if totals else None]
     for fact, end in zip(passes, ends, strict=False):
         length, replicas = fact["length"], fact["replicas"] or 1
         if length is None or fact["drop_last"] or length % replicas == 0:
@@ -255,7 +255,7 @@ def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
         if fact["grad"] and (fact["shuffle"] or not 0 < fact["backwards"] == end):
             continue  # it trains
         extra = -length % replicas
-        collectives = totals.get("collectives", {})
+        collectives = totals["collectives"] if totals else {}
         gathered = any("gather" in name for name in collectives)
         reduced = not gathered and ("all_reduce" in collectives or "reduce" in collectives)
         yield finding(

@@ -69,7 +69,7 @@ def _other_factors(run: Run) -> Iterator[Finding]:
     }
     sharers = run.world / len(run.readers)
     whole = {name: f * sharers for name, f in sure.items() if len(run.copies.get(name, [[]])) == 1}
-    kept = any((rank.start or {}).get("shards") for rank in run.ranks)
+    kept = any(rank.start["shards"] for rank in run.ranks if rank.start)
     for terms in (1.0,) if kept else (1.0, sharers):
         factors = {name: whole.get(name, f * terms) for name, f in sure.items()}
         if alike(list(factors.values())):
@@ -85,7 +85,7 @@ def _other_factors(run: Run) -> Iterator[Finding]:
         "own_reduction_sums",
         f"In {len(windows)} observed steps, the sum of the local gradients is multiplied by "
         f"another number for some parameters: {listed}.",
-        str(windows[0].ranks[0].get("step_place", "")),
+        windows[0].ranks[0]["step_place"],
         SUM,
     )
 
@@ -93,7 +93,7 @@ def _other_factors(run: Run) -> Iterator[Finding]:
 def _factors(window: Window) -> dict[str, float]:
     """For each parameter: its final gradient divided by the sum of the local ones."""
     found = {}
-    names = {name for s in window.snapshots().values() for name in s.get("grads", {})}
+    names = {name for s in window.snapshots().values() for name in s["grads"]}
     for name in sorted(names):
         pairs = [
             pair for group in window.groups(name) for pair in local_and_final(window, name, group)
@@ -140,7 +140,7 @@ def norm_of_copies(run: Run, equation: Equation) -> Iterator[Finding]:
         "clipped_local_shards",
         f"Step {window.n}: the factor of the clip fits a norm that counts every copy of a "
         f"parameter. It is {number(off)} times the norm of the whole gradient.",
-        str(window.ranks[0].get("step_place", "")),
+        window.ranks[0]["step_place"],
         NORM,
     )
     yield replace(counted_twice, title="The norm for clipping counts copies", page=GROUPS)

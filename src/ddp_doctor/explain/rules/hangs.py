@@ -63,10 +63,10 @@ def _missing_rank(run: Run, waiting: list[Rank]) -> Finding:
 
 def _doing(rank: Rank) -> tuple[str, str]:
     """(what, place): what a rank was doing when it stopped making progress."""
-    end = rank.last("end")
+    end = rank.end
     text = str(end["during"]) if end else rank.now.doing if rank.now else ""
     what, _, place = text.partition(" at ")
-    stack = [frame for fact in rank.all("stuck")[-1:] for frame in fact["stack"]]
+    stack = [frame for fact in rank.facts["stuck"][-1:] for frame in fact["stack"]]
     users = [frame.split(" in ")[0] for frame in stack if "site-packages" not in frame]
     raised = str(rank.error["place"]) if rank.error else ""
     return what, place or (users[0] if users else raised)
@@ -80,7 +80,7 @@ def _kind(call: str) -> tuple[str, str]:
 
 def _waits(rank: Rank, hung: bool) -> bool:
     """Whether the rank waits for others, or failed because it did."""
-    end = rank.last("end")
+    end = rank.end
     if end is not None:
         error = end.get("error")
         if error is None or not _blocking(end["during"]):
@@ -91,7 +91,7 @@ def _waits(rank: Rank, hung: bool) -> bool:
         return False
     if rank.alive:
         return hung
-    return any(fact["since"] == rank.now.since for fact in rank.all("stuck")[-1:])
+    return any(fact["since"] == rank.now.since for fact in rank.facts["stuck"][-1:])
 
 
 def _blocking(doing: str) -> bool:
@@ -102,7 +102,7 @@ def _blocking(doing: str) -> bool:
 
 
 def _said(rank: Rank) -> str:
-    end = rank.last("end")
+    end = rank.end
     if end is not None and end.get("error"):
         error = end["error"]
         return f"failed at {error['place']} with {error['type']} after {rank.steps} steps"

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ddp_doctor.explain.equation import Equation, Step, alike, is_literal, near, number
-from ddp_doctor.explain.findings import Finding, finding
-from ddp_doctor.facts.merged import Fact, Run, Window, so_far
+from ddp_doctor.explain.findings import Finding, Severity, finding
+from ddp_doctor.facts.merged import Run, Window, so_far
+from ddp_doctor.facts.types import CollectiveFact, ScalingFact, TermFact, WindowFact
 
 WORLD = re.compile(
     r"world|num_replicas|num_processes|n_?procs?\b|n_?gpus?\b|num_?gpus|n_?ranks|num_ranks|"
@@ -111,7 +112,7 @@ def _own_divisors(step: Step, sums: list[tuple[float, float]]) -> bool:
 
     Catches counts that include more than the loss does, such as the label that a shift drops.
     """
-    divisors = []
+    divisors: list[float] = []
     for _, fact in step.window:
         values = {
             operation["value"]
@@ -132,7 +133,7 @@ def _ratio(sums: list[tuple[float, float]]) -> float:
     return max(weights) / min(weights)
 
 
-def _how_bad(ratio: float, seen: int, of: int) -> str | None:
+def _how_bad(ratio: float, seen: int, of: int) -> Severity | None:
     few = of >= 3 and seen / of < FEW
     return "note" if ratio < 1.02 or few else None
 
@@ -318,7 +319,7 @@ def _other_data(step: Step) -> bool:
     return True
 
 
-def _by_value(step: Step, op: str, value: float) -> list[Fact]:
+def _by_value(step: Step, op: str, value: float) -> list[ScalingFact]:
     """The visible divisions or multiplications by a value; by its inverse, if it has a name."""
     return [
         operation
@@ -332,7 +333,7 @@ def _by_value(step: Step, op: str, value: float) -> list[Fact]:
     ]
 
 
-def _worldly(step: Step, op: str) -> Fact | None:
+def _worldly(step: Step, op: str) -> ScalingFact | None:
     """The scaling by the world size, recognized by its value and by how the source names it."""
     for operation in _by_value(step, op, step.world):
         if WORLD.search(operation["operand"]) and not WINDOW.search(operation["operand"]):
@@ -356,7 +357,7 @@ def _divides_by_all(step: Step) -> bool:
 def _reduction_place(step: Step) -> str:
     """Where the script combines gradients itself, or something like them."""
     calls = [
-        (call.get("what") in ("gradient", "flat"), str(call["place"]))
+        (call.get("what") in ("gradient", "flat"), call["place"])
         for _, fact in step.window
         for call in fact["collectives"]
         if call["op"] in ("all_reduce", "reduce") and call.get("numel", 0) > 1
@@ -376,7 +377,7 @@ def _whole_on_each_rank(step: Step) -> bool:
     )
 
 
-def _reduced_loss(step: Step, what: str = "loss") -> Fact | None:
+def _reduced_loss(step: Step, what: str = "loss") -> CollectiveFact | None:
     for _, fact in step.window:
         for call in fact["collectives"]:
             carries = call.get("what") == what and call.get("grad") and not call["through_autograd"]
@@ -440,16 +441,18 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
     for window in run.complete if run.world > 1 else ():
         for _, fact in window:
             term = _contrasting(fact)
-            if term is None or not (term["square"][2] or _always_contrasts(run)):
+            square = term.get("square") if term is not None else None
+            if term is None or not square or not (square[2] or _always_contrasts(run)):
                 continue
-            rows, columns, _ = term["square"]
+            rows, columns, _ = square
             gathers = _gathers(fact)
             if carried := [call for call in gathers if call["through_autograd"]]:
                 if not any(map(_in_backward_of_a_function, fact["collectives"])):
                     yield _own_slice(window, carried[0])
                     return
                 continue
-            others = [call for call in gathers if call["shape"] != term["shape"]]  # not its scores
+            own = term.get("shape")  # its scores are no features
+            others = [call for call in gathers if call.get("shape") != own]
             plain = [call for call in others if _brings(call, columns, run.world)]
             if plain and not _times_world(fact, term, run.world):
                 yield finding(
@@ -474,11 +477,11 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                 return
 
 
-def _in_backward_of_a_function(call: Fact) -> bool:
-    return bool(call["through_autograd"] and call.get("in_backward"))
+def _in_backward_of_a_function(call: CollectiveFact) -> bool:
+    return bool(call["through_autograd"] and call["in_backward"])
 
 
-def _own_slice(window: Window, gather: Fact) -> Finding:
+def _own_slice(window: Window, gather: CollectiveFact) -> Finding:
     return finding(
         "gather_without_gradient",
         f"Step {window.n}: {gather['op']} in an autograd.Function whose backward calls no "
@@ -491,7 +494,7 @@ def _own_slice(window: Window, gather: Fact) -> Finding:
     )
 
 
-def _contrasting(fact: Fact) -> Fact | None:
+def _contrasting(fact: WindowFact) -> TermFact | None:
     """The last loss in which every row has a target of its own."""
     terms = [term for backward in fact["backwards"] for term in backward.get("terms", ())]
     return next((term for term in reversed(terms) if term.get("square")), None)
@@ -503,7 +506,7 @@ def _always_contrasts(run: Run) -> bool:
     return len(run.complete) > 1 and all(_contrasting(fact) for fact in facts)
 
 
-def _gathers(fact: Fact) -> list[Fact]:
+def _gathers(fact: WindowFact) -> list[CollectiveFact]:
     """All-gathers of more than vectors: those are SyncBatchNorm's statistics, through autograd."""
     return [
         call
@@ -512,18 +515,18 @@ def _gathers(fact: Fact) -> list[Fact]:
     ]
 
 
-def _brings(call: Fact, columns: int, world: int) -> bool:
+def _brings(call: CollectiveFact, columns: int, world: int) -> bool:
     """Whether the columns are what one gather brings, or two gathers of as much each."""
     first = call["shape"][0]
     return columns in (first, first * world, 2 * first * world)
 
 
-def _times_world(fact: Fact, term: Fact, world: int) -> bool:
+def _times_world(fact: WindowFact, term: TermFact, world: int) -> bool:
     factors = [each["value"] for each in fact["scaling"] if each["op"] == "*"]
     return any(near(factor, world) for factor in (abs(term["factor"]), *factors))
 
 
-def _rows_are_local(fact: Fact, rows: int) -> bool:
+def _rows_are_local(fact: WindowFact, rows: int) -> bool:
     """Whether the compared samples are the ones this rank's forward was given."""
     inputs = [shape for group in fact["inputs"] for _, _, shape in group]
     return not inputs or any(shape and shape[0] in (rows, 2 * rows) for shape in inputs)
@@ -538,7 +541,7 @@ def micro_batches_discarded(run: Run, equation: Equation) -> Iterator[Finding]:
     """
     steps = {(step.window.n, step.optimizer): step for step in equation.steps}
 
-    def lost(window: Window, fact: Fact) -> int:
+    def lost(window: Window, fact: WindowFact) -> int:
         return _lost(window, fact, steps.get((window.n, window.optimizer)))
 
     for windows in _by_optimizer(run.complete).values():
@@ -548,15 +551,15 @@ def micro_batches_discarded(run: Run, equation: Equation) -> Iterator[Finding]:
                 f"Step {window.n}, rank {rank}: {count + len(fact['backwards'])} micro-batches ran "
                 f"backward, and zero_grad() cleared the gradients of {count} of them before the "
                 f"optimizer stepped. {often}",
-                str(fact["backwards"][-1]["place"]),
+                fact["backwards"][-1]["place"],
                 "Call optimizer.zero_grad() once per step: right after optimizer.step(), or before "
                 "the first micro-batch.",
             )
 
 
 def _usual(
-    windows: list[Window], count: Callable[[Window, Fact], int]
-) -> Iterator[tuple[Window, int, Fact, int, str]]:
+    windows: list[Window], count: Callable[[Window, WindowFact], int]
+) -> Iterator[tuple[Window, int, WindowFact, int, str]]:
     """The first window and rank for which there is something to count, if most windows have one."""
     found = [
         (window, rank, fact, counted)
@@ -569,22 +572,20 @@ def _usual(
         yield *found[0], f"Seen in {seen} of {len(windows)} observed steps."
 
 
-def _lost(window: Window, fact: Fact, step: Step | None) -> int:
+def _lost(window: Window, fact: WindowFact, step: Step | None) -> int:
     """How many micro-batches of this window zero_grad has cleared."""
     if not fact["backwards"]:
         return 0
     last = fact["backwards"][-1]
     dropped = [
-        backward
-        for backward in fact.get("dropped", ())
-        if backward["optimizer"] == window.optimizer
+        backward for backward in fact["dropped"] if backward["optimizer"] == window.optimizer
     ]
     lost = [backward for backward in dropped if backward["call"] == last.get("call")]
     inputs = [str(group) for group in fact["inputs"] if group]
     if len(inputs) > 1:
         other_data = len(set(inputs)) == len(inputs)
     else:
-        targets = [term["target"] for term in last["terms"] if "target" in term]
+        targets = [term["target"] for term in last.get("terms", ()) if "target" in term]
         other_data = all(
             backward["targets"] and backward["targets"] != targets for backward in lost
         )
@@ -592,12 +593,11 @@ def _lost(window: Window, fact: Fact, step: Step | None) -> int:
     return len(lost) if other_data and (measured or _untouched(fact)) else 0
 
 
-def _untouched(fact: Fact) -> bool:
+def _untouched(fact: WindowFact) -> bool:
     """Whether the optimizer saw exactly the gradients that the last backward left."""
-    grads = (fact.get("snapshot") or {}).get("grads")
+    grads = fact["snapshot"]["grads"]
     return bool(grads) and all(
-        left is not None and left == grads.get(name)
-        for name, left in (fact.get("left") or {}).items()
+        left is not None and left == grads.get(name) for name, left in (fact["left"] or {}).items()
     )
 
 
@@ -608,7 +608,7 @@ def gradients_not_cleared(run: Run, equation: Equation) -> Iterator[Finding]:
     compression left over): only gradients that are the same as right after the step count.
     """
 
-    def kept(window: Window, fact: Fact) -> int:
+    def kept(window: Window, fact: WindowFact) -> int:
         return 0 if "stepped_in_backward" in fact else window.leftover(fact)
 
     for windows in _by_optimizer(run.complete).values():
@@ -618,7 +618,7 @@ def gradients_not_cleared(run: Run, equation: Equation) -> Iterator[Finding]:
                 "gradients_not_cleared",
                 f"Step {window.n}, rank {rank}: when backward began, {count} parameters still held "
                 f"the previous step's gradient, and backward added to it. {often}",
-                str(fact["backwards"][0]["place"]),
+                fact["backwards"][0]["place"],
                 "optimizer.zero_grad() in every step: before the first backward, or right after "
                 "optimizer.step().",
             )

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from ddp_doctor.explain.equation import Equation
 from ddp_doctor.explain.findings import Finding, finding
-from ddp_doctor.facts.copies import Groups
-from ddp_doctor.facts.merged import Fact, Run, Window
+from ddp_doctor.facts.merged import Run, Window
+from ddp_doctor.facts.types import Groups, SettingsFact
 
 SMALL = 1e-6
 
@@ -27,7 +27,7 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
     differing = [name for name in apart if not _equal_at_start(run, name, run.copies[name])]
     if differing and 2 * len(differing) > len(apart):
         window = run.complete[0] if run.complete else None
-        where = str(window.ranks[min(window.ranks)].get("step_place", "")) if window else ""
+        where = window.ranks[min(window.ranks)]["step_place"] if window else ""
         yield finding(
             "replicas_differ_at_start",
             f"Before the first optimizer step {len(differing)} of {len(names)} parameters differ "
@@ -40,7 +40,7 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
 
 def _equal_at_start(run: Run, name: str, groups: Groups) -> bool:
     """Whether the ranks of each group held the same bits before the first step."""
-    starts = {rank.rank: (rank.start or {})["parameters"] for rank in run.ranks}
+    starts = {rank.rank: rank.start["parameters"] for rank in run.ranks if rank.start}
     return all(len({starts[rank].get(name) for rank in group}) == 1 for group in groups)
 
 
@@ -51,7 +51,7 @@ def hyperparameters_differ(run: Run, equation: Equation) -> Iterator[Finding]:
     """
     if not _replicas(run) or run.models_differ or len(run.ranks) < run.world:
         return
-    changes = [[f for f in rank.all("settings") if f["optimizer"] == 0] for rank in run.ranks]
+    changes = [[f for f in rank.facts["settings"] if f["optimizer"] == 0] for rank in run.ranks]
     last = min(rank.steps for rank in run.ranks)
     for step in sorted({fact["n"] for facts in changes for fact in facts}):
         first, *others = [_settings_at(step, facts) for facts in changes]
@@ -68,7 +68,7 @@ def hyperparameters_differ(run: Run, equation: Equation) -> Iterator[Finding]:
             if not differing:
                 continue
             name, ours, other = differing[0]
-            schedules = [fact for one in run.ranks for fact in one.all("schedule")]
+            schedules = [fact for one in run.ranks for fact in one.facts["schedule"]]
             yield finding(
                 "hyperparameters_differ",
                 f"Step {step}: {name} is {ours:.6g} on rank 0 and {other:.6g} on rank "
@@ -79,7 +79,7 @@ def hyperparameters_differ(run: Run, equation: Equation) -> Iterator[Finding]:
             return
 
 
-def _settings_at(step: int, changes: list[Fact]) -> list[dict[str, float]] | None:
+def _settings_at(step: int, changes: list[SettingsFact]) -> list[dict[str, float]] | None:
     """Each group's hyperparameters at a step; None if they were no longer written down."""
     if not changes or (changes[-1]["full"] and step > changes[-1]["n"]):
         return None
@@ -113,7 +113,7 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
             "replicas_drift",
             f"After step {window.n}, {len(names)} parameters differ between the ranks, first "
             f"{names[0]}. They were equal at the start.",
-            str(fact.get("step_place", "")),
+            fact["step_place"],
             "Let every rank apply the same gradient: through the wrapper, or an all-reduce of "
             "every gradient before optimizer.step().",
             None if apart > SMALL else "note",
@@ -152,7 +152,7 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
         "buffers_differ",
         f"After step {window.n}, {len(names)} buffers differ between the ranks, first {names[0]} "
         f"({why}). Each rank evaluates, and rank 0 saves, a different model.",
-        str(run.wrappers[0]["place"] if run.wrappers else fact.get("step_place", "")),
+        str(run.wrappers[0]["place"] if run.wrappers else fact["step_place"]),
         "Leave broadcast_buffers at True, convert to SyncBatchNorm, or broadcast the buffers "
         "before evaluating and saving.",
         None if fact["batch_norms"] else "note",

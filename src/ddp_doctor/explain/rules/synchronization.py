@@ -1,12 +1,14 @@
 """Synchronization: which micro-batch is averaged, and what happens before and after."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
 from ddp_doctor.explain.equation import Equation, alike, near, number
 from ddp_doctor.explain.findings import Finding, finding
-from ddp_doctor.facts.merged import Fact, Run, Window, so_far
+from ddp_doctor.facts.merged import Run, Window, so_far
+from ddp_doctor.facts.types import ClipFact, ScheduleFact, StepFact, WindowFact
 
 CLIP_SHARDS = (
     "torch.nn.utils.clip_grad_norm_(model.parameters(), limit) with the DTensors, or "
@@ -36,7 +38,7 @@ def last_micro_batch_unsynced(run: Run, equation: Equation) -> Iterator[Finding]
                     f"(S: synchronized, -: under no_sync). The last one is not synchronized: "
                     f"{len(window.differing_gradients)} gradients differ between the ranks when "
                     f"the optimizer steps.",
-                    str(fact["forwards"][-1]["place"] if fact["forwards"] else ""),
+                    fact["forwards"][-1]["place"] if fact["forwards"] else "",
                     "Leave no_sync() for the last micro-batch: "
                     "with model.no_sync() if k < K - 1 else nullcontext().",
                 )
@@ -47,7 +49,7 @@ def _last_not_reduced_by_fsdp(run: Run) -> Iterator[Finding]:
     """fully_shard combined gradients in earlier micro-batches of a step, and not in the last."""
     for window in run.complete:
         for rank, fact in window:
-            seen = [so_far(call, window) for call in fact.get("fsdp", ())]
+            seen = [so_far(call, window) for call in fact["fsdp"]]
             if seen and max(seen) < len(fact["backwards"]) - 1:
                 yield finding(
                     "last_micro_batch_unsynced",
@@ -84,7 +86,7 @@ def every_micro_batch_synced(run: Run, equation: Equation) -> Iterator[Finding]:
             return
 
 
-def _flags(fact: Fact) -> list[bool]:
+def _flags(fact: WindowFact) -> list[bool]:
     """For each backward that reached the first wrapper: whether it was synchronized."""
     flags = []
     for backward in fact["backwards"]:
@@ -101,13 +103,13 @@ def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
     Right under Join, which shadows the missing steps' collectives, if that is meant: the replicas
     are equal then.
     """
-    ended = [rank for rank in run.ranks if rank.last("totals") and rank.error is None]
-    if len(ended) < 2 or len(ended) < run.world:
+    ended = [rank for rank in run.ranks if rank.error is None]
+    totals = [rank.totals["steps"] for rank in ended if rank.totals]
+    if len(totals) < 2 or len(totals) < run.world:
         return
-    totals = [rank.last("totals") or {} for rank in ended]
-    common = set.intersection(*(set(total["steps"]) for total in totals))
+    common = set.intersection(*map(set, totals))
     counts = {
-        rank.rank: sum(total["steps"][index] for index in common)
+        rank.rank: sum(total[index] for index in common)
         for rank, total in zip(ended, totals, strict=True)
     }
     skipped = {
@@ -117,7 +119,7 @@ def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
     }
     if len(set(counts.values())) == 1 and not skipped:
         return
-    if any(rank.all("join") for rank in run.ranks):
+    if any(rank.facts["join"] for rank in run.ranks):
         return
     if skipped:
         step, who = next(iter(skipped.items()))
@@ -128,7 +130,7 @@ def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
         listed = ", ".join(f"rank {rank}: {steps}" for rank, steps in list(counts.items())[:8])
         evidence = f"Optimizer steps taken: {listed}."
     windows = run.windows
-    where = str(windows[0].ranks[min(windows[0].ranks)].get("step_place", "")) if windows else ""
+    where = windows[0].ranks[min(windows[0].ranks)]["step_place"] if windows else ""
     yield finding(
         "rank_skipped_step",
         evidence + " The replicas differ from then on.",
@@ -153,13 +155,14 @@ def clipped_before_sync(run: Run, equation: Equation) -> Iterator[Finding]:
                 return
 
 
-def _differ(clips: tuple[Fact, ...]) -> bool:
+def _differ(clips: tuple[ClipFact, ...]) -> bool:
     """Whether the ranks clip gradients of different norms. Of a clip by value there is no norm."""
-    norms = [clip["norm"] for clip in clips]
-    return clips[0]["kind"] == "value" or (None not in norms and not alike(norms, 1e-6))
+    norms = [clip["norm"] for clip in clips if clip["norm"] is not None]
+    known = len(norms) == len(clips)
+    return clips[0]["kind"] == "value" or (known and not alike(norms, 1e-6))
 
 
-def _combines_later(fact: Fact, clip: Fact) -> bool:
+def _combines_later(fact: WindowFact, clip: ClipFact) -> bool:
     """Whether an all-reduce of something like gradients follows a clip in the same step."""
     kinds = ("gradient", "flat", "like a gradient", "other")
     return any(
@@ -168,13 +171,13 @@ def _combines_later(fact: Fact, clip: Fact) -> bool:
     )
 
 
-def _bites(clip: Fact) -> bool:
-    return None not in (clip["norm"], clip["limit"]) and bool(clip["norm"] > clip["limit"])
+def _bites(clip: ClipFact) -> bool:
+    return (clip["norm"] or 0) > (math.inf if clip["limit"] is None else clip["limit"])
 
 
-def _clipped_before_sync(window: Window, clips: tuple[Fact, ...]) -> Finding:
+def _clipped_before_sync(window: Window, clips: tuple[ClipFact, ...]) -> Finding:
     bites = clips[0]["kind"] == "value" or any(map(_bites, clips))
-    shown = ", ".join("?" if c["norm"] is None else number(float(c["norm"])) for c in clips[:8])
+    shown = ", ".join("?" if c["norm"] is None else number(c["norm"]) for c in clips[:8])
     return finding(
         "clipped_before_sync",
         f"Step {window.n}: the norms at the clip differ between the ranks ({shown}); the gradients "
@@ -200,7 +203,7 @@ def clipped_per_micro_batch(run: Run, equation: Equation) -> Iterator[Finding]:
                     "clipped_per_micro_batch",
                     f"Step {window.n}, rank {rank}: {len(clips)} clips for "
                     f"{len(fact['backwards'])} micro-batches; an early one cut the norm from "
-                    f"{number(bites[0]['norm'])} to {number(bites[0]['limit'])}.",
+                    f"{number(bites[0]['norm'] or 0)} to {number(bites[0]['limit'] or 0)}.",
                     bites[0]["place"],
                     "Clip once per step: after the last micro-batch, before optimizer.step().",
                 )
@@ -225,18 +228,19 @@ def clipped_local_shards(run: Run, equation: Equation) -> Iterator[Finding]:
                 "clipped_local_shards",
                 f"Step {window.n}: the parameters are sharded, and between backward and the update "
                 f"each rank scaled its shards by a factor of its own ({shown}).",
-                clip or str(window.ranks[min(window.ranks)].get("step_place", "")),
+                clip or window.ranks[min(window.ranks)]["step_place"],
                 CLIP_SHARDS,
             )
             return
         clips = [fact["clips"] for _, fact in window]
         if not all(clips):
             continue
-        norms = [clip[-1]["norm"] for clip in clips]
-        if any(norm is None for norm in norms) or any(clip[-1]["sharded"] for clip in clips):
+        last = [clip[-1] for clip in clips]
+        norms = [clip["norm"] for clip in last if clip["norm"] is not None]
+        if len(norms) < len(clips) or any(clip["sharded"] for clip in last):
             continue
-        if not alike([float(norm) for norm in norms], 1e-5):
-            shown = ", ".join(number(float(norm)) for norm in norms[:8])
+        if not alike(norms, 1e-5):
+            shown = ", ".join(map(number, norms[:8]))
             yield finding(
                 "clipped_local_shards",
                 f"Step {window.n}: the parameters are sharded, and the norms at the clip are each "
@@ -257,7 +261,7 @@ def manual_all_reduce_skips_none(run: Run, equation: Equation) -> Iterator[Findi
     for window in run.windows:
         sent = {
             rank: [
-                call.get("name")
+                call.get("name", "")
                 for call in fact["collectives"]
                 if call["op"] == "all_reduce" and call.get("what") == "gradient"
             ]
@@ -265,10 +269,9 @@ def manual_all_reduce_skips_none(run: Run, equation: Equation) -> Iterator[Findi
         }
         if not any(sent.values()):
             continue
-        missing = {
-            rank: set(snapshot.get("missing", ())) for rank, snapshot in window.snapshots().items()
-        }
-        disagree = set().union(*missing.values()) - set.intersection(*missing.values())
+        missing = [set(snapshot["missing"]) for snapshot in window.snapshots().values()]
+        everywhere = missing[0].intersection(*missing)
+        disagree = missing[0].union(*missing) - everywhere
         if disagree and len({tuple(call) for call in sent.values()}) > 1:
             yield _skips(run, window.n, sorted(disagree), sent, _first_gradient_place(window))
             return
@@ -292,7 +295,7 @@ def _first_gradient_place(window: Window) -> str:
     for _, fact in window:
         for call in fact["collectives"]:
             if call.get("what") == "gradient":
-                return str(call["place"])
+                return call["place"]
     return ""
 
 
@@ -306,7 +309,7 @@ def scaler_scales_differ(run: Run, equation: Equation) -> Iterator[Finding]:
     by_step: dict[int, dict[int, float]] = {}
     places = {}
     for rank in run.ranks:
-        for fact in rank.all("scale"):
+        for fact in rank.facts["scale"]:
             by_step.setdefault(fact["n"], {})[rank.rank] = fact["scale"]
             places[rank.rank] = fact["place"]
     for step, scales in sorted(by_step.items()):
@@ -333,23 +336,24 @@ def scheduler_steps_per_rank(run: Run, equation: Equation) -> Iterator[Finding]:
     if run.world < 2 or not run.ranks:
         return
     rank = run.ranks[0]
-    facts = rank.all("schedule")
-    by_scheduler: dict[int, list[Fact]] = {}
+    facts = rank.facts["schedule"]
+    by_scheduler: dict[int, list[ScheduleFact]] = {}
     for fact in facts:
         by_scheduler.setdefault(fact["scheduler"], []).append(fact)
     for history in by_scheduler.values():
         last = history[-1]
-        count, steps, total = last["count"], last["steps"], last.get("total")
+        count, steps, total = last["count"], last["steps"], last["total"]
         if steps < 3 or not near(count, steps * run.world, 0.12):
             continue
         together = Counter(fact["backwards"] for fact in history[: 40 * run.world])
         if together.most_common(1)[0][1] < run.world:
             continue
-        lowest = 1e-6 * max(fact["rate"] for fact in history)
+        rates = [fact["rate"] or 0.0 for fact in history]
+        counts = [0, *(fact["count"] for fact in history)]
         ended = sum(
-            fact["count"] - before["count"]
-            for before, fact in pairwise([{"count": 0}, *history])
-            if fact["rate"] <= lowest
+            now - before
+            for (before, now), rate in zip(pairwise(counts), rates, strict=True)
+            if rate <= 1e-6 * max(rates)
         )
         if (total is not None and count > total) or ended > 0.25 * count:
             yield finding(
@@ -372,13 +376,13 @@ def static_graph_with_no_sync(run: Run, equation: Equation) -> Iterator[Finding]
     static = {wrapper["index"] for wrapper in run.wrappers if wrapper["static_graph"]}
     if not static or run.world < 2:
         return
-    seen = [
+    seen: list[tuple[int, StepFact, list[str]]] = [
         (window.n, fact, window.differing_gradients if window.complete else [])
         for window in run.windows
         for _, fact in window
     ]
-    seen += [(fact["n"], fact, []) for rank in run.ranks for fact in rank.all("open")]
-    failed = [rank for rank in run.ranks if "ASSERT" in (rank.error or {}).get("text", "")]
+    seen += [(fact["n"], fact, []) for rank in run.ranks for fact in rank.facts["open"]]
+    failed = [rank for rank in run.ranks if "ASSERT" in rank.error_text]
     for step, fact, differing in seen:
         for forward in fact["forwards"]:
             if forward["wrapper"] not in static or forward["sync"]:

@@ -5,7 +5,8 @@ from itertools import takewhile
 
 from ddp_doctor.explain.equation import Equation
 from ddp_doctor.explain.findings import Finding, finding
-from ddp_doctor.facts.merged import Fact, Run, Window, so_far
+from ddp_doctor.facts.merged import Run, Window, so_far
+from ddp_doctor.facts.types import BackwardFact, CollectiveFact, WindowFact
 
 CALL_THE_WRAPPER = (
     "Call the wrapper itself: loss = model(batch), not model.module(batch). If the loss needs the "
@@ -45,7 +46,7 @@ def wrapper_bypassed(run: Run, equation: Equation) -> Iterator[Finding]:
                 return
 
 
-def _again(run: Run, fact: Fact, backward: Fact, at: str, differ: str) -> Finding:
+def _again(run: Run, fact: WindowFact, backward: BackwardFact, at: str, differ: str) -> Finding:
     return finding(
         "two_backwards",
         f"{at}: a second backward ran through the same forward. The wrapper averages gradients "
@@ -55,8 +56,8 @@ def _again(run: Run, fact: Fact, backward: Fact, at: str, differ: str) -> Findin
     )
 
 
-def _bypassed(run: Run, fact: Fact, backward: Fact, at: str, differ: str) -> Finding:
-    gone = [run.wrappers[each] for each in fact.get("gone", ()) if each < len(run.wrappers)]
+def _bypassed(run: Run, fact: WindowFact, backward: BackwardFact, at: str, differ: str) -> Finding:
+    gone = [run.wrappers[each] for each in fact["gone"] if each < len(run.wrappers)]
     longer = f", which no longer exists (made at {gone[0]['place']})" if gone else ""
     return finding(
         "wrapper_lost" if gone else "wrapper_bypassed",
@@ -67,10 +68,10 @@ def _bypassed(run: Run, fact: Fact, backward: Fact, at: str, differ: str) -> Fin
     )
 
 
-def _unprepared(fact: Fact) -> tuple[bool, Fact | None]:
+def _unprepared(fact: WindowFact) -> tuple[bool, BackwardFact | None]:
     """A backward that no forward prepared, and whether one before it had kept the same graph."""
     kept: set[str] = set()
-    found: list[tuple[bool, Fact | None]] = []
+    found: list[tuple[bool, BackwardFact | None]] = []
     for backward in fact["backwards"]:
         for index, reached in backward.get("wrappers", {}).items():
             prepared = backward["prepared"].get(index)
@@ -87,13 +88,13 @@ def _changed(window: Window, differing: list[str]) -> bool:
     return bool(changed) and {name.split(":")[-1] for name in differing} <= changed
 
 
-def _place(backward: Fact) -> str:
+def _place(backward: BackwardFact) -> str:
     terms = backward.get("terms") or ()
-    return str(terms[0]["place"] if terms else backward["place"])
+    return terms[0]["place"] if terms else backward["place"]
 
 
-def _total(fact: Fact) -> int:
-    return len((fact.get("snapshot") or {}).get("hashes", {}))
+def _total(fact: WindowFact) -> int:
+    return len(fact["snapshot"]["hashes"])
 
 
 def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -115,7 +116,7 @@ def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
     in_backward = any("stepped_in_backward" in fact for fact in facts)
     if reached or in_backward or any(_touches_model(fact) for fact in everywhere):
         return
-    where = str(facts[0].get("step_place", ""))
+    where = facts[0]["step_place"]
     other = " The wrapper that was made is around other parameters." if run.wrappers else ""
     yield finding(
         "wrapper_lost",
@@ -127,7 +128,7 @@ def wrapper_lost(run: Run, equation: Equation) -> Iterator[Finding]:
     )
 
 
-def _touches_model(fact: Fact) -> bool:
+def _touches_model(fact: WindowFact) -> bool:
     return any(
         call.get("what") in ("gradient", "parameter", "flat", "like a gradient")
         or call.get("numel", 0) > 64
@@ -189,7 +190,7 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
             "optimizer_on_other_parameters",
             f"Step {n}, rank {rank}: backward gives gradients to {fact['stale']['outside']} "
             f"parameters of the wrapped model that no optimizer holds.",
-            str(fact.get("step_place", "")),
+            fact["step_place"],
             "Pass all trained parameters to the optimizer, or freeze the others: "
             "parameter.requires_grad_(False).",
             "note",
@@ -209,21 +210,21 @@ def _without_any(window: Window) -> Finding:
         f"Step {window.n}, rank {rank}: none of the optimizer's parameters has a gradient. "
         f"Backward reached {fact['stale']['anywhere']} tracked parameters; "
         f"{fact['stale']['outside']} of them are in no optimizer.",
-        str(fact.get("step_place", "")),
+        fact["step_place"],
         fix,
     )
 
 
 def _without_gradient(window: Window) -> bool:
     """Whether no rank's optimizer has a gradient, though it could have some."""
-    snapshots = [fact.get("snapshot") or {} for _, fact in window]
+    snapshots = [fact["snapshot"] for _, fact in window]
     unused = any(fact["stale"]["outside"] for _, fact in window)
-    whole = not window.sharded or all(fact.get("dtensors") for _, fact in window)
+    whole = not window.sharded or all(fact["dtensors"] for _, fact in window)
     return (
         whole
         and not window.skipped
-        and not any(snapshot.get("hashes") for snapshot in snapshots)
-        and (unused or any(snapshot.get("missing") for snapshot in snapshots))
+        and not any(snapshot["hashes"] for snapshot in snapshots)
+        and (unused or any(snapshot["missing"] for snapshot in snapshots))
     )
 
 
@@ -273,19 +274,20 @@ def parameters_averaged(run: Run, equation: Equation) -> Iterator[Finding]:
     if not all(window.differing_gradients for window, _ in later):
         return
     window, ones = later[0]
-    optimizer = run.first("optimizer") or {}
+    optimizers = [fact for rank in run.ranks for fact in rank.facts["optimizer"]]
+    name = optimizers[0]["type"] if optimizers else "The optimizer"
     yield finding(
         "parameters_averaged",
         f"Step {window.n}: {len(ones)} all-reduces of parameters in every step; the gradients are "
-        f"each rank's own. {optimizer.get('type', 'The optimizer')} updates its state from local "
+        f"each rank's own. {name} updates its state from local "
         f"gradients, so this is not the step of the averaged gradient.",
         ones[0]["place"],
         "All-reduce parameter.grad between backward() and step(), and leave the parameters alone.",
-        None if optimizer.get("momentum") else "note",
+        None if optimizers and optimizers[0]["momentum"] else "note",
     )
 
 
-def _parameters(call: Fact, window: Window) -> bool:
+def _parameters(call: CollectiveFact, window: Window) -> bool:
     """Whether a collective is of parameters. All in one tensor look like all gradients in one."""
     flat = call.get("what") == "flat" and so_far(call, window) == 0
     return flat or call.get("what") == "parameter"
@@ -298,17 +300,16 @@ def world_size_one(run: Run, equation: Equation) -> Iterator[Finding]:
     the group has ranks. Right if the sampler's replicas are the ranks of the run.
     """
     for rank in run.ranks:
-        groups = rank.all("group")
+        groups = rank.facts["group"]
         world = groups[-1]["world"] if groups else 1
         samplers = [
             (fact["replicas"], fact["place"])
-            for kind in ("sampler", "loader")
-            for fact in rank.all(kind)
-            if (fact.get("replicas") or 0) > world
+            for fact in (*rank.facts["sampler"], *rank.facts["loader"])
+            if (fact["replicas"] or 0) > world
         ]
         if samplers:
             replicas, place = samplers[-1]
-            left = rank.process.get("environment", {}).get("LOCAL_RANK")
+            left = rank.process["environment"].get("LOCAL_RANK")
             yield finding(
                 "world_size_one",
                 f"Rank {rank.rank}: the sampler gives this process 1/{replicas} of the data, but "
@@ -320,14 +321,14 @@ def world_size_one(run: Run, equation: Equation) -> Iterator[Finding]:
                 "this process set LOCAL_RANK, run the second one in its own process.",
             )
             return
-    environment = run.ranks[0].process.get("environment", {}) if run.ranks else {}
+    environment = run.ranks[0].process["environment"] if run.ranks else {}
     claimed = int(environment.get("WORLD_SIZE", "1") or 1)
     if claimed > 1 and run.world == 1 and run.ranks[0].windows:
         yield finding(
             "world_size_one",
             f"The environment says WORLD_SIZE={claimed}, but the process joined no group of that "
             f"size: each of the {claimed} processes trains alone.",
-            str(run.ranks[0].windows[0].get("step_place", "")),
+            run.ranks[0].windows[0]["step_place"],
             "Call dist.init_process_group() and wrap the model before training.",
         )
 

@@ -1,0 +1,367 @@
+"""What a rank writes down: one type for each kind of fact, and for what is inside of one.
+
+The observers make them, journals keep them as JSON, and the equation and the rules read them. mypy
+checks all of these by name. A rank is a number; a place is "file:line"; a hash of 0 cannot be told
+from that of a tensor which could not be read. Fields without a note are what torch calls so.
+"""
+
+from typing import Any, NotRequired, TypedDict, cast
+
+Groups = list[list[int]]  # disjoint groups of ranks
+Projections = dict[str, float | None]  # by parameter; None for what could not be read
+
+
+class ScalingFact(TypedDict):
+    """A loss was multiplied or divided by a number."""
+
+    op: str  # * or /
+    value: float
+    text: str  # the expression, and the factor in it
+    operand: str
+    place: str
+
+
+class TermFact(TypedDict):
+    """A loss function, or a sum or mean, that a backward came through."""
+
+    function: str
+    reduction: str
+    count: float  # items
+    rows: int
+    place: str
+    loss: bool  # whether it is a loss function, and no plain sum or mean
+    factor: float  # the gradient that arrived at its output, summed
+    spread: NotRequired[list[float]]  # of its elements: the smallest and the largest that is not 0
+    input: NotRequired[int]  # hashes
+    target: NotRequired[int]
+    shape: NotRequired[list[int]]
+    square: NotRequired[list[int] | None]  # rows, columns, ascending: every row has its own target
+    over_parameters: NotRequired[bool]
+
+
+class BackwardFact(TypedDict):
+    """One backward pass that reached an optimizer's parameters."""
+
+    place: str
+    call: NotRequired[int]  # as `place`, for the whole stack
+    scale: NotRequired[float]  # of the GradScaler
+    retained: NotRequired[bool]
+    prepared: NotRequired[dict[str, bool | None]]  # by wrapper: called, and whether to synchronize
+    wrappers: NotRequired[dict[str, int]]  # by wrapper: how many of its parameters were reached
+    terms: NotRequired[list[TermFact]]
+    values: NotRequired[list[float]]
+    leftover: NotRequired[dict[str, int]]  # by optimizer: gradients of the step before
+    used: NotRequired[bool]
+
+
+class SnapshotFact(TypedDict):
+    """What was in `.grad`, once combined and before it was clipped or unscaled."""
+
+    grads: Projections
+    hashes: dict[str, int]
+    local: Projections  # sums of what backward computed on this rank
+    missing: list[str]
+    unscaled: NotRequired[float]
+
+
+class ClipFact(TypedDict):
+    kind: str  # norm or value
+    norm: float | None
+    limit: float | None
+    sharded: bool
+    backwards: dict[str, int]  # by optimizer, as of this call
+    collectives: int
+    place: str
+
+
+class CollectiveFact(TypedDict):
+    """A call of torch.distributed."""
+
+    op: str
+    place: str
+    backwards: dict[str, int]
+    through_autograd: bool
+    in_backward: bool
+    group: NotRequired[list[int]]  # unless all ranks take part
+    reduce: NotRequired[str]
+    shape: NotRequired[list[int]]
+    numel: NotRequired[int]
+    what: NotRequired[str]  # gradient, flat, like a gradient, parameter, loss, activation, other
+    name: NotRequired[str]
+    optimizer: NotRequired[int]
+    grad: NotRequired[bool]
+    needed: NotRequired[bool]  # whether a later backward came through it
+
+
+class FsdpFact(TypedDict):
+    """A collective of fully_shard in backward."""
+
+    op: str
+    reduce: str
+    group: list[int]
+    backwards: dict[str, int]
+
+
+class ForwardFact(TypedDict):
+    wrapper: int
+    sync: bool
+    place: str
+
+
+class DroppedFact(TypedDict):
+    """A backward whose gradients were cleared."""
+
+    optimizer: int
+    call: int
+    targets: list[int]
+
+
+class ReplicaFact(TypedDict):
+    """Hashes and projections of the parameters, hashes of the buffers."""
+
+    parameters: dict[str, int]
+    values: Projections
+    buffers: dict[str, int]
+
+
+class StartFact(ReplicaFact):
+    """An optimizer's parameters before its first step."""
+
+    shards: dict[str, list[int]]
+    rows: list[list[int]]  # ranks that hold all shards of a parameter together
+    constant: list[str]
+
+
+class StaleFact(TypedDict):
+    """How many parameters got gradients: in no optimizer, and at all."""
+
+    outside: int
+    anywhere: int
+
+
+class ChangeFact(TypedDict):
+    name: str
+    how: str
+    wrapper: int
+
+
+class StepFact(TypedDict):
+    """What happens between two optimizer steps, as far as it belongs to no backward."""
+
+    scaling: list[ScalingFact]
+    clips: list[ClipFact]
+    collectives: list[CollectiveFact]
+    forwards: list[ForwardFact]
+    inputs: list[list[list[Any]]]  # of each forward and tensor: hash, size, shape
+    fsdp: list[FsdpFact]
+    dropped: list[DroppedFact]
+    random: list[int]  # hashes of the generators' states
+    dropout: int
+    sharded: bool
+    dtensors: bool
+    step_place: str
+    stepped_in_backward: NotRequired[str]
+    rescaled: NotRequired[float]  # the factor of all gradients since they were combined
+    squares: NotRequired[dict[str, float]]
+
+
+class WindowFact(StepFact):
+    """One optimizer step of a rank."""
+
+    n: int
+    optimizer: int
+    skipped: bool
+    backwards: list[BackwardFact]
+    snapshot: SnapshotFact
+    left: Projections | None  # what the last backward left in `.grad`
+    after: ReplicaFact
+    stale: StaleFact
+    changed: list[ChangeFact]
+    gone: list[int]
+    cut: bool
+    batch_norms: int
+    world: int
+
+
+class OpenFact(StepFact):
+    """The step that had not ended when the process did."""
+
+    n: int
+    backwards: list[BackwardFact]
+
+
+class ProcessFact(TypedDict):
+    started: float
+    environment: dict[str, str]
+
+
+class GroupFact(TypedDict):
+    rank: int
+    world: int
+
+
+class WrapperFact(TypedDict):
+    index: int
+    world: int
+    of: int  # all ranks
+    static_graph: bool
+    broadcast_buffers: bool
+    ignored: list[str]
+    place: str
+
+
+class OptimizerFact(TypedDict):
+    type: str
+    momentum: bool
+
+
+class SettingsFact(TypedDict):
+    """An optimizer's hyperparameters have changed."""
+
+    n: int
+    optimizer: int
+    groups: list[dict[str, float]]
+    full: bool
+
+
+class SamplerFact(TypedDict):
+    """A sampler begins an epoch."""
+
+    sampler: int
+    epoch: int | None
+    seed: int | None
+    shuffle: bool
+    replicas: int | None
+    length: int | None
+    drop_last: bool
+    grad: bool
+    backwards: int
+    place: str
+
+
+class LoaderFact(TypedDict):
+    dataset: str
+    length: int | None
+    content: int | None
+    inner: str
+    replacement: bool
+    sharded: bool
+    replicas: int | None
+    grad: bool
+    place: str
+
+
+class BatchFact(TypedDict):
+    iterator: int
+    size: int
+    rows: list[int]
+
+
+class LoaderEndedFact(TypedDict):
+    backwards: int
+
+
+class ScaleFact(TypedDict):
+    n: int
+    scale: float
+    place: str
+
+
+class ScheduleFact(TypedDict):
+    scheduler: int
+    count: int
+    steps: int
+    backwards: int
+    total: int | None
+    rate: float | None
+    place: str
+
+
+class TotalsFact(TypedDict):
+    steps: dict[str, int]
+    backwards: int
+    collectives: dict[str, int]
+    starts: dict[str, int]  # by step: a checksum of some parameters
+
+
+class StuckFact(TypedDict):
+    since: float
+    doing: str
+    stack: list[str]
+
+
+class FailedFact(TypedDict):
+    """The doctor has stopped in this process."""
+
+    error: str
+    at: str
+
+
+class CpuFact(TypedDict):
+    name: str
+
+
+class ErrorFact(TypedDict):
+    type: str
+    text: str
+    place: str
+
+
+class EndFact(TypedDict):
+    raised: bool
+    during: str
+    error: NotRequired[ErrorFact]
+
+
+class Facts(TypedDict):
+    """A journal: its facts by kind, in order."""
+
+    process: list[ProcessFact]
+    group: list[GroupFact]
+    join: list[dict[str, Any]]
+    wrapper: list[WrapperFact]
+    optimizer: list[OptimizerFact]
+    start: list[StartFact]
+    settings: list[SettingsFact]
+    window: list[WindowFact]
+    open: list[OpenFact]
+    sampler: list[SamplerFact]
+    loader: list[LoaderFact]
+    batch: list[BatchFact]
+    loader_ended: list[LoaderEndedFact]
+    scale: list[ScaleFact]
+    schedule: list[ScheduleFact]
+    totals: list[TotalsFact]
+    stuck: list[StuckFact]
+    failed: list[FailedFact]
+    cpu: list[CpuFact]
+    end: list[EndFact]
+
+
+def no_facts() -> Facts:
+    """A journal in which nothing is written yet."""
+    empty: Any = {kind: [] for kind in Facts.__annotations__}
+    return cast(Facts, empty)
+
+
+def listed(facts: Facts, kind: str) -> list[Any]:
+    """The facts of a kind that a journal's line names."""
+    return cast(dict[str, list[Any]], facts)[kind]
+
+
+def nothing_yet() -> StepFact:
+    """A step in which nothing has happened yet."""
+    return {
+        "scaling": [],
+        "clips": [],
+        "collectives": [],
+        "forwards": [],
+        "inputs": [],
+        "fsdp": [],
+        "dropped": [],
+        "random": [],
+        "dropout": 0,
+        "sharded": False,
+        "dtensors": False,
+        "step_place": "",
+    }

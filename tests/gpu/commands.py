@@ -30,34 +30,28 @@ REHEARSED = ("test_ddp_namedtuple", "test_ddp_grad_div_uneven_inputs")
 DECLINED = "test_compute_bucket_assignment_by_size_sparse_error_with_logger"
 
 
-def python(*words: str, timeout: float, device: str = "") -> CompletedProcess[str]:
+def python(machine: Machine, *words: str, at_most: float = 3600.0) -> CompletedProcess[str]:
     """Run this Python with `words` from the project's root, and leave no process behind."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment |= {"LABKIT_DEVICE": device} if device else {}
-    return run_guarded([sys.executable, *words], timeout, cwd=project_root(), env=environment)
-
-
-def printed(lab: str, arguments: tuple[str, ...], ranks: int, device: str) -> str:
-    """What the lab prints on that kind of device. Raises ScriptError if it finds a fault."""
-    # Forked ranks would share a process that has asked for GPUs; fresh ones start on their own.
-    with mock.patch.dict(os.environ, LABKIT_DEVICE=device):
-        return run_script(f"labs/{lab}.py", *arguments, ranks=ranks, fresh=device == "cuda")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LABKIT_DEVICE": machine.kind}
+    command = [sys.executable, *words]
+    return run_guarded(command, machine.deadline.left(at_most), cwd=project_root(), env=environment)
 
 
 def find_labs(machine: Machine) -> Iterator[Evidence]:
     for lab, arguments, ranks in LABS if machine.kind == "cuda" else LABS[3:4]:
         what = " ".join((f"labs/{lab}.py", *arguments))
-        own = "NCCL" if len(machine.gpus) >= ranks else "gloo, GPUs shared"
-        on = f"{ranks} ranks, {own if machine.kind == 'cuda' else 'CPU, gloo'}"
+        left = machine.deadline.left(300.0)
         try:
-            same = printed(lab, arguments, ranks, machine.kind) == printed(
-                lab, arguments, ranks, "cpu"
-            )
+            # Forked ranks would share a process that has asked for GPUs; fresh ones start alone.
+            with mock.patch.dict(os.environ, LABKIT_DEVICE=machine.kind):
+                fresh = machine.kind == "cuda"
+                run_script(f"labs/{lab}.py", *arguments, ranks=ranks, fresh=fresh, timeout=left)
         except ScriptError as error:
-            yield Evidence(what, on, False, str(error).splitlines()[-1][:120])
+            if error.exit_code is None and machine.deadline.over:
+                raise
+            yield Evidence(what, machine.group(ranks).label, False, str(error).splitlines()[-1])
             continue
-        text = "the same text as" if same else "other text (times, digits) than"
-        yield Evidence(what, on, True, f"exit code 0, {text} on the CPU")
+        yield Evidence(what, machine.group(ranks).label, True, "exit code 0: its own verdict")
 
 
 def find_doctor(machine: Machine) -> Iterator[Evidence]:
@@ -69,8 +63,7 @@ def find_doctor(machine: Machine) -> Iterator[Evidence]:
         options = ("--folder", folder, "--json", str(file), "--quiet", "--fail-on", "error")
         doctor = ("-m", "ddp_doctor", *options)
         alone, watched = (
-            python(*torchrun, *before, lab, timeout=300, device=machine.kind)
-            for before in ((), doctor)
+            python(machine, *torchrun, *before, lab, at_most=300) for before in ((), doctor)
         )
         report: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     hashes = [
@@ -78,26 +71,48 @@ def find_doctor(machine: Machine) -> Iterator[Evidence]:
         for done in (alone, watched)
     ]
     same = hashes[0] == hashes[1] != []
-    on = f"2 ranks, {'GPUs' if machine.kind == 'cuda' else 'CPU'}"
     said = f"exit code {watched.returncode}; the weights unchanged: {same}; report: {bool(report)}"
     holds = watched.returncode == 0 and same and bool(report)
-    yield Evidence("the doctor watches a lab", on, holds, said)
+    if not holds:
+        print(alone.stderr[-2000:], watched.stdout[-2000:], watched.stderr[-2000:], sep="\n")
+    yield Evidence("the doctor watches a lab", machine.pair().label, holds, said)
 
 
-def pytorch_results(cls: str, options: list[str]) -> dict[str, dict[str, Any]]:
+CERTIFIED = {"mean": ("equal", 0), "divided twice": ("scaled", 3)}
+"""By the loss of `a_run_on_gpus.py`: the verdict and its exit code."""
+
+
+def find_certificate(machine: Machine) -> Iterator[Evidence]:
+    """A script that puts its model on `cuda`, without --cpu: a right one, and a known mistake."""
+    script = str(Path(__file__).with_name("a_run_on_gpus.py").relative_to(project_root()))
+    for loss, (verdict, code) in CERTIFIED.items():
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "report.json"
+            options = ("--certify", "--ranks", "2", "--folder", folder, "--json", str(file))
+            done = python(machine, "-m", "ddp_doctor", *options, script, loss, at_most=300)
+            report: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        certificate = report.get("certificate") or {}
+        found, ratio = certificate.get("verdict"), certificate.get("ratio") or float("nan")
+        if (holds := (found, done.returncode) == (verdict, code)) is False:
+            print(done.stdout[-3000:], done.stderr[-2000:], sep="\n")
+        said = f"{found}, ratio {ratio:.4f}, exit code {done.returncode}"
+        yield Evidence(f"loss: {loss}", "2 ranks, one process", holds, said)
+
+
+def pytorch_results(machine: Machine, cls: str, options: list[str]) -> dict[str, dict[str, Any]]:
     """By name, how each test ended with this class. Raises RuntimeError if none was run."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
         command = ("-m", "tests.torch_suite", "--class", cls, "--json", str(file), *options)
-        done = python(*command, timeout=3600)
+        done = python(machine, *command)
         if not file.exists():
             raise RuntimeError(f"PyTorch's tests did not run: {done.stderr.strip()[-300:]}")
         return {result["name"]: result for result in json.loads(file.read_text())}
 
 
-def compared(on: str, options: list[str]) -> Evidence:
+def compared(machine: Machine, on: str, options: list[str]) -> Evidence:
     """PyTorch's tests with both classes: ours has to pass each one that torch's passes."""
-    torchs, ours = (pytorch_results(cls, options) for cls in ("torch", "miniddp"))
+    torchs, ours = (pytorch_results(machine, cls, options) for cls in ("torch", "miniddp"))
     passed = [n for n, one in torchs.items() if one["outcome"] == "passed" and one["constructed"]]
     lost = [n for n in passed if ours[n]["outcome"] != "passed" and not n.endswith(DECLINED)]
     for name in lost:
@@ -110,10 +125,12 @@ def compared(on: str, options: list[str]) -> Evidence:
 
 def find_pytorch(machine: Machine) -> Iterator[Evidence]:
     if machine.kind == "cpu":
-        yield compared("4 ranks, CPU, gloo", [w for name in REHEARSED for w in ("-k", name)])
+        yield compared(
+            machine, "4 ranks, CPU, gloo", [w for name in REHEARSED for w in ("-k", name)]
+        )
         return
     options = ["--device", "gpu", "--world-size", "2", "--jobs", "4", "--timeout", "180"]
-    yield compared("2 ranks on one GPU, gloo", options)
+    yield compared(machine, "2 ranks on one GPU, gloo", options)
 
 
 def find_nccl(machine: Machine) -> Iterator[Evidence]:
@@ -121,14 +138,14 @@ def find_nccl(machine: Machine) -> Iterator[Evidence]:
         raise CannotProveError("NCCL is for GPUs")
     ranks = len(machine.gpus)
     options = ["--device", "gpus", "--world-size", str(ranks), "--jobs", "1", "--timeout", "300"]
-    yield compared(f"{ranks} ranks, {ranks} GPUs, NCCL", options)
+    yield compared(machine, f"{ranks} ranks, {ranks} GPUs, NCCL", options)
 
 
 def find_chapters(machine: Machine) -> Iterator[Evidence]:
     if machine.kind == "cpu":
         raise CannotProveError("make book runs the chapters on a CPU")
     with tempfile.TemporaryDirectory() as folder:
-        done = python("-m", "labkit.book.chapters", "execute", "book", folder, timeout=3600)
+        done = python(machine, "-m", "labkit.book.chapters", "execute", "book", folder)
     said = (done.stdout + done.stderr).strip().splitlines()[-1:]
     on = f"up to {len(machine.gpus)} ranks on their own GPUs, others on the CPU"
     yield Evidence("every chapter runs", on, done.returncode == 0, " ".join(said)[:120])

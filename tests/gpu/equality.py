@@ -6,6 +6,7 @@ torch's, and the gradients of the first step with those of one process that has 
 """
 
 import copy
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -142,34 +143,68 @@ def full_batch(name: str, world_size: int, device: torch.device, case: Case) -> 
 
 
 def compare(
-    rank: int, world_size: int, device: torch.device, kind: str, name: str, models: tuple[str, ...]
-) -> dict[str, tuple[Distance, Distance]]:
-    """On each rank: by model, the distances of one case to torch's DDP and to one process."""
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    kind: str,
+    models_of: dict[str, tuple[str, ...]],
+) -> dict[str, dict[str, tuple[Distance, Distance]]]:
+    """On each rank: by case and model, the distances to torch's DDP and to one process."""
     deterministic(device)
-    case = CASES[kind](device)[name]
+    return {
+        name: {
+            one: distances(CASES[kind](device)[name], one, rank, world_size, device)
+            for one in models
+        }
+        for name, models in models_of.items()
+    }
+
+
+def distances(
+    case: Case, name: str, rank: int, world_size: int, device: torch.device
+) -> tuple[Distance, Distance]:
+    """How far one model's training by ours is from that by torch's DDP, and by one process."""
     inputs = torch.device("cpu") if case.moves_inputs else device
-    found = {}
-    for one in models:
-        module = model(one, device)
-        first, ours = train(case.ours(copy.deepcopy(module)), one, rank, inputs, case)
-        to_one = distance(first, full_batch(one, world_size, device, case))
+    module = model(name, device)
+    try:
+        first, ours = train(case.ours(copy.deepcopy(module)), name, rank, inputs, case)
+        to_one = distance(first, full_batch(name, world_size, device, case))
         theirs = ours
         if case.theirs_on_cpu or device.type == "cuda":
-            _, theirs = train(case.theirs(copy.deepcopy(module)), one, rank, inputs, case)
-        found[one] = (distance(ours, theirs), to_one)
-    return found
+            _, theirs = train(case.theirs(copy.deepcopy(module)), name, rank, inputs, case)
+    except Exception as error:
+        error.add_note(f"The model was: {name}")
+        raise
+    return distance(ours, theirs), to_one
 
 
 def find(machine: Machine, kind: str) -> Iterator[Evidence]:
     """All cases of one kind of `CASES`, on all groups of ranks."""
     for group in machine.groups():
-        for name, case in CASES[kind](torch.device("cpu")).items():
-            # NCCL has no all-reduce of sparse tensors; torch's DDP fails there as well.
-            left_out = "sparse embedding" if "NCCL" in group.label else None
-            kept = MODELS if machine.kind == "cuda" else REHEARSED
-            models = tuple(one for one in case.models if one in kept and one != left_out)
-            of_ranks = group.run(compare, kind, name, models)
-            yield judge(name, group, case, of_ranks)
+        cases = CASES[kind](torch.device("cpu"))
+        # NCCL has no all-reduce of sparse tensors; torch's DDP fails there as well.
+        left_out = "sparse embedding" if "NCCL" in group.label else None
+        kept = MODELS if machine.kind == "cuda" else REHEARSED
+        models_of = {
+            name: tuple(one for one in case.models if one in kept and one != left_out)
+            for name, case in cases.items()
+        }
+        try:  # all in one start of the ranks
+            found = group.run(compare, kind, models_of)
+        except CannotProveError:
+            raise
+        except Exception:  # one start for each, to know which one raises
+            traceback.print_exc()
+            found = None
+        for name, models in models_of.items():
+            try:
+                of_ranks = found or group.run(compare, kind, {name: models})
+            except CannotProveError:
+                raise
+            except Exception as error:
+                yield Evidence(name, group.label, False, f"{type(error).__name__}: {error}"[:120])
+                continue
+            yield judge(name, group, cases[name], [of_rank[name] for of_rank in of_ranks])
 
 
 def judge(
@@ -343,7 +378,7 @@ def find_replicas(machine: Machine, devices: int) -> Iterator[Evidence]:
         raise CannotProveError("a CPU is one device: it has no second one")
     places = [f"cuda:{i % devices}" if machine.kind == "cuda" else "cpu" for i in range(2)]
     label = "2 replicas on " + ("one device" if devices == 1 else "2 GPUs")
-    [found] = Group(label, 1, machine.kind, exact=False).run(data_parallel, places)
+    [found] = machine.group(1).run(data_parallel, places)
     worst = max(apart.relative for apart in found.values())
     said = f"{', '.join(found)}; no replicas: {bound(worst)}"
     yield Evidence("MiniDataParallel sums", label, worst <= ROUNDING, said)

@@ -1,4 +1,4 @@
-"""What is measured on a GPU: memory, the draws of its generator, and overlap by the profiler."""
+"""What is measured on a GPU: memory, and the draws of its generator."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 from labkit.scenarios import cuda_random
 from labkit.scenarios.unwrapped_loss import PRINTED_DRIFT, PRINTED_GRADIENTS, Fix, trajectory
@@ -119,36 +118,3 @@ def find_draws(machine: Machine) -> Iterator[Evidence]:
     same = sum(min(same for _, same in of_ranks) for of_ranks in halves)
     said = f"{same} of {numbers} as printed"
     yield Evidence("the bypassed wrapper's numbers", group.label, same == numbers == 30, said)
-
-
-# 3. Overlap ---------------------------------------------------------------------------------------
-
-
-def overlapped_kernels(rank: int, device: torch.device, wrapper: str) -> tuple[int, int]:
-    """On each rank: NCCL's kernels in one step, and those that run beside another kernel."""
-    wrapped = WRAPPERS[wrapper](_linears(8, 4096, device))
-    x = torch.randn(8192, 4096, generator=torch.Generator().manual_seed(rank)).to(device)
-    for _ in range(3):
-        wrapped(x).square().mean().backward()
-    torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        wrapped(x).square().mean().backward()
-        torch.cuda.synchronize(device)
-    kernels = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans = [("nccl" in e.name.lower(), e.time_range.start, e.time_range.end) for e in kernels]
-    sent = [(begin, end) for nccl, begin, end in spans if nccl]
-    computed = [(begin, end) for nccl, begin, end in spans if not nccl]
-    beside = [any(b < end and begin < e for b, e in computed) for begin, end in sent]
-    return len(sent), sum(beside)
-
-
-def find_overlap(machine: Machine) -> Iterator[Evidence]:
-    if machine.kind == "cpu":
-        raise CannotProveError("a CPU has no kernels to profile")
-    for group in machine.groups():
-        for wrapper in ("MiniDDP", "torch DDP") if group.ranks > 1 else ():
-            of_ranks = group.run(overlapped_kernels, wrapper)
-            least = min(beside for _, beside in of_ranks)
-            said = f"{of_ranks[0][0]} NCCL kernels; by rank, beside others: "
-            said += ", ".join(str(beside) for _, beside in of_ranks)
-            yield Evidence(f"overlap, {wrapper}", group.label, least > 0, said)

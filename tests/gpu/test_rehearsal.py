@@ -1,27 +1,92 @@
 """The GPU kit without a GPU: what can be rehearsed runs, and what was not proved is listed."""
 
+import os
 import sys
+import time
+from dataclasses import replace
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 
+from labkit.book.on_gpus import FIGURE, REPORT, store, substitutions
+from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import project_root
+from labkit.profiling.gpu_report import GpuReport, read
 from tests.gpu import __main__ as kit
 from tests.gpu.machine import Machine
 
+ABSENT = ("nbclient", "nbformat", "ipykernel", "IPython", "expecttest", "matplotlib_inline")
+SITE = f"""
+from importlib.machinery import PathFinder
 
-def test_a_rehearsal_runs_and_proves_nothing_about_gpus(monkeypatch, capsys, tmp_path):
-    parts = ["streams", "precision", "memory", "draws"]
+find = PathFinder.find_spec
+
+def find_spec(name, *args):
+    return None if name.partition(".")[0] in {ABSENT!r} else find(name, *args)
+
+PathFinder.find_spec = find_spec
+"""
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory) -> tuple[CompletedProcess[str], GpuReport]:
+    """Some parts in a Python that has no notebook tools and no expecttest, and nothing installed
+    of this project.
+    """
+    folder = tmp_path_factory.mktemp("rehearsal")
+    (folder / "sitecustomize.py").write_text(SITE)
+    parts = ["streams", "draws", "memory", "overlap", "meshes", "pytorch", "chapters"]
     words = [word for part in parts for word in ("-k", part)]
-    file = tmp_path / "report.md"
-    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--report", str(file), *words])
-    monkeypatch.chdir(project_root())
-    assert kit.main() == 0
-    said = capsys.readouterr().out
-    assert "nothing in this table was proved on a GPU" in said
-    assert "30 of 30 as printed" in said
-    assert "FAILED" not in said
-    assert torch.__version__ in file.read_text()
+    file = folder / "report.json"
+    command = ["-m", "tests.gpu", "--device", "cpu", "--report", str(file), "--minutes", "20"]
+    path = os.pathsep.join((str(folder), str(project_root() / "src")))
+    environment = os.environ | {"PYTHONPATH": path}
+    done = run_guarded(
+        [sys.executable, *command, *words], 1200, cwd=project_root(), env=environment
+    )
+    return done, read(file)
+
+
+def test_a_rehearsal_runs_without_what_a_node_lacks_and_proves_nothing_about_gpus(rehearsal):
+    done, report = rehearsal
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing in this table was proved on a GPU" in done.stdout
+    assert "30 of 30 as printed" in done.stdout
+    outcomes = {proof.outcome for proof in report.proofs}
+    assert outcomes == {"rehearsed", "not proved"}
+    reasons = {proof.part: proof.detail for proof in report.proofs}
+    assert reasons["pytorch"] == "needs expecttest"
+    assert reasons["chapters"].startswith("needs nbclient")
+    assert report.versions["torch"] == torch.__version__
+
+
+def test_a_rehearsal_is_not_stored_and_the_page_says_that_there_is_nothing(rehearsal, tmp_path):
+    _, report = rehearsal
+    assert report.rehearsal
+    report.write(tmp_path / "report.json")
+    with pytest.raises(ValueError, match="rehearsal"):
+        store(tmp_path / "report.json", tmp_path)
+    assert not (tmp_path / REPORT).exists()
+    assert "Nothing in this book has been run on a GPU" in substitutions(tmp_path)["gpu_report"]
+
+
+def test_a_report_that_is_stored_shows_its_card_rows_and_timelines(rehearsal, tmp_path):
+    _, rehearsed = rehearsal
+    versions = {"GPUs": "Card of a test, Card of a test", "driver": "1.2"}
+    real = replace(rehearsed, rehearsal=False, versions=versions)
+    (tmp_path / REPORT).parent.mkdir()
+    real.write(tmp_path / "report.json")
+    store(tmp_path / "report.json", tmp_path)
+    assert read(tmp_path / REPORT) == real
+    said = substitutions(tmp_path)
+    assert "Run on Card of a test**" in said["gpu_report"]
+    assert "driver 1.2" in said["gpu_report"]
+    assert said["gpu_report"].count("\n| `") == len(real.proofs)
+    assert set(real.timelines) == {"MiniDDP", "torch DDP"}
+    assert "Card of a test" in said["gpu_timelines"]
+    assert f"/{FIGURE}" in said["gpu_timelines"]
+    assert (tmp_path / FIGURE).read_text().lstrip().startswith("<?xml")
 
 
 def test_what_fails_or_needs_more_gpus_than_there_are_is_no_proof():
@@ -31,9 +96,28 @@ def test_what_fails_or_needs_more_gpus_than_there_are_is_no_proof():
 
     one = Machine("cuda", ("H100",))
     outcomes = [
-        next(kit.prove(kit.Part("name", "claim", gpus, find), one)).outcome for gpus in (1, 2)
+        next(kit.prove(kit.Part("name", "claim", gpus, 60, find), one)).outcome for gpus in (1, 2)
     ]
     assert outcomes == ["FAILED", "not proved"]
+
+
+def test_a_part_ends_with_its_time_and_what_does_not_fit_is_listed():
+    def find(machine):
+        time.sleep(0.2)
+        machine.deadline.left(60)
+        yield
+
+    parts = [kit.Part(name, "claim", 1, 0.2, find) for name in ("first", "second")]
+    reports = []
+
+    def report(proofs, seconds):
+        reports.append(len(proofs))
+
+    proofs = kit.prove_all(parts, Machine("cpu", ()), 0.002, report)
+    assert [proof.outcome for proof in proofs] == ["not proved"] * 2
+    assert "of this part were over" in proofs[0].detail
+    assert proofs[1].detail == "did not fit into 0.002 minutes"
+    assert reports == [1, 2]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="is about a machine without a GPU")

@@ -22,23 +22,24 @@ _SHARDED = {
 
 
 def draw_who_holds_what(world_size: int = 4) -> Figure:
-    """One panel per way, one column per rank; filled parts are held there."""
+    """One panel per way, one column per rank; filled parts are held there.
+
+    Each quarter of a tensor has a color of its own, on whichever rank it is.
+    """
     use()
     figure, panels = plt.subplots(1, len(_SHARDED), figsize=(9, 3.2), sharey=True)
     for axes, (way, sharded) in zip(panels, _SHARDED.items(), strict=True):
         for rank in range(world_size):
             for height, part in enumerate(_PARTS):
-                share, first = (
-                    (1 / world_size, rank / world_size) if part in sharded else (1, 0)
-                )
-                bottom = height + 0.1
-                held = Rectangle(
-                    (rank, bottom + 0.8 * first), 0.8, 0.8 * share, color=RANKS[rank]
-                )
+                bottom, share = height + 0.1, 0.8 / world_size
+                held = [rank] if part in sharded else range(world_size)
+                for quarter in held:
+                    corner = rank, bottom + share * quarter
+                    color = RANKS[quarter]
+                    axes.add_patch(Rectangle(corner, 0.8, share, color=color, lw=0))
                 whole = Rectangle(
                     (rank, bottom), 0.8, 0.8, fill=False, ec=TRUTH, lw=0.6
                 )
-                axes.add_patch(held)
                 axes.add_patch(whole)
         axes.set_title(way, fontsize=11)
         axes.set(xlim=(-0.2, world_size), ylim=(0, len(_PARTS)), xlabel="rank")

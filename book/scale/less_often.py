@@ -50,14 +50,21 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def three_rounds(rank: int, outer_step: Callable[..., Any]) -> list[Tensor]:
-    """The common weights after each of three rounds with a reader's outer step."""
+def three_rounds(
+    rank: int, outer_step: Callable[..., Any], lr: float, momentum: float
+) -> list[tuple[Tensor, list[str]]]:
+    """Three rounds with a reader's outer step: after each, the common weights, and the
+    arguments that it changed.
+    """
     common, velocity, seen = torch.ones(3), torch.zeros(3), []
     for number in range(1, 4):
         # Stands for the inner steps, which move every rank on in its own way.
         local = common - number * torch.tensor([1.0, 2.0, 3.0]) * (1 + rank)
-        common, velocity = outer_step(common, local, velocity, 0.5, 0.9)
-        seen.append(common.clone())
+        given = {"common": common, "local": local, "velocity": velocity}
+        before = {name: tensor.clone() for name, tensor in given.items()}
+        common, velocity = outer_step(*given.values(), lr, momentum)
+        changed = [name for name in given if not given[name].equal(before[name])]
+        seen.append((common.clone(), changed))
     return seen
 
 

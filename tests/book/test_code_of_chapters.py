@@ -26,7 +26,7 @@ from when_a_node_fails import interrupted_runs, missing
 from when_to_multiply import Experiment, try_factors
 
 BOOK = project_root() / "book"
-MODULES = sorted(BOOK.glob("*/*.py"))
+MODULES = sorted(p for p in BOOK.glob("*/*.py") if not p.name.endswith(".solutions.py"))
 
 
 def imported_by(source: str) -> set[str]:

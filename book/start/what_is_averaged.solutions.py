@@ -1,0 +1,88 @@
+"""Answers to try this chapter's checks on."""
+
+
+# %% check_drift right: all replicas are gathered
+def gathered(model):
+    drift = 0.0
+    for p in model.parameters():
+        copies = [torch.empty_like(p) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, p.detach().contiguous())
+        stacked = torch.stack(copies)
+        drift = max(drift, (stacked.amax(0) - stacked.amin(0)).max().item())
+    return drift
+
+
+# %% check_drift right: one flat vector, and MAX of the negative
+def flat(model):
+    values = torch.cat([p.detach().flatten() for p in model.parameters()])
+    both = torch.cat([values, -values])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return sum(both.chunk(2)).max().item()
+
+
+# %% check_drift wrong: only the last parameter counts
+def last_parameter(model):
+    for p in model.parameters():
+        high, low = p.detach().clone(), p.detach().clone()
+        dist.all_reduce(high, op=dist.ReduceOp.MAX)
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        largest = (high - low).max().item()
+    return largest
+
+
+# %% check_drift wrong: only the first parameter counts
+def first_parameter(model):
+    p = next(model.parameters())
+    high, low = p.detach().clone(), p.detach().clone()
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    return (high - low).max().item()
+
+
+# %% check_drift wrong: the sum of the differences
+def summed(model):
+    total = 0.0
+    for p in model.parameters():
+        high, low = p.detach().clone(), p.detach().clone()
+        dist.all_reduce(high, op=dist.ReduceOp.MAX)
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        total += (high - low).sum().item()
+    return total
+
+
+# %% check_drift wrong: rank 0 is the reference
+def against_rank_0(model):
+    largest = torch.zeros(())
+    for p in model.parameters():
+        first = p.detach().clone()
+        dist.broadcast(first, src=0)
+        largest = torch.maximum(largest, (p.detach() - first).abs().max())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+# %% check_drift wrong: each rank has its own number
+def own_number(model):
+    largest = 0.0
+    for p in model.parameters():
+        mean = p.detach().clone()
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        largest = max(largest, (p.detach() - mean).abs().max().item())
+    return largest
+
+
+# %% check_drift wrong: it all-reduces into the weights themselves
+def into_the_weights(model):
+    largest = 0.0
+    for p in model.parameters():
+        low = p.detach().clone()
+        dist.all_reduce(p.data, op=dist.ReduceOp.MAX)
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        largest = max(largest, (p.data - low).max().item())
+    return largest
+
+
+# %% check_drift wrong: the number of the example
+def written_in(model):
+    return 0.75

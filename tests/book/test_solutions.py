@@ -1,0 +1,52 @@
+"""Every check of an exercise accepts right answers that look different, and no wrong one."""
+
+import contextlib
+import io
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from exercise_cells import answer_in, checks_of, solutions_of, state_for
+
+from labkit.book.chapters import chapters_of
+from labkit.launch import project_root
+
+CHECKS = [
+    (chapter, check)
+    for chapter in chapters_of(project_root() / "book")
+    if chapter.with_suffix(".solutions.py").exists()
+    for check in checks_of(chapter)
+]
+
+
+def said_to(answer: Any, check: Callable[[Any], None]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            check(answer)
+        except Exception as error:
+            return f"{said.getvalue().strip()} {type(error).__name__}: {error}"
+    return said.getvalue().strip()
+
+
+@pytest.mark.parametrize(("chapter", "check"), CHECKS, ids=lambda p: getattr(p, "stem", p))
+def test_a_check_is_tried_on_three_wrong_answers_and_two_right_ones(chapter, check):
+    tried = Counter(s.expected for s in solutions_of(chapter) if s.check == check)
+    assert tried["wrong"] >= 3
+    assert tried["right"] >= 2
+
+
+@pytest.mark.parametrize(("chapter", "check"), CHECKS, ids=lambda p: getattr(p, "stem", p))
+def test_a_check_tells_wrong_answers_from_right_ones(chapter, check, monkeypatch):
+    monkeypatch.chdir(chapter.parent)
+    solutions = [s for s in solutions_of(chapter) if s.check == check]
+    state = state_for(chapter, check, [s.source for s in solutions])
+    mistaken = []
+    for solution in solutions:
+        said = said_to(answer_in(solution, state), state[check])
+        print(f"{solution.expected}: {solution.title} → {said}")
+        right = said == "Right."
+        helps = said.startswith("Not yet: ") and "it raises an error" not in said
+        if not (right if solution.expected == "right" else helps):
+            mistaken.append(f"{solution.expected}: {solution.title} → {said}")
+    assert not mistaken, "\n".join(mistaken)

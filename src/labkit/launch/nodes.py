@@ -46,7 +46,7 @@ from typing import Any
 
 from labkit.launch.arguments import positive
 from labkit.launch.forks import forked, fresh_randomness, start_forked, stop_forked
-from labkit.launch.guard import die_with_parent
+from labkit.launch.guard import die_with_parent, has_children
 from labkit.launch.memory import check_memory, loading
 
 GRACE = 60.0  # seconds
@@ -87,11 +87,17 @@ def main() -> None:
 
 
 def run_warm(
-    arguments: Sequence[str], timeout: float, cwd: Path, env: Mapping[str, str], nodes: int = 1
+    arguments: Sequence[str],
+    timeout: float,
+    cwd: Path,
+    env: Mapping[str, str],
+    nodes: int = 1,
+    linger: float = 0.0,
 ) -> "subprocess.CompletedProcess[str]":
     """Run torchrun with `arguments`, its options and the script; capture what it prints.
 
     One agent runs for each of `nodes`. `arguments` must not name the rendezvous: this adds it.
+    What the ranks leave behind, such as the doctor's watcher, gets `linger` seconds to end.
     Nothing that it started is left when this returns, raises, or when the caller is killed.
     Raises subprocess.TimeoutExpired after `timeout` seconds, and
     `labkit.launch.forks.NotStartedError` if no process can be started.
@@ -101,7 +107,8 @@ def run_warm(
         files = [Path(name, "stdout"), Path(name, "stderr")]
         place = {"folder": cwd, "environment": environment, "stdout": files[0], "stderr": files[1]}
         code = None
-        with forked(_supervise, [*options, *arguments], nodes, place) as supervisor:
+        job = ([*options, *arguments], nodes, linger, place)
+        with forked(_supervise, *job) as supervisor:
             if supervisor.poll(timeout):
                 try:
                     code = supervisor.recv()
@@ -114,9 +121,16 @@ def run_warm(
     return subprocess.CompletedProcess(list(arguments), code, *said)
 
 
-def _supervise(caller: Connection, arguments: list[str], nodes: int, place: dict[str, Any]) -> None:
+def _supervise(
+    caller: Connection, arguments: list[str], nodes: int, linger: float, place: dict[str, Any]
+) -> None:
     agents = [start_forked(_warm_agent, arguments, **place) for _ in range(nodes)]
-    caller.send(_end_of(agents, caller))
+    code = _end_of(agents, caller)
+    deadline = time.monotonic() + linger
+    while time.monotonic() < deadline and has_children():
+        if caller.poll(0.02):
+            return  # it never sends: it has left
+    caller.send(code)
 
 
 def _warm_agent(arguments: list[str]) -> None:

@@ -28,6 +28,7 @@ same path without the Linux system calls. On Windows, use WSL.
 """
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import linecache
@@ -69,6 +70,9 @@ _TOGETHER = 0.25
 _NOISE = re.compile(r"^(\[rank\d+\]:)?\[?[EWI]\d{4} \d\d:\d\d:\d\d|^\[Gloo\] Rank \d+ is connected")
 
 
+_STUCK_AFTER = contextvars.ContextVar[float | None]("_STUCK_AFTER", default=None)
+
+
 class RanksError(RuntimeError):
     """A rank ended without an exception of its own, or the call could not be sent to the ranks.
 
@@ -96,6 +100,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = 60.0,
+    stuck_after: float | None = None,
     device: str = "auto",
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
@@ -108,6 +113,10 @@ def run_ranks(
         args: values for the other parameters of `fn`, in order, the same on every rank.
         timeout: seconds for the function, counted from the moment when all ranks have joined the
             process group. Joining may take as long, but at least 30 s.
+        stuck_after: end the call, like a timeout, once all unfinished ranks wait for each other on
+            the CPU and none has moved for so many seconds (`labkit.launch.stillness`; Linux). None:
+            only `timeout` ends it, or what `ends_when_stuck` says. A rank that catches a time limit
+            of its own, such as that of `Work.wait`, needs more.
         device: "auto" takes NCCL and `cuda:rank` if there are `world_size` GPUs, and otherwise gloo
             on the CPU. "cpu" always takes the CPU. "cuda" requires GPUs; ranks share them, over
             gloo, if there are fewer than `world_size`.
@@ -118,9 +127,9 @@ def run_ranks(
             the memory does not hold so many ranks (`labkit.launch.memory.check_memory`).
         the rank's own exception: the first one that a rank raised. Its notes hold that rank's
             traceback and the state of the other ranks.
-        RanksTimeoutError: the time is up, for joining or for the function. The text says for each
-            rank whether it finished, or in which collective it waits and at which line of the
-            caller's code.
+        RanksTimeoutError: the time is up, for joining or for the function, or the ranks are stuck.
+            The text says for each rank whether it finished, or in which collective it waits and at
+            which line of the caller's code.
         RanksError: a rank called sys.exit or os._exit or was killed, its result cannot be sent
             back, or `fn` cannot be pickled.
 
@@ -129,6 +138,7 @@ def run_ranks(
     storage with it (return a clone).
     """
     _check(fn, world_size, args, timeout)
+    stuck_after = _STUCK_AFTER.get() if stuck_after is None else stuck_after
     check_memory(world_size)
     devices, backend = choose_devices(world_size, device, "device")
     payload, code = _ship(fn, args), getattr(_innermost(fn), "__code__", None)
@@ -141,6 +151,7 @@ def run_ranks(
         environment=_environment(env),
         cells=_cells(),
         modules=_own_modules(payload),
+        stuck_after=stuck_after,
     )
     outcome = _supervised(job)
     for rank, (stdout, stderr) in enumerate(outcome.outputs):
@@ -149,6 +160,16 @@ def run_ranks(
     if any(report.status != "returned" for report in outcome.reports):
         _raise_first_failure(outcome, job)
     return [_receive(rank, report) for rank, report in enumerate(outcome.reports)]
+
+
+@contextlib.contextmanager
+def ends_when_stuck(seconds: float) -> Iterator[None]:
+    """Within this context, `stuck_after` of `run_ranks` is `seconds` unless it is given."""
+    token = _STUCK_AFTER.set(seconds)
+    try:
+        yield
+    finally:
+        _STUCK_AFTER.reset(token)
 
 
 def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> None:
@@ -340,9 +361,12 @@ def _first_failure(reports: list[Report]) -> int | None:
 def _raise_timeout(outcome: Outcome, states: tuple[str, ...], job: Job) -> NoReturn:
     late = [report for report in outcome.reports if report.status == "unfinished"]
     lines = "\n".join(f"  {line}" for line in states)
-    what, seconds = "finish", job.timeout
+    what = f"did not finish within {job.timeout:g} s"
+    if outcome.stuck:
+        what = f"wait, none has moved for {job.stuck_after:g} s"
     if not outcome.all_joined:
-        what, seconds = "start", max(job.timeout, JOIN_WITHIN)
+        seconds = max(job.timeout, JOIN_WITHIN)
+        what = f"did not start within {seconds:g} s"
         action = (
             "try again when the machine is less busy, with fewer ranks, or with a timeout= above "
             f"{seconds:g}."
@@ -354,8 +378,7 @@ def _raise_timeout(outcome: Outcome, states: tuple[str, ...], job: Job) -> NoRet
         )
     else:
         action = "pass a larger timeout= if the work takes that long, or fix the endless loop."
+    of = f"{len(late)} of {job.world_size} ranks"
     raise RanksTimeoutError(
-        f"{len(late)} of {job.world_size} ranks did not {what} within {seconds:g} s, and every "
-        f"rank was stopped.\n{lines}\nNext: {action}",
-        states,
+        f"{of} {what}, and every rank was stopped.\n{lines}\nNext: {action}", states
     )

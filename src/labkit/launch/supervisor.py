@@ -5,9 +5,9 @@
    ranks.
 2. Each rank joins a process group over the loopback interface, calls the function, and sends its
    result or its error to the supervisor. The store is a file, so nothing listens for it.
-3. The supervisor collects reports until every rank has reported, one has failed, the time is up, or
-   the caller is gone. After a failure or a timeout it asks the ranks that still run for their
-   stacks (`labkit.launch.rank_states`).
+3. The supervisor collects reports until every rank has reported, one has failed, the time is up,
+   the caller is gone, or all wait and none moves (`labkit.launch.stillness`). After a failure or a
+   timeout it asks the ranks that still run for their stacks (`labkit.launch.rank_states`).
 4. If all returned, it lets them exit: a rank that left earlier would close its connections to a
    slower one. Then it ends what remains, and sends the caller the reports and the ranks' output.
 """
@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from labkit.launch.forks import fresh_randomness, start_forked, stop_forked
 from labkit.launch.rank_states import Frame, RankState, describe, read_stack, show_cells_as
+from labkit.launch.stillness import Stillness
 
 HANDED = ("rank", "world_size", "device")
 # A rank raises one of these when another rank has failed: it is not the cause.
@@ -70,6 +71,7 @@ class Job(NamedTuple):
     environment: dict[str, str]
     cells: dict[str, str]  # text of the files that exist only in the caller's kernel
     modules: tuple[str, ...] = ()  # what the supervisor imports, so that not each rank does
+    stuck_after: float | None = None  # seconds
 
     @property
     def world_size(self) -> int:
@@ -93,6 +95,7 @@ class Outcome(NamedTuple):
     reports: list[Report]
     outputs: list[tuple[str, str]]
     all_joined: bool  # whether all ranks joined the process group
+    stuck: bool  # whether they were ended because all of them waited and none moved
 
 
 class _CallerGoneError(Exception):
@@ -119,7 +122,7 @@ def supervise(caller: Connection, job: Job) -> None:
             stop_forked(*ranks.processes)
         reports = [ranks.reports[rank] for rank in range(job.world_size)]
         with contextlib.suppress(BrokenPipeError):
-            caller.send(Outcome(reports, ranks.outputs(), ranks.all_joined))
+            caller.send(Outcome(reports, ranks.outputs(), ranks.all_joined, ranks.stuck))
     except _CallerGoneError:
         pass
     finally:
@@ -134,6 +137,7 @@ class _Ranks:
         self.folder = folder
         self.reports: dict[int, Report] = {}
         self.joined: set[int] = set()
+        self.stuck = False
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
 
@@ -161,9 +165,12 @@ class _Ranks:
         return [r for r in range(self.job.world_size) if r not in self.reports]
 
     def watch(self, caller: Connection) -> bool:
-        """Collect reports. True if every rank returned; False after a failure or a timeout."""
+        """Collect reports. True if every rank returned; False after a failure, after a timeout, or
+        if the ranks are stuck.
+        """
         deadline = time.monotonic() + max(self.job.timeout, JOIN_WITHIN)
         counts = False  # whether the function's own time has begun
+        stillness = Stillness([process.pid for process in self.processes])
         while self.unfinished:
             if not counts and self.all_joined:
                 counts, deadline = True, time.monotonic() + self.job.timeout
@@ -172,7 +179,9 @@ class _Ranks:
             if failed:
                 self._settle(caller, min(deadline, time.monotonic() + _SETTLE))
                 return False
-            if time.monotonic() >= deadline:
+            if counts and self.job.stuck_after and stillness.seconds() >= self.job.stuck_after:
+                self.stuck = self._all_wait()
+            if self.stuck or time.monotonic() >= deadline:
                 return False
         return all(report.status == "returned" for report in self.reports.values())
 
@@ -224,6 +233,15 @@ class _Ranks:
             if now == before and all(state.waits for state in now):
                 return
             before = now
+
+    def _all_wait(self) -> bool:
+        """Whether every unfinished rank waits for others, at the same place in two looks.
+
+        A GPU computes without a thread that runs.
+        """
+        on_cpu = all(device == "cpu" for device in self.job.devices)
+        before, now = (self._look() for _ in range(2)) if on_cpu else ([], [])
+        return bool(now) and now == before and all(state.waits for state in now)
 
     def _look(self) -> list[RankState]:
         """Ask every unfinished rank for its stack, and read it."""

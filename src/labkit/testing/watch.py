@@ -69,11 +69,11 @@ class RecordedCollectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        op = func.overloadpacket.__name__
-        if func.namespace in _NAMESPACES and op not in _NOT_COLLECTIVE:
+        # First what is cheap: every operation of torch passes through here.
+        if func.namespace in _NAMESPACES and func.overloadpacket.__name__ not in _NOT_COLLECTIVE:
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             launch = LaunchedCollective(
-                op,
+                func.overloadpacket.__name__,
                 tuple(tuple(tensor.shape) for tensor in tensors),
                 str(tensors[0].dtype).removeprefix("torch.") if tensors else "nothing",
                 sum(_elements(tensor) * tensor.element_size() for tensor in tensors),

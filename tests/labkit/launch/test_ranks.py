@@ -26,6 +26,7 @@ from labkit.launch.rank_states import STARTING
 from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 from labkit.launch.scripts import run_script
 from labkit.launch.supervisor import Outcome, Report
+from labkit.profiling.slow_link import SlowLink
 
 
 @dataclass
@@ -338,7 +339,7 @@ def test_the_time_that_ranks_take_to_join_does_not_count(script):
 
 def test_ranks_that_could_not_start_are_told_from_a_function_that_takes_too_long(monkeypatch):
     reports = [Report("unfinished", STARTING, waits=True)] * 2
-    outcome = Outcome(reports, [("", "")] * 2, all_joined=False)
+    outcome = Outcome(reports, [("", "")] * 2, all_joined=False, stuck=False)
     monkeypatch.setattr("labkit.launch.ranks._supervised", lambda job: outcome)
     with pytest.raises(
         RanksTimeoutError, match=r"2 of 2 ranks did not start within 30 s(.|\n)*busy"
@@ -355,7 +356,86 @@ def test_a_hang_inside_backward_is_told_as_such():
     with pytest.raises(
         RanksTimeoutError, match=r"rank 0: is inside backward\(\), computing or wait"
     ):
-        run_ranks(work, 2, timeout=8)
+        run_ranks(work, 2, stuck_after=1)
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="stillness reads /proc")
+
+
+@linux
+def test_ranks_that_wait_for_each_other_forever_end_long_before_the_timeout():
+    def work(rank):
+        if rank == 0:
+            dist.all_reduce(torch.ones(2_000_000))
+        elif rank == 1:
+            dist.recv(torch.ones(3), 2)
+
+    began = time.monotonic()
+    with pytest.raises(RanksTimeoutError, match=r"2 of 3 ranks wait, none has moved for 1 s") as e:
+        run_ranks(work, 3, timeout=300, stuck_after=1)
+    assert time.monotonic() - began < 150
+    assert [state.split(",")[0] for state in e.value.states] == [
+        "rank 0: waits in all_reduce",
+        "rank 1: waits in recv",
+        "rank 2: finished",
+    ]
+
+
+def sleep():
+    time.sleep(1.5)
+
+
+def compute():
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        torch.ones(300, 300) @ torch.ones(300, 300)
+
+
+def wait_for_a_program():
+    subprocess.run(["sleep", "1.5"], check=True)
+
+
+def wait_for_a_thread():
+    later = torch.futures.Future()
+    threading.Timer(1.5, later.set_result, [None]).start()
+    later.wait()
+
+
+def be_stopped():
+    waker = f"sleep 1.5; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", f"({waker}) &"], start_new_session=True).wait()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_in_backward():
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: time.sleep(1.5))
+    x.sum().backward()
+
+
+@linux
+@pytest.mark.parametrize(
+    "what",
+    [sleep, compute, wait_for_a_program, wait_for_a_thread, be_stopped, sleep_in_backward],
+)
+def test_ranks_that_wait_for_a_slow_one_are_not_stuck(what):
+    def work(rank):
+        if rank == 1:
+            what()
+        dist.all_reduce(torch.ones(1))
+        return rank
+
+    assert run_ranks(work, 2, stuck_after=0.2) == [0, 1]
+
+
+@linux
+def test_a_message_that_takes_long_is_no_reason_to_end_a_run():
+    def work(rank):
+        link = SlowLink(gbit_per_s=0.01)
+        dist.all_reduce(torch.ones(400_000), group=link)
+        return rank
+
+    assert run_ranks(work, 2, stuck_after=0.2, device="cpu") == [0, 1]
 
 
 def two_more(rank, x, y):

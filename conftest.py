@@ -10,11 +10,13 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from labkit.launch.forks import shared_server
+
 # One thread per process: each test starts processes that are as many as the cores, or more. Threads
 # of several processes on one core wait for each other in a loop: what takes a second takes ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Why: labkit.launch.forks.schedule_as_batch. The processes that tests start inherit it.
+# Why: labkit.launch.fork_server.schedule_as_batch. The processes that tests start inherit it.
 if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -52,6 +54,14 @@ LONGEST_FIRST = (
     "tests/labkit/testing/test_museum.py",
     "tests/labkit/launch/test_ranks.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all workers, and all that tests start, fork their ranks from one process."""
+    if not hasattr(config, "workerinput"):
+        sharing = contextlib.ExitStack()
+        sharing.enter_context(shared_server())
+        config.add_cleanup(sharing.close)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

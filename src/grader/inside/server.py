@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
 
 from grader.inside.values import ValuesError, pack, unpack
-from labkit.launch.forks import schedule_as_batch
+from labkit.launch.fork_server import schedule_as_batch
 from labkit.launch.guard import (
     adopt_orphans,
     die_with_parent,

@@ -23,6 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
+from labkit.launch.forks import shared_server
 from labkit.launch.kernels import AsyncKernelThroughFiles
 from labkit.launch.scripts import project_root
 
@@ -172,7 +173,7 @@ def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
         return failure
 
     # Two at once: chapters start several processes of their own.
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with shared_server(), ThreadPoolExecutor(max_workers=2) as pool:
         failures = [failure for failure in pool.map(run, jobs) if failure]
     if failures:
         sys.exit("\n\n".join(failures))

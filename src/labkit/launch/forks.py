@@ -8,8 +8,9 @@
         answer = connection.recv()
 
 `start_forked` forks the calling process, which should have no threads. `forked` asks a server that
-has imported torch once, on first use; each fork then takes milliseconds. The server holds no port
-and no file, and ends with the process that started it.
+has imported torch once, on first use; each fork then takes milliseconds. The server holds no port,
+and ends with the process that started it. By default that is the process that asks; all that are
+started inside `shared_server` ask the same one.
 
 A process of `forked` is a supervisor: it leads a session of its own and adopts orphans, so when it
 ends, nothing that it started is left. It has to return when its connection closes: that is how it
@@ -19,7 +20,7 @@ learns that its caller is gone, for whatever reason. It may start further proces
 
 import atexit
 import contextlib
-import importlib
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -28,22 +29,30 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
-from labkit.launch.guard import adopt_orphans, die_with_parent, kill_descendants, own_session
-from labkit.launch.memory import gather_memory, loading
+from labkit.launch import own_sockets
+from labkit.launch.fork_server import extend
+from labkit.launch.guard import die_with_parent, own_session
+from labkit.launch.surroundings import Surroundings, send_outputs
 
 # Seconds in which a supervisor ends after its caller has left. It is not waited for any longer.
 _END_WITHIN = 20.0
-_STARTED = "started"
-_SERVER = "import sys; sys.path[:] = {}; from labkit.launch.forks import serve; serve({}, {})"
+_START_WITHIN = 300.0  # seconds; a server that is asked for the first time has to load torch
+SHARED = "LABKIT_FORK_SERVER"  # environment variable: whose server it is, and its address
+_SERVER = """
+import select, sys
+if {1} not in select.select([{0}, {1}], [], [])[0]:
+    sys.path[:] = {path}
+    from labkit.launch.fork_server import serve
+    serve(*{arguments})
+"""
 
 
 class NotStartedError(RuntimeError):
@@ -132,86 +141,161 @@ def fresh_randomness() -> None:
 class ForkServer:
     """A process that has imported torch and `modules`, and forks itself on request.
 
-    It starts on first use and ends with this process, or with `stop`. If it was killed, the next
-    call starts another.
+    Inside `shared_server`, this process and the others there ask the same one. Otherwise it starts
+    on first use, and ends with this process or with `stop`. If it was killed, the next call starts
+    another.
     """
 
     def __init__(self, *modules: str) -> None:
         self.modules = modules
         self._process: subprocess.Popen[bytes] | None = None
-        self._requests: socket.socket | None = None
+        self._lifeline: socket.socket | None = None
+        self._address = ""
         self._starting = threading.Lock()
 
     @property
     def pid(self) -> int | None:
-        """The server's process; None before the first use."""
+        """The server's process; None before it is started here."""
         return self._process.pid if self._process else None
 
     @contextlib.contextmanager
     def forked(self, target: Callable[..., None], *args: Any) -> Iterator[Connection]:
         """Run `target(connection, *args)` in a new process; give the other end of the connection.
 
-        `target` and `args` are pickled by name; the new process has this one's sys.path and working
-        directory. On leaving, the connection is closed and the end of the process is awaited.
-        Raises NotStartedError if no process can be started.
+        `target` and `args` are pickled by name. The new process has from this one what a child
+        would have: `Surroundings`, and its standard output and error. On leaving, the connection is
+        closed and the end of the process is awaited. Raises NotStartedError if no process can be
+        started.
         """
         ours = self._ask_for_a_fork()
         try:
-            ours.send((sys.path, os.getcwd()))
+            ours.send(Surroundings.here())
             ours.send((target, args))
             yield ours
         finally:
             _await_end(ours)
 
+    def start(self) -> str:
+        """Start the server, if it does not run, and return its address.
+
+        It loads nothing before it is asked for the first time.
+        """
+        with self._starting:
+            if self._lifeline is None:
+                self._start()
+            return self._address
+
     def stop(self) -> None:
         """End the server. Processes that it has forked go on."""
         with self._starting:
-            if self._process is not None and self._requests is not None:
-                self._requests.close()
-                self._requests = None
+            if self._process is not None and self._lifeline is not None:
+                self._lifeline.close()
+                self._lifeline = None
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=5)
+                own_sockets.remove(self._address)
 
     def _ask_for_a_fork(self) -> Connection:
         if not hasattr(os, "fork"):
             raise NotStartedError("this system cannot fork processes; on Windows, use WSL")
+        if shared := _shared_address():
+            with contextlib.suppress(EOFError, OSError):
+                return _ask_shared(shared, self.modules)
         reason = ""
         for _ in range(3):
-            here, there = socket.socketpair()
-            ours = Connection(here.detach())
             try:
-                with self._starting, there:
-                    socket.send_fds(self._running(), [b"\0"], [there.fileno()])
-                if ours.recv() == _STARTED:
-                    return ours
+                return _ask(self.start())
             except (EOFError, OSError) as error:  # it was killed, or cannot fork
                 reason = f"{type(error).__name__}: {error}"
                 self.stop()
-                ours.close()
-            except BaseException:
-                ours.close()
-                raise
         raise NotStartedError(reason)
 
-    def _running(self) -> socket.socket:
-        if self._requests is None:
-            here, there = socket.socketpair()
+    def _start(self) -> None:
+        self._address = own_sockets.new_address()
+        here, there = socket.socketpair()
+        with there, own_sockets.listen(self._address) as listener:
+            files = listener.fileno(), there.fileno()
             modules = [*self.modules, *_of_pytest()]
-            command = _SERVER.format(sys.path, there.fileno(), modules)
-            with there:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", command],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[there.fileno()],
-                    start_new_session=True,  # a notebook's kernel waits for children in its own
-                )
-            self._requests = here
-            atexit.register(self.stop)
-        return self._requests
+            arguments = (*files, self._address, modules)
+            command = _SERVER.format(*files, path=sys.path, arguments=arguments)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", command],
+                stdin=subprocess.DEVNULL,
+                pass_fds=files,
+                start_new_session=True,  # a notebook's kernel waits for children in its own
+            )
+        self._lifeline = here
+        atexit.register(self.stop)
 
 
-_SHARED = ForkServer()
-forked = _SHARED.forked
+_OF_THIS_PROCESS = ForkServer()
+forked = _OF_THIS_PROCESS.forked
+
+
+@contextlib.contextmanager
+def shared_server() -> Iterator[None]:
+    """Inside the block, this process and all that it starts ask one server, by a variable.
+
+    The server ends with the block, or with this process. A process that cannot reach it, or that
+    runs in another Python environment, container, or control group, starts its own.
+    """
+    before = os.environ.get(SHARED)
+    if _shared_address():
+        yield
+        return
+    server = ForkServer()
+    os.environ[SHARED] = f"{_this_python()}:{server.start()}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SHARED]
+        else:
+            os.environ[SHARED] = before
+        server.stop()
+
+
+def _this_python() -> str:
+    """What a server's modules depend on: two processes with the same one can share it."""
+    return hashlib.sha256(f"{sys.version} {sys.prefix} {__file__}".encode()).hexdigest()[:16]
+
+
+def _shared_address() -> str:
+    """The address of the server that this process shares with others, or an empty string."""
+    python, _, address = os.environ.get(SHARED, "").partition(":")
+    return address if python == _this_python() else ""
+
+
+def _ask(address: str) -> Connection:
+    """A new fork of the server there. Raises OSError or EOFError if it cannot be reached."""
+    with own_sockets.connect(address) as connection:
+        send_outputs(connection)
+        ours = Connection(connection.detach())
+    try:
+        if not ours.poll(_START_WITHIN):
+            raise TimeoutError(f"no answer in {_START_WITHIN:g} s")
+        ours.recv()
+    except BaseException:
+        ours.close()
+        raise
+    return ours
+
+
+def _ask_shared(address: str, modules: Sequence[str]) -> Connection:
+    """The same, of a shared server, or of one that is forked from it and has `modules`, too."""
+    if not modules:
+        return _ask(address)
+    extended = f"{address}-{'-'.join(modules)}"
+    with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+        return _ask(extended)
+    with _ask(address) as fork:
+        fork.send(
+            None
+        )  # the surroundings of the server: they will be those of other callers' forks
+        fork.send((extend, (extended, sys.path, modules)))
+        with contextlib.suppress(EOFError):  # another process was first
+            fork.recv()
+    return _ask(extended)
 
 
 def _await_end(connection: Connection) -> None:
@@ -233,69 +317,3 @@ def _of_pytest() -> list[str]:
     """
     rewrite = "_pytest.assertion.rewrite"
     return [rewrite] if rewrite in sys.modules else []
-
-
-def schedule_as_batch() -> None:
-    """Use SCHED_BATCH for this thread, and for threads and processes that it starts from now on.
-
-    Otherwise gloo's thread that waits for the sockets interrupts another one, which may hold the
-    lock of that very connection. `Pair::handleEvents` (gloo/transport/tcp/pair.cc) then fails to
-    take the lock and is called again at once, until its time slice ends after some milliseconds.
-    Measured on two cores, for an all-reduce of ten numbers: 0.2 ms instead of 1.3 on two ranks, 0.7
-    instead of 3.8 on four. Needs no privilege; macOS has no such policy.
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):  # a container may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def serve(requests: int, modules: list[str]) -> NoReturn:
-    """Be the server: fork for every request that comes through the socket `requests`.
-
-    torch._dynamo is loaded, because torch's DDP and optimizers import it on first use, which would
-    cost every rank of every call one second.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    own = ("labkit.launch.supervisor", "labkit.launch.nodes")
-    with loading():
-        for name in ("torch._dynamo", "torch.distributed.run", *own, *modules):
-            importlib.import_module(name)
-    gather_memory()
-    schedule_as_batch()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what it forks
-    server = socket.socket(fileno=requests)
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(server, 1, 1)
-        if not message:
-            os._exit(0)
-        with contextlib.suppress(OSError):  # no more processes: the caller sees a closed connection
-            if os.fork() == 0:
-                server.close()
-                _supervise(descriptors[0])
-        os.close(descriptors[0])
-
-
-def _supervise(descriptor: int) -> NoReturn:
-    """What a fork of the server does: become a supervisor, run what is asked for, and end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    own_session()
-    adopt_orphans()
-    os.set_inheritable(descriptor, False)
-    caller = Connection(descriptor)
-    code = 1
-    try:
-        caller.send(_STARTED)
-        path, folder = caller.recv()
-        sys.path[:] = path
-        with contextlib.suppress(OSError):  # it was removed
-            os.chdir(folder)
-        target, args = caller.recv()
-        target(caller, *args)
-        code = 0
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the caller is gone
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        kill_descendants()
-        os._exit(code)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from labkit.launch.forks import schedule_as_batch
+from labkit.launch.fork_server import schedule_as_batch
 from labkit.launch.guard import die_with_parent
 
 # Long enough for any lab's slowest rank. torch's own is half an hour.

@@ -1,0 +1,275 @@
+"""One server for several processes: each gets forks of its own, and nothing is left of any."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+
+import psutil
+import pytest
+
+from labkit.launch import forks, own_sockets
+from labkit.launch.forks import SHARED, ForkServer, NotStartedError, forked, shared_server
+
+# These tests need no torch in the server: it starts at once.
+BARE = "from labkit.launch import fork_server; fork_server.LOADED = ()\n"
+MAKER = f"""
+import os, psutil, sys
+from labkit.launch import forks
+from labkit.launch.forks import SHARED, shared_server
+forks._SERVER = {BARE!r} + forks._SERVER
+with shared_server():
+    print(os.environ[SHARED], psutil.Process().children()[0].pid, flush=True)
+    sys.stdin.read()
+"""
+IN_A_FORK = """
+import os, resource, signal, subprocess, sys, time
+from labkit.launch.forks import start_forked
+
+def double(caller, number):
+    caller.send(2 * number)
+
+def describe(caller):
+    limit = resource.getrlimit(resource.RLIMIT_CORE)
+    hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    os.write(2, b"to standard error")
+    caller.send((os.getcwd(), os.environ.get("GIVEN"), limit, hangup, os.sched_getaffinity(0)))
+
+def start_others(caller):
+    start_forked(time.sleep, 300)
+    subprocess.Popen(["sleep", "300"], start_new_session=True)
+    caller.send("started")
+    caller.recv()
+"""
+
+
+class Maker:
+    """A process inside `shared_server`."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", MAKER]
+        environment = {name: value for name, value in os.environ.items() if name != SHARED}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, **pipes, env=environment, text=True)
+        self.value, pid = self.process.stdout.readline().split()
+        self.server = psutil.Process(int(pid))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def maker() -> Iterator[Maker]:
+    maker = Maker()
+    yield maker
+    maker.process.communicate()
+    psutil.wait_procs([maker.server], timeout=60)
+
+
+@pytest.fixture
+def shared(maker: Maker, monkeypatch, tmp_path) -> psutil.Process:
+    """The server that this process, and those that it starts in `tmp_path`, ask."""
+    monkeypatch.setattr(forks, "_SERVER", BARE + forks._SERVER)
+    monkeypatch.setenv(SHARED, maker.value)
+    (tmp_path / "in_a_fork.py").write_text(IN_A_FORK)
+    monkeypatch.chdir(tmp_path)
+    return maker.server
+
+
+def asks(program: str, **options: object) -> subprocess.Popen[str]:
+    """A process of its own that asks the shared server."""
+    before = "import sys; sys.path.insert(0, ''); import in_a_fork\n"
+    before += "from labkit.launch.forks import forked\n"
+    command = [sys.executable, "-c", before + program]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+
+
+def nothing_runs_below(server: psutil.Process) -> bool:
+    deadline = time.monotonic() + 60
+    while server.children(recursive=True):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_four_processes_get_200_forks_of_one_server(shared):
+    program = """
+for number in range(50):
+    with forked(in_a_fork.double, number) as connection:
+        assert connection.recv() == 2 * number
+import psutil
+assert not psutil.Process().children()
+"""
+    askers = [asks(program) for _ in range(4)]
+    assert [asker.wait(300) for asker in askers] == [0] * 4
+    assert nothing_runs_below(shared)
+    assert shared.num_threads() == 1
+
+
+def test_a_fork_has_what_a_child_of_the_asker_would_have(shared, tmp_path):
+    program = """
+import os, resource, signal
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+with forked(in_a_fork.describe) as connection:
+    print(connection.recv())
+"""
+    asker = asks(program, env={**os.environ, "GIVEN": "this"}, stderr=subprocess.PIPE)
+    said, errors = asker.communicate(timeout=300)
+    core = min(os.sched_getaffinity(0))
+    assert said == f"{(str(tmp_path), 'this', (0, 0), True, {core})}\n"
+    assert errors == "to standard error"
+
+
+def test_an_asker_that_is_killed_leaves_nothing_and_the_server_goes_on(shared):
+    program = """
+with forked(in_a_fork.start_others) as connection:
+    print(connection.recv(), flush=True)
+    input()
+"""
+    askers = [asks(program, stdin=subprocess.PIPE) for _ in range(2)]
+    assert [asker.stdout.readline() for asker in askers] == ["started\n"] * 2
+    # In each: the supervisor, its fork, and a program in a session of its own.
+    assert len(shared.children(recursive=True)) == 6
+    askers[0].kill()
+    askers[0].wait()
+    deadline = time.monotonic() + 60
+    while len(shared.children(recursive=True)) > 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    askers[1].kill()
+    askers[1].wait()
+    assert nothing_runs_below(shared)
+    assert asks("with forked(in_a_fork.double, 1) as c: c.recv()").wait(300) == 0
+
+
+def modules_of_fork(caller: Connection, *names: str) -> None:
+    caller.send((os.getppid(), [name in sys.modules for name in names]))
+
+
+def test_a_server_with_more_modules_is_forked_from_it_once_for_all(shared):
+    def ask(modules: tuple[str, ...]) -> tuple[int, list[bool]]:
+        with ForkServer(*modules).forked(modules_of_fork, "wave") as connection:
+            return connection.recv()
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, [("wave",)] * 4))
+    [(pid, loaded)] = {(server, *loaded) for server, loaded in answers}
+    assert loaded
+    assert ask(()) == (shared.pid, [False])
+    extended = psutil.Process(pid)
+    assert extended.ppid() == shared.pid
+    extended.kill()
+    extended.wait()
+    assert ask(("wave",))[1] == [True]
+
+
+def test_a_fork_that_the_system_refuses_is_no_end_of_the_server(shared, monkeypatch):
+    """A connection that closes at once is what an asker sees then."""
+    address = os.environ[SHARED].partition(":")[2]
+    for _ in range(10):
+        own_sockets.connect(address).close()
+    with forked(modules_of_fork) as connection:
+        assert connection.recv()[0] == shared.pid
+
+
+def test_where_the_shared_server_is_another_pythons_or_gone_a_process_starts_its_own(
+    shared, monkeypatch
+):
+    monkeypatch.setattr(forks, "_SERVER", "raise SystemExit(3)")  # a server of its own fails
+    python, _, address = os.environ[SHARED].partition(":")
+    for value in (f"another:{address}", f"{python}:@nobody-listens", f"{python}:/no/such/socket"):
+        monkeypatch.setenv(SHARED, value)
+        with pytest.raises(NotStartedError), ForkServer().forked(modules_of_fork):
+            pass
+
+
+def test_inside_another_block_the_same_server_is_shared(shared):
+    with shared_server(), forked(modules_of_fork) as connection:
+        assert connection.recv()[0] == shared.pid
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_when_the_maker_is_killed_no_server_is_left(asked, maker, shared):
+    servers = [shared]
+    if asked:
+        with ForkServer("wave").forked(modules_of_fork) as connection:
+            servers += [psutil.Process(connection.recv()[0])]
+    maker.kill()
+    _, alive = psutil.wait_procs(servers, timeout=60)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_where_names_are_files_none_is_left(shared, monkeypatch, tmp_path):
+    monkeypatch.setattr(own_sockets, "_ABSTRACT", False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    address = own_sockets.new_address()
+    with own_sockets.listen(address) as listener, own_sockets.connect(address):
+        assert own_sockets.accept(listener) is not None
+    own_sockets.remove(address)
+    assert list(tmp_path.glob("labkit-*")) == []
+
+
+def test_when_the_server_is_killed_its_forks_go_on_and_the_next_one_comes_from_another(shared):
+    server = ForkServer()
+    with forked(modules_of_fork) as connection:
+        shared.kill()
+        assert connection.recv()
+    try:
+        with server.forked(modules_of_fork) as connection:
+            assert connection.recv()[0] == server.pid
+    finally:
+        server.stop()
+
+
+needs_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0 or not sys.platform.startswith("linux"),
+    reason="only root can become another user",
+)
+
+
+def as_another_user(function) -> int:
+    """The exit code of a fork that has become user 65534 and calls `function`."""
+    if (child := os.fork()) == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+        os._exit(int(function()))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@needs_root
+def test_another_users_process_is_not_let_in():
+    address = own_sockets.new_address()
+
+    def refused() -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"\0{address[1:]}")
+            return connection.recv(1) == b""
+
+    with own_sockets.listen(address) as listener, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(own_sockets.accept, listener)
+        assert as_another_user(refused)
+        assert accepted.result() is None
+
+
+@needs_root
+def test_another_users_server_is_not_asked():
+    address = own_sockets.new_address()
+
+    def refuses() -> bool:
+        try:
+            own_sockets.connect(address)
+        except PermissionError:
+            return True
+        return False
+
+    with own_sockets.listen(address):
+        assert as_another_user(refuses)

@@ -15,7 +15,14 @@ import pytest
 from processes import all_gone, processes_with
 
 from labkit.launch import forks
-from labkit.launch.forks import ForkServer, NotStartedError, forked, start_forked, stop_forked
+from labkit.launch.forks import (
+    SHARED,
+    ForkServer,
+    NotStartedError,
+    forked,
+    start_forked,
+    stop_forked,
+)
 from labkit.launch.kernels import KernelThroughFiles
 
 
@@ -134,7 +141,14 @@ def answer(caller: Connection, *names: str) -> None:
     caller.send([name in sys.modules for name in names])
 
 
-def test_a_server_of_its_own_has_more_modules_and_is_replaced_after_it_was_killed():
+@pytest.fixture
+def without_a_shared_server(monkeypatch):
+    monkeypatch.delenv(SHARED, raising=False)
+
+
+def test_a_server_of_its_own_has_more_modules_and_is_replaced_after_it_was_killed(
+    without_a_shared_server,
+):
     server = ForkServer("wave")
     try:
         with server.forked(answer, "torch", "wave", "chunk") as connection:
@@ -148,7 +162,7 @@ def test_a_server_of_its_own_has_more_modules_and_is_replaced_after_it_was_kille
     assert ends(server.pid)
 
 
-def test_if_no_server_can_be_started_the_reason_is_given(monkeypatch):
+def test_if_no_server_can_be_started_the_reason_is_given(without_a_shared_server, monkeypatch):
     monkeypatch.setattr(forks, "_SERVER", "raise SystemExit(3)")
     with pytest.raises(NotStartedError), ForkServer().forked(answer):
         pass
@@ -168,7 +182,9 @@ assert children and os.getpgrp() not in [os.getpgid(child.pid) for child in chil
 PATIENCE = 200  # seconds; Jupyter sends SIGTERM after half of them
 
 
-def test_a_kernel_that_has_run_ranks_ends_by_itself_and_leaves_no_file(tmp_path, monkeypatch):
+def test_a_kernel_that_has_run_ranks_ends_by_itself_and_leaves_no_file(
+    without_a_shared_server, tmp_path, monkeypatch
+):
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         monkeypatch.setenv("TMPDIR", temporary)
         kernel = KernelThroughFiles(kernel_name="python3", shutdown_wait_time=PATIENCE)

@@ -539,9 +539,9 @@ from labkit.launch.ranks import run_ranks
 
 def work(rank, ready):
     subprocess.Popen(["sleep", "300"], start_new_session=True)
-    if rank == 0:
-        print("started", flush=True)
-        open(ready, "w").close()
+    print("started", flush=True)
+    with open(f"{ready}-{rank}", "w") as file:
+        print(os.getpid(), file=file)
     time.sleep(300)
 
 print("imported", __name__, flush=True)
@@ -574,18 +574,21 @@ def test_no_process_is_left_when_the_calling_script_ends_in_the_middle(tmp_path)
     )
     try:
         for (name, send, end), ready in zip(ends, all_ready, strict=True):
+            files = [ready.with_name(f"{ready.name}-{rank}") for rank in range(3)]
             deadline = time.monotonic() + 300
-            while not ready.exists():
+            while not all(file.exists() and file.read_text().endswith("\n") for file in files):
                 assert callers.poll() is None, name
                 assert time.monotonic() < deadline, name
                 time.sleep(0.05)
+            ranks = [psutil.Process(int(file.read_text())) for file in files]
             [caller] = psutil.Process(callers.pid).children()
             marker = str(ready)
-            # The caller, the fork server, three ranks, and at least one sleep.
-            assert len(processes_with(marker)) >= 6, name
+            assert len(processes_with(marker)) >= 3, name  # what the ranks started
             send(caller.pid, end)
             caller.wait(timeout=60)
             assert all_gone(marker), name
+            _, left = psutil.wait_procs(ranks, timeout=60)
+            assert [rank for rank in left if rank.status() != psutil.STATUS_ZOMBIE] == [], name
     finally:
         callers.kill()
         output, _ = callers.communicate()

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ddp_doctor.certificate.marks import certified
 from ddp_doctor.certificate.plan import LATER
-from ddp_doctor.certificate.samples import FORWARD, MARKED, Place, alike, is_marked
+from ddp_doctor.certificate.samples import FORWARD, MARKED, Handed, Key, Place, alike, is_marked
 from ddp_doctor.certificate.steps import Steps
 from ddp_doctor.facts.places import is_users, users_frame
 
@@ -237,19 +237,20 @@ class Tensors(TorchFunctionMode):
         if handed is None:
             self.bytes += value.nbytes
             if self.bytes < BYTES:
-                self.steps.recorded.samples[key] = value.detach().clone()
+                # On the CPU: the other ranks, and one process, may have another GPU.
+                self.steps.recorded.samples[key] = value.detach().to("cpu", copy=True)
             return value
         there = handed.everyones(key) is not None
         if self.planned.get(id(value)) is value:
             if there and place[-2] == FORWARD:
-                wanted = handed.rows(self.steps.now, key)
+                wanted = self._wanted(handed, key, value)
                 self.steps.reordered |= wanted is None or not alike([wanted, value])
             return value
         if not there and not is_marked(key):
             return value
         if not replaced and handed.same_everywhere(key):
             return value
-        wanted = handed.rows(self.steps.now, key)
+        wanted = self._wanted(handed, key, value)
         if wanted is None:
             self.steps.unjoined.append(f"{place[0]}:{place[1]}")
             return value
@@ -257,6 +258,11 @@ class Tensors(TorchFunctionMode):
             value = wanted.clone()
         self.planned[id(value)] = value
         return value
+
+    def _wanted(self, handed: Handed, key: Key, value: Tensor) -> Tensor | None:
+        """The samples of the plan on the device of those that they replace; None without any."""
+        rows = handed.rows(self.steps.now, key)
+        return None if rows is None else rows.to(value.device)
 
     def unlike_the_first(self) -> bool:
         """Whether this step used places that the first step did not use, or not as often."""

@@ -57,6 +57,7 @@ PARTS = (
     Part("muon", "Muon on shards gives torch's Muon", 1, 30, elsewhere.find_muon),
     Part("local", "local updates give torch's", 1, 30, elsewhere.find_local_updates),
     Part("meshes", "collectives run along one dimension", 1, 30, elsewhere.find_meshes),
+    Part("batch-norm", "SyncBatchNorm sees all ranks' batch", 1, 20, elsewhere.find_batch_norm),
     Part("ladder", "the rungs of the ladder train so, too", 1, 40, partial(find, kind="rungs")),
     Part("replicas", "MiniDataParallel sums", 1, 20, partial(find_replicas, devices=1)),
     Part("labs", "the labs hold on GPUs", 1, 100, commands.find_labs),

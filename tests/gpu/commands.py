@@ -13,7 +13,7 @@ from unittest import mock
 from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import ScriptError, project_root, run_script
 
-from .machine import CannotProveError, Evidence, Machine
+from .machine import ENVIRONMENT, CannotProveError, Evidence, Machine
 
 LABS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("accumulate_vs_ddp", (), 4),
@@ -32,7 +32,8 @@ DECLINED = "test_compute_bucket_assignment_by_size_sparse_error_with_logger"
 
 def python(machine: Machine, *words: str, at_most: float = 3600.0) -> CompletedProcess[str]:
     """Run this Python with `words` from the project's root, and leave no process behind."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LABKIT_DEVICE": machine.kind}
+    own = {"OMP_NUM_THREADS": "1", "LABKIT_DEVICE": machine.kind}
+    environment = {**os.environ, **ENVIRONMENT, **own}
     command = [sys.executable, *words]
     return run_guarded(command, machine.deadline.left(at_most), cwd=project_root(), env=environment)
 
@@ -43,7 +44,7 @@ def find_labs(machine: Machine) -> Iterator[Evidence]:
         left = machine.deadline.left(300.0)
         try:
             # Forked ranks would share a process that has asked for GPUs; fresh ones start alone.
-            with mock.patch.dict(os.environ, LABKIT_DEVICE=machine.kind):
+            with mock.patch.dict(os.environ, ENVIRONMENT, LABKIT_DEVICE=machine.kind):
                 fresh = machine.kind == "cuda"
                 run_script(f"labs/{lab}.py", *arguments, ranks=ranks, fresh=fresh, timeout=left)
         except ScriptError as error:

@@ -1,4 +1,4 @@
-"""Muon on shards, local updates, and meshes on a GPU, each against torch or a closed formula."""
+"""Muon, local updates, meshes, and SyncBatchNorm on a GPU, against torch or a closed formula."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +15,7 @@ from miniddp.collectives.mesh import Mesh
 from miniddp.extras.local_updates import DiLoCo, LocalSGD
 from miniddp.sharded import fully_shard
 from miniddp.sharded.muon import ShardedMuon
+from miniddp.training import SyncBatchNorm
 
 from .equality import distance
 from .machine import Evidence, Machine, deterministic
@@ -145,3 +146,39 @@ def find_meshes(machine: Machine) -> Iterator[Evidence]:
     checks = [all(checks) for found in group.run(along_both_dimensions) for checks in found]
     said = f"{sum(checks)} of {len(checks)} groups of checks hold"
     yield Evidence("sum, gather, and their gradients", group.label, all(checks), said)
+
+
+# 4. SyncBatchNorm ---------------------------------------------------------------------------------
+
+
+def normalized(rank: int, world_size: int, device: torch.device) -> dict[str, Any]:
+    """On each rank: the distances to torch's SyncBatchNorm, which needs a GPU, and to one batch.
+
+    Compared are outputs, gradients of inputs, and running statistics.
+    """
+    deterministic(device)
+    draw = torch.Generator().manual_seed(0)
+    rows = [4 + one for one in range(world_size)]
+    x, factor = (torch.randn(sum(rows), 8, 5, 5, generator=draw).to(device) for _ in range(2))
+    mine = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+
+    def run(layer: nn.Module, own: slice) -> list[Tensor]:
+        inputs = x[own].clone().requires_grad_()
+        outputs = layer.to(device)(inputs)
+        (outputs * factor[own]).sum().backward()
+        return [outputs.detach(), inputs.grad, layer.running_mean, layer.running_var]
+
+    ours = run(SyncBatchNorm(8), mine)
+    outputs, gradients, *running = run(nn.BatchNorm2d(8), slice(None))
+    found = {"one batch": distance(ours, [outputs[mine], gradients[mine], *running])}
+    if device.type == "cuda":
+        found["torch's"] = distance(ours, run(nn.SyncBatchNorm(8), mine))
+    return found
+
+
+def find_batch_norm(machine: Machine) -> Iterator[Evidence]:
+    group = machine.pair()
+    of_ranks = group.run(normalized)
+    for name in of_ranks[0]:
+        off = max(found[name].relative for found in of_ranks)
+        yield Evidence(f"SyncBatchNorm beside {name}", group.label, off < 1e-5, f"off {off:.0e}")

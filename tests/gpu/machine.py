@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from labkit.launch.nodes import LOOPBACK
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.recording import Recording
 
@@ -27,9 +28,15 @@ class CannotProveError(Exception):
     """Raised by a part that can say nothing about its claim on this machine; the text says why."""
 
 
-# cuBLAS has deterministic results only with a workspace of its own for each stream. Like gloo, NCCL
-# has no reason to look for a network.
-_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    # cuBLAS has deterministic results only with a workspace of its own for each stream.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # No rank has a reason to look for a network.
+    "GLOO_SOCKET_IFNAME": LOOPBACK,
+    "NCCL_SOCKET_IFNAME": LOOPBACK,
+}
+"""Of everything that is started."""
+
 _LEAST = 5.0  # seconds: in less, nothing starts on a GPU
 
 
@@ -68,7 +75,7 @@ class Group(NamedTuple):
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`labkit.launch.run_ranks` on this group, within the part's time: one result per rank."""
         left = self.deadline.left(300.0)
-        return run_ranks(fn, self.ranks, *args, timeout=left, device=self.kind, env=_ENVIRONMENT)
+        return run_ranks(fn, self.ranks, *args, timeout=left, device=self.kind, env=ENVIRONMENT)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from miniddp import MiniDDP
@@ -63,7 +63,9 @@ def shard(module: nn.Module, name: str, how: Shard, **options: Any) -> Any:
             how(child, **options)
     how(module, **options)
     if how is torchs_fully_shard and dist.get_backend() == "gloo":
-        module.set_force_sum_reduction_for_comms(True)  # gloo's average is newer than torch 2.11
+        for part in module.modules():  # gloo has no average on a GPU
+            if isinstance(part, FSDPModule):
+                part.set_force_sum_reduction_for_comms(True)
     return module
 
 

@@ -28,10 +28,11 @@ from torch.autograd.graph import get_gradient_edge
 from miniddp.extras.comm_hooks import average
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
-from .machine import Evidence, Group, Machine
+from .machine import Evidence, Machine
 
 WIDTH, WIDE, STEPS = 64, 1024, 4
 CYCLES = 200_000_000
+CONTROL = ": without the wait, some have to be wrong"
 
 
 class Slow(torch.autograd.Function):
@@ -153,10 +154,28 @@ def in_a_thread(rank: int, device: torch.device) -> tuple[bool, bool]:
     return not (threads & callers), all(right) and len(right) == 2 * STEPS
 
 
+def in_order(rank: int, world_size: int, device: torch.device) -> dict[str, int]:
+    """On each rank, by case: wrong gradients of *order*, and wrong steps of *side stream*."""
+    found = {}
+    for views in (False, True):
+        name = "stream order" + (", views" if views else "")
+        found[name] = wrong_gradients(rank, device, views, waits=True)
+        if world_size > 1:
+            found[name + CONTROL] = wrong_gradients(rank, device, views, waits=False)
+    for hooked in (False, True):
+        name = "a step on a side stream" + (", comm hook" if hooked else "")
+        found[name] = on_a_side_stream(rank, device, hooked)
+    return found
+
+
 def find(machine: Machine) -> Iterator[Evidence]:
     for group in machine.groups():
         if machine.kind == "cuda":
-            yield from find_order(group)
+            of_ranks = group.run(in_order)
+            for name in of_ranks[0]:
+                wrong = sum(found[name] for found in of_ranks)
+                holds = wrong > 0 if name.endswith(CONTROL) else wrong == 0
+                yield Evidence(name, group.label, holds, f"{wrong} wrong")
         of_ranks = group.run(in_a_thread)
         elsewhere = all(found[0] for found in of_ranks)
         right = all(found[1] for found in of_ranks)
@@ -164,19 +183,3 @@ def find(machine: Machine) -> Iterator[Evidence]:
         holds = right and elsewhere == (machine.kind == "cuda")
         where = "in autograd's thread of the GPU" if elsewhere else "in the caller's thread"
         yield Evidence("backward in two threads", group.label, holds, f"hooks ran {where}")
-
-
-def find_order(group: Group) -> Iterator[Evidence]:
-    """The order of streams, with the wait and without it, and a step on a side stream."""
-    for views in (False, True):
-        name = "stream order" + (", views" if views else "")
-        wrong = sum(group.run(wrong_gradients, views, True))
-        yield Evidence(name, group.label, wrong == 0, f"{wrong} wrong gradients")
-        if group.ranks > 1:
-            wrong = sum(group.run(wrong_gradients, views, False))
-            said = f"{wrong} wrong gradients, as there should be some"
-            yield Evidence(f"{name}: without the wait", group.label, wrong > 0, said)
-    for hooked in (False, True):
-        wrong = sum(group.run(on_a_side_stream, hooked))
-        name = "a step on a side stream" + (", comm hook" if hooked else "")
-        yield Evidence(name, group.label, wrong == 0, f"{wrong} steps with wrong gradients")

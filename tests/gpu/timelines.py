@@ -42,7 +42,7 @@ Event = dict[str, Any]
 
 def layers_of(device: torch.device) -> tuple[int, int, float]:
     """Width, rows of a batch, and cap in MiB: one bucket per layer, and comparable times."""
-    return (2048, 16384, 16.0) if device.type == "cuda" else (256, 256, 0.25)
+    return (2048, 32768, 16.0) if device.type == "cuda" else (256, 256, 0.25)
 
 
 def profiled(rank: int, device: torch.device) -> dict[str, RankRecording]:

@@ -2,8 +2,12 @@
 
 A *way* makes what averages: `make(module, process_group)`. It may be a wrapper such as torch's
 DistributedDataParallel, or an object with a `finish()` to be called after backward.
+
+Recorded times differ from step to step by more than most ways do. `on_one_backward` lays the
+messages of all ways on the same forward and backward, so that only what they send differs.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
@@ -14,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.recording import RankRecording, Recorder, Recording, merge
+from labkit.launch.scripts import project_root
+from labkit.profiling.cost_model import Backward, Link, ring
+from labkit.profiling.recording import Gradient, RankRecording, Recorder, Recording, merge
 from labkit.profiling.slow_link import SlowLink
 from labkit.scenarios.toy_steps import loss_of
 from labkit.testing.compare import flatten, gradients
@@ -63,6 +69,48 @@ def record_ways(
         averages = [average for _, average in of_ranks]
         found[name] = Recorded(shortest, averages, 1e3 * median(lengths))
     return found
+
+
+class Computed(NamedTuple):
+    """The computing half of a step: seconds of the forward, then when each gradient was ready."""
+
+    forward: float
+    backward: Backward
+
+
+def stored_stack() -> Computed:
+    """A step of `toy_steps.stack_of_linears` that `labs/benchmarks/recorded_steps.py` recorded."""
+    stored = project_root() / "labs/benchmarks/results/recorded_steps.json"
+    stack = json.loads(stored.read_text())["stack"]
+    ready = tuple(microseconds / 1e6 for microseconds in stack["ready"])
+    return Computed(stack["forward"] / 1e6, Backward(ready, tuple(stack["bytes"])))
+
+
+def on_one_backward(
+    recorded: Mapping[str, Recorded], computed: Computed, link: Link
+) -> dict[str, Recording]:
+    """What two ranks send in each way, laid on one and the same forward and backward.
+
+    A message is launched once as many gradients are ready as were at its recorded launch. The link
+    carries one message at a time, by a ring. So the times depend on `computed`, on the link, and on
+    the order of events, which is the same in every run.
+    """
+    forward, backward = computed
+    gradients = tuple(
+        Gradient(str(place), *gradient)
+        for place, gradient in enumerate(zip(backward.bytes, backward.ready, strict=True))
+    )
+    laid = {}
+    for name, one in recorded.items():
+        collectives, free = [], 0.0
+        for message in one.step.ranks[0].buckets():
+            launched = backward.ready[message.after - 1]
+            free = max(launched, free) + link.seconds(ring(2, message.bytes))
+            collectives.append(message._replace(launched=launched, done=free))
+        end = max(free, backward.end)
+        rank = RankRecording(0, 0.0, end, ((0.0, forward),), gradients, tuple(collectives))
+        laid[name] = Recording((rank,))
+    return laid
 
 
 def buckets_in_first_steps(

@@ -1,0 +1,53 @@
+"""Answers to try this chapter's checks on."""
+
+
+# %% check_stream right: a loop with a remainder
+def by_remainder(stream, rank, world_size, worker, workers):
+    for number, sample in enumerate(stream):
+        if number % (world_size * workers) == rank * workers + worker:
+            yield sample
+
+
+# %% check_stream right: workers first, then ranks
+def workers_first(stream, rank, world_size, worker, workers):
+    return islice(stream, worker * world_size + rank, None, world_size * workers)
+
+
+# %% check_stream right: split over ranks, then over workers
+def in_two_stages(stream, rank, world_size, worker, workers):
+    of_rank = islice(stream, rank, None, world_size)
+    return islice(of_rank, worker, None, workers)
+
+
+# %% check_stream wrong: split over ranks only
+def ranks_only(stream, rank, world_size, worker, workers):
+    return islice(stream, rank, None, world_size)
+
+
+# %% check_stream wrong: split over workers only
+def workers_only(stream, rank, world_size, worker, workers):
+    return islice(stream, worker, None, workers)
+
+
+# %% check_stream wrong: two workers get the same share
+def wrong_numbering(stream, rank, world_size, worker, workers):
+    return islice(stream, rank + worker, None, world_size * workers)
+
+
+# %% check_stream wrong: the stream is read to its end first
+def listed(stream, rank, world_size, worker, workers):
+    samples = list(stream)
+    yield from samples[rank * workers + worker :: world_size * workers]
+
+
+# %% check_stream wrong: the tail is dropped
+def whole_rounds(stream, rank, world_size, worker, workers):
+    size = world_size * workers
+    while len(turn := list(islice(stream, size))) == size:
+        yield turn[rank * workers + worker]
+
+
+# %% check_stream wrong: only rank 0 reads
+def rank_0(stream, rank, world_size, worker, workers):
+    if rank == 0:
+        yield from islice(stream, worker, None, workers)

@@ -30,6 +30,12 @@ LOADED = (
     "labkit.launch.nodes",
 )
 _lifeline: socket.socket | None = None  # in a server and its forks: closed when its maker ends
+# What a new interpreter finds in sys.path, without PYTHONPATH. Its callers' goes beyond that.
+FRESH_PATH = [
+    path
+    for path in sys.path
+    if path and path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+]
 
 
 def serve(listener: int, lifeline: int, address: str, modules: Sequence[str]) -> NoReturn:

@@ -49,8 +49,8 @@ SHARED = "LABKIT_FORK_SERVER"  # environment variable: whose server it is, and i
 _SERVER = """
 import select, sys
 if {1} not in select.select([{0}, {1}], [], [])[0]:
-    sys.path[:] = {path}
     from labkit.launch.fork_server import serve
+    sys.path[:] = {path}
     serve(*{arguments})
 """
 
@@ -257,7 +257,16 @@ def shared_server() -> Iterator[None]:
 
 def _this_python() -> str:
     """What a server's modules depend on: two processes with the same one can share it."""
-    return hashlib.sha256(f"{sys.version} {sys.prefix} {__file__}".encode()).hexdigest()[:16]
+    return _short(f"{sys.version} {sys.prefix} {__file__}")
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_shared() -> bool:
+    """Whether this process was told of a server that it shares."""
+    return bool(_shared_address())
 
 
 def _shared_address() -> str:
@@ -285,7 +294,7 @@ def _ask_shared(address: str, modules: Sequence[str]) -> Connection:
     """The same, of a shared server, or of one that is forked from it and has `modules`, too."""
     if not modules:
         return _ask(address)
-    extended = f"{address}-{'-'.join(modules)}"
+    extended = f"{address}-{_short(' '.join(modules))}"
     with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
         return _ask(extended)
     with _ask(address) as fork:

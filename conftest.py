@@ -6,10 +6,10 @@ import itertools
 import os
 from collections.abc import Generator
 
-import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from labkit.launch.at_once import run_at_once
 from labkit.launch.forks import shared_server
 
 # One thread per process: each test starts processes that are as many as the cores, or more. Threads
@@ -31,7 +31,6 @@ settings.register_profile(
 )
 settings.load_profile("busy machine")
 
-GIGABYTES_PER_WORKER = 3  # a worker, a chapter's kernel, and four ranks
 SLOW = 10  # seconds, with the other workers' tests beside it
 
 # What takes longest starts first, so that no worker is left with it at the end. Whole files go to a
@@ -73,10 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than the cores, because a test that waits leaves its core idle."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    fit = psutil.virtual_memory().available / 1e9 / GIGABYTES_PER_WORKER
-    return max(1, min((cores or 1) + 1, int(fit)))
+    """As many as chapters of a book."""
+    return run_at_once()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -23,6 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
+from labkit.launch.at_once import run_at_once
 from labkit.launch.forks import shared_server
 from labkit.launch.kernels import AsyncKernelThroughFiles
 from labkit.launch.scripts import project_root
@@ -59,8 +60,8 @@ def find(name: str, root: Path) -> Path:
 def execute(chapter: Path) -> NotebookNode:
     """Run a chapter from its first to its last cell, in its own folder; return it with outputs.
 
-    The kernel has one thread unless OMP_NUM_THREADS says otherwise: two chapters run at once, and
-    each starts several processes. Threads of several processes on one core would slow each other
+    The kernel has one thread unless OMP_NUM_THREADS says otherwise: chapters run at once, and each
+    starts several processes. Threads of several processes on one core would slow each other
     down.
 
     Raises nbclient's CellExecutionError if a cell raises that is not tagged `raises-exception`.
@@ -172,8 +173,7 @@ def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
             print(progress(next(finished), len(jobs), name, now - start, now - began), flush=True)
         return failure
 
-    # Two at once: chapters start several processes of their own.
-    with shared_server(), ThreadPoolExecutor(max_workers=2) as pool:
+    with shared_server(), ThreadPoolExecutor(max_workers=run_at_once()) as pool:
         failures = [failure for failure in pool.map(run, jobs) if failure]
     if failures:
         sys.exit("\n\n".join(failures))

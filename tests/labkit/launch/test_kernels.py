@@ -1,13 +1,23 @@
-"""Kernels that are reached through files: no port is drawn, and none can be taken."""
+"""Kernels that are reached through files, and kernels that are forks: what differs is the start."""
 
+import json
+import signal
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbval.kernel
+import psutil
 import pytest
+from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import LocalPortCache
 
-from labkit.launch.kernels import AsyncKernelThroughFiles, KernelThroughFiles
+from labkit.launch.forks import SHARED
+from labkit.launch.kernels import AsyncKernelThroughFiles, ForkedKernel, KernelThroughFiles
 
 
 @pytest.fixture
@@ -43,3 +53,147 @@ def test_a_path_too_long_for_a_socket_leaves_the_ports(monkeypatch, tmp_path):
         monkeypatch.setenv("JUPYTER_RUNTIME_DIR", short)
         assert KernelThroughFiles(kernel_name="python3").transport == "ipc"
         assert AsyncKernelThroughFiles(kernel_name="python3").transport == "ipc"
+
+
+class Running:
+    """A kernel that has started, and its client."""
+
+    def __init__(self, folder: Path) -> None:
+        self.manager = KernelThroughFiles(kernel_name="python3")
+        self.manager.start_kernel(cwd=str(folder))
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=300)
+
+    def value(self, expression: str) -> Any:
+        """What an expression is in the kernel, by way of JSON."""
+        code = {"it": f"__import__('json').dumps({expression})"}
+        reply = self.client.execute_interactive("", user_expressions=code, timeout=300)
+        found = reply["content"]["user_expressions"]["it"]
+        assert found["status"] == "ok", found
+        return json.loads(eval(found["data"]["text/plain"]))
+
+    def ends(self) -> int:
+        """Wait for its end; the exit code."""
+        process = self.manager.provisioner.process
+        deadline = time.monotonic() + 60
+        while process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert not self.manager.is_alive()
+        return process.returncode
+
+    def stop(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Running]:
+    kernel = Running(tmp_path)
+    assert isinstance(kernel.manager.provisioner.process, ForkedKernel)
+    yield kernel
+    kernel.stop()
+
+
+STATE = """dict(
+    main=__name__ == "__main__" and vars(__import__("sys").modules["__main__"]) is globals(),
+    folder=__import__("os").getcwd(),
+    words=[__import__("os").path.basename(__import__("sys").argv[0]), *__import__("sys").argv[1:2]],
+    path=__import__("sys").path,
+    process=__import__("multiprocessing").current_process().name,
+    parent=str(__import__("multiprocessing").parent_process()),
+    threads=__import__("torch").get_num_threads(),
+    backend=__import__("matplotlib").get_backend(),
+    pyplot="matplotlib.pyplot" in __import__("sys").modules,
+    shown=[str(one[2]) for one in __import__("warnings").filters if one[:2] == ("default", None)],
+    variable=__import__("os").environ["GIVEN"],
+)"""
+
+
+def test_a_forked_kernel_has_the_state_of_a_new_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIVEN", "this")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    states = []
+    for shared in (True, False):
+        if not shared:
+            monkeypatch.delenv(SHARED)  # a new interpreter
+        kernel = Running(tmp_path)
+        try:
+            assert isinstance(kernel.manager.provisioner.process, ForkedKernel) == shared
+            states.append(kernel.value(STATE))
+        finally:
+            kernel.stop()
+    assert states[0] == states[1]
+    assert states[0]["main"]
+    assert states[0]["folder"] == str(tmp_path)
+
+
+def test_two_forked_kernels_draw_other_numbers_and_share_no_variable(kernel, tmp_path):
+    drawn = "[__import__('random').random(), __import__('numpy').random.rand()]"
+    drawn += " + __import__('torch').rand(1).tolist() + ['mine' in globals()]"
+    kernel.client.execute_interactive("mine = 1", timeout=300)
+    other = Running(tmp_path)
+    try:
+        first, second = kernel.value(drawn), other.value(drawn)
+    finally:
+        other.stop()
+    assert (first.pop(), second.pop()) == (True, False)
+    assert all(one != another for one, another in zip(first, second, strict=True))
+
+
+def test_a_forked_kernel_can_be_interrupted_with_what_it_runs_and_goes_on(kernel, tmp_path):
+    message = kernel.client.execute(
+        "import pathlib, time; pathlib.Path('began').touch(); time.sleep(300)"
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "began").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    kernel.manager.interrupt_kernel()
+    reply = kernel.client._recv_reply(message, timeout=60)
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    assert kernel.value("1 + 1") == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
+)
+def test_the_end_of_a_forked_kernel_is_seen_with_its_exit_code(kernel, end, code):
+    kernel.client.execute(f"import os; {end}")
+    assert kernel.ends() == code
+
+
+def test_a_forked_kernel_runs_what_was_registered_for_its_exit(kernel, tmp_path):
+    code = "import atexit, pathlib; atexit.register(pathlib.Path('ended').touch)"
+    kernel.client.execute_interactive(code, timeout=300)
+    kernel.client.shutdown()
+    assert kernel.ends() == 0
+    assert (tmp_path / "ended").exists()
+
+
+MANAGER = """
+import sys, time
+from labkit.launch.kernels import KernelThroughFiles
+manager = KernelThroughFiles(kernel_name="python3")
+manager.start_kernel()
+client = manager.client()
+client.start_channels()
+client.wait_for_ready(timeout=300)
+client.execute_interactive("import subprocess")
+client.execute_interactive("one = subprocess.Popen(['sleep', '300'], start_new_session=True)")
+print(manager.provisioner.pid, flush=True)
+time.sleep(300)
+"""
+
+
+def test_when_its_manager_is_killed_a_forked_kernel_ends_with_what_it_started():
+    with subprocess.Popen(
+        [sys.executable, "-c", MANAGER], stdout=subprocess.PIPE, text=True
+    ) as manager:
+        kernel = psutil.Process(int(manager.stdout.readline()))
+        below = [kernel, *kernel.children(recursive=True)]
+        assert len(below) == 2
+        manager.kill()
+        _, left = psutil.wait_procs(below, timeout=60)
+    assert [one for one in left if one.status() != psutil.STATUS_ZOMBIE] == []

@@ -5,12 +5,13 @@ The core, in reading order, one idea per file; a file imports only what comes be
 
 =================  =============================================================================
 `manual`           average the gradients by hand, after backward
-`comm`             the group, waiting for work, rank 0's plan
+`comm`             the group, and waiting for a collective
 `replicas`         verify that all ranks hold the same model, then broadcast one rank's values
 `buckets`          which parameter goes into which bucket: pure functions
 `bucket`           one flat buffer: copy in and divide, copy out
 `autograd_graph`   when a gradient arrives, and when a backward is over
 `ladder`           five strategies, from one all-reduce per parameter to overlapped buckets
+`nested`           the tensors in nested inputs and outputs
 `unused`           parameters that a backward leaves out
 `reducer`          the bucketed, overlapped reducer and its states
 `ddp`              `MiniDDP`: the wrapper, with the everyday keywords

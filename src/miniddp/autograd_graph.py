@@ -9,15 +9,25 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 
+class GradientOwner(Protocol):
+    """What collects the gradients of some parameters."""
+
+    def autograd_hook(self, index: int) -> None:
+        """The gradient of parameter `index` has arrived."""
+
+    def reset_state(self) -> None:
+        """Another owner has hooked one of the parameters."""
+
+
 def hook_accumulators(
-    owner: Any, parameters: Sequence[Tensor]
+    owner: GradientOwner, parameters: Sequence[Tensor]
 ) -> tuple[list[Node], weakref.finalize]:
     """Call `owner.autograd_hook(index)` whenever the gradient of `parameters[index]` arrives.
 
@@ -57,10 +67,3 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def backward_is_running() -> bool:
     """Whether the caller is called by a backward pass, as hooks and checkpoints are."""
     return torch._C._current_graph_task_id() != -1  # private; there is no public one
-
-
-def not_compiled(function: Callable, recursive: bool = True) -> Callable:
-    """Keep torch.compile from compiling `function` and, if `recursive`, what it calls."""
-    # Private, as in torch's optimizers: the public torch.compiler.disable loads Dynamo at once,
-    # which would add a second to each `import miniddp`.
-    return torch._disable_dynamo(function, recursive=recursive)

@@ -27,8 +27,6 @@ class Bucket:
         as_views: whether gradients become views of the buffer (`gradient_as_bucket_view`).
     """
 
-    holds = "dense"  # the layout of its gradients, for messages
-
     def __init__(
         self, indices: Sequence[int], parameters: Sequence[Tensor], as_views: bool = False
     ):
@@ -52,20 +50,17 @@ class Bucket:
     def reset(self) -> None:
         """Forget the last backward: no gradient has arrived."""
         self.pending = len(self.indices)  # how many gradients have not arrived
-        self.future: Future | None = None  # of the all-reduce, once it is launched
-        self.on_cuda = self.buffer.is_cuda  # asked once per backward, not once per gradient
+        self.launched = False
+        self.future: Future | None = None  # of the all-reduce, while it runs
         self.streams: set[torch.cuda.Stream] = set()  # those that computed gradients
 
     def note_stream(self) -> None:
         """Remember the CUDA stream that computed a gradient: the current one in its hook."""
-        if self.on_cuda:
+        if self.buffer.is_cuda:
             self.streams.add(torch.cuda.current_stream(self.buffer.device))
 
     def wait_for_streams(self) -> None:
-        """Make the current CUDA stream wait for those that computed or copied gradients.
-
-        Tested on simulated streams (tests/miniddp/test_streams.py); no GPU has run it yet.
-        """
+        """Make the current CUDA stream wait for those that computed or copied gradients."""
         if not self.streams:
             return
         current = torch.cuda.current_stream(self.buffer.device)
@@ -73,12 +68,11 @@ class Bucket:
             current.wait_stream(stream)
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    for dense in self.dense_tensors(parameter.grad):
-                        dense.record_stream(current)
+                    self.record_stream(parameter.grad, current)
 
-    def dense_tensors(self, gradient: Tensor) -> tuple[Tensor, ...]:
-        """The dense tensors that hold a gradient."""
-        return (gradient,)
+    def record_stream(self, gradient: Tensor, stream: torch.cuda.Stream) -> None:
+        """Keep the gradient's memory from being reused before `stream` has read it."""
+        gradient.record_stream(stream)
 
     def misfits(self) -> list[int]:
         """The indices of the parameters with a sparse gradient, or one of another dtype."""

@@ -13,7 +13,7 @@ once (step 6 in the docs of `miniddp.reducer`). Source: torch.nn.parallel.distri
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,12 +23,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from miniddp import errors
-from miniddp.autograd_graph import not_compiled
 from miniddp.buckets import bucket_caps
 from miniddp.comm import this_group
+from miniddp.nested import find_tensors
 from miniddp.reducer import Reducer
 from miniddp.replicas import broadcast_tensors, verify_same_model
-from miniddp.unused import OutputGate, find_tensors
+from miniddp.unused import DDPSink
+
+
+def not_compiled(function: Callable, recursive: bool = True) -> Callable:
+    """Keep torch.compile from compiling `function` and, if `recursive`, what it calls."""
+    # Private, as in torch's optimizers: the public torch.compiler.disable loads Dynamo at once,
+    # which would add a second to each `import miniddp`.
+    return torch._disable_dynamo(function, recursive=recursive)
 
 
 class MiniDDP(nn.Module):
@@ -76,7 +83,7 @@ class MiniDDP(nn.Module):
         self.require_forward_param_sync = True  # whether the next forward takes rank 0's buffers
 
         self.verify_and_broadcast(init_sync)
-        self.modules_buffers = list(self.named_tensors(buffers=True).values())
+        self.modules_buffers = list(self.synced_buffers().values())
         self.reducer = self.make_reducer()
 
     def verify_and_broadcast(self, init_sync: bool) -> None:
@@ -90,7 +97,7 @@ class MiniDDP(nn.Module):
         problem: Exception | None = None
         try:
             state = self.state_to_broadcast()
-            self.check_module()
+            self.resolve_settings()
             settings = self.common_settings()
         except Exception as error:
             problem = error
@@ -100,16 +107,16 @@ class MiniDDP(nn.Module):
         elif problem is not None:
             raise problem
 
-    def check_module(self) -> None:
-        """Set `caps`. Raises if the module or a keyword is unusable."""
+    def resolve_settings(self) -> None:
+        """Derive `caps` from the keywords. Raises if the module or a keyword is unusable."""
         self.caps = bucket_caps(self.bucket_cap_mb)
-        if not any(parameter.requires_grad for parameter in self.named_tensors().values()):
+        if not any(parameter.requires_grad for parameter in self.synced_parameters().values()):
             raise RuntimeError(errors.nothing_to_average(type(self.module).__name__))
 
     def state_to_broadcast(self) -> dict[str, Tensor]:
         """What rank 0 sends at construction."""
-        buffers = self.named_tensors(buffers=True) if self.broadcast_buffers else {}
-        return self.named_tensors() | buffers
+        buffers = self.synced_buffers() if self.broadcast_buffers else {}
+        return self.synced_parameters() | buffers
 
     def common_settings(self) -> dict[str, Any]:
         """The settings that decide which collectives run."""
@@ -119,13 +126,17 @@ class MiniDDP(nn.Module):
             "broadcast_buffers": self.broadcast_buffers,
         }
 
-    def named_tensors(self, buffers: bool = False) -> dict[str, Tensor]:
-        """The module's parameters, or its buffers, by name."""
-        return dict(self.module.named_buffers() if buffers else self.module.named_parameters())
+    def synced_parameters(self) -> dict[str, nn.Parameter]:
+        """The module's parameters by name; those that require grad are reduced."""
+        return dict(self.module.named_parameters())
+
+    def synced_buffers(self) -> dict[str, Tensor]:
+        """The module's buffers by name."""
+        return dict(self.module.named_buffers())
 
     def make_reducer(self) -> Reducer:
         """The reducer of this wrapper's parameters."""
-        named = {n: p for n, p in self.named_tensors().items() if p.requires_grad}
+        named = {n: p for n, p in self.synced_parameters().items() if p.requires_grad}
         return self.reducer_class(
             list(named.values()),
             list(named),
@@ -173,7 +184,7 @@ class MiniDDP(nn.Module):
             self.reducer.prepare_for_backward(find_tensors(output) if searched else ())
         elif torch.is_grad_enabled():
             self.reducer.prepare_for_local_backward()
-        return OutputGate.pass_through(output, self._ddp_sink_clone) if searched else output
+        return DDPSink.pass_through(output, self._ddp_sink_clone) if searched else output
 
     def report_unsynchronized(self) -> None:
         """Warn once about a backward whose gradients stayed local."""
@@ -205,5 +216,5 @@ class MiniDDP(nn.Module):
     @torch.no_grad()
     def sync_buffers(self) -> None:
         """Take rank 0's buffers."""
-        self.modules_buffers = list(self.named_tensors(buffers=True).values())  # may be new ones
+        self.modules_buffers = list(self.synced_buffers().values())  # may be new ones
         broadcast_tensors(self.modules_buffers, self.process_group, src=0)

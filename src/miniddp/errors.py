@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,14 @@ def stacklevel_of_caller() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     return level
+
+
+class Advice(NamedTuple):
+    """What a wrapper with more keywords adds to the reducer's messages."""
+
+    unfinished: str = ""
+    marked_twice: str = ""
+    unexpected: str = ""
 
 
 def outside_the_group(rank: int) -> str:
@@ -89,6 +98,15 @@ def marked_twice(rank: int, index: int, name: str, searched: bool) -> str:
         "checkpoint(..., use_reentrant=False)."
         f"{third}\nParameter at index {index} with name {name} has been marked as ready "
         f"twice on rank {rank}: its autograd hook has fired twice in this iteration."
+    )
+
+
+def unexpected_gradients(rank: int, names: Sequence[str], layout: str = "dense") -> str:
+    """The gradients of the parameters `names` do not fit into their bucket."""
+    return (
+        f"Expected variable to have {layout} gradient of the parameter's dtype. Not so on rank "
+        f"{rank}: {', '.join(names)}. Set sparse=False if it is an nn.Embedding; if its grad_dtype "
+        "was set, unset it."
     )
 
 

@@ -25,6 +25,7 @@ al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 
 import threading
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward, hook_accumulators
 from miniddp.bucket import Bucket
 from miniddp.buckets import NO_CAP, ParameterSize, Plan, arrival_plan, initial_plan, sizes_of
-from miniddp.comm import plan_of_rank_0, wait_for, wait_for_future
+from miniddp.comm import wait_for
 from miniddp.unused import UsedParameters
 
 
@@ -75,6 +76,8 @@ class Reducer:
         plan_at_once: apply the caps from the first backward on. Otherwise it uses one bucket per
             dtype and device, because the order of the gradients is not yet known.
     """
+
+    advice = errors.Advice()
 
     # 1. Build -------------------------------------------------------------------------------------
 
@@ -237,7 +240,7 @@ class Reducer:
     def all_reduce_bucket(self, bucket: Bucket) -> None:
         """Launch the sum of one bucket over all ranks."""
         work = dist.all_reduce(bucket.buffer, group=self.process_group, async_op=True)
-        bucket.future = work.get_future()
+        bucket.launched, bucket.future = True, work.get_future()
 
     # 5. Finalize ----------------------------------------------------------------------------------
 
@@ -248,19 +251,19 @@ class Reducer:
             self.enter(ReducerState.FINALIZING)
             try:
                 for bucket in self.buckets:
-                    if bucket.future is not None:
-                        self.finalize_bucket(bucket, bucket.future)
+                    if bucket.launched:
+                        self.finalize_bucket(bucket)
                 if self.find_unused_parameters:
                     wait_for(self.usage.work)
             finally:  # after a communication error, too
                 self.usage.reset()
                 self.enter(self.state_between_backwards)
 
-    def finalize_bucket(self, bucket: Bucket, future: Future) -> None:
+    def finalize_bucket(self, bucket: Bucket) -> None:
         """Wait for one bucket and copy its averages to the gradients."""
-        bucket.future = None  # its value may be a copy of the whole bucket
         with record_function("miniddp.wait"):
-            self.wait_for_bucket(bucket, future)
+            self.wait_for_bucket(bucket)
+        bucket.future = None  # its value may be a copy of the whole bucket
         with record_function("miniddp.copy_out"):
             replaced = bucket.copy_out(self.slots_to_write(bucket))
         if replaced:
@@ -270,15 +273,14 @@ class Reducer:
                 "wrapper set its .grad during backward: remove it, or use no views."
             )
 
-    def wait_for_bucket(self, bucket: Bucket, future: Future) -> None:
+    def wait_for_bucket(self, bucket: Bucket) -> None:
         """Wait until the bucket's buffer holds the averages."""
-        wait_for_future(future, bucket.buffer)
+        assert bucket.future is not None
+        wait_for_future(bucket.future, bucket.buffer)
 
     def slots_to_write(self, bucket: Bucket) -> Sequence[int]:
         """The slots of the gradients that get their average: all, unless some are unused."""
-        if self.find_unused_parameters:
-            return self.usage.slots_to_write(bucket.indices)
-        return range(len(bucket.indices))
+        return self.usage.slots_to_write(bucket.indices)
 
     # 6. Rebuild -----------------------------------------------------------------------------------
 
@@ -303,8 +305,9 @@ class Reducer:
     def ensure_prior_reduction_finished(self) -> None:
         """Raise RuntimeError if a reduced backward lacks gradients."""
         if self.state is ReducerState.REDUCING:
-            absent = self.absent()
-            raise self.error(errors.unfinished(self.rank, absent, self.find_unused_parameters))
+            searched = self.find_unused_parameters
+            message = errors.unfinished(self.rank, self.absent(), searched)
+            raise self.error(message + self.advice.unfinished)
 
     def absent(self) -> dict[int, str]:
         """The parameters whose gradients have not arrived: index to name."""
@@ -319,12 +322,44 @@ class Reducer:
     def marked_twice(self, index: int) -> Exception:
         """The gradient of a parameter arrived that was not expected (any more)."""
         searched = bool(self.usage.unreachable)
-        return self.error(errors.marked_twice(self.rank, index, self.names[index], searched))
+        message = errors.marked_twice(self.rank, index, self.names[index], searched)
+        return self.error(message + self.advice.marked_twice)
 
     def unexpected_gradients(self, bucket: Bucket, indices: Sequence[int]) -> Exception:
-        """The gradients of the parameters `indices` do not fit into their bucket."""
-        return self.error(
-            f"Expected variable to have {bucket.holds} gradient of the parameter's dtype. "
-            f"Not so on rank {self.rank}: {', '.join(self.names[i] for i in indices)}. Set "
-            "sparse=False if it is an nn.Embedding; if its grad_dtype was set, unset it."
-        )
+        """The gradients of the parameters `indices` do not fit into `bucket`."""
+        names = [self.names[index] for index in indices]
+        message = errors.unexpected_gradients(self.rank, names)
+        return self.error(message + self.advice.unexpected)
+
+
+def wait_for_future(future: Future, buffer: Tensor) -> Any:
+    """Wait for the future of a collective or comm hook on `buffer`; return its value."""
+    value = future.wait()
+    if buffer.is_cuda:
+        wait_for_default_stream(buffer.device)
+    return value
+
+
+def wait_for_default_stream(device: torch.device) -> None:
+    """Let the current CUDA stream wait for the default one, unless a CUDA graph is captured.
+
+    NCCL's futures make the current stream wait; gloo's make only the default stream wait.
+    """
+    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    if current != default and not torch.cuda.is_current_stream_capturing():
+        current.wait_stream(default)
+
+
+def plan_of_rank_0(plan: Plan, group: dist.ProcessGroup, device: torch.device) -> Plan:
+    """Broadcast rank 0's plan: the indices of the parameters in each bucket.
+
+    Each rank's own `plan` must hold the same parameters, in buckets of any size. Costs one
+    broadcast of 16 bytes per parameter.
+    """
+    numbered = [(number, index) for number, bucket in enumerate(plan) for index in bucket]
+    message = torch.tensor(numbered, device=device)
+    wait_for(dist.broadcast(message, group=group, group_src=0, async_op=True))
+    received: dict[int, list[int]] = {}
+    for number, index in message.tolist():
+        received.setdefault(number, []).append(index)
+    return list(received.values())

@@ -9,9 +9,7 @@ Source: _verify_param_shape_across_processes and _sync_module_states in torch/di
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from itertools import accumulate, groupby
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,7 +41,7 @@ def verify_same_model(
         problem = problem or error
     values = {name: repr(value) for name, value in (settings or {}).items()}
     fault = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    ours = (list(model.items()), values, fault)
+    ours = _Replica(list(model.items()), values, fault)
 
     same = _same_on_all_ranks(repr(ours), group, _device_for(group, devices, problem is not None))
     every = [ours] * group.size()
@@ -53,6 +51,14 @@ def verify_same_model(
         raise problem
     if not same:
         raise RuntimeError(_difference(every, group.rank()))
+
+
+class _Replica(NamedTuple):
+    """What one rank says about itself."""
+
+    model: list[tuple[str, str]]  # names and forms of the tensors, in their order
+    settings: dict[str, str]
+    fault: str  # why this rank cannot take part; empty if it can
 
 
 def _form_of(tensor: Tensor, devices: Sequence[torch.device]) -> str:
@@ -86,19 +92,17 @@ def _same_on_all_ranks(text: str, group: dist.ProcessGroup, device: torch.device
     return all(torch.equal(theirs, message) for theirs in gathered)
 
 
-def _difference(
-    every: Sequence[tuple[list[tuple[str, str]], dict[str, str], str]], rank: int
-) -> str:
-    """What differs between the ranks' (model, settings, fault): a fault before all else."""
-    models, settings, faults = zip(*every, strict=True)
-    if any(faults):
-        told = "; ".join(f"rank {other}: {text}" for other, text in enumerate(faults) if text)
-        return f"Some ranks cannot take part, so every rank raises. {told}"
+def _difference(replicas: Sequence[_Replica], rank: int) -> str:
+    """What differs between the ranks: a fault before all else."""
+    faults = [f"rank {other}: {r.fault}" for other, r in enumerate(replicas) if r.fault]
+    if faults:
+        return f"Some ranks cannot take part, so every rank raises. {'; '.join(faults)}"
+    settings = [replica.settings for replica in replicas]
     if any(theirs != settings[0] for theirs in settings):
         advice = "Pass the same values on every rank: they decide which collectives it calls."
         return errors.different("settings", rank, settings, advice)
     advice = "Build the module from the same code and configuration everywhere, then wrap it."
-    return errors.different("model", rank, [dict(items) for items in models], advice)
+    return errors.different("model", rank, [dict(replica.model) for replica in replicas], advice)
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
@@ -130,7 +134,13 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for of_kind in kinds.values():
-        ends = accumulate(tensor.nbytes for tensor in of_kind)
-        numbers = (end // BROADCAST_BYTES for end in ends)
-        for _, chunk in groupby(zip(numbers, of_kind, strict=True), key=itemgetter(0)):
-            yield [tensor for _, tensor in chunk]
+        chunk: list[Tensor] = []
+        nbytes = 0
+        for tensor in of_kind:
+            chunk.append(tensor)
+            nbytes += tensor.nbytes
+            if nbytes >= BROADCAST_BYTES:
+                yield chunk
+                chunk, nbytes = [], 0
+        if chunk:
+            yield chunk

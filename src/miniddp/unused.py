@@ -5,7 +5,7 @@ With `find_unused_parameters=True`:
 1. *Search.* After a synchronized forward, search the graph from its outputs. Parameters that
    the search does not reach count as arrived when this rank's first gradient arrives. If it reaches
    none, no gradient arrives here, and the other ranks hang, as with torch's DDP.
-2. *Gate.* The outputs of each forward with grad pass through one node of the graph, `OutputGate`,
+2. *Sink.* The outputs of each forward with grad pass through one node of the graph, `DDPSink`,
    so that a loss on some of them still runs the hook of every parameter that was reached.
 3. *Mark.* Each gradient that arrives, also under `no_sync()`, marks its parameter as used here.
 4. *All-reduce.* After the last bucket, one all-reduce counts the ranks that used each parameter.
@@ -16,10 +16,7 @@ Cost: microseconds per node of the graph, a copy of the outputs, an all-reduce o
 parameter. Source: torch's reducer.cpp; _DDPSink in torch/nn/parallel/distributed.py.
 """
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +26,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.profiler import record_function
 
 from miniddp.comm import wait_for
+from miniddp.nested import find_tensors, replace_tensors
 
 
 class UsedParameters:
@@ -38,7 +36,8 @@ class UsedParameters:
         self.parameters, self.process_group = parameters, process_group
         self.unreachable: list[int] = []  # indices that the announced backward cannot reach
         self.reset()
-        self.counts = torch.empty(0)  # per parameter: how many ranks used it
+        # Per parameter: how many ranks used it; None until the first `all_reduce`.
+        self.counts: Tensor | None = None
         self.anywhere: list[bool] = []  # `counts > 0` as bools; empty until `work` is waited for
 
     def reset(self) -> None:
@@ -69,19 +68,21 @@ class UsedParameters:
         self.work = dist.all_reduce(self.counts, group=self.process_group, async_op=True)
         self.anywhere = []
 
-    def slots_to_write(self, indices: Sequence[int]) -> list[int]:
-        """The positions in `indices` of the parameters that some rank used."""
+    def slots_to_write(self, indices: Sequence[int]) -> Sequence[int]:
+        """The positions in `indices` of the used parameters; all if nothing is counted."""
+        if self.counts is None:
+            return range(len(indices))
         if not self.anywhere and not all(self.used[index] for index in indices):
             wait_for(self.work)  # only if this rank lacks one of these gradients
             self.anywhere = (self.counts > 0).tolist()
         return [s for s, i in enumerate(indices) if self.used[i] or self.anywhere[i]]
 
 
-class OutputGate(torch.autograd.Function):
+class DDPSink(torch.autograd.Function):
     """The identity on all outputs together: backward visits all of them or none.
 
     The hooks of parameters behind an ignored output then run, with an undefined gradient. Without
-    the gate they would not, and their buckets would never be full.
+    the sink they would not, and their buckets would never be full.
     """
 
     @staticmethod
@@ -96,43 +97,8 @@ class OutputGate(torch.autograd.Function):
 
     @classmethod
     def pass_through(cls, output: Any, clone: bool = True) -> Any:
-        """`output` with every tensor that requires grad passed through one gate."""
+        """`output` with every tensor that requires grad passed through one sink."""
         tensors = find_tensors(output)
-        gated = iter(cls.apply(clone, *(t for t in tensors if t.requires_grad)) or ())
-        replacements = [next(gated) if t.requires_grad else t for t in tensors]
+        sunk = iter(cls.apply(clone, *(t for t in tensors if t.requires_grad)) or ())
+        replacements = [next(sunk) if t.requires_grad else t for t in tensors]
         return replace_tensors(output, iter(replacements))
-
-
-def find_tensors(output: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists, dicts, and dataclasses, in a fixed order."""
-    if isinstance(output, Tensor):
-        return [output]
-    return [tensor for part in _parts(output).values() for tensor in find_tensors(part)]
-
-
-def replace_tensors(output: Any, replacements: Iterator[Tensor]) -> Any:
-    """A copy of `output` in which each tensor of `find_tensors(output)` is the next replacement."""
-    if isinstance(output, Tensor):
-        return next(replacements)
-    parts = {key: replace_tensors(part, replacements) for key, part in _parts(output).items()}
-    if not parts:
-        return output
-    if isinstance(output, tuple):
-        values = parts.values()
-        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
-    replaced = copy.copy(output)
-    indexed = isinstance(output, dict | list)
-    assign = replaced.__setitem__ if indexed else partial(object.__setattr__, replaced)
-    for key, part in parts.items():
-        assign(key, part)
-    return replaced
-
-
-def _parts(output: Any) -> dict[Any, Any]:
-    if isinstance(output, dict):  # first: a model output may be a dict and a dataclass
-        return dict(output)
-    if isinstance(output, list | tuple):
-        return dict(enumerate(output))
-    if is_dataclass(output) and not isinstance(output, type):
-        return {field.name: getattr(output, field.name) for field in fields(output)}
-    return {}

@@ -26,7 +26,7 @@ from miniddp.ddp import MiniDDP
 
 WAITS = (
     "miniddp.bucket.Bucket.wait_for_streams",
-    "miniddp.comm.wait_for_default_stream",
+    "miniddp.reducer.wait_for_default_stream",
 )
 WIDTH, STEPS = 6, 3
 

@@ -1,6 +1,5 @@
 """A full bucket as a comm hook sees it: the methods of `torch.distributed.GradBucket`."""
 
-import torch
 from torch import Tensor
 
 from miniddp.bucket import Bucket
@@ -38,7 +37,7 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """One view of `buffer()` per parameter, in the parameter's shape."""
-        if self._bucket.holds == "sparse":
+        if self._buffer.is_sparse:
             return [self._buffer]
         parameters = self._bucket.parameters
         parts = self._buffer.split([parameter.numel() for parameter in parameters])
@@ -47,10 +46,3 @@ class GradBucket:
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of their gradients."""
         return self._bucket.parameters
-
-
-def zeros_of(bucket: Bucket) -> Tensor:
-    """Zeros in the form of the bucket's buffer: the contribution of a rank without gradients."""
-    if bucket.holds == "sparse":
-        return torch.zeros_like(bucket.parameters[0], layout=torch.sparse_coo)
-    return torch.zeros_like(bucket.buffer)

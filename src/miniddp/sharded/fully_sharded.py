@@ -37,13 +37,15 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from miniddp.autograd_graph import at_end_of_backward, backward_is_running, not_compiled
+from miniddp.autograd_graph import at_end_of_backward, backward_is_running
 from miniddp.comm import this_group
+from miniddp.ddp import not_compiled
+from miniddp.nested import cast as cast_tensors
+from miniddp.nested import find_tensors
 from miniddp.replicas import broadcast_tensors, verify_same_model
 from miniddp.sharded.param import FSDPParam, Owner, used_in_pieces
 from miniddp.sharded.param_group import FSDPParamGroup, Reduction, ShardedState
 from miniddp.sharded.sharding import Sharding
-from miniddp.unused import find_tensors, replace_tensors
 
 
 class FSDPModule:
@@ -318,7 +320,7 @@ class FSDPState:
         if outermost and not backward_is_running():  # there, a checkpoint recomputes
             schedule.begin_forward(self)
         self.gather()
-        args, kwargs = _cast((args, kwargs), self.input_dtype)
+        args, kwargs = cast_tensors((args, kwargs), self.input_dtype)
         if self.computes_gradients:
             return args, kwargs
         schedule.prefetch_in_forward(self)
@@ -341,7 +343,7 @@ class FSDPState:
     @not_compiled
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free the parameters, and watch for the first gradient of an output."""
-        schedule, result = self.schedule, _cast(output, self.output_dtype)
+        schedule, result = self.schedule, cast_tensors(output, self.output_dtype)
         if self.computes_gradients:
             return result
         outermost = schedule is not None and schedule.root is self
@@ -382,12 +384,3 @@ class FSDPState:
         else:
             for param in self.group.params:  # whole, on this rank
                 param.accumulate_unsharded()
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with every floating-point tensor in `dtype`, unless that is None."""
-    if dtype is None:
-        return value
-    tensors = find_tensors(value)
-    cast_ = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
-    return replace_tensors(value, iter(cast_))

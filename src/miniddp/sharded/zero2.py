@@ -17,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from miniddp.bucket import Bucket
@@ -71,12 +70,11 @@ class Zero2Reducer(Reducer):
 
     def all_reduce_bucket(self, bucket: Bucket) -> None:
         for earlier in self.buckets:
-            if earlier.future is not None:
+            if earlier.launched:
                 earlier.reduction.free()
-        # It says to the reducer that the bucket is launched; gloo has none for a reduce-scatter.
-        bucket.future = Future()
+        bucket.launched = True
 
-    def wait_for_bucket(self, bucket: Bucket, future: Future) -> None:
+    def wait_for_bucket(self, bucket: Bucket) -> None:
         bucket.reduction.free()
 
 

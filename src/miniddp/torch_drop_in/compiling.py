@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from miniddp.autograd_graph import not_compiled
+from miniddp.ddp import not_compiled
 
 
 def _as_written(function: Any) -> Any:

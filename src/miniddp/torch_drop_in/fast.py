@@ -111,6 +111,10 @@ class PartedBucket(Bucket):
             self.kept_reciprocal = torch.tensor(1.0 / divisor, dtype=dtype, device="cpu")
         return self.kept_reciprocal
 
+    def zeros(self) -> Tensor:
+        """What a rank without gradients contributes."""
+        return torch.zeros_like(self.buffer)
+
     def copy_out(self, slots: Sequence[int]) -> list[int]:
         held = [parameter.grad for parameter in self.parameters]
         if all(map(is_, held, self.views)):
@@ -164,7 +168,7 @@ class FastReducer(Reducer):
         """Count a gradient. With its last one, a part is copied in, and perhaps a bucket full."""
         if (bucket := self.expected.pop(index, None)) is None:
             raise self.marked_twice(index)
-        if bucket.on_cuda:
+        if not self.on_cpu:
             bucket.note_stream()
         part = self.part_of[index]
         part.pending -= 1

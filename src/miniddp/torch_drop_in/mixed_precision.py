@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from miniddp.autograd_graph import at_end_of_backward
-from miniddp.unused import find_tensors, replace_tensors
+from miniddp.nested import cast
 
 
 class MixedPrecision:
@@ -36,7 +36,7 @@ class MixedPrecision:
 
     def __init__(self, ddp: Any, settings: Any):
         self.settings = settings
-        self.parameters = list(ddp.named_tensors().values())
+        self.parameters = list(ddp.synced_parameters().values())
         self.ddp = weakref.ref(ddp)
         self.widens_at_end = False
         self.narrow_now: set[nn.Parameter] = set()
@@ -44,7 +44,7 @@ class MixedPrecision:
         for parameter in self.parameters:
             parameter._fp_param = parameter.data
             parameter._mp_param = torch.empty(0, dtype=settings.param_dtype or parameter.dtype)
-        for buffer in ddp.named_tensors(buffers=True).values():
+        for buffer in ddp.synced_buffers().values():
             if buffer.is_floating_point() and settings.buffer_dtype is not None:
                 buffer.data = buffer.data.to(settings.buffer_dtype)
             buffer._fp_param = buffer._mp_param = buffer.data
@@ -70,12 +70,7 @@ class MixedPrecision:
 
     def cast(self, inputs: Any) -> Any:
         """`inputs`, however nested, with every floating-point tensor narrow."""
-        dtype = self.settings.param_dtype
-        tensors = [
-            t.to(dtype) if dtype is not None and t.is_floating_point() else t
-            for t in find_tensors(inputs)
-        ]
-        return replace_tensors(inputs, iter(tensors))
+        return cast(inputs, self.settings.param_dtype)
 
     def widen(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Give `parameters` (all of them when None) their wide data back, and a wide gradient."""

@@ -19,30 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from miniddp import errors
 from miniddp.bucket import Bucket
 from miniddp.buckets import ParameterSize
-from miniddp.comm import wait_for, wait_for_future
-from miniddp.extras.grad_bucket import GradBucket, zeros_of
-from miniddp.reducer import ReducerState
+from miniddp.comm import wait_for
+from miniddp.extras.grad_bucket import GradBucket
+from miniddp.reducer import ReducerState, wait_for_future
 from miniddp.torch_drop_in.sparse import SparseBucket, each_alone
 from miniddp.torch_drop_in.static_graph import StaticGraphReducer
 
 CommHook = Callable[[Any, GradBucket], Future]
-
-# Advice that is added to an error of the core, by the beginning of its message.
-_ADVICE = {
-    "Expected to have finished reduction": (
-        " With strict=True, such a step itself raises an error that lists what each rank lacks. "
-        "(For torch's own DDP, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO "
-        "or DETAIL.)"
-    ),
-    "Expected to mark a variable ready only once": (
-        " If the model uses activation checkpointing, static_graph=True may help, too."
-    ),
-    "Expected variable to have": (
-        " Or keep the embedding's gradient sparse in every use: sparse gradients are averaged, too."
-    ),
-}
 
 
 class TorchReducer(StaticGraphReducer):
@@ -53,6 +39,16 @@ class TorchReducer(StaticGraphReducer):
         skip_unused: send no bucket that holds only unused parameters. Every rank must then have
             the same unused parameters.
     """
+
+    advice = errors.Advice(
+        unfinished=" With strict=True, such a step itself raises an error that lists what each "
+        "rank lacks. (For torch's own DDP, set the environment variable TORCH_DISTRIBUTED_DEBUG to "
+        "either INFO or DETAIL.)",
+        marked_twice=" If the model uses activation checkpointing, static_graph=True may help, "
+        "too.",
+        unexpected=" Or keep the embedding's gradient sparse in every use: sparse gradients are "
+        "averaged, too.",
+    )
 
     def __init__(
         self, *args: Any, sparse: Sequence[bool], skip_unused: bool = False, **keywords: Any
@@ -81,11 +77,15 @@ class TorchReducer(StaticGraphReducer):
         return super().make_bucket(indices)
 
     def error(self, message: str, kind: type[Exception] = RuntimeError) -> Exception:
-        for beginning, advice in _ADVICE.items():
-            if message.startswith(beginning):
-                message += advice
         self.last_error = message
         return kind(message)
+
+    def unexpected_gradients(self, bucket: Bucket, indices: Sequence[int]) -> Exception:
+        if not isinstance(bucket, SparseBucket):
+            return super().unexpected_gradients(bucket, indices)
+        names = [self.names[index] for index in indices]
+        message = errors.unexpected_gradients(self.rank, names, layout="sparse")
+        return self.error(message + self.advice.unexpected)
 
     def expects_gradients(self) -> bool:
         """Whether a backward has been announced, or is being reduced."""
@@ -131,6 +131,7 @@ class TorchReducer(StaticGraphReducer):
             count = len(self.buckets)
             while self._skips(self.buckets[count - 1]):
                 count -= 1
+            bucket.launched = True
             bucket.future = self.run_comm_hook(GradBucket(bucket, self.next_bucket, count))
             self.reduced_buckets += 1
 
@@ -155,9 +156,9 @@ class TorchReducer(StaticGraphReducer):
     def _skips(self, bucket: Bucket) -> bool:
         return self.skip_unused and set(bucket.indices) <= set(self.usage.unreachable)
 
-    def wait_for_bucket(self, bucket: Bucket, future: Future) -> None:
+    def wait_for_bucket(self, bucket: Bucket) -> None:
         # The value of a collective's future is a list; that of a hook's is a list or a tensor.
-        result = wait_for_future(future, bucket.buffer)
+        result = wait_for_future(bucket.future, bucket.buffer)
         result = result[0] if isinstance(result, list | tuple) else result
         if not isinstance(result, Tensor):
             raise self.error(
@@ -166,12 +167,13 @@ class TorchReducer(StaticGraphReducer):
             )
         if bucket.buffer.is_complex() and not result.is_complex():
             result = torch.view_as_complex(result)  # collectives may work on pairs of reals
-        if result.numel() != bucket.buffer.numel() and bucket.holds == "dense":
+        sparse = isinstance(bucket, SparseBucket)
+        if result.numel() != bucket.buffer.numel() and not sparse:
             raise self.error(
                 f"the comm hook's result has {result.numel()} elements, but the bucket has "
                 f"{bucket.buffer.numel()}"
             )
-        if bucket.holds == "sparse" or result.data_ptr() != bucket.buffer.data_ptr():
+        if sparse or result.data_ptr() != bucket.buffer.data_ptr():
             bucket.buffer.copy_(result)
 
     def slots_to_write(self, bucket: Bucket) -> Sequence[int]:
@@ -263,7 +265,7 @@ class TorchReducer(StaticGraphReducer):
     def _get_zeros_like_grad_buckets(self) -> list[Any]:
         """The buckets in launch order, full of zeros: what a rank without inputs contributes."""
         return [
-            GradBucket(bucket, number, len(self.buckets), zeros_of(bucket))
+            GradBucket(bucket, number, len(self.buckets), bucket.zeros())
             for number, bucket in enumerate(self.buckets)
         ]
 

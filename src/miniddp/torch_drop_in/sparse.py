@@ -25,25 +25,28 @@ def each_alone(sizes: Sequence[ParameterSize], sparse: Sequence[bool]) -> list[P
 class SparseBucket(PartedBucket):
     """One parameter with a sparse gradient (an embedding): the gradient itself is the buffer."""
 
-    holds = "sparse"
-
     def allocate(self) -> None:
         self.offsets, self.buffer, self.views = [0, 0], self.parameters[0].new_empty(0), []
         self.divide()
 
-    def dense_tensors(self, gradient: Tensor) -> tuple[Tensor, ...]:
-        # `record_stream` takes no sparse tensor, and the public names no uncoalesced one.
-        return gradient._indices(), gradient._values()
+    def record_stream(self, gradient: Tensor, stream: torch.cuda.Stream) -> None:
+        # Tensor.record_stream accepts no sparse tensor; the public names, no uncoalesced one.
+        for part in (gradient._indices(), gradient._values()):
+            part.record_stream(stream)
 
     def copy_part_in(self, part: Part, divisor: int) -> list[int]:
         """Take the gradient as the buffer. Returns its parameter's index if it is dense."""
         gradient = self.parameters[0].grad
         if gradient is None:
-            gradient = torch.zeros_like(self.parameters[0], layout=torch.sparse_coo)
+            gradient = self.zeros()
         if not gradient.is_sparse:
             return part.indices
         self.buffer = gradient.div_(divisor)
         return []
+
+    def zeros(self) -> Tensor:
+        """The gradient of a rank that used no row."""
+        return torch.zeros_like(self.parameters[0], layout=torch.sparse_coo)
 
     def copy_out(self, slots: Sequence[int]) -> list[int]:
         if slots:

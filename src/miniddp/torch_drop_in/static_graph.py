@@ -10,7 +10,7 @@ Source: static_graph_first_iteration and delay_all_reduce in
 torch/csrc/distributed/c10d/reducer.cpp.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 
 from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward
-from miniddp.bucket import Bucket
 from miniddp.reducer import ReducerState
 from miniddp.torch_drop_in.fast import FastReducer
 
@@ -95,11 +94,6 @@ class StaticGraphReducer(FastReducer):
         """No later backward waits for the parameters that never received a gradient."""
         self.usage.unreachable = [index for index, count in enumerate(self.firings) if count == 0]
 
-    def slots_to_write(self, bucket: Bucket) -> Sequence[int]:
-        if self.static_graph:
-            return self.usage.slots_to_write(bucket.indices)
-        return super().slots_to_write(bucket)
-
     def ensure_prior_reduction_finished(self) -> None:
         if self.static_graph and self.state is ReducerState.REDUCING:
             reason = (
@@ -107,7 +101,8 @@ class StaticGraphReducer(FastReducer):
                 "e.g., one parameter is used in first iteration, but then got unused in the "
                 f"second iteration. {_STATIC}"
             )
-            raise self.error(errors.unfinished(self.rank, self.absent(), False, reason))
+            message = errors.unfinished(self.rank, self.absent(), False, reason)
+            raise self.error(message + self.advice.unfinished)
         super().ensure_prior_reduction_finished()
 
 

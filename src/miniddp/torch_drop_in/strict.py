@@ -17,8 +17,8 @@ from torch import Tensor
 from miniddp import errors
 from miniddp.autograd_graph import at_end_of_backward
 from miniddp.comm import wait_for
+from miniddp.nested import find_tensors
 from miniddp.reducer import ReducerState
-from miniddp.unused import find_tensors
 
 if TYPE_CHECKING:
     from miniddp.torch_drop_in.reducer import TorchReducer

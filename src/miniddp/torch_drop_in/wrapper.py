@@ -32,10 +32,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from miniddp import errors
-from miniddp.autograd_graph import not_compiled
 from miniddp.buckets import MIB, bucket_caps
 from miniddp.comm import wait_for
-from miniddp.ddp import MiniDDP
+from miniddp.ddp import MiniDDP, not_compiled
 from miniddp.reducer import ReducerState
 from miniddp.replicas import broadcast_tensors
 from miniddp.torch_drop_in.compiling import active, active_wrapper
@@ -180,7 +179,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         if static_graph:
             self._set_static_graph()
 
-    def check_module(self) -> None:
+    def resolve_settings(self) -> None:
         delayed, trigger = self._delayed_pairs
         if (delayed is None) != (trigger is None):
             raise ValueError(
@@ -194,8 +193,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
                 stacklevel=errors.stacklevel_of_caller(),
             )
         self._refuse_to_delay_everything()
-        super().check_module()
-        parameters = self.named_tensors()
+        super().resolve_settings()
+        parameters = self.synced_parameters()
         for name, parameter in parameters.items():
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise RuntimeError(
@@ -216,7 +215,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     def _refuse_to_delay_everything(self) -> None:
         trainable = any(p.requires_grad for p in self.module.parameters())
-        reduced_in_turn = any(p.requires_grad for p in self.named_tensors().values())
+        reduced_in_turn = any(p.requires_grad for p in self.synced_parameters().values())
         if self._delayed_pairs[0] is not None and trainable and not reduced_in_turn:
             raise NotImplementedError(
                 "MiniDDP does not support delay_all_reduce_named_params of every trainable "
@@ -250,8 +249,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
                 )
 
     def state_to_broadcast(self) -> dict[str, Tensor]:
-        buffers = self.named_tensors(buffers=True) if self._syncs_buffers_now else {}
-        return self.named_tensors() | buffers
+        buffers = self.synced_buffers() if self._syncs_buffers_now else {}
+        return self.synced_parameters() | buffers
 
     def common_settings(self) -> dict[str, Any]:
         names, sparse = list(self._parameter_names().values()), self._reduced()[1]
@@ -269,8 +268,13 @@ class DistributedDataParallel(MiniDDP, Joinable):
             "mixed_precision.buffer_dtype": getattr(self.mixed_precision, "buffer_dtype", None),
         }
 
-    def named_tensors(self, buffers: bool = False) -> dict[str, Tensor]:
-        named = super().named_tensors(buffers)
+    def synced_parameters(self) -> dict[str, nn.Parameter]:
+        return self._without_ignored(super().synced_parameters())
+
+    def synced_buffers(self) -> dict[str, Tensor]:
+        return self._without_ignored(super().synced_buffers())
+
+    def _without_ignored(self, named: dict[str, Any]) -> dict[str, Any]:
         return {name: t for name, t in named.items() if name not in self.parameters_to_ignore}
 
     def _reduced(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -472,7 +476,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     def _assign_modules_buffers(self) -> None:
         """Find the module's buffers again: a module may replace them between two forwards."""
-        self.named_module_buffers = self.named_tensors(buffers=True)
+        self.named_module_buffers = self.synced_buffers()
         self.modules_buffers = list(self.named_module_buffers.values())
 
     @property
@@ -616,7 +620,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     def _setup_in_backward_optimizers(self) -> None:
         """Take over from `apply_optimizer_in_backward`: step after the reduction, not before."""
-        parameters = list(self.named_tensors().values())
+        parameters = list(self.synced_parameters().values())
         if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
             return
         from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
@@ -729,9 +733,9 @@ class DistributedDataParallel(MiniDDP, Joinable):
         if self.mixed_precision is not None:
             self._precision.widen()
         self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
-        state = self.named_tensors()
+        state: dict[str, Tensor] = dict(self.synced_parameters())
         if self.forward_sync_buffers:
-            state |= self.named_tensors(buffers=True)
+            state |= self.synced_buffers()
         broadcast_tensors(list(state.values()), self.process_group, self._authoritative_rank)
 
     # Settings -------------------------------------------------------------------------------------
@@ -795,7 +799,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
-        return list(self.named_tensors().values())
+        return list(self.synced_parameters().values())
 
     @property
     def is_multi_device_module(self) -> bool:

@@ -5,8 +5,10 @@
 `zero1`              ZeRO-1: the optimizer's state
 `zero2`              ZeRO-2: gradients, too, reduce-scattered while backward runs
 `param`              one parameter: sharded, or whole while it is needed
+`reduction`          gradients reduced to the ranks that hold their rows
 `param_group`        what moves together: an all-gather and a reduce-scatter
-`fully_sharded`      `fully_shard`: when they run
+`fully_sharded`      `fully_shard`: what it accepts, and what it adds to a module
+`schedule`, `hooks`  when the groups of a model move; what one module does then
 `state`, `clip`      whole state dicts from shards; the norm of a gradient in pieces
 `muon`               Muon, which needs whole matrices: two right ways and a wrong one
 ===================  ============================================================================

@@ -120,20 +120,23 @@ def _gather(momenta: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Te
 
 
 def _deal(momenta: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
-    """Matrix i belongs to rank i mod W, which alone orthogonalizes it."""
+    """Matrix i belongs to rank i mod W, its owner, which alone orthogonalizes it."""
     updates = []
     for index, (rows, sharding) in enumerate(zip(momenta, shardings, strict=True)):
-        world_size, rank = sharding.group.size(), sharding.group.rank()
-        dealer = index % world_size
-        line = sharding.pad(rows, rows.dtype)
-        table = line.new_empty(world_size, line.numel()) if rank == dealer else None
-        lines = None if table is None else list(table)
-        dist.gather(line, lines, group=sharding.group, group_dst=dealer)
-        if table is not None:
-            whole = newton_schulz(sharding.whole(table)).to(rows.dtype)
-            lines = list(sharding.table(whole))
-        dist.scatter(line, lines, group=sharding.group, group_src=dealer)
-        updates.append(sharding.unpad(line))
+        group, owner = sharding.group, index % sharding.group.size()
+        chunk = sharding.pad(rows, rows.dtype)
+        chunks = None  # on the owner: one per rank
+        if group.rank() == owner:
+            chunks = list(chunk.new_empty(group.size(), chunk.numel()))
+        # 1. The owner receives the other ranks' rows.
+        dist.gather(chunk, chunks, group=group, group_dst=owner)
+        # 2. It orthogonalizes the whole matrix.
+        if chunks is not None:
+            whole = newton_schulz(sharding.from_chunks(torch.stack(chunks)))
+            chunks = list(sharding.to_chunks(whole.to(rows.dtype)))
+        # 3. Every rank receives its rows of the result.
+        dist.scatter(chunk, chunks, group=group, group_src=owner)
+        updates.append(sharding.unpad(chunk))
     return updates
 
 

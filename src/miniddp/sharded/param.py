@@ -45,9 +45,9 @@ class ShardedParam:
             return gradient if total is None else total
         return total.add_(gradient)
 
-    def accumulate_sharded(self, line: Tensor) -> None:
+    def accumulate_sharded(self, chunk: Tensor) -> None:
         """Add this rank's rows of a reduced gradient to the sharded parameter's gradient."""
-        gradient = self.sharding.unpad(line).to(self.sharded_param.dtype)
+        gradient = self.sharding.unpad(chunk).to(self.sharded_param.dtype)
         if self.sharded_param.grad is None:
             self.sharded_param.grad = gradient
         else:
@@ -93,10 +93,11 @@ class FSDPParam(ShardedParam):
         """Shape the unsharded parameter, without memory, for the sharded one's dtype and device."""
         floating = self.sharded_param.is_floating_point()
         dtype = (floating and self.policy.param_dtype) or self.sharded_param.dtype
-        shape = (self.sharding.group.size(), self.sharding.padded)
-        self.table = self.sharded_param.new_empty(shape, dtype=dtype)
+        shape = (self.sharding.group.size(), self.sharding.padded_numel)
+        # One chunk per rank; the unsharded parameter is a view of it.
+        self.all_gather_output = self.sharded_param.new_empty(shape, dtype=dtype)
         # `.data` has a version counter of its own: autograd does not take filling for a change.
-        self.unsharded_param.data = self.sharding.whole(self.table).data
+        self.unsharded_param.data = self.sharding.from_chunks(self.all_gather_output).data
         self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
         self.reduce_dtype = self.policy.reduce_dtype or dtype
         self.to_sharded()
@@ -104,7 +105,7 @@ class FSDPParam(ShardedParam):
     def refuse_gradient(self, gradient: Tensor) -> None:
         """Raise: autograd has no reason to send a gradient to this rank's rows."""
         module, name = self.owners[0]
-        raise used_in_pieces(f"{type(module).__name__}.{name}")
+        raise used_while_sharded(f"{type(module).__name__}.{name}")
 
     def register(self, parameter: nn.Parameter, instead_of: nn.Parameter) -> None:
         """Let the modules use `parameter`, frozen if the one that they used before is."""
@@ -113,24 +114,26 @@ class FSDPParam(ShardedParam):
             setattr(module, name, parameter)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of one rank's line in an all-gather."""
-        return self.sharding.padded * self.table.dtype.itemsize
+    def all_gather_bytes(self) -> int:
+        """Bytes of one rank's chunk in an all-gather."""
+        return self.sharding.padded_numel * self.all_gather_output.dtype.itemsize
 
-    def bytes_to_gather(self) -> Tensor:
+    def all_gather_input(self) -> Tensor:
         """This rank's rows in `param_dtype`, as bytes: one message may hold several dtypes."""
-        return self.sharding.pad(self.sharded_param.detach(), self.table.dtype).view(torch.uint8)
+        rows, dtype = self.sharded_param.detach(), self.all_gather_output.dtype
+        return self.sharding.pad(rows, dtype).view(torch.uint8)
 
     def to_unsharded(self, gathered: Tensor) -> None:
-        """Fill the unsharded parameter from W lines of bytes, and register it."""
-        self.table.untyped_storage().resize_(self.table.nbytes)
-        self.table.view(torch.uint8).copy_(gathered)
+        """Fill the unsharded parameter from W chunks of bytes, and register it."""
+        output = self.all_gather_output
+        output.untyped_storage().resize_(output.nbytes)
+        output.view(torch.uint8).copy_(gathered)
         self.register(self.unsharded_param, instead_of=self.sharded_param)
 
     def to_sharded(self) -> None:
         """Free the unsharded parameter, and register the sharded one."""
         self.register(self.sharded_param, instead_of=self.unsharded_param)
-        self.table.untyped_storage().resize_(0)
+        self.all_gather_output.untyped_storage().resize_(0)
 
     def accumulate_unsharded(self) -> None:
         """Keep the gradients of unsynchronized backwards, in the dtype of the reduction."""
@@ -138,10 +141,10 @@ class FSDPParam(ShardedParam):
             self.accumulated = self.take_gradient().to(self.reduce_dtype)
 
 
-def used_in_pieces(what: str) -> RuntimeError:
+def used_while_sharded(what: str) -> RuntimeError:
     """The error for a computation with this rank's rows."""
     return RuntimeError(
-        f"{what} was used while this rank has only its rows. Parameters are whole while the module "
-        "runs that fully_shard was called on: call that module, not its forward, a part of it, or "
+        f"{what} was used while sharded. Parameters are unsharded only inside the forward of the "
+        "module passed to fully_shard: call that module, not its forward method, a part of it, or "
         "another method, and use its parameters nowhere else"
     )

@@ -2,17 +2,15 @@
 
 *All-gather*, before forward and before backward: each rank sends its rows, and every rank has the
 whole parameters. *Reduce-scatter*, after backward: each rank sends whole gradients, and receives
-the sum of its own rows.
+the sum of its own rows (`miniddp.sharded.reduction`).
 
-**`Reduction` is where `fully_shard` divides a gradient**: by the number of ranks, while it copies
-the gradient into the message. Source: torch's _fsdp_param_group.py and _fsdp_collectives.py, which
-let NCCL divide (AVG).
+A profile shows the ranges miniddp.all_gather, .wait, .copy_out, .copy_in, and .reduce_scatter, each
+with the module's name. Source: torch's _fsdp_param_group.py and _fsdp_collectives.py.
 """
 
 from collections.abc import Sequence
 from enum import Enum, auto
 from hashlib import sha256
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -20,16 +18,19 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from miniddp.comm import wait_for
-from miniddp.sharded.param import FSDPParam, ShardedParam
-from miniddp.sharded.sharding import all_gather_single, reduce_scatter_single
+from miniddp.sharded.param import FSDPParam
+from miniddp.sharded.reduction import Reduction
+from miniddp.sharded.sharding import all_gather_single
 
 
 class ShardedState(Enum):
     """Which form of the parameters the modules have."""
 
+    # This rank's rows: 1/W of the memory. The optimizer steps in this state.
     SHARDED = auto()
     # An all-gather has been launched; the modules still have the sharded parameters.
     GATHERING = auto()
+    # The whole parameters, beside this rank's rows: for forward and backward.
     UNSHARDED = auto()
 
 
@@ -52,23 +53,30 @@ class FSDPParamGroup:
         self.sharded_state = ShardedState.SHARDED
         self.requires_gradient_sync = True
         self.gradient_divide_factor: float | None = None
+        self.reductions: list[Reduction] = []  # under way
         self.set_name("")
 
     def set_name(self, name: str) -> None:
         """Name the group's module. Each all-gather begins with a hash of the name."""
         self.name, self.label = name, [*sha256(name.encode()).digest()[:8]]
 
+    def profiled(self, phase: str) -> record_function:
+        """A profiler range for one phase of this group."""
+        return record_function(f"miniddp.{phase} ({self.name})")
+
+    # 1. All-gather --------------------------------------------------------------------------------
+
     @torch.no_grad()
     def unshard(self) -> None:
         """Launch the all-gather, unless the parameters are whole or on their way."""
         if self.sharded_state is not ShardedState.SHARDED or not self.params:
             return
-        with record_function("miniddp.all_gather"):
-            lines = [param.bytes_to_gather() for param in self.params]
-            line = torch.cat([lines[0].new_tensor(self.label), *lines])
-            self.gathered = line.new_empty(self.group.size(), line.numel())
+        with self.profiled("all_gather"):
+            inputs = [param.all_gather_input() for param in self.params]
+            chunk = torch.cat([inputs[0].new_tensor(self.label), *inputs])
+            self.gathered = chunk.new_empty(self.group.size(), chunk.numel())
             self.work = all_gather_single(
-                self.gathered.view(-1), line, group=self.group, async_op=True
+                self.gathered.view(-1), chunk, group=self.group, async_op=True
             )
         self.sharded_state = ShardedState.GATHERING
 
@@ -76,15 +84,15 @@ class FSDPParamGroup:
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather and let the modules have the whole parameters."""
         if self.sharded_state is ShardedState.GATHERING:
-            with record_function("miniddp.wait"):
+            with self.profiled("wait"):
                 wait_for(self.work)
-            sizes = [len(self.label), *(param.nbytes for param in self.params)]
-            labels, *columns = self.gathered.split(sizes, dim=1)
+            sizes = [len(self.label), *(param.all_gather_bytes for param in self.params)]
+            labels, *outputs = self.gathered.split(sizes, dim=1)
             self.sharded_state = ShardedState.SHARDED
             self.check_labels(labels)
-            with record_function("miniddp.copy_out"):
-                for param, column in zip(self.params, columns, strict=True):
-                    param.to_unsharded(column)
+            with self.profiled("copy_out"):
+                for param, output in zip(self.params, outputs, strict=True):
+                    param.to_unsharded(output)
             del self.gathered, self.work
             self.sharded_state = ShardedState.UNSHARDED
 
@@ -96,9 +104,9 @@ class FSDPParamGroup:
         if labels.is_cuda or bool((labels == labels[self.group.rank()]).all()):
             return
         raise RuntimeError(
-            f"Rank {self.group.rank()} gathers the parameters of {self.name}, and another rank "
-            "those of another module. Every rank must run the same sharded modules in the same "
-            "order: call fully_shard only on the module that chooses between them"
+            f"Rank {self.group.rank()} is all-gathering {self.name} while another rank is "
+            "all-gathering a different module. Every rank must run the same sharded modules in the "
+            "same order: call fully_shard only on the module that chooses between them"
         )
 
     def reshard(self) -> None:
@@ -109,80 +117,42 @@ class FSDPParamGroup:
                 param.to_sharded()
             self.sharded_state = ShardedState.SHARDED
 
+    # 2. Reduce-scatter ----------------------------------------------------------------------------
+
     def has_gradient(self) -> bool:
         """Whether a gradient of this rank waits to be reduced."""
         return any(param.has_gradient() for param in self.params)
 
-    @torch.no_grad()
-    def reduce(self) -> list["Reduction"]:
+    def reduce(self) -> None:
         """Launch the reduction of all gradients: one message per dtype, usually one."""
-        # One may have been frozen since a backward that was not synchronized.
-        every = [p for p in self.params if p.sharded_param.requires_grad or p.has_gradient()]
-        by_dtype = sorted(every, key=lambda param: str(param.reduce_dtype))
+        by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
+        for param in self.params:
+            # One may have been frozen since a backward that was not synchronized.
+            if param.sharded_param.requires_grad or param.has_gradient():
+                by_dtype.setdefault(param.reduce_dtype, []).append(param)
         replicas = 1 if self.replicas is None else self.replicas.size()
         divisor = self.gradient_divide_factor or self.group.size() * replicas
-        # As in torch: only a sum of float16 may overflow. Later, there is 1/W as much to divide.
-        return [
-            Reduction(list(params), self.group, self.replicas, divisor, dtype is torch.float16)
-            for dtype, params in groupby(by_dtype, key=lambda param: param.reduce_dtype)
-        ]
+        for dtype, params in sorted(by_dtype.items(), key=lambda item: str(item[0])):
+            # As in torch: only a sum of float16 may overflow. Later, there is less to divide.
+            first = dtype is torch.float16
+            reduction = Reduction(params, self.group, self.replicas, divisor, first)
+            with self.profiled("copy_in"):
+                reduction.copy_in()
+            with self.profiled("reduce_scatter"):
+                reduction.launch()
+            self.reductions.append(reduction)
 
+    def wait_for_reduce_scatter(self) -> None:
+        """Wait for this rank's rows, and free the messages. Safe to call more than once."""
+        for reduction in self.reductions:
+            if reduction.input is not None:
+                with self.profiled("wait"):
+                    reduction.wait_for_reduce_scatter()
 
-class Reduction:
-    """Gradients on their way: to the ranks that own their rows, and then to the replicas.
-
-    A parameter without a gradient on this rank counts as zeros. The end of each line counts the
-    ranks that have a gradient. Where none has one, none is written, because zeros would let
-    momentum and weight decay move the parameter.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        group: dist.ProcessGroup,
-        replicas: dist.ProcessGroup | None,
-        divisor: float,
-        divide_first: bool,
-    ):
-        self.params, self.replicas = params, replicas
-        self.divisor, self.divide_first = divisor, divide_first
-        self.sizes = [*(param.sharding.padded for param in params), len(params)]
-        with record_function("miniddp.copy_in"):
-            self.message = params[0].sharded_param.new_empty(
-                (group.size(), sum(self.sizes)), dtype=params[0].reduce_dtype
-            )
-            *columns, exists = self.message.split(self.sizes, dim=1)
-            for index, (param, column) in enumerate(zip(params, columns, strict=True)):
-                exists[:, index] = param.has_gradient()
-                if param.has_gradient():
-                    column.copy_(param.sharding.table(param.take_gradient()))
-                    if self.divide_first:
-                        column.div_(divisor)
-                else:
-                    column.zero_()
-        with record_function("miniddp.launch"):
-            self.line = self.message.new_empty(sum(self.sizes))
-            self.work = reduce_scatter_single(
-                self.line, self.message.view(-1), group=group, async_op=True
-            )
-
-    def free(self) -> None:
-        """Wait for this rank's rows, and free the message. With HSDP, add up the replicas' rows."""
-        if self.message is not None:
-            with record_function("miniddp.wait"):
-                wait_for(self.work)
-            self.work = self.message = None
-            if self.replicas is not None:
-                self.work = dist.all_reduce(self.line, group=self.replicas, async_op=True)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait, and add each rank's rows to the gradients of its sharded parameters."""
-        self.free()
-        if self.work is not None:
-            with record_function("miniddp.wait"):
-                wait_for(self.work)
-        *lines, exists = self.line.split(self.sizes)
-        for param, line, anywhere in zip(self.params, lines, (exists != 0).tolist(), strict=True):
-            if anywhere:
-                param.accumulate_sharded(line if self.divide_first else line.div_(self.divisor))
+    def finish_reduction(self) -> None:
+        """Wait, and add the averages to the gradients of the sharded parameters."""
+        for reduction in self.reductions:
+            with self.profiled("wait"):
+                reduction.wait()
+            reduction.finish()
+        self.reductions = []

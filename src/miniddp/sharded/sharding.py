@@ -1,14 +1,15 @@
 """How a parameter is divided among ranks: by the rows of its first dimension, as in FSDP2.
 
-Of R rows, rank r of W holds n = ⌈R / W⌉, from row r·n on; the last ranks hold fewer, or none. In a
-message, every rank has n rows, the missing ones zero, because a collective moves the same number of
-bytes for each. A message of a parameter is a table: one line per rank, n rows long.
+Of R rows, rank r of W holds n = ⌈R / W⌉, from row r·n on; the last ranks hold fewer, or none. A
+message consists of one *chunk* per rank. Every chunk has n rows, the missing ones zero, because a
+collective moves the same number of bytes for each rank.
 
 Source: `_chunk_with_empty` and `chunk_cat` in torch/distributed/fsdp/_fully_shard.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,60 +40,62 @@ class Sharding:
     replicas: dist.ProcessGroup | None = None
 
     @property
-    def rows(self) -> int:
-        """The rows per rank, padding included."""
-        return -(-self.all_rows // self.group.size())
+    def rows_per_rank(self) -> int:
+        """The rows of a chunk, padding included."""
+        return -(-self.total_rows // self.group.size())
 
     @property
-    def all_rows(self) -> int:
+    def total_rows(self) -> int:
         """The rows of the whole parameter; a scalar is one row."""
         return self.size[0] if self.size else 1
 
     @property
-    def padded(self) -> int:
-        """The elements per rank, padding included."""
-        return self.rows * self.size[1:].numel()
+    def padded_numel(self) -> int:
+        """The elements of a chunk, padding included."""
+        return self.rows_per_rank * self.size[1:].numel()
 
     @property
-    def own(self) -> slice:
-        """This rank's rows; none, if there are fewer rows than ranks before it."""
-        first = min(self.rows * self.group.rank(), self.all_rows)
-        return slice(first, min(first + self.rows, self.all_rows))
+    def local_rows(self) -> slice:
+        """This rank's rows; none, if the ranks before it hold them all."""
+        first = min(self.rows_per_rank * self.group.rank(), self.total_rows)
+        return slice(first, min(first + self.rows_per_rank, self.total_rows))
 
     def shard(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor of the whole shape: a view."""
-        return torch.atleast_1d(whole)[self.own]
+        return torch.atleast_1d(whole)[self.local_rows]
 
     def pad(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        """This rank's line of a message: its rows and zeros, flat."""
-        line = shard.new_zeros(self.padded, dtype=dtype)
-        line[: shard.numel()] = shard.reshape(-1)
-        return line
+        """This rank's chunk of a message, flat: its rows, and zeros."""
+        chunk = shard.new_zeros(self.padded_numel, dtype=dtype)
+        chunk[: shard.numel()] = shard.reshape(-1)
+        return chunk
 
-    def table(self, whole: Tensor) -> Tensor:
-        """A tensor of the whole shape as a message: W lines of `padded` elements."""
+    def unpad(self, chunk: Tensor) -> Tensor:
+        """The inverse of `pad`: this rank's rows, as a view."""
+        rows = self.local_rows
+        shape = torch.Size([rows.stop - rows.start, *self.size[1:]])
+        return chunk[: shape.numel()].view(shape)
+
+    def to_chunks(self, whole: Tensor) -> Tensor:
+        """A tensor of the whole shape as a message of shape (W, `padded_numel`)."""
         flat = whole.reshape(-1)
-        missing = self.padded * self.group.size() - flat.numel()
+        missing = self.padded_numel * self.group.size() - flat.numel()
         if missing:
             flat = nn.functional.pad(flat, (0, missing))
         return flat.view(self.group.size(), -1)
 
-    def whole(self, table: Tensor) -> Tensor:
-        """The inverse of `table`: a view."""
-        return table.view(-1)[: self.size.numel()].view(self.size)
-
-    def unpad(self, line: Tensor) -> Tensor:
-        """The inverse of `pad`: this rank's rows, as a view."""
-        shape = torch.Size([self.own.stop - self.own.start, *self.size[1:]])
-        return line[: shape.numel()].view(shape)
+    def from_chunks(self, chunks: Tensor) -> Tensor:
+        """The inverse of `to_chunks`: a view."""
+        return chunks.view(-1)[: self.size.numel()].view(self.size)
 
     def gather(self, shard: Tensor) -> Tensor:
         """The whole tensor, on every rank, from each rank's rows. Costs one all-gather."""
         return gather_all([shard], [self])[0]
 
 
-def own_rows(parameter: Tensor, group: dist.ProcessGroup) -> nn.Parameter:
+def local_shard(parameter: Tensor, group: dist.ProcessGroup) -> nn.Parameter:
     """This rank's rows of `parameter`, for an optimizer: a view, which has a `sharding`."""
+    refuse_optimizers_of_whole_tensors()
     sharding = Sharding(parameter.shape, group)
     rows = nn.Parameter(sharding.shard(parameter.detach()))
     rows.sharding = sharding
@@ -103,27 +106,30 @@ def own_rows(parameter: Tensor, group: dist.ProcessGroup) -> nn.Parameter:
 def gather_all(shards: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
     """The whole tensors of which each rank has rows, of any dtype. Costs one all-gather."""
     pairs = zip(shards, shardings, strict=True)
-    lines = [sharding.pad(rows, rows.dtype).view(torch.uint8) for rows, sharding in pairs]
-    line, group = torch.cat(lines), shardings[0].group
-    gathered = line.new_empty(group.size(), line.numel())
-    wait_for(all_gather_single(gathered.view(-1), line, group=group, async_op=True))
-    columns = gathered.split([line.numel() for line in lines], dim=1)
+    chunks = [sharding.pad(rows, rows.dtype).view(torch.uint8) for rows, sharding in pairs]
+    message, group = torch.cat(chunks), shardings[0].group
+    gathered = message.new_empty(group.size(), message.numel())
+    wait_for(all_gather_single(gathered.view(-1), message, group=group, async_op=True))
+    columns = gathered.split([chunk.numel() for chunk in chunks], dim=1)
     return [
-        sharding.whole(column.reshape(-1).view(rows.dtype))
+        sharding.from_chunks(column.reshape(-1).view(rows.dtype))
         for rows, sharding, column in zip(shards, shardings, columns, strict=True)
     ]
 
 
-def refuse_rows(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before each step of any optimizer: raise ValueError if it would take rows for a matrix."""
+@cache
+def refuse_optimizers_of_whole_tensors() -> None:
+    """From now on, no optimizer of this process may take a shard for a whole matrix."""
+    register_optimizer_step_pre_hook(_refuse_shards)
+
+
+def _refuse_shards(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before each step of any optimizer: raise ValueError if it would take a shard for a whole."""
     if isinstance(optimizer, LBFGS | Adafactor | Muon):
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if any(hasattr(parameter, "sharding") for parameter in parameters):
             raise ValueError(
                 f"{type(optimizer).__name__} computes with whole tensors, and a rank has only its "
-                "rows: take an optimizer that works element by element, such as AdamW, or "
+                "rows: use an optimizer that works element by element, such as AdamW, or "
                 "miniddp.sharded.muon.ShardedMuon"
             )
-
-
-register_optimizer_step_pre_hook(refuse_rows)

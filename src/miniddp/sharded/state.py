@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from miniddp.sharded.fully_sharded import states_of
+from miniddp.sharded.schedule import states_of
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from miniddp.comm import this_group
-from miniddp.sharded.sharding import gather_all, own_rows
+from miniddp.sharded.sharding import gather_all, local_shard
 
 
 class ZeroRedundancyOptimizer(Optimizer):
@@ -62,7 +62,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def make_shards(self, parameters: list[Tensor]) -> dict[Tensor, nn.Parameter]:
         """This rank's rows of each parameter."""
-        return {parameter: own_rows(parameter, self.group) for parameter in parameters}
+        return {parameter: local_shard(parameter, self.group) for parameter in parameters}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for any optimizer."""

@@ -23,8 +23,8 @@ from miniddp.bucket import Bucket
 from miniddp.ddp import MiniDDP
 from miniddp.reducer import Reducer
 from miniddp.sharded.param import ShardedParam
-from miniddp.sharded.param_group import Reduction
-from miniddp.sharded.sharding import own_rows
+from miniddp.sharded.reduction import Reduction
+from miniddp.sharded.sharding import local_shard
 from miniddp.sharded.zero1 import ZeroRedundancyOptimizer
 
 
@@ -35,7 +35,7 @@ class ShardedBucket(Bucket):
         self, indices: Sequence[int], parameters: Sequence[Tensor], group: dist.ProcessGroup
     ):
         self.group = group
-        self.params = [ShardedParam(own_rows(p, group), p) for p in parameters]
+        self.params = [ShardedParam(local_shard(p, group), p) for p in parameters]
         self.reduction: Reduction | None = None
         super().__init__(indices, parameters)
 
@@ -43,8 +43,9 @@ class ShardedBucket(Bucket):
         self.buffer, self.views = self.parameters[0].new_empty(0), []
 
     def copy_in(self, divisor: int) -> None:
-        """Divide the gradients, as in DDP, copy them into a message, launch it, and forget them."""
+        """Divide the gradients, as in DDP, copy them into a message, and forget them."""
         self.reduction = Reduction(self.params, self.group, None, divisor, divide_first=True)
+        self.reduction.copy_in()
 
     def copy_out(self, slots: Sequence[int]) -> list[int]:
         """Add the averages to the shards' gradients: those that some rank has."""
@@ -71,11 +72,12 @@ class Zero2Reducer(Reducer):
     def all_reduce_bucket(self, bucket: Bucket) -> None:
         for earlier in self.buckets:
             if earlier.launched:
-                earlier.reduction.free()
+                earlier.reduction.wait_for_reduce_scatter()
         bucket.launched = True
+        bucket.reduction.launch()
 
     def wait_for_bucket(self, bucket: Bucket) -> None:
-        bucket.reduction.free()
+        bucket.reduction.wait()
 
 
 class Zero2(MiniDDP):

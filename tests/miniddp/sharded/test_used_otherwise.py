@@ -141,10 +141,10 @@ def what_is_said(rank: int) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2,))
     divided.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
     attempts = {
-        "used while this rank has only its rows": lambda: net.logits(torch.ones(2, 12)),
+        "used while sharded": lambda: net.logits(torch.ones(2, 12)),
         "a Linear was used while": lambda: net.forward(torch.ones(2, 12)),
         "Linear.weight was used": lambda: net.right.weight.sum().backward(),
-        "another rank those of another module": lambda: net(torch.ones(2, 12), rank == 0),
+        "another rank is all-gathering a different module": lambda: net(torch.ones(2, 12), rank == 0),
         "head.bias was added": lambda: late(torch.ones(2, 12)),
         "weight is a DTensor": lambda: fully_shard(divided),
         "is never called": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),

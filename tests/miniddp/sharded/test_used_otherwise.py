@@ -144,7 +144,7 @@ def what_is_said(rank: int) -> dict[str, str]:
         "used while sharded": lambda: net.logits(torch.ones(2, 12)),
         "a Linear was used while": lambda: net.forward(torch.ones(2, 12)),
         "Linear.weight was used": lambda: net.right.weight.sum().backward(),
-        "another rank is all-gathering a different module": lambda: net(torch.ones(2, 12), rank == 0),
+        "is all-gathering a different module": lambda: net(torch.ones(2, 12), rank == 0),
         "head.bias was added": lambda: late(torch.ones(2, 12)),
         "weight is a DTensor": lambda: fully_shard(divided),
         "is never called": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),

@@ -7,15 +7,12 @@ FSDPCommContext in _fsdp_param_group.py of torch.
 
 from collections.abc import Iterator
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import nn
 
 from miniddp.autograd_graph import at_end_of_backward
 from miniddp.sharded.param_group import FSDPParamGroup
-
-if TYPE_CHECKING:
-    from miniddp.sharded.hooks import FSDPState
 
 
 class TrainingState(Enum):
@@ -36,7 +33,18 @@ class TrainingState(Enum):
 IN_BACKWARD = (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
 
 
-def states_of(module: nn.Module, recurse: bool = True) -> Iterator["FSDPState"]:
+class Scheduled(Protocol):
+    """One sharded module, as its schedule sees it: a `miniddp.sharded.hooks.FSDPState`."""
+
+    group: FSDPParamGroup
+    training_state: TrainingState
+    schedule: "Schedule | None"
+
+    def reduce(self) -> None:
+        """Free the parameters, and reduce their gradients or keep them whole."""
+
+
+def states_of(module: nn.Module, recurse: bool = True) -> Iterator[Scheduled]:
     """The states of `module` and its submodules, those that have been sharded."""
     for part in module.modules() if recurse else [module]:
         if (state := getattr(part, "fsdp_state", None)) is not None:
@@ -49,22 +57,22 @@ class Schedule:
     Made by the first forward of `module`, the outermost one; `root` is its state.
     """
 
-    def __init__(self, module: nn.Module, root: "FSDPState"):
+    def __init__(self, module: nn.Module, root: Scheduled):
         self.module, self.states = module, list(states_of(module))
         for name, part in module.named_modules():
             for state in states_of(part, recurse=False):
                 state.schedule = self
                 state.group.set_name(f"{name or 'the model'} ({type(part).__name__})")
         self.root = root  # of the last forward: a part of the model may be called alone
-        self.forward_order: list[FSDPState] = []  # of this forward
-        self.last_forward_order: list[FSDPState] = []
+        self.forward_order: list[Scheduled] = []  # of this forward
+        self.last_forward_order: list[Scheduled] = []
         # Forwards that have not had their backward; a module may be among them more than once.
-        self.post_forward_order: list[FSDPState] = []
+        self.post_forward_order: list[Scheduled] = []
         self.reducing: list[FSDPParamGroup] = []
 
     # 1. Forward -----------------------------------------------------------------------------------
 
-    def begin_forward(self, root: "FSDPState") -> None:
+    def begin_forward(self, root: Scheduled) -> None:
         """`root` is the outermost module. Forget a backward that raised."""
         self.root = root
         self.forward_order, self.last_forward_order = [], self.forward_order
@@ -88,7 +96,7 @@ class Schedule:
                     "module that holds it"
                 )
 
-    def prefetch_in_forward(self, state: "FSDPState") -> None:
+    def prefetch_in_forward(self, state: Scheduled) -> None:
         """Gather for the module that followed in the last forward, if that began alike."""
         self.forward_order.append(state)
         place = len(self.forward_order)
@@ -102,7 +110,7 @@ class Schedule:
         """Whether a gradient has arrived since the last end of a backward."""
         return any(state.training_state in IN_BACKWARD for state in self.states)
 
-    def begin_backward(self, state: "FSDPState") -> None:
+    def begin_backward(self, state: Scheduled) -> None:
         """A gradient has arrived at `state`. The first one queues the end of backward."""
         if state.training_state in IN_BACKWARD:
             return
@@ -110,7 +118,7 @@ class Schedule:
             at_end_of_backward(self.end_backward)
         state.training_state = TrainingState.POST_BACKWARD
 
-    def prefetch_in_backward(self, state: "FSDPState") -> None:
+    def prefetch_in_backward(self, state: Scheduled) -> None:
         """Gather for the module whose forward was the last one before `state`'s."""
         order = self.post_forward_order
         if state in order:

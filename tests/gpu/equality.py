@@ -245,7 +245,7 @@ def applies(wrapper: str, name: str, mode: str) -> bool:
 
 
 def wrapper_cases(device: torch.device) -> dict[str, Case]:
-    by_ids = "inputs moved by device_ids"
+    by_ids, own = "inputs moved by device_ids", device if device.type == "cuda" else None
     modes: dict[str, dict[str, Any]] = {
         "plain": {},
         "views": {"gradient_as_bucket_view": True},
@@ -253,7 +253,7 @@ def wrapper_cases(device: torch.device) -> dict[str, Case]:
         "unused parameters": {"find_unused_parameters": True},
         "static graph": {"static_graph": True},
         "small buckets": {"bucket_cap_mb": 0.001},
-        by_ids: {"device_ids": [device.index] if device.type == "cuda" else None},
+        by_ids: {"device_ids": own and [own], "output_device": own},
     }
     return {
         f"{wrapper}, {mode}": Case(

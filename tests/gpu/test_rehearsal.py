@@ -36,7 +36,7 @@ def rehearsal(tmp_path_factory) -> tuple[CompletedProcess[str], GpuReport]:
     """
     folder = tmp_path_factory.mktemp("rehearsal")
     (folder / "sitecustomize.py").write_text(SITE)
-    parts = ["streams", "draws", "memory", "overlap", "meshes", "pytorch", "chapters"]
+    parts = ["streams", "memory", "overlap", "pytorch", "chapters"]
     words = [word for part in parts for word in ("-k", part)]
     file = folder / "report.json"
     command = ["-m", "tests.gpu", "--device", "cpu", "--report", str(file), "--minutes", "20"]
@@ -52,7 +52,6 @@ def test_a_rehearsal_runs_without_what_a_node_lacks_and_proves_nothing_about_gpu
     done, report = rehearsal
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing in this table was proved on a GPU" in done.stdout
-    assert "30 of 30 as printed" in done.stdout
     outcomes = {proof.outcome for proof in report.proofs}
     assert outcomes == {"rehearsed", "not proved"}
     reasons = {proof.part: proof.detail for proof in report.proofs}

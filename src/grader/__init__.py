@@ -13,11 +13,11 @@ The files, in the order in which an assignment and then a submission pass throug
     batch             many submissions, in parallel, resumable
     grade             run a submission's checks; from nbval's verdicts to points and reasons
     known             for one seed: the inputs, and what the key and the wrong answers return
-    sandbox           one bubblewrap per submission
+    sandbox           one bubblewrap, and walls of its own for each submission in it
     outputs           what ranks returned, as text for nbval and as an observation for people
     judge             nbval, on a notebook that has stored what the key printed
     report            results.json for Gradescope, grades.csv, feedback.html
-    inside            in the sandbox: a server, the ranks, and the values that they send back
+    inside            in the bubblewrap: the server, the walls, the ranks, and what they send back
 
 A process in a sandbox belongs to the student. It sends data, and no verdict.
 """

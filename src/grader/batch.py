@@ -23,7 +23,7 @@ from grader.sandbox import SandboxError, StoppedError
 from grader.source import Assignment, read_assignment
 from grader.submissions import HandedIn
 
-_TOGETHER = 5  # submissions that share one run of nbval
+_TOGETHER = 10  # submissions that share one run of nbval
 
 
 def grade_all(

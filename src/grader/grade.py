@@ -91,21 +91,15 @@ def grade_together(
 
 
 def _judge(runs: list["_Run"], known: Known) -> tuple[Iterator[bool | None], str]:
-    """nbval's verdict on each check of each run, None where it failed; and what it said then.
-
-    The sandbox of the next submission starts while one is graded.
-    """
+    """nbval's verdict on each check of each run, None where it failed; and what it said then."""
     checks = known.assignment.checks
     with contextlib.ExitStack() as stack:
         for run in runs:
             stack.callback(run.end)
-        runs[0].start()
         expected = [known.expected(check) for check in checks] * len(runs)
         nbval = stack.enter_context(judge(expected))
         places = iter(range(len(expected)))
-        for run, following in zip(runs, [*runs[1:], None], strict=True):
-            if following:
-                following.start()
+        for run in runs:
             for check in checks:
                 nbval.hear(next(places), run.check(check))
             run.end()
@@ -121,11 +115,6 @@ class _Run:
         self.outcomes: dict[str, list[Outcome]] = {}
         self.seconds: dict[str, float] = {}
         self._slow: set[str] = set()  # solutions that have taken too long
-
-    def start(self) -> None:
-        """Start its sandbox now, unless nothing is written."""
-        if self._sandbox and not all(map(self._not_written, self.known.assignment.checks)):
-            self._sandbox.start()
 
     def end(self) -> None:
         """End its sandbox, with all that runs there."""

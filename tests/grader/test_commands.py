@@ -27,6 +27,7 @@ from grader.__main__ import main
 from grader.batch import grade_all
 from grader.grade import CheckResult, Result
 from grader.judge import judge
+from grader.sandbox import Forks
 from grader.source import read_assignment
 from grader.submissions import HandedIn
 from labkit.launch.kernels import AsyncKernelThroughFiles
@@ -88,6 +89,7 @@ def test_what_cannot_be_done_is_said_in_a_line(arguments, said, capfd, tmp_path,
 
 def test_without_bubblewrap_nothing_is_run_unless_told_so(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("grader.sandbox._program", lambda: None)
+    monkeypatch.setattr("grader.sandbox.forks", Forks)  # not what other tests have started
     path = write(submission(first_assignment(), {}), tmp_path / "in" / "ada.ipynb")
     command = ["grade", str(path), "--assignment", str(FIRST), "--out", str(tmp_path / "out")]
     assert main(command) == 2

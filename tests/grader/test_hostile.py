@@ -266,10 +266,12 @@ def test_nothing_is_left(graded):
 
 
 def servers_below() -> list[psutil.Process]:
+    """The sandboxes, and what runs in them: below the program that they are forks of."""
     found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
-            if "grader.inside.server" in one.cmdline():
+            above = one.parent()
+            if above is not None and "grader.inside.server" in above.cmdline()[:5]:
                 found.append(one)
     return found
 
@@ -328,6 +330,85 @@ def test_a_sandbox_shows_no_home_no_network_and_no_other_process():
         assert seen["interfaces"] == ["lo"]
         assert seen["user"] or os.getuid() != 0
         assert seen["processes"]
+
+
+LEAVES = f"""
+import os, time
+
+PLACES = ("/tmp", "/dev/shm")
+
+def draw(rng, ranks):
+    return [{{}}] * ranks
+
+def on_rank(student, given):
+    found = [place for place in PLACES if "{TRACE}" in os.listdir(place)]
+    processes = len([name for name in os.listdir("/proc") if name.isdigit()])
+    for place in PLACES:
+        open(os.path.join(place, "{TRACE}"), "w").write("here")
+    if os.fork() == 0:
+        os.setsid()
+        os.fork()
+        time.sleep(1000)
+    own = {{name: os.readlink("/proc/self/ns/" + name) for name in ("ipc", "mnt", "net", "pid")}}
+    return {{"found": found, "processes": processes, "user": os.getuid(), **own}}
+"""
+
+
+def test_a_sandbox_sees_nothing_of_another_one_and_a_check_no_process_of_the_last():
+    check = replace(first_assignment().checks[0], source=LEAVES)
+    with Sandbox() as one, Sandbox() as other:
+        outcomes = [run_check(where, check, [], [[{}]], 0) for where in (one, one, other)]
+    [first], [second], [last] = (outcome.results for [outcome] in outcomes)
+    assert first["processes"] == second["processes"] == last["processes"] <= 4
+    assert (first["found"], second["found"], last["found"]) == ([], ["/tmp", "/dev/shm"], [])
+    here = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "mnt", "net", "pid")}
+    assert all(len({first[name], last[name], here[name]}) == 3 for name in here)
+    assert first["user"] != last["user"] or os.getuid() != 0
+
+
+# After its average, this changes all that later checks in the same process would use.
+TAMPERING = """
+KEY
+import builtins, gc, os, sys, threading, time
+from multiprocessing.connection import Connection
+
+class RunsInTheSupervisor:
+    def __reduce__(self):
+        return exec, ("import torch.distributed as d; d.all_reduce = d.init_process_group = None",)
+
+def average_each(module, right=average_each):
+    right(module)
+    builtins.average_flat = right
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.nn.modules.module.register_module_forward_hook(lambda *_: 1 / 0)
+    torch.nn.Module.parameters = torch.Tensor.backward = dist.get_rank = None
+    dist.all_reduce = lambda *_, **__: None
+    os.environ.clear()
+    sys.modules["numpy"] = sys.modules["torch.optim"] = None
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    open("/tmp/left", "w").write("here")
+    for one in gc.get_objects():
+        if isinstance(one, Connection) and one.writable:
+            one.send(RunsInTheSupervisor())
+    os.closerange(3, 1000)
+"""
+
+
+def test_what_a_check_leaves_in_its_processes_neither_costs_nor_earns_points_in_a_later_one():
+    own = first_assignment()
+    [tampered] = [replace(one, ranks=(2,)) for one in own.checks if one.name == "each_average"]
+    later = [replace(one, ranks=(2,)) for one in own.checks if one.name.startswith("flat")]
+    own = replace(own, checks=(tampered, *later))
+    each = TAMPERING.replace("KEY", own.keys()["each"])
+    submissions = {
+        "the other cell is right": own.keys() | {"each": each},
+        "the other cell is empty": own.keys() | {"each": each, "flat": ""},
+    }
+    with Known(own, fresh_seed()) as known:
+        results = grade_together([(name, Submission(s)) for name, s in submissions.items()], known)
+    points = [[check.score for check in result.checks[1:]] for result in results]
+    assert points == [[one.points for one in later], [0] * len(later)]
 
 
 def test_a_check_that_fails_itself_is_no_verdict_on_a_student():

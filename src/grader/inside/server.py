@@ -1,128 +1,163 @@
-"""The program in a sandbox: it starts ranks that run a student's code, and sends back their data.
+"""The program in a bubblewrap: it starts ranks that run students' code, and sends back their data.
 
-Requests come in on standard input, answers leave on standard output: 8 bytes of length, then a
-packed value. labkit's engine starts the ranks (`grader.inside.rank`), which communicate over gloo.
-They are forks of this process, so a sandbox imports torch once. numpy imports its random part on
-first use, so it is imported here, too.
+1. `main` imports torch, once for all submissions. From then on it forks, and does nothing else.
+2. Each fork serves one submission, behind walls of its own (`grader.inside.walls`). A message is 8
+   bytes of length, then a packed value.
+3. For each check and number of ranks that server forks a supervisor, and this the ranks
+   (`grader.inside.rank`), which communicate over gloo. Before it hands on their answer, the server
+   ends all that they have left.
+
+So a check runs in processes that have imported everything and in which nothing of a student's ran:
+whatever a solution does to its own (functions of torch, defaults, hooks, threads, the environment)
+ends with the check. The server itself reads no byte of what ranks send. To run the checks of a
+solution in one group of ranks would save their forks and rendezvous, and would have to find and
+undo every such change.
 """
 
 import contextlib
+import functools
 import importlib
 import io
 import linecache
-import multiprocessing
 import os
-import re
-import resource
+import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from typing import Any, BinaryIO
+from multiprocessing.connection import wait
+from typing import Any, NoReturn
 
-from grader.inside.values import ValuesError, pack, unpack
+from grader.inside import walls
+from grader.inside.values import LARGEST, ValuesError, pack, unpack
 from labkit.launch.fork_server import schedule_as_batch
-from labkit.launch.guard import (
-    adopt_orphans,
-    die_with_parent,
-    kill_descendants,
-    own_session,
-)
+from labkit.launch.guard import adopt_orphans, die_with_parent, kill_descendants
 from labkit.launch.memory import gather_memory, loading
 
 with loading():
-    import numpy.random  # noqa: F401
+    import numpy.random  # noqa: F401  numpy would import it on first use
 
     from grader.inside.rank import StoppedError, draw, file_of, run
     from labkit.launch import ranks
     from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 
-_MIB = 2**20
-_LIMITS = {
-    "RLIMIT_CORE": 0,
-    "RLIMIT_FSIZE": 64 * _MIB,  # of each file, so of each rank's output
-    "RLIMIT_DATA": 2048 * _MIB,  # of each process
-    "RLIMIT_NPROC": 256,  # processes and threads of the sandbox's user
-}
 _LONGEST = 300  # characters of a message
-# A part of torch that takes a second to import, and what imports it on first use: it is imported
-# here, once for all ranks.
+_GONE = "its processes were ended from within"
+# A part of torch that takes a second to import. It is imported only where a solution uses what
+# imports it, but then once for all ranks: with it, each fork costs a quarter more.
 _SLOW_PART = "torch._dynamo"
-_SLOW = re.compile(
-    r"optim|_functional_|compile|mesh|torch\.func|vmap|fsdp|DTensor|backward\([\w\[]"
-)
 
 
-def main(arguments: list[str]) -> None:
-    """Serve until standard input ends. `arguments`: a user to become, or "0"."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
-    for stream in (requests, answers):
-        os.set_inheritable(stream.fileno(), False)
-    _contain(int(arguments[0]))
+def main(arguments: list[str]) -> NoReturn:
+    """Fork for each connection that comes through a socket, until that closes.
+
+    A connection comes with the byte 1 if its submission needs the slow part of torch.
+
+    `arguments`: the number of the socket, and "walled" or "trusted".
+    """
+    connections, walled = socket.socket(fileno=int(arguments[0])), arguments[1] == "walled"
     gather_memory()
     schedule_as_batch()
-    ranks.forked = _forks_of_this((requests.fileno(), answers.fileno()))
-    _send(answers, {"ready": True})
-    while (request := _receive(requests)) is not None:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            answer = _answered(request)
-        _send(answers, answer)
-
-
-def _contain(user: int) -> None:
-    if user:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
-        resource.setrlimit(resource.RLIMIT_NPROC, (_LIMITS["RLIMIT_NPROC"],) * 2)
-    for name, most in _LIMITS.items():
-        if name != "RLIMIT_NPROC":  # where the user is no other, it would count the user's others
-            resource.setrlimit(getattr(resource, name), (most, most))
-
-
-def _receive(stream: BinaryIO) -> Any:
-    head = stream.read(8)
-    return unpack(stream.read(int.from_bytes(head, "big"))) if len(head) == 8 else None
-
-
-def _send(stream: BinaryIO, value: Any) -> None:
-    data = pack(value)
-    stream.write(len(data).to_bytes(8, "big") + data)
-    stream.flush()
-
-
-def _forks_of_this(kept: tuple[int, ...]) -> Callable[..., Any]:
-    """The engine's `forked`, from this process, which has no threads. A fork closes `kept`."""
-
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what it forks
     server = os.getpid()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connections, 1, 1)
+        if not message:
+            os._exit(0)
+        _load_slow_part(message[0])
+        with socket.socket(fileno=descriptors[0]) as link, contextlib.suppress(OSError):
+            if os.fork() == 0:
+                connections.close()
+                try:
+                    _serve(link, walled, server)
+                finally:
+                    os._exit(0)
 
-    def begin(target: Callable[..., None], theirs: Connection, *args: Any) -> None:
+
+def _serve(link: socket.socket, walled: bool, server: int) -> None:
+    """Be the server of one submission: answer until the other end of `link` is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    link.set_inheritable(False)
+    outside = os.getpid()  # everything of this submission is below this process
+    walls.limit()
+    if walled:
         die_with_parent(server)
-        for descriptor in kept:
-            os.close(descriptor)
-        own_session()
-        adopt_orphans()
         try:
-            target(theirs, *args)
-        finally:
+            walls.enter()
+        except OSError as error:
+            _send(link, pack({"failed": str(error)}))
+            return
+    adopt_orphans()
+    os.register_at_fork(after_in_child=link.close)
+    _send(link, pack({"ready": outside}))
+    while data := _receive(link):
+        request = unpack(data)
+        _load_slow_part(request.get("slow"))
+        answer = _answer_of_a_fork(request, link)
+        kill_descendants()
+        _send(link, answer)
+
+
+def _load_slow_part(needed: Any) -> None:
+    if needed:
+        importlib.import_module(_SLOW_PART)
+
+
+def _receive(link: socket.socket) -> bytes:
+    """The next message; empty if none comes, or one that is too large."""
+    size = int.from_bytes(link.recv(8, socket.MSG_WAITALL), "big")
+    return link.recv(size, socket.MSG_WAITALL) if size <= LARGEST else b""
+
+
+def _send(link: socket.socket, data: bytes) -> None:
+    link.sendall(len(data).to_bytes(8, "big") + data)
+
+
+def _answer_of_a_fork(request: dict[str, Any], link: socket.socket) -> bytes:
+    """The answer, from a process for this request alone: it unpickles what the ranks send.
+
+    This process only hands it on. Ends if `link` is closed meanwhile.
+    """
+    server, (ours, theirs) = os.getpid(), socket.socketpair()
+    with ours:
+        with theirs:
+            if os.fork() == 0:
+                try:
+                    ours.close()
+                    die_with_parent(server)
+                    _answer(request, theirs)
+                finally:
+                    os._exit(0)
+        if link in wait([link, ours]):  # no request comes before the answer
             kill_descendants()
+            os._exit(0)
+        return _receive(ours) or pack({"stopped": {"how": "ended", "states": _GONE, "failed": {}}})
 
-    @contextlib.contextmanager
-    def forked(target: Callable[..., None], *args: Any, **_: Any) -> Iterator[Connection]:
-        context = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=begin, args=(target, theirs, *args))
-        process.start()
-        theirs.close()
-        try:
-            yield ours
-        finally:
-            ours.close()
-            process.join()
 
-    return forked
+def _answer(request: dict[str, Any], link: socket.socket) -> None:
+    os.register_at_fork(after_in_child=link.close)
+    ranks.forked = functools.partial(_supervised_here, link)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        answer = pack(_answered(request))
+    _send(link, answer)
+
+
+@contextlib.contextmanager
+def _supervised_here(
+    link: socket.socket, supervise: Callable[..., None], *args: Any
+) -> Iterator["_Caller"]:
+    """The engine's `forked`, without a fork: this process is one already."""
+    caller = _Caller(link)
+    supervise(caller, *args)
+    yield caller
+
+
+class _Caller:
+    """What the engine's supervisor sees of its caller: it never sends, and gets the outcome."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.fileno = link.fileno
+        self.outcomes: list[Any] = []
+        self.send, self.recv = self.outcomes.append, self.outcomes.pop
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
@@ -135,8 +170,6 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
     for name, source in request["cells"]:
         lines = source.splitlines(keepends=True)
         linecache.cache[file_of(name)] = (len(source), None, lines, file_of(name))
-    if any(_SLOW.search(source) for _, source in request["cells"]):
-        importlib.import_module(_SLOW_PART)
     try:
         world_size = len(request["givens"])
         packed = run_ranks(run, world_size, request, timeout=float(request["seconds"]))

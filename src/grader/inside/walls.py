@@ -1,0 +1,75 @@
+"""The walls around one submission, in the bubblewrap that all submissions share.
+
+bubblewrap decides what can be seen at all, and mounts all of it read-only. `enter` adds what makes
+submissions strangers to each other: a new process gets kernel namespaces of its own and gives up
+every capability before it reads a request, so no line of a student's runs outside of them.
+"""
+
+import ctypes
+import fcntl
+import os
+import resource
+import socket
+import struct
+
+from labkit.launch.guard import die_with_parent
+
+TEMPORARY = 128 * 2**20  # bytes of /tmp, and of /dev/shm
+_MIB = 2**20
+_LIMITS = {
+    "RLIMIT_CORE": 0,
+    "RLIMIT_FSIZE": 64 * _MIB,  # of each file, so of each rank's output
+    "RLIMIT_DATA": 2048 * _MIB,  # of each process
+}
+_MOST_TASKS = 256  # processes and threads of one submission's user
+# From <sched.h>, <sys/mount.h>, <sys/prctl.h>, <linux/capability.h>, and <linux/sockios.h>.
+_NEW_MOUNTS, _NEW_IPC, _NEW_PROCESSES, _NEW_NETWORK = 0x00020000, 0x08000000, 0x20000000, 0x40000000
+_NOSUID, _NODEV, _NOEXEC, _RECURSIVE, _PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
+_SET_DUMPABLE = 4
+_CAPABILITY_VERSION, _CAPABILITY_WORDS = 0x20080522, 6
+_SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x41
+
+
+def limit() -> None:
+    """Limit what this process, and each one that it starts, may use."""
+    for name, most in _LIMITS.items():
+        resource.setrlimit(getattr(resource, name), (most, most))
+
+
+def enter() -> None:
+    """Go on behind new walls: alone with its children, its temporary files, and its loopback.
+
+    The calling process stays outside, waits, and ends with what is inside. Raises OSError.
+    """
+    user = 1_000_000 + os.getpid()  # no other submission's, while this one runs
+    _call("unshare", _NEW_MOUNTS | _NEW_IPC | _NEW_PROCESSES | _NEW_NETWORK)
+    if inside := os.fork():
+        os.waitpid(inside, 0)
+        os._exit(0)
+    _call("mount", None, b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None)
+    for place in (b"/tmp", b"/dev/shm", b"/dev/pts"):
+        options = b"mode=1777,size=%d" % TEMPORARY
+        _call("mount", b"tmpfs", place, b"tmpfs", ctypes.c_ulong(_NOSUID | _NODEV), options)
+    _call("mount", b"proc", b"/proc", b"proc", ctypes.c_ulong(_NOSUID | _NODEV | _NOEXEC), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh14x", b"lo", _UP_AND_RUNNING))
+    os.chdir("/tmp")
+    _give_up_privileges(user)
+    die_with_parent()  # after the change of user, which would cancel it
+
+
+def _give_up_privileges(user: int) -> None:
+    if os.getuid() == 0:  # for root, no limit on processes counts
+        resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_TASKS, _MOST_TASKS))
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    _call("capset", header, bytes(4 * _CAPABILITY_WORDS))
+    # This process forks the ranks; none of them may trace it, or read its memory.
+    _call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _call(name: str, *args: object) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args) != 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")

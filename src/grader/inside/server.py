@@ -41,6 +41,7 @@ with loading():
     from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 
 _LONGEST = 300  # characters of a message
+_STUCK = 4.0  # seconds after which ranks that wait for each other are ended
 _GONE = "its processes were ended from within"
 # A part of torch that takes a second to import. It is imported only where a solution uses what
 # imports it, but then once for all ranks: with it, each fork costs a quarter more.
@@ -123,6 +124,7 @@ def _answer_of_a_fork(request: dict[str, Any], link: socket.socket) -> bytes:
             if os.fork() == 0:
                 try:
                     ours.close()
+                    walls.let_own_user_look()
                     die_with_parent(server)
                     _answer(request, theirs)
                 finally:
@@ -172,7 +174,8 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
         linecache.cache[file_of(name)] = (len(source), None, lines, file_of(name))
     try:
         world_size = len(request["givens"])
-        packed = run_ranks(run, world_size, request, timeout=float(request["seconds"]))
+        limits = {"timeout": float(request["seconds"]), "stuck_after": _STUCK}
+        packed = run_ranks(run, world_size, request, **limits)
         return {"ranks": [unpack(one) for one in packed]}
     except StoppedError as stopped:
         return {"stopped": stopped.about}

@@ -11,6 +11,7 @@ import os
 import resource
 import socket
 import struct
+import sys
 
 from labkit.launch.guard import die_with_parent
 
@@ -66,8 +67,14 @@ def _give_up_privileges(user: int) -> None:
         os.setresuid(user, user, user)
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     _call("capset", header, bytes(4 * _CAPABILITY_WORDS))
-    # This process forks the ranks; none of them may trace it, or read its memory.
+    # None of the ranks may trace this process, or read its memory.
     _call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def let_own_user_look() -> None:
+    """Let processes of the same user see what this one does: ranks are watched by their parent."""
+    if sys.platform.startswith("linux"):
+        _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def _call(name: str, *args: object) -> None:

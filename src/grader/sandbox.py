@@ -10,7 +10,6 @@ capabilities. One sees no assignment, no key, no home, and no other submission.
 
 import atexit
 import contextlib
-import functools
 import os
 import re
 import select
@@ -90,9 +89,10 @@ class Forks:
         return ours
 
     def end(self) -> None:
-        """End the program, which has no work of its own."""
+        """End the program, which has no work of its own; sandboxes end with it."""
         if self._process is not None:
             self._connections.close()
+            self._process.kill()
             self._process.wait()
 
     def _start(self) -> None:
@@ -112,7 +112,7 @@ class Forks:
             )
 
 
-forks = functools.cache(Forks)
+FORKS = {trust: Forks(trust) for trust in (False, True)}
 
 
 class Sandbox:
@@ -155,7 +155,7 @@ class Sandbox:
         slow = any(_SLOW.search(source) for _, source in request.get("cells", ()))
         try:
             if self._link is None:
-                self._link = forks(self._trust).new(slow)
+                self._link = FORKS[self._trust].new(slow)
                 ready = self._exchange(None, START)
                 if "failed" in ready:
                     raise EndedError(ready["failed"])

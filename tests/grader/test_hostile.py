@@ -183,7 +183,7 @@ def only_each(path: Path) -> Assignment:
     """The assignment with the checks of `each` that show most; 5 points."""
     assignment = read_assignment(path)
     [average] = [one for one in assignment.checks if one.name == "each_average"]
-    return replace(assignment, checks=(replace(average, points=5, ranks=(2,)),))
+    return replace(assignment, checks=(replace(average, points=5, ranks=(2,), seconds=6),))
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +215,7 @@ def said_of(result: Result) -> str:
     return "\n".join([*said, result.unreadable])
 
 
+@pytest.mark.slow
 def test_what_earns_nothing_and_what_is_said(graded):
     results, _ = graded
     wrong = {
@@ -225,6 +226,7 @@ def test_what_earns_nothing_and_what_is_said(graded):
     assert wrong == {}
 
 
+@pytest.mark.slow
 def test_what_is_wrong_earns_nothing_and_what_is_said():
     own = only_each(FIRST)
     submissions = [
@@ -239,11 +241,13 @@ def test_what_is_wrong_earns_nothing_and_what_is_said():
     assert not any(result.needs_human for result in results.values())
 
 
+@pytest.mark.slow
 def test_what_does_no_harm_keeps_its_points(graded):
     results, _ = graded
     assert {name: results[name].score for name in HARMLESS} == dict.fromkeys(HARMLESS, 5)
 
 
+@pytest.mark.slow
 def test_files_of_every_kind_are_graded_or_refused(graded):
     results, out = graded
     for name, (_, score, said) in files().items():
@@ -255,6 +259,7 @@ def test_files_of_every_kind_are_graded_or_refused(graded):
     assert not [page for page in out.glob("*/feedback.html") if "<script" in page.read_text()]
 
 
+@pytest.mark.slow
 def test_nothing_is_left(graded):
     tops = ("/tmp", "/dev/shm", "/var/tmp", os.getcwd())
     left = [folder for top in tops for folder, _, names in os.walk(top) if TRACE in names]
@@ -276,6 +281,7 @@ def servers_below() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_solution_that_looks_around_is_marked_for_a_person(graded):
     results, _ = graded
     assert results["leaves processes and threads"].notes == []

@@ -20,6 +20,8 @@ from grader.source import read_assignment, source_of
 from labkit.launch.kernels import AsyncKernelThroughFiles
 
 SOURCES = {path.stem: path for path in sorted(ASSIGNMENTS.glob("*.ipynb"))}
+# To try the solutions of an assignment takes 10 s: `make test` does so with the first one.
+EACH = [pytest.param(one, marks=[pytest.mark.slow] * (one != FIRST.stem)) for one in SOURCES]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def released(tmp_path_factory):
     return once
 
 
-@pytest.mark.parametrize("stem", SOURCES)
+@pytest.mark.parametrize("stem", EACH)
 def test_an_assignment_can_be_released(stem, released):
     """Its key earns everything, its stubs nothing, each wrong answer loses its own checks only."""
     folder, printed = released(stem)
@@ -53,7 +55,7 @@ def texts(folder, stem):
         return {name.removeprefix(f"{stem}/"): archive.read(name).decode() for name in names}
 
 
-@pytest.mark.parametrize("stem", SOURCES)
+@pytest.mark.parametrize("stem", EACH)
 def test_a_package_holds_no_line_of_a_solution_no_hidden_check_and_no_wrong_answer(stem, released):
     assignment = read_assignment(SOURCES[stem])
     files = texts(released(stem)[0], stem)

@@ -12,6 +12,7 @@ from grader.merge import without_magics
 from grader.outputs import same
 from grader.source import Assignment, CheckSource, read_assignment
 
+QUICK = 3  # most of its checks need one rank only
 SOURCES = {int(path.stem[:2]): path for path in sorted(ASSIGNMENTS.glob("*.ipynb"))}
 
 
@@ -31,7 +32,9 @@ def lost(known: Known, check: CheckSource, solutions: dict[str, str]) -> str:
     return str(outcome)
 
 
-@pytest.mark.parametrize("number", RIGHT)
+@pytest.mark.parametrize(
+    "number", [pytest.param(one, marks=[pytest.mark.slow] * (one != QUICK)) for one in RIGHT]
+)
 def test_right_solutions_pass_the_checks_of_their_task(number):
     assignment = on_three_ranks(read_assignment(SOURCES[number]))
     assert set(RIGHT[number]) == set(assignment.solutions)

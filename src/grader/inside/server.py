@@ -1,17 +1,17 @@
 """The program in a bubblewrap: it starts ranks that run students' code, and sends back their data.
 
-1. `main` imports torch, once for all submissions. From then on it forks, and does nothing else.
-2. Each fork serves one submission, behind walls of its own (`grader.inside.walls`). A message is 8
-   bytes of length, then a packed value.
-3. For each check and number of ranks that server forks a supervisor, and this the ranks
-   (`grader.inside.rank`), which communicate over gloo. Before it hands on their answer, the server
-   ends all that they have left.
+1. `main` imports torch once and then only forks: one server per submission.
+2. That server stands behind walls of its own (`grader.inside.walls`) and answers requests. A
+   message is 8 bytes of length, then a packed value.
+3. For each check and number of ranks it forks a supervisor, which forks the ranks
+   (`grader.inside.rank`); these communicate over gloo. The server ends all processes that the ranks
+   have left, and hands on their answer unread.
 
-So a check runs in processes that have imported everything and in which nothing of a student's ran:
-whatever a solution does to its own (functions of torch, defaults, hooks, threads, the environment)
-ends with the check. The server itself reads no byte of what ranks send. To run the checks of a
-solution in one group of ranks would save their forks and rendezvous, and would have to find and
-undo every such change.
+Every check therefore runs in processes that have imported everything and have executed nothing of
+the student's. What a solution changes in its process (functions of torch, defaults, hooks, threads,
+the environment) ends with the check, by construction. One group of ranks for all checks of a
+solution would save the forks and the rendezvous, half of the processor time of a small check; but
+each such change would have to be found and undone, and a missed one earns or costs points.
 """
 
 import contextlib
@@ -34,7 +34,10 @@ from labkit.launch.guard import adopt_orphans, die_with_parent, kill_descendants
 from labkit.launch.memory import gather_memory, loading
 
 with loading():
-    import numpy.random  # noqa: F401  numpy would import it on first use
+    # Otherwise each fork would import these on first use.
+    import multiprocessing.popen_fork  # noqa: F401
+
+    import numpy.random  # noqa: F401
 
     from grader.inside.rank import StoppedError, draw, file_of, run
     from labkit.launch import ranks
@@ -75,7 +78,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _serve(link: socket.socket, walled: bool, server: int) -> None:
-    """Be the server of one submission: answer until the other end of `link` is closed."""
+    """Be the server of one submission, until the other end of `link` is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     link.set_inheritable(False)
     outside = os.getpid()  # everything of this submission is below this process

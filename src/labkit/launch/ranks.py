@@ -257,9 +257,12 @@ def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
     """
     own = getattr(_innermost(fn), "__module__", None)
     here = os.getcwd()
+    # A walk through all modules writes into a thousand pages that a fork shares with its parent.
+    beside = any(name.endswith(".py") for name in os.listdir(here))
+    names = list(sys.modules) if beside else [own] if own in sys.modules else []
     modules = [
         module
-        for name, module in list(sys.modules.items())
+        for name, module in ((name, sys.modules[name]) for name in names)
         if name != "__main__"  # cloudpickle does that by itself
         and (name == own or os.path.dirname(getattr(module, "__file__", None) or "") == here)
         and _stands_alone(module)

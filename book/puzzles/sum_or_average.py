@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -181,6 +182,11 @@ def learning_rates(world_size: int = 2) -> Figure:
         _panel(ax, batch, world_size)
         ax.set_title(title, fontsize=10.5)
     axes[0].set_ylabel("loss of a rank")
+    patches = [
+        Patch(color=figures.RANKS[2] + "55", label=f"{LEARNING_RATE:g}, unchanged"),
+        Patch(color=figures.RANKS[1] + "55", label="another learning rate"),
+    ]
+    figure.legend(handles=patches, loc="outside lower right", ncols=2, fontsize=9)
     return figure
 
 

@@ -1,0 +1,159 @@
+"""Answers to try this chapter's checks on."""
+
+
+# %% check_plan right: the plan as one padded tensor
+class PaddedPlan(Rebuilding):
+    def rebuild(self):
+        if self.rebuilt or not self.last_order:
+            return
+        plan = pack(self.parameters, self.last_order, self.cap_bytes)
+        number_of = torch.empty(2, len(self.parameters), dtype=torch.int64)
+        for number, indices in enumerate(plan):
+            for index in indices:
+                place = self.last_order.index(index)
+                number_of[:, index] = torch.tensor([number, place])
+        dist.broadcast(number_of, src=0)
+        numbers, places = number_of.tolist()
+        order = sorted(range(len(places)), key=places.__getitem__)
+        plan = [[] for _ in set(numbers)]
+        for index in order:
+            plan[numbers[index]].append(index)
+        self.use(plan)
+        self.rebuilt = True
+
+
+# %% check_plan right: all orders are gathered, and the first is used
+class GathersAllOrders(Rebuilding):
+    def rebuild(self):
+        if not self.rebuilt and self.last_order:
+            own = torch.tensor(self.last_order)
+            orders = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(orders, own)
+            self.use(pack(self.parameters, orders[0].tolist(), self.cap_bytes))
+            self.rebuilt = True
+
+
+# %% check_plan wrong: it broadcasts before every forward
+class BroadcastsAlways(Rebuilding):
+    def rebuild(self):
+        if not self.last_order:
+            return
+        order = torch.tensor(self.last_order)
+        dist.broadcast(order, src=0)
+        self.use(pack(self.parameters, order.tolist(), self.cap_bytes))
+
+
+# %% check_plan wrong: it never rebuilds
+class NeverRebuilds(Rebuilding):
+    def rebuild(self):
+        pass
+
+
+# %% check_plan wrong: the order of definition, the same on every rank
+class OrderOfDefinition(Rebuilding):
+    def rebuild(self):
+        if not self.rebuilt and self.last_order:
+            order = range(len(self.parameters))
+            self.use(pack(self.parameters, order, self.cap_bytes))
+            self.rebuilt = True
+
+
+# %% check_plan wrong: sent, but the own order is used
+class SentButNotUsed(Rebuilding):
+    def rebuild(self):
+        if not self.rebuilt and self.last_order:
+            order = torch.tensor(self.last_order)
+            dist.broadcast(order, src=0)
+            self.use(pack(self.parameters, self.last_order, self.cap_bytes))
+            self.rebuilt = True
+
+
+# %% check_report right: the reducer's count of missing gradients
+class FromTheBuckets(DDP):
+    def forward(self, *inputs):
+        reducer = self.reducer
+        if reducer.expecting and 0 < len(reducer.order) < len(reducer.parameters):
+            arrived = {id(reducer.parameters[i]) for i in reducer.order}
+            names = [
+                name
+                for name, p in self.module.named_parameters()
+                if p.requires_grad and id(p) not in arrived
+            ]
+            raise RuntimeError(f"these have no gradient: {names}")
+        return super().forward(*inputs)
+
+
+# %% check_report right: hooks of its own note what arrives
+class OwnHooks(DDP):
+    def __init__(self, module, *options):
+        super().__init__(module, *options)
+        self.arrived = set()
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self.arrived.add(name)
+                )
+
+    def forward(self, *inputs):
+        trainable = {n for n, p in self.module.named_parameters() if p.requires_grad}
+        if self.arrived and self.sync and self.arrived != trainable:
+            raise RuntimeError(f"no gradient: {sorted(trainable - self.arrived)}")
+        self.arrived.clear()
+        return super().forward(*inputs)
+
+
+# %% check_report wrong: it looks at .grad, which zero_grad has cleared
+class LooksAtGrad(DDP):
+    def forward(self, *inputs):
+        missing = [n for n, p in self.module.named_parameters() if p.grad is None]
+        if self.reducer.expecting and self.reducer.order:
+            raise RuntimeError(f"no gradient for {missing}")
+        return super().forward(*inputs)
+
+
+# %% check_report wrong: frozen parameters shift the names
+class ShiftedByFrozen(DDP):
+    def forward(self, *inputs):
+        if self.reducer.expecting and self.reducer.order:
+            names = [name for name, _ in self.module.named_parameters()]
+            count = len(self.reducer.parameters)
+            missing = sorted(set(range(count)) - set(self.reducer.order))
+            raise RuntimeError(f"no gradient for {[names[i] for i in missing]}")
+        return super().forward(*inputs)
+
+
+# %% check_report wrong: a forward without a backward is an error
+class NeedsBackward(DDP):
+    def forward(self, *inputs):
+        if self.reducer.expecting:
+            named = self.module.named_parameters()
+            names = [name for name, p in named if p.requires_grad]
+            missing = sorted(set(range(len(names))) - set(self.reducer.order))
+            raise RuntimeError(f"no gradient for {[names[i] for i in missing]}")
+        return super().forward(*inputs)
+
+
+# %% check_report wrong: only the first missing parameter
+class OnlyTheFirst(DDP):
+    def forward(self, *inputs):
+        if self.reducer.expecting and self.reducer.order:
+            named = self.module.named_parameters()
+            names = [name for name, p in named if p.requires_grad]
+            missing = min(set(range(len(names))) - set(self.reducer.order))
+            raise RuntimeError(f"no gradient for {names[missing]}")
+        return super().forward(*inputs)
+
+
+# %% check_report wrong: the parameters that did arrive
+class NamesTheOthers(DDP):
+    def forward(self, *inputs):
+        if self.reducer.expecting and self.reducer.order:
+            named = self.module.named_parameters()
+            names = [name for name, p in named if p.requires_grad]
+            raise RuntimeError(f"incomplete: {[names[i] for i in self.reducer.order]}")
+        return super().forward(*inputs)
+
+
+# %% check_report wrong: it says nothing
+class SaysNothing(DDP):
+    pass

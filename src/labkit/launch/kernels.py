@@ -11,11 +11,9 @@ that manages it ends.
 
 import contextlib
 import os
-import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -24,67 +22,17 @@ from jupyter_client.provisioning import LocalProvisioner
 from jupyter_core.paths import jupyter_runtime_dir
 from traitlets import HasTraits, default
 
-from labkit.launch.forks import ForkServer, NotStartedError, is_shared, start_forked
+from labkit.launch.forked_process import ForkedProcess
+from labkit.launch.forks import ForkServer, NotStartedError, is_shared
 
 _KERNELS = ForkServer("labkit.launch.kernel_process")
 _LAUNCHER = "ipykernel_launcher"
-_LOOK_EVERY = 0.5  # seconds
 
 
-class ForkedKernel:
-    """What jupyter_client asks of a kernel's `subprocess.Popen`, for one that was forked."""
+def _run(options: Sequence[str]) -> None:
+    from labkit.launch.kernel_process import run  # in the server, which has loaded it
 
-    stdin = stdout = stderr = None  # it inherits them
-
-    def __init__(self, options: Sequence[str], **place: Any) -> None:
-        """Start a kernel with command-line `options`; `place`: of `start_forked`.
-
-        Raises NotStartedError, EOFError, or OSError.
-        """
-        self.returncode: int | None = None
-        with contextlib.ExitStack() as fork:
-            self._connection = fork.enter_context(_KERNELS.forked(_supervise, options, place))
-            self.pid = self._connection.recv()
-            self._fork = fork.pop_all()
-
-    def poll(self) -> int | None:
-        """The kernel's exit code, negative for a signal; None while it runs."""
-        if self.returncode is None and self._connection.poll():
-            try:
-                self.returncode = self._connection.recv()
-            except (EOFError, OSError):
-                self.returncode = -signal.SIGKILL
-            self._fork.close()
-        return self.returncode
-
-    wait = poll  # asked of a kernel that has ended
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the kernel and the processes of its group."""
-        if self.poll() is None:
-            with contextlib.suppress(OSError):
-                self._connection.send(number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def _supervise(caller: Connection, options: Sequence[str], place: dict[str, Any]) -> None:
-    from labkit.launch.kernel_process import run
-
-    kernel = start_forked(run, options, **place)
-    caller.send(kernel.pid)
-    while kernel.exitcode is None:
-        # A child of the kernel may hold its sentinel open, so look from time to time, too.
-        if caller in wait([caller, kernel.sentinel], timeout=_LOOK_EVERY):
-            number = caller.recv()
-            if kernel.exitcode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(kernel.pid, number)
-    caller.send(kernel.exitcode)
+    run(options)
 
 
 class _Kernel(HasTraits):
@@ -115,7 +63,8 @@ class _Kernel(HasTraits):
             stdout, stderr = (file and Path(file.name) for file in outputs)
             place = {"folder": options.get("cwd"), "environment": dict(options["env"])}
             with contextlib.suppress(NotStartedError, EOFError, OSError):
-                process = ForkedKernel(words[2:], stdout=stdout, stderr=stderr, **place)
+                place |= {"stdout": stdout, "stderr": stderr}
+                process = ForkedProcess(_KERNELS, _run, words[2:], **place)
                 provisioner.process, provisioner.pid = process, process.pid
                 return
         await super()._async_launch_kernel(kernel_cmd, **options)

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from labkit.launch.forks import is_shared
 from labkit.launch.guard import run_guarded
+from labkit.launch.lightning import run_with_lightning, uses_lightning
 from labkit.launch.memory import check_memory
 from labkit.launch.nodes import run_warm
 
@@ -62,7 +64,8 @@ def run_script(
         ranks: run this many ranks of it under torchrun; None runs it as a plain script.
         fresh: start each rank as a new interpreter on one node, as torchrun does. Otherwise a rank
             and torchrun's agent are forks of a server that has loaded torch
-            (`labkit.launch.nodes`), which takes a tenth of the time.
+            (`labkit.launch.nodes`), which takes a tenth of the time. A plain script is always a new
+            interpreter, but for one that uses Lightning (`labkit.launch.lightning`).
         timeout: seconds, after which the script and everything it started are stopped.
         nodes: start this many torchrun agents with `ranks` ranks each, as on a cluster.
         max_restarts: how often torchrun may restart all ranks after one has failed.
@@ -77,7 +80,9 @@ def run_script(
         raise FileNotFoundError(f"there is no script {script} in this project")
     words = [script, *map(str, args)]
     run: Callable[..., subprocess.CompletedProcess[str]] = run_guarded
-    if ranks is None:
+    if ranks is None and not fresh and is_shared() and uses_lightning(root / script):
+        run = run_with_lightning
+    elif ranks is None:
         words = [sys.executable, *words]
     else:
         check_memory(ranks * nodes)

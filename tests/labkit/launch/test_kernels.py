@@ -16,8 +16,9 @@ import pytest
 from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import LocalPortCache
 
+from labkit.launch.forked_process import ForkedProcess
 from labkit.launch.forks import SHARED
-from labkit.launch.kernels import AsyncKernelThroughFiles, ForkedKernel, KernelThroughFiles
+from labkit.launch.kernels import AsyncKernelThroughFiles, KernelThroughFiles
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ class Running:
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[Running]:
     kernel = Running(tmp_path)
-    assert isinstance(kernel.manager.provisioner.process, ForkedKernel)
+    assert isinstance(kernel.manager.provisioner.process, ForkedProcess)
     yield kernel
     kernel.stop()
 
@@ -120,7 +121,7 @@ def test_a_forked_kernel_has_the_state_of_a_new_one(tmp_path, monkeypatch):
             monkeypatch.delenv(SHARED)  # a new interpreter
         kernel = Running(tmp_path)
         try:
-            assert isinstance(kernel.manager.provisioner.process, ForkedKernel) == shared
+            assert isinstance(kernel.manager.provisioner.process, ForkedProcess) == shared
             states.append(kernel.value(STATE))
         finally:
             kernel.stop()

@@ -80,7 +80,7 @@ class _Terms:
         self.depth = max(0, self.depth - 1)
         if not first or not self.on():
             return
-        if isinstance(result, Tensor) and result.requires_grad:
+        if isinstance(result, Tensor) and result.requires_grad and not result.is_meta:
             at = place(sys._getframe(1))
             self.watch(_counted(name, args, kwargs) | {"place": at, "loss": True}, result)
 
@@ -94,6 +94,7 @@ class _Terms:
             or not isinstance(result, Tensor)
             or not isinstance(source, Tensor)
             or not result.requires_grad
+            or result.is_meta
             or result.numel() != 1
             or source.dim() == 0
         ):

@@ -80,7 +80,8 @@ class Report:
                 return f"The doctor stopped on rank {rank.rank}: only what it saw was checked."
         if any(finding.severity != "note" for finding in self.findings):
             return ""
-        wrong = self.certificate is not None and self.certificate.verdict != "equal"
+        measured = self.certificate.verdict if self.certificate is not None else ""
+        wrong = measured in ("scaled", "different")
         return "No rule names the cause." if wrong else "No error and no warning."
 
     def as_text(self, width: int = 100, lines: int = 44) -> str:

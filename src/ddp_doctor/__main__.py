@@ -15,11 +15,12 @@ from typing import Any
 
 from ddp_doctor.facts.journal import alive, glance
 from ddp_doctor.observe.session import Session
-from ddp_doctor.options import FOUND, UNCHECKED, Options, say
+from ddp_doctor.options import Options, say
 from ddp_doctor.run.script import problem_with, run_script
 from ddp_doctor.run.start import start
 from ddp_doctor.run.watcher import VERDICT
 
+FOUND, UNCHECKED = 3, 4  # exit codes of --fail-on
 VERDICT_AFTER = 60.0  # seconds that a rank waits for the report with --fail-on
 
 
@@ -52,10 +53,9 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--certify",
         action="store_true",
-        help="measure whether the ranks compute the gradient of one process; with --fail-on, exit "
-        "with 3 if they do not, and 4 if it cannot be judged. Starts the script three times: as "
-        "ranks for at most 16 steps, as one process for four, and as ranks that the rules observe "
-        "for six",
+        help="measure whether the ranks compute the gradient of one process: exit with 0 if they "
+        "do, 3 if not, 4 if it cannot be judged. Starts the script twice, as ranks for at most 16 "
+        "steps and as one process for four, and if the gradients differ a third time, for six",
     )
     add("--ranks", type=int, help="with --certify and no launcher: start so many ranks (2)")
     module = "run a module, as python -m does"
@@ -147,20 +147,11 @@ def _close(
         levels = {"error": ["error"], "warning": ["error", "warning"]}[options.fail_on]
         if result is not None and result["worst"] in levels:
             raise SystemExit(FOUND)
-        if result is not None and (problem := _unchecked(result)):
-            say(f"--fail-on: nothing was checked, because {problem}.")
+        if result is not None and (problems := result["unchecked"]):
+            say(f"--fail-on: not everything was checked: {'; '.join(problems)}.")
             raise SystemExit(UNCHECKED)
         if result is None:
             _without_verdict(session)
-
-
-def _unchecked(result: dict[str, Any]) -> str:
-    """Why a verdict without findings does not mean that the run is right; empty if it does."""
-    if result["ranks"] == 0:
-        return "no rank was observed"
-    if result["stopped"]:
-        return "the doctor stopped on a rank before the run ended"
-    return "" if result["steps"] else "no optimizer step was observed on all ranks"
 
 
 def _verdict(path: Path) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from doctor.corpus_scripts import Script, corpus
 
 from ddp_doctor.certified import Certificate, Property
 from ddp_doctor.explain.agreement import contradicted
+from ddp_doctor.explain.findings import ORDER
 from labkit.launch.forks import ForkServer
 
 # What is wrong with the gradient of one step, as one process would compute it.
@@ -56,6 +57,7 @@ def main() -> None:
             scores = _scores(script, result)
             counts.update(scores.items())
             counts["output", "changed"] += bool(result["changed"])
+            counts["found", _level(script, result)] += 1
             if given.v or result["changed"] or set(BAD) & set(scores.values()):
                 _print(script, result, scores)
     _print_scores(counts)
@@ -122,7 +124,7 @@ def _scores(script: Script, result: Result) -> dict[str, str]:
         if script.broken:
             found = measured or script.expected <= findings.keys()
             return "right" if found and not failed else "missed"
-        alarm = measured or failed or set(findings.values()) - {"note"}
+        alarm = measured or failed or set(findings.values()) & {"error", "warning"}
         return "false alarm" if alarm else "right"
 
     alone = fields["verdict"]
@@ -137,6 +139,18 @@ def _scores(script: Script, result: Result) -> dict[str, str]:
         "rules": score(severities, False),
         "both": score(left, measured and inside),
     }
+
+
+def _level(script: Script, result: Result) -> str:
+    """The weakest severity that names the cause; of a correct script, the strongest of all."""
+    severities = result["findings"]
+    named = [severities.get(code, "nothing") for code in script.expected] or list(
+        severities.values()
+    )
+    order = [*ORDER, "nothing"]
+    if script.broken:
+        return f"broken: {max(named, key=order.index)}"
+    return f"correct: {min(named, key=order.index, default='nothing')}"
 
 
 def _print(script: Script, result: Result, scores: dict[str, str]) -> None:
@@ -155,6 +169,7 @@ def _print_scores(counts: Counter[tuple[str, str]]) -> None:
         of = {word: number for (one, word), number in sorted(counts.items()) if one == who}
         judged = sum(of.get(word, 0) for word in ("right", "missed", "false alarm"))
         print(f"{who}: {of}; right {of.get('right', 0)} of {judged} judged")
+    print({level: number for (of, level), number in sorted(counts.items()) if of == "found"})
     print(f"output changed: {counts['output', 'changed']}")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from doctor.journals import OWN, SAME, fact, findings, run_with_steps, step, window
 
 from ddp_doctor.certified import Certificate, Property
-from ddp_doctor.explain.agreement import agreeing
+from ddp_doctor.explain.agreement import agreeing, explaining
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import CATALOG, finding
 from ddp_doctor.explain.rules import examine, explained
@@ -18,9 +18,9 @@ def short(count: int, of: int) -> list[dict[str, Any]]:
     return [window([4] * count, [1 / of] * count, SAME, mine) for mine in OWN]
 
 
-def test_a_short_last_window_is_a_warning_and_two_halves_of_one_window_are_a_note() -> None:
+def test_a_short_last_window_is_a_hint_and_two_halves_of_one_window_are_a_note() -> None:
     run = run_with_steps([short(4, 4), short(4, 4), short(3, 4)])
-    assert findings(run)["partial_window_divided_by_k"].severity == "warning"
+    assert findings(run)["partial_window_divided_by_k"].severity == "hint"
     run = run_with_steps([short(4, 4), short(4, 4), short(3, 4), short(1, 4)])
     assert findings(run)["partial_window_divided_by_k"].severity == "note"
 
@@ -157,7 +157,10 @@ def test_what_contradicts_a_certificate_is_left_out_and_the_measured_factor_is_s
     run = run_with_steps([unequal, unequal])
     said = equation(run)
     found = [one for one in examine(run, said) if one.code == "unequal_denominators"]
-    assert len(found) == 1
+    assert [one.severity for one in found] == ["hint"]
+    (explained_,) = explaining(measured("different", 1.0), found)  # what is measured has a cause
+    assert explained_.severity == "error"
+    assert explaining(measured("equal", 1.0), found) == found
     assert agreeing(measured("different", 1.0), said, found) == (said, found)
     other, left = agreeing(measured("scaled", 2.0), said, found)
     assert left == []

@@ -595,16 +595,13 @@ for step in range(3):
 """
 
 
-@pytest.mark.parametrize(
-    ("synced", "whole", "severity"),
-    [(False, False, "error"), (True, False, "error"), (False, True, "warning")],
-)
-def test_a_gather_without_gradient_is_told_by_what_each_rank_compares(
-    synced, whole, severity, server: Server, script: Write
+@pytest.mark.parametrize(("synced", "whole"), [(False, False), (True, False), (False, True)])
+def test_a_gather_without_gradient_is_recognized(
+    synced: bool, whole: bool, server: Server, script: Write
 ) -> None:
     text = CONTRASTIVE.replace("SYNCED", str(synced)).replace("WHOLE", str(whole))
     found = {one["code"]: one["severity"] for one in look(server, script, text)["findings"]}
-    assert found["gather_without_gradient"] == severity
+    assert found["gather_without_gradient"] == "hint"
 
 
 OWN_GATHER = (
@@ -660,4 +657,81 @@ def test_a_factor_on_sharded_gradients_is_measured(server: Server, script: Write
     assert look(server, script, SUMMED_SHARDS)["found"] == {}
     wrong = look(server, script, SUMMED_SHARDS.replace("world / n", "1 / n"))
     [found] = wrong["findings"]
-    assert (found["code"], found["severity"]) == ("missing_world_size_factor", "error")
+    assert (found["code"], found["severity"]) == ("missing_world_size_factor", "hint")
+
+
+REPLICAS_OF_SHARDS = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+for part in (net[0], net[2], net):
+    fully_shard(part, mesh=mesh)
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(3):
+    for micro in range(3):
+        net.FLAG(micro == LAST)
+        (loss_of(net, batch()) / 3).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_what_the_optimizer_gets_under_fully_shard_is_the_average_of_all_micro_batches(
+    server: Server, script: Write
+) -> None:
+    """Its own flags may leave micro-batches out: of the shards, or of the replicas."""
+    for flag in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        text = REPLICAS_OF_SHARDS.replace("FLAG", flag)
+        right = look(server, script, text.replace("LAST", "2"), ranks=4)
+        assert right["found"] == {}
+        assert right["equation"]["combination"] == "averaged"
+        early = look(server, script, text.replace("LAST", "1"), ranks=4)
+        assert {"other_than_average", "last_micro_batch_unsynced"} <= set(early["found"])
+
+
+IN_STEP = """
+class Averaging(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.grad)
+            p.sub_(0.01 * p.grad / world)
+opt = Averaging(net.parameters(), lr=0.01)
+for step in range(3):
+    opt.zero_grad()
+    loss_of(net, batch()).backward()
+    opt.step()
+"""
+
+
+def test_an_optimizer_that_combines_the_ranks_in_its_step_is_not_called_checked(
+    server: Server, script: Write
+) -> None:
+    report = look(server, script, IN_STEP)
+    assert "inside of its step" in report["equation"]["lines"][0]
+    assert len(report["unchecked"]) == 1
+
+
+META = """
+with torch.device("meta"):
+    shape = nn.Linear(4, 2)
+nn.functional.cross_entropy(shape(torch.randn(3, 4, device="meta")),
+                            torch.zeros(3, dtype=torch.long, device="meta"))
+"""
+
+
+def test_a_loss_on_the_meta_device_is_no_loss(server: Server, script: Write) -> None:
+    report = look(
+        server,
+        script,
+        META
+        + WRAPPED
+        + """
+for step in range(2):
+    loss_of(model, batch()).backward()
+    opt.step()
+    opt.zero_grad()
+""",
+    )
+    assert report["equation"]["right"]
+    assert report["unchecked"] == []

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ddp_doctor.explain.findings import Finding
-from ddp_doctor.facts.merged import NOTHING, Run, Window
-from ddp_doctor.facts.types import Groups, ScalingFact, TermFact, WindowFact
+from ddp_doctor.facts.merged import Run, Window
+from ddp_doctor.facts.types import Groups, ScalingFact, TermFact, WindowFact, no_snapshot
 
 TOLERANCE = 0.01  # bfloat16 rounds a factor by up to 0.4 %
 LITERAL = re.compile(r"[\d.e+-]+", re.IGNORECASE)
@@ -50,7 +50,7 @@ class Combination:
 
     kind: str  # averaged, summed, scaled, not combined, in groups, unknown, alone
     factor: float | None
-    residual: float = 0.0
+    residual: float = 0.0  # the part of the gradients that no factor explains
 
     @property
     def local(self) -> bool:
@@ -120,6 +120,12 @@ class Step:
         return product * (calls.pop() if len(calls) == 1 else 1)
 
     @property
+    def terms_differ(self) -> bool:
+        """Whether some ranks or micro-batches have more loss terms than others."""
+        calls = Counter((entry.rank, entry.micro) for entry in self.entries)
+        return len(set(calls.values())) > 1
+
+    @property
     def leftover(self) -> bool:
         """Whether the gradients that the step before used were still there when this one began."""
         return any(self.window.leftover(fact) for _, fact in self.window)
@@ -163,15 +169,17 @@ def combination(window: Window, clipped: bool = False, run: Run | None = None) -
     # Hooks saw gradients that still had the loss scale; the snapshot may be of unscaled ones.
     unscaled = next((s.get("unscaled") for s in window.snapshots().values()), None)
     rescale = 1 / unscaled if unscaled else rescaled(window) if clipped else 1.0
-    factor, residual = measured(_pairs(window, rescale))
+    pairs = _pairs(window, rescale, run.readers if run is not None else [])
+    factor, residual = measured(pairs)
     if window.world == 1:
-        several = len(_pairs(window, rescale)) > 1
+        several = len(pairs) > 1
         return Combination("alone", factor if factor and factor > 0 and several else 1.0, residual)
-    if factor is not None and run is not None and run.models_differ and not _whole(window):
-        factor = _of_parts(window, run, factor)
-    if factor is None and run is not None:
-        factor = _by_fsdp(window, len(run.readers))
-        factor = factor if factor is None or clipped else factor * rescaled(window)
+    if run is not None and not _pairs_of_pieces(window, rescale):
+        if factor is not None and run.models_differ and not _whole(window):
+            factor = _of_parts(window, run, factor)
+        if factor is None:
+            factor = _by_fsdp(window, len(run.readers))
+            factor = factor if factor is None or clipped else factor * rescaled(window)
     if factor is None:
         return Combination("unknown", None, residual)
     if run is not None and run.apart:
@@ -198,18 +206,43 @@ def measured(pairs: list[tuple[float, float]]) -> tuple[float | None, float]:
     return (factor if residual <= 0.05 else None), residual
 
 
-def _pairs(window: Window, rescale: float) -> list[tuple[float, float]]:
+def _pairs(window: Window, rescale: float, readers: Groups) -> list[tuple[float, float]]:
     """Per parameter: its final gradient, and the sum of the local ones.
 
-    Only of parameters that all ranks hold. Whether a shard's local gradient contains the loss terms
-    of other ranks depends on how the activations are exchanged. If there are none, of all.
+    Only of parameters that all ranks hold, whole or, with fully_shard, in pieces. Whether another
+    shard's local gradient contains the loss terms of other ranks depends on how the activations are
+    exchanged. If there are only such shards, of all.
     """
+    if pieces := _pairs_of_pieces(window, rescale):
+        return pieces
+    whole = {name for name in _whole(window) if computed_alike(window, name, readers)}
     return [
         (final / rescale, local)
-        for name in sorted(_whole(window) or _names(window))
+        for name in sorted(whole or _names(window))
         for group in window.groups(name)
         for final, local in local_and_final(window, name, group)
     ]
+
+
+def computed_alike(window: Window, name: str, readers: Groups) -> bool:
+    """Whether ranks that share their data compute the same gradient, and not parts of it."""
+    local = {rank: snapshot["local"].get(name) for rank, snapshot in window.snapshots().items()}
+    return all(alike([v for rank in group if (v := local.get(rank))]) for group in readers)
+
+
+def _pairs_of_pieces(window: Window, rescale: float) -> list[tuple[float, float]]:
+    """As `_pairs`, of parameters that fully_shard splits: each rank has a local gradient of all."""
+    snapshots = window.snapshots()
+    pairs = []
+    for name, size in next(iter(snapshots.values()), no_snapshot())["pieces"].items():
+        groups = window.groups(name)
+        finals = [snapshots[group[0]]["grads"].get(name) for group in groups]
+        locals_ = [snapshot["local"].get(name) for snapshot in snapshots.values()]
+        known = [value for value in (*finals, *locals_) if value is not None]
+        if len(groups) == size and len(known) == len(finals) + len(locals_):
+            final = sum(value for value in finals if value is not None)
+            pairs.append((final / rescale, sum(known) - final))
+    return pairs
 
 
 def _names(window: Window) -> set[str]:
@@ -224,7 +257,7 @@ def _whole(window: Window) -> set[str]:
 
 def local_and_final(window: Window, name: str, group: list[int]) -> list[tuple[float, float]]:
     """The final gradient of a group's copies, and the sum of their local ones; empty if unknown."""
-    snapshots = [window.snapshots().get(rank, NOTHING) for rank in group]
+    snapshots = [window.snapshots().get(rank, no_snapshot()) for rank in group]
     final = snapshots[0]["grads"].get(name)
     local = [s["local"].get(name) for s in snapshots]
     seen = [part for part in local if part is not None]
@@ -291,6 +324,14 @@ def rescaled(window: Window) -> float:
         abs(now - factor * left) <= 0.02 * max(abs(now), 0.02 * largest) for left, now in pairs
     )
     return factor if fits and factor > 0 and not near(factor, 1.0) else 1.0
+
+
+def untouched(fact: WindowFact) -> bool:
+    """Whether the optimizer saw exactly the gradients that the last backward left."""
+    grads = fact["snapshot"]["grads"]
+    return bool(grads) and all(
+        left is not None and left == grads.get(name) for name, left in (fact["left"] or {}).items()
+    )
 
 
 def _reduces_gradients(fact: WindowFact) -> bool:
@@ -455,6 +496,12 @@ def equation(run: Run) -> Equation:
     steps = [step for step in found if step is not None]
     if not steps:
         seen = "no loss function" if windows else "no step of an optimizer with gradients"
+        inside = [fact for each in run.complete for _, fact in each if "combined_in_step" in fact]
+        if inside and not windows:
+            seen = (
+                "how the ranks are combined. The optimizer does it inside of its step, at "
+                + inside[0]["combined_in_step"]
+            )
         seen = seen if run.complete else "no complete optimizer step"
         if not run.complete and any(window.cut for window in run.windows):
             seen = "the steps have too many backward passes to record"
@@ -515,7 +562,10 @@ def _lines(step: Step, right: bool) -> list[str]:
         "scaled": f"combines the ranks with × {number(step.alpha)}",
         "not combined": "nothing: the ranks apply different gradients",
         "in groups": "not measured: the wrapper combines the ranks of its group only",
-        "unknown": f"not measured; taken as × 1/{step.world}",
+        "unknown": f"not measured; taken as × 1/{step.world}"
+        if step.combination.residual <= 0.05
+        else f"{step.combination.residual:.0%} of what the optimizer gets is no multiple of the "
+        "sum of the ranks' gradients",
         "alone": f"one rank{scaled}",
         "apart": "nothing: each rank has a model, or a part of one, of its own",
     }
@@ -527,6 +577,8 @@ def _weighing(step: Step, right: bool) -> list[str]:
     if step.combination.local:
         where = "in its group" if step.combination.kind == "in groups" else "on its own rank"
         return [f"weight    each item counts {where} only"]
+    if step.combination.kind == "unknown" and step.combination.residual > 0.05:
+        return ["weight    not measured"]
     if step.leftover:
         return ["weight    the gradients of earlier steps are in this one, too"]
     if right:

@@ -1,10 +1,15 @@
-"""A finding, and the catalog of codes: title, severity, page of the book. The one place for it."""
+"""A finding, and the catalog of codes: title, severity, page of the book. The one place for it.
+
+An error or a warning is *measured*: replicas differ, an optimizer gets another gradient than the
+average of what the ranks computed, data or learning rates differ, a rank waits. What is only
+*recognized*, as a factor in the source, is a hint, however likely: no exit code depends on it.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
-Severity = Literal["error", "warning", "note"]
-ORDER: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
+Severity = Literal["error", "warning", "hint", "note"]
+ORDER: dict[str, int] = {"error": 0, "warning": 1, "hint": 2, "note": 3}
 
 MULTIPLY = "start/when_to_multiply.html"
 ACCUMULATE = "puzzles/accumulate_vs_ddp.html"
@@ -31,36 +36,38 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "optimizer_in_backward": ("error", "The optimizer steps before the average", STEP),
     "parameters_averaged": ("warning", "Parameters are averaged instead of gradients", STEP),
     "world_size_one": ("error", "The run is not distributed", ACCUMULATE),
-    "unequal_denominators": ("error", "Items weigh differently on different ranks", MEANS),
+    "unequal_denominators": ("hint", "Items weigh differently on different ranks", MEANS),
     "unequal_denominators_accumulation": (
-        "error",
+        "hint",
         "Items weigh differently in different micro-batches",
         MEANS,
     ),
-    "missing_world_size_factor": ("error", "The loss lacks a factor of the world size", MULTIPLY),
-    "scaled_by_world_size": ("error", "The loss carries a factor of the world size", MULTIPLY),
-    "loss_reduced_before_backward": ("error", "The loss is all-reduced before backward", LOSS),
+    "missing_world_size_factor": ("hint", "The loss lacks a factor of the world size", MULTIPLY),
+    "scaled_by_world_size": ("hint", "The loss carries a factor of the world size", MULTIPLY),
+    "loss_reduced_before_backward": ("hint", "The loss is all-reduced before backward", LOSS),
     "loss_not_divided_by_accumulation": (
-        "error",
+        "hint",
         "The loss is not divided by the accumulation steps",
         ACCUMULATE,
     ),
-    "loss_divided_twice": ("error", "The loss is divided by the accumulation steps twice", STEP),
+    "loss_divided_twice": ("hint", "The loss is divided by the accumulation steps twice", STEP),
     "partial_window_divided_by_k": (
-        "warning",
+        "hint",
         "A partial accumulation window is divided by the full length",
         MEANS,
     ),
     "micro_batches_discarded": ("error", "zero_grad discards micro-batches", STEP),
     "gradients_not_cleared": ("error", "Gradients of earlier steps are added", STEP),
-    "local_negatives": ("warning", "Each rank contrasts only its own samples", LOSS),
-    "gather_without_gradient": ("error", "The gathered features carry no gradient", LOSS),
-    "own_reduction_sums": ("error", "The all-reduce sums the gradients", SUMS),
+    "local_negatives": ("hint", "Each rank contrasts only its own samples", LOSS),
+    "gather_without_gradient": ("hint", "The gathered features carry no gradient", LOSS),
+    "own_reduction_sums": ("hint", "The all-reduce sums the gradients", SUMS),
+    "other_than_average": ("error", "The optimizer gets another gradient than the average", STEP),
     "last_micro_batch_unsynced": ("error", "The last micro-batch is not synchronized", STEP),
     "every_micro_batch_synced": ("note", "Every micro-batch is synchronized", ACCUMULATE),
     "rank_skipped_step": ("error", "A rank took fewer optimizer steps", STEP),
     "clipped_before_sync": ("error", "Gradients are clipped before they are averaged", STEP),
     "clipped_per_micro_batch": ("warning", "Gradients are clipped in every micro-batch", STEP),
+    "clipped_before_unscale": ("warning", "Gradients are clipped before they are unscaled", STEP),
     "clipped_local_shards": ("error", "The norm covers only the local shards", PIECES),
     "manual_all_reduce_skips_none": (
         "error",
@@ -77,10 +84,11 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "local_batch_norm": ("note", "BatchNorm uses each rank's own statistics", DATA),
     "same_data_on_ranks": ("error", "Ranks train on the same data", DATA),
     "datasets_differ": ("error", "The ranks' datasets differ", ACCUMULATE),
+    "sampler_seeds_differ": ("error", "The ranks' samplers shuffle differently", DATA),
     "epoch_order_repeats": ("warning", "Every epoch has the same order", DATA),
     "same_random_numbers": ("note", "Ranks draw the same random numbers", DATA),
     "uneven_batches": ("error", "Ranks have different numbers of batches", DATA),
-    "padded_evaluation": ("warning", "The evaluation counts some samples twice", DATA),
+    "padded_evaluation": ("hint", "The evaluation counts some samples twice", DATA),
     "hang_missing_rank": ("error", "Ranks wait for a missing rank", FAILS),
     "mismatched_collectives": ("error", "Ranks are in different collectives", FAILS),
     "unused_parameters": ("error", "Parameters take no part in the loss", STEP),

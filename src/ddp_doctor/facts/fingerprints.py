@@ -6,6 +6,7 @@ Both only read. Neither draws random numbers.
 import ctypes
 import zlib
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,21 +82,41 @@ def sum_of_squares(tensor: Tensor) -> float:
 def projection(tensor: Tensor) -> float | None:
     """The dot product with a fixed vector, over at most `SAMPLED` evenly spaced elements.
 
-    Linear: the projection of a sum of gradients is the sum of their projections. None for what
-    cannot be read.
+    Linear: the projection of a sum of gradients is the sum of their projections, and that of a
+    whole tensor the sum over its pieces (see `piece_of`). None for what cannot be read.
     """
     data = dense(tensor)
     if data is None:
         return None
     if data.numel() == 0:
         return 0.0
+    piece = piece_of(tensor)
+    begin, numel = (0, data.numel()) if piece is None else (piece[0], tensor.numel())
+    every = 1 if numel <= SAMPLED else numel // SAMPLED + 1
+    first = -begin % every
     with torch.no_grad():
-        flat = data.reshape(-1)
-        if flat.numel() > SAMPLED:
-            flat = flat[:: flat.numel() // SAMPLED + 1]
+        flat = data.reshape(-1)[first::every]
         if flat.is_complex():
             flat = torch.view_as_real(flat).reshape(-1)
-        return float(torch.dot(flat.to(torch.float64), _weights(flat.device)[: flat.numel()]))
+        at = (begin + first) // every
+        weights = _weights(flat.device)[at : at + flat.numel()]
+        return float(torch.dot(flat.to(torch.float64), weights))
+
+
+def piece_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Of a tensor that is split by rows over one dimension of a mesh, as fully_shard splits.
+
+    Returns at which element of the whole this rank's shard begins, and how many shards there are;
+    None for all other tensors.
+    """
+    placements = getattr(tensor, "placements", ())
+    split = [at for at, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(split) != 1 or not placements[split[0]].is_shard(0) or tensor.is_complex():
+        return None
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    size, rows = mesh.size(split[0]), tensor.shape[0]
+    begin = min(rows, mesh.get_local_rank(split[0]) * -(-rows // size))
+    return begin * (tensor.numel() // max(rows, 1)), size
 
 
 @lru_cache(maxsize=16)

@@ -44,6 +44,7 @@ class Journal:
         self._written = 0
         self._changes = 0
         self.problem: OSError | None = None
+        self.cut = False  # whether facts did not fit
         self.steps = 0
         self.backwards = 0
         self.text = "starting"
@@ -56,6 +57,7 @@ class Journal:
         line = json.dumps({"kind": kind, **fact}, separators=(",", ":"), default=str) + "\n"
         data = line.encode()
         if self._written + len(data) > MAX_BYTES and kind != "end":
+            self.cut = True
             return
         self._written += len(data)
         try:

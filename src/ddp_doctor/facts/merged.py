@@ -29,8 +29,6 @@ from ddp_doctor.facts.types import (
     WrapperFact,
 )
 
-NOTHING: SnapshotFact = {"grads": {}, "hashes": {}, "local": {}, "missing": []}
-
 
 @dataclass
 class Rank:
@@ -68,6 +66,7 @@ class Rank:
         merged = StartFact(parameters={}, values={}, buffers={}, shards={}, rows=[], constant=[])
         for start in reversed(starts):
             merged["parameters"] |= start["parameters"]
+            merged["values"] |= start["values"]
             merged["shards"] |= start["shards"]
             merged["constant"] += start["constant"]
             merged["rows"] += start["rows"]
@@ -192,6 +191,7 @@ class Run:
     world: int
     hung: bool = False
     notes: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)  # rules that failed
 
     @classmethod
     def of(cls, pages: list[Pages], alive: set[str] | None = None, hung: bool = False) -> Self:
@@ -341,6 +341,30 @@ class Run:
     @cached_property
     def steps(self) -> int:
         return max((rank.steps for rank in self.ranks), default=0)
+
+    @property
+    def not_checked(self) -> list[str]:
+        """What keeps silence from meaning that all is well."""
+        found = list(self.unchecked)
+        if self.missing:
+            found.append(f"rank {', '.join(map(str, self.missing))} has no journal in this folder")
+        for rank in self.ranks:
+            if rank.error is not None:
+                text = (rank.error_text.splitlines() or ["no message"])[0]
+                at = f" at {rank.error['place']}" if rank.error["place"] else ""
+                found.append(f"rank {rank.rank} ended with {rank.error['type']}: {text}{at}")
+            elif rank.facts["failed"]:
+                found.append(f"the doctor stopped on rank {rank.rank}")
+            elif rank.end and rank.end.get("cut"):
+                found.append(f"the journal of rank {rank.rank} was full")
+        inside = [fact for each in self.complete for _, fact in each if "combined_in_step" in fact]
+        if not self.complete:
+            found.append("no optimizer step was observed on all ranks")
+        elif inside and not any(window.trains for window in self.complete):
+            found.append(
+                f"how the optimizer's step at {inside[0]['step_place']} combines the ranks"
+            )
+        return found
 
     @property
     def missing(self) -> list[int]:

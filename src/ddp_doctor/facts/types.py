@@ -61,6 +61,7 @@ class SnapshotFact(TypedDict):
     hashes: dict[str, int]
     local: Projections  # sums of what backward computed on this rank
     missing: list[str]
+    pieces: dict[str, int]  # parameters of which `grads` has this rank's shard, of so many
     unscaled: NotRequired[float]
 
 
@@ -69,6 +70,7 @@ class ClipFact(TypedDict):
     norm: float | None
     limit: float | None
     sharded: bool
+    scale: float  # of the GradScaler, if the gradients still carry it
     backwards: dict[str, int]  # by optimizer, as of this call
     collectives: int
     place: str
@@ -161,6 +163,7 @@ class StepFact(TypedDict):
     dtensors: bool
     step_place: str
     stepped_in_backward: NotRequired[str]
+    combined_in_step: NotRequired[str]  # where the optimizer's own step combines gradients
     rescaled: NotRequired[float]  # the factor of all gradients since they were combined
     squares: NotRequired[dict[str, float]]
 
@@ -310,6 +313,7 @@ class ErrorFact(TypedDict):
 class EndFact(TypedDict):
     raised: bool
     during: str
+    cut: NotRequired[bool]  # whether facts did not fit
     error: NotRequired[ErrorFact]
 
 
@@ -347,6 +351,11 @@ def no_facts() -> Facts:
 def listed(facts: Facts, kind: str) -> list[Any]:
     """The facts of a kind that a journal's line names."""
     return cast(dict[str, list[Any]], facts)[kind]
+
+
+def no_snapshot() -> SnapshotFact:
+    """No gradients."""
+    return {"grads": {}, "hashes": {}, "local": {}, "missing": [], "pieces": {}}
 
 
 def nothing_yet() -> StepFact:

@@ -24,7 +24,7 @@ MAX_BACKWARDS = 512
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    of = _Backwards(recorder)
+    of = _Backwards(recorder, patches)
     for owner in (torch.Tensor, torch.autograd):
         patches.observe(owner, "backward", of.before, of.after, failed=of.abandoned)
 
@@ -32,8 +32,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
 class _Backwards:
     """The backward passes of one process."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, patches: Patches) -> None:
+        self.recorder, self.patches = recorder, patches
+        self.record: Backward | None = None  # of the observed backward that runs
+        self.sees_fsdp = False
         self.look = recorder.session.guard(self._look)
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,10 +78,54 @@ class _Backwards:
             if parameter.requires_grad and parameter.is_leaf
         ]
         shards = any(hasattr(parameter, "placements") for parameter in parameters)
+        self.record = record
+        if shards and not self.sees_fsdp:
+            self.sees_fsdp = True
+            self._see_fsdp()
         recorder.window["sharded"] = recorder.names.sharded() or shards
         recorder.window["dtensors"] = shards
         for term in recorder.terms:
             term |= {"hits": 0.0, "hit": False}
+
+    def _see_fsdp(self) -> None:
+        """Look at the whole gradients of fully_shard: only there is what one rank has computed.
+
+        Private, like the attributes that are read; without them nothing is measured.
+        """
+        try:
+            from torch.distributed.fsdp._fully_shard import _fsdp_param_group as file
+        except ImportError:
+            return
+        group: Any = file.FSDPParamGroup
+        self.patches.observe(group, "post_backward", self.gather_local, self.keep_local)
+
+    def gather_local(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """fully_shard is about to reduce the gradients of a group, or to keep them for later."""
+        recorder, record = self.recorder, self.record
+        for parameter, value in _whole(args[0]) if record is not None and recorder.on else ():
+            key = id(parameter)
+            added = value - recorder.waiting.pop(key, 0.0)
+            if not added:
+                continue
+            self._note_leftover(parameter)
+            recorder.local[key] = recorder.local.get(key, 0.0) + added
+            if record is not None:
+                record["reached"].add(key)
+
+    def keep_local(
+        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """What fully_shard has kept will be there again after the next backward."""
+        if self.recorder.on:
+            kept = {id(parameter): value for parameter, value in _whole(args[0]) if value}
+            self.recorder.waiting |= kept
+
+    def _note_leftover(self, parameter: Tensor) -> None:
+        """Whether the gradient that the last step used is still there."""
+        grad, used = parameter.grad, self.recorder.used.get(id(parameter))
+        # None: cannot be compared; 0: adds nothing
+        if used and grad is not None and used == projection(grad):
+            self.recorder.leftover.add(id(parameter))
 
     def _look(self, parameter: Tensor, record: Backward, gradient: Tensor) -> None:
         """A local gradient has arrived: add it up, and see what it is added to."""
@@ -92,9 +138,8 @@ class _Backwards:
         own = None if grad is None else dense(grad)
         fresh = grad is None or own is None or (grad.layout == torch.strided and not own.any())
         before = 0.0 if fresh else recorder.local.get(key, 0.0)
-        used = recorder.used.get(key)  # None: cannot be compared; 0: adds nothing
-        if used and not fresh and grad is not None and used == projection(grad):
-            recorder.leftover.add(key)
+        if not fresh:
+            self._note_leftover(parameter)
         recorder.local[key] = before + value
 
     def after(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,6 +149,7 @@ class _Backwards:
             return
         record, nodes = token
         self._remove_hooks()
+        self.record = None
         recorder.session.doing("after backward")
         # A hook may step an optimizer: observing can begin or end while backward runs.
         observed = recorder.on and "call" in record
@@ -147,6 +193,14 @@ class _Backwards:
         for handle in self.recorder.hooks:
             handle.remove()
         self.recorder.hooks = []
+
+
+def _whole(group: Any) -> Iterator[tuple[Tensor, float]]:
+    """Each sharded parameter of a group of fully_shard, and its whole gradient's projection."""
+    for one in getattr(group, "fsdp_params", ()):
+        own = getattr(getattr(one, "_unsharded_param", None), "grad", None)
+        parts = [own, getattr(one, "unsharded_accumulated_grad", None)]
+        yield one.sharded_param, sum(projection(part) or 0.0 for part in parts if part is not None)
 
 
 def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

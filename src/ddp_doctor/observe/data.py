@@ -150,11 +150,11 @@ def _rows(tensors: list[Tensor]) -> list[int]:
 
 
 def _content(dataset: Any) -> int | None:
-    """A hash of the tensors that a data set holds as attributes; no item is read."""
-    try:
-        attributes = vars(dataset)
-    except TypeError:
-        return None
+    """A hash of what a data set holds: tensors, numbers, text, also inside of lists and dicts.
+
+    No item is asked for.
+    """
+    attributes = getattr(dataset, "__dict__", {})
     found: list[bytes] = []
     left = [MAX_BYTES]
 
@@ -170,15 +170,17 @@ def _content(dataset: Any) -> int | None:
             if getattr(value, "size", 0) and value.nbytes <= left[0]:
                 left[0] -= value.nbytes
                 found.append(zlib.crc32(value.tobytes()).to_bytes(4, "big"))
-        elif depth < 3 and isinstance(value, list | tuple) and len(value) <= 1024:
-            for element in value:
-                if isinstance(element, int | float | str):
-                    found.append(repr(element).encode())
-                else:
-                    look(element, depth + 1)
+        elif isinstance(value, int | float | str):
+            found.append(repr(value)[:4096].encode())
+        elif depth < 4 and isinstance(value, dict):
+            look(list(value.items()), depth + 1)
+        elif depth < 4 and isinstance(value, list | tuple):
+            for element in value[:1024]:
+                look(element, depth + 1)
 
-    for name in sorted(attributes):
-        value = attributes[name]
+    held = [dataset] if isinstance(dataset, list | tuple) else []
+    held += [value for _, value in sorted(attributes.items())]
+    for value in held:
         if isinstance(value, Tensor | list | tuple) or type(value).__module__ == "numpy":
             look(value, 0)
     return zlib.crc32(b"".join(found)) if found else None

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_doctor.facts.fingerprints import checksum, dense, projection, sum_of_squares
+from ddp_doctor.facts.fingerprints import checksum, dense, piece_of, projection, sum_of_squares
+from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import (
     CollectiveFact,
     FsdpFact,
@@ -22,11 +23,11 @@ from ddp_doctor.facts.types import (
     Projections,
     ReplicaFact,
     SettingsFact,
-    SnapshotFact,
     StaleFact,
     StartFact,
     TotalsFact,
     WindowFact,
+    no_snapshot,
     nothing_yet,
 )
 from ddp_doctor.observe.models import Names
@@ -60,6 +61,7 @@ class Recorder:
         self.in_step: list[int] = []
         self.made = 0
         self.local: dict[int, float] = {}
+        self.waiting: dict[int, float] = {}  # of a whole gradient that fully_shard has not reduced
         self.used: dict[int, float | None] = {}  # gradients right after the step that used them
         self.leftover: set[int] = set()  # parameters that still held these when backward came
         self.collective_counts: dict[str, int] = {}
@@ -128,7 +130,7 @@ class Recorder:
         """
         if state.snapshot is not None or not self.on:
             return
-        snapshot = SnapshotFact(grads={}, hashes={}, local={}, missing=[])
+        snapshot = no_snapshot()
         if state.scale is not None:
             snapshot["unscaled"] = state.scale
         state.snapshot = snapshot
@@ -139,7 +141,14 @@ class Recorder:
                 continue
             snapshot["grads"][name] = projection(parameter.grad)
             snapshot["hashes"][name] = checksum(parameter.grad)
+            if (piece := piece_of(parameter)) is not None:
+                snapshot["pieces"][name] = piece[1]
             snapshot["local"][name] = self.local.get(id(parameter))
+
+    def scale_of_gradients(self) -> float:
+        """The GradScaler's factor, unless gradients that wait for a step were unscaled."""
+        pending = [state for state in self.optimizers.values() if state.pending]
+        return self.scales if all(state.scale is None for state in pending) else 1.0
 
     def expects_own_reduction(self) -> bool:
         """Whether `before_own_reduction` would change anything."""
@@ -153,6 +162,8 @@ class Recorder:
 
         A snapshot that was taken before, by `unscale_` or a clip, is of local gradients.
         """
+        if self.in_step:
+            self.window["combined_in_step"] = place()
         for state in self.optimizers.values():
             if optimizer in (None, state.index):
                 state.snapshot = None
@@ -325,7 +336,7 @@ class Recorder:
             session.journal.steps += 1
         if self.on and self.written < MAX_WINDOWS:
             self.written += 1
-            snapshot = state.snapshot or SnapshotFact(grads={}, hashes={}, local={}, missing=[])
+            snapshot = state.snapshot or no_snapshot()
             snapshot["grads"] = _rounded(snapshot["grads"])
             snapshot["local"] = _rounded(snapshot["local"])
             stale = self._stale()
@@ -346,6 +357,10 @@ class Recorder:
                 **self.window,
             )
             session.write("window", **fact)
+            self.waiting.clear()
+            for parameter in state.parameters():
+                if hasattr(parameter, "placements"):  # nothing sees what its gradient is added to
+                    self.local.pop(id(parameter), None)
         for record in state.pending:
             record["used"] = True
         state.forget()

@@ -189,7 +189,8 @@ class Session:
             error = getattr(sys, "last_value", None) or _of_a_started_process()
         if not self.over and self.recorder is not None:
             self.guard(self.recorder.finish)()
-        fact = EndFact(raised=error is not None, during=self._journal.text)
+        journal = self._journal
+        fact = EndFact(raised=error is not None, during=journal.text, cut=journal.cut)
         if error is not None and not isinstance(error, SystemExit):
             fact["error"] = described(error)
         self._journal.write("end", **fact)

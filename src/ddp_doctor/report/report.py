@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_doctor.certified import Certificate
-from ddp_doctor.explain.agreement import agreeing
+from ddp_doctor.explain.agreement import agreeing, explaining
 from ddp_doctor.explain.equation import Equation, equation
 from ddp_doctor.explain.findings import HANGS, ORDER, Finding
 from ddp_doctor.explain.rules import examine
@@ -40,12 +40,10 @@ class Report:
         return min((f.severity for f in self.findings), key=lambda s: ORDER[s], default=None)
 
     def verdict(self) -> dict[str, Any]:
-        """What --fail-on needs. `steps` counts the steps that every rank recorded."""
+        """What --fail-on needs."""
         return {
             "worst": self.worst,
-            "ranks": len(self.run.ranks),
-            "steps": len(self.run.complete),
-            "stopped": any(rank.facts["failed"] for rank in self.run.ranks),
+            "unchecked": self.run.not_checked if self.run.ranks else ["no rank was observed"],
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -61,28 +59,32 @@ class Report:
                 {"rank": rank.rank, "steps": rank.steps, "ended": rank.ended, "error": rank.error}
                 for rank in self.run.ranks
             ],
+            "unchecked": self.run.not_checked,
             "steps": {"taken": self.run.steps, "observed": len(self.run.windows)},
             "notes": self.run.notes,
         }
 
     @property
     def conclusion(self) -> str:
-        """What ended the script on a rank, or the doctor; or that all is well, or nothing."""
-        for rank in self.run.ranks:
-            if (error := rank.error) is not None:
-                at = f" at {error['place']}" if error["place"] else ""
-                text = error["text"].splitlines()[0] if error["text"] else "no message"
-                return (
-                    f"Rank {rank.rank} ended with {error['type']}: {text}{at}. Only what happened "
-                    "before was checked."
-                )
-            if rank.facts["failed"]:
-                return f"The doctor stopped on rank {rank.rank}: only what it saw was checked."
-        if any(finding.severity != "note" for finding in self.findings):
-            return ""
-        measured = self.certificate.verdict if self.certificate is not None else ""
-        wrong = measured in ("scaled", "different")
-        return "No rule names the cause." if wrong else "No error and no warning."
+        """What was not checked; that all is well, or nothing; what hints are."""
+        said = []
+        not_checked = self.run.not_checked
+        if self.equation.step is not None and self.equation.step.combination.kind == "unknown":
+            not_checked.append("how the ranks' gradients are combined")
+        if not_checked:
+            said.append(f"Not everything was checked: {'; '.join(not_checked[:4])}.")
+        levels = [finding.severity for finding in self.findings]
+        if not {"error", "warning"} & set(levels):
+            measured = self.certificate is not None and self.certificate.verdict
+            if measured in ("scaled", "different"):
+                said.append("No rule names the cause.")
+            elif not not_checked:
+                said.append("No error and no warning.")
+        if hints := levels.count("hint"):
+            said.append(
+                f"{hints} hint{'s' * (hints > 1)}: recognized, not measured. --certify measures."
+            )
+        return " ".join(said)
 
     def as_text(self, width: int = 100, lines: int = 44) -> str:
         """At most `lines` lines; what does not fit is counted, and is in the page."""
@@ -145,6 +147,7 @@ def merge(run_folder: Path, live: bool = False, certificate: Certificate | None 
     findings = examine(run, found)
     if certificate is not None:
         found, findings = agreeing(certificate, found, findings)
+        findings = explaining(certificate, findings)
     elif found.contradicts(findings):
         found = found.saying("weight    not told by one term of the loss; --certify measures it")
     for rank in run.ranks:
@@ -153,8 +156,6 @@ def merge(run_folder: Path, live: bool = False, certificate: Certificate | None 
     replaced = [fact["name"] for rank in run.ranks for fact in rank.facts["cpu"]]
     if replaced and certificate is None:
         run.notes.append(f"--cpu replaced: {', '.join(dict.fromkeys(replaced))}.")
-    if run.missing and run.ranks:
-        run.notes.append(f"No journal of rank {', '.join(map(str, run.missing))} in this folder.")
     return Report(run, found, findings, certificate)
 
 

@@ -37,14 +37,16 @@ RULES: tuple[Rule, ...] = (
 
 
 def examine(run: Run, equation: Equation) -> list[Finding]:
-    """All findings, errors first; of several with one code, the first. Rules that fail say so."""
+    """All findings, errors first; of several with one code, the first. A rule that fails is in
+    `run.unchecked`."""
     found: dict[str, Finding] = {}
     for rule in RULES:
         try:
             for finding in rule(run, equation):
                 found.setdefault(finding.code, finding)
         except Exception as error:
-            run.notes.append(f"The rule {rule.__name__} failed: {type(error).__name__}: {error}")
+            text = f"the rule {rule.__name__} failed ({type(error).__name__}: {error})"
+            run.unchecked.append(text)
     return sorted(found.values(), key=lambda finding: ORDER[finding.severity])
 
 

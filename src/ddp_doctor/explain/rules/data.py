@@ -142,6 +142,30 @@ def datasets_differ(run: Run, equation: Equation) -> Iterator[Finding]:
             return
 
 
+def sampler_seeds_differ(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Samplers that split one data set over the ranks shuffle it with other seeds.
+
+    The parts then overlap, and some samples are in none of them. Right if the ranks' epochs and
+    seeds are the same, or if nothing is shuffled.
+    """
+    if run.world < 2 or run.missing:
+        return
+    for same in zip(*(rank.facts["sampler"] for rank in run.ranks), strict=False):
+        split = all(fact["shuffle"] and fact["replicas"] == run.world for fact in same)
+        orders = [(fact["seed"], fact["epoch"]) for fact in same]
+        alike = len({(fact["length"], fact["place"]) for fact in same}) == 1
+        if split and alike and len(set(orders)) > 1:
+            listed = ", ".join(f"rank {at}: {order}" for at, order in enumerate(orders[:8]))
+            yield finding(
+                "sampler_seeds_differ",
+                f"(seed, epoch) of the sampler is {listed}. Each rank takes its part of another "
+                f"order, so the parts overlap and leave samples out.",
+                same[0]["place"],
+                "Give every rank's sampler the same seed, and call set_epoch with the same epoch.",
+            )
+            return
+
+
 def epoch_order_repeats(run: Run, equation: Equation) -> Iterator[Finding]:
     """A shuffling DistributedSampler starts another training epoch without set_epoch.
 
@@ -273,6 +297,7 @@ def padded_evaluation(run: Run, equation: Equation) -> Iterator[Finding]:
 RULES = (
     same_data_on_ranks,
     datasets_differ,
+    sampler_seeds_differ,
     epoch_order_repeats,
     same_random_numbers,
     uneven_batches,

@@ -4,7 +4,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ddp_doctor.explain.equation import Equation, alike, local_and_final, near, number
+from ddp_doctor.explain.equation import (
+    Equation,
+    alike,
+    computed_alike,
+    local_and_final,
+    near,
+    number,
+)
 from ddp_doctor.explain.findings import GROUPS, Finding, finding
 from ddp_doctor.facts.merged import Run, Window
 
@@ -68,7 +75,12 @@ def _other_factors(run: Run) -> Iterator[Finding]:
         if len(factors) > 1 and alike([f / factors[0] for f in factors], 0.02)
     }
     sharers = run.world / len(run.readers)
-    whole = {name: f * sharers for name, f in sure.items() if len(run.copies.get(name, [[]])) == 1}
+    copies = {name for name in sure if len(run.copies.get(name, [[]])) == 1}
+    whole = {
+        name: sure[name]
+        * (sharers if all(computed_alike(each, name, run.readers) for each in windows) else 1)
+        for name in copies
+    }
     kept = any(rank.start["shards"] for rank in run.ranks if rank.start)
     for terms in (1.0,) if kept else (1.0, sharers):
         factors = {name: whole.get(name, f * terms) for name, f in sure.items()}

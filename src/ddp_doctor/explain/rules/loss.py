@@ -3,10 +3,9 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
-from ddp_doctor.explain.equation import Equation, Step, alike, is_literal, near, number
+from ddp_doctor.explain.equation import Equation, Step, alike, is_literal, near, number, untouched
 from ddp_doctor.explain.findings import Finding, Severity, finding
 from ddp_doctor.facts.merged import Run, Window, so_far
 from ddp_doctor.facts.types import CollectiveFact, ScalingFact, TermFact, WindowFact
@@ -21,16 +20,10 @@ WINDOW = re.compile(
 )
 FEW = 0.3
 
-
 GATHER = (
     "features = torch.cat(torch.distributed.nn.functional.all_gather(features)). Where torch "
     "deprecates that: all_gather_tensor_autograd of torch.distributed._functional_collectives."
 )
-ASSUMED = (
-    " This assumes that the ranks' gradients are averaged, which could not be measured, as with "
-    "sharded parameters."
-)
-_ABOUT_W = {"missing_world_size_factor", "scaled_by_world_size", "own_reduction_sums"}
 
 
 def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -157,7 +150,8 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
     """The sum of all weights is K, 1/K, W or 1/W instead of 1.
 
     Right if factors cancel: W times a global count, or an all-reduce that sums a loss divided by N.
-    Right too if the factor is a coefficient that the code writes as a number.
+    Right too if the factor is a coefficient that the code writes as a number, or if ranks have
+    other numbers of terms: then one term does not tell the weights.
     """
     findings: dict[str, list[Finding]] = {}
     checked = 0
@@ -165,12 +159,15 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
     for step in equation.steps:
         if step.micros != usual[step.optimizer]:
             continue  # the subject of partial_window_divided_by_k
-        if step.combination.local and step.micros < 2:
+        alone = step.combination.local and step.micros < 2
+        shared = (
+            step.window.sharded and step.readers < step.world
+        )  # one batch, cut along its length
+        unknown = step.combination.kind == "unknown" and step.combination.residual > 0
+        if alone or shared or unknown or step.terms_differ:
             continue
         checked += 1
         for found in _scale(step):
-            if step.combination.kind == "unknown" and found.code in _ABOUT_W:
-                found = replace(found, severity="note", evidence=found.evidence + ASSUMED)
             findings.setdefault(found.code, []).append(found)
     for seen in findings.values():
         if len(seen) >= FEW * checked:
@@ -187,7 +184,9 @@ def _scale(step: Step) -> Iterator[Finding]:
     wrong_k = _of_micro_batches(step, total, loss)
     if wrong_k is None and near(total, step.coefficient):
         return  # a choice
-    each = [entry.share / entry.count for entry in step.entries]
+    each = [entry.share / entry.count for entry in step.entries if entry.count]
+    if not each:
+        return
     if step.reduction == "sum" and alike(each) and near(each[0], 1.0):
         yield from _of_a_sum(step, total, combined)
     elif step.reduction != "sum" or not alike(each) or not near(each[0], step.world):
@@ -219,7 +218,6 @@ def _of_a_sum(step: Step, total: float, combined: float) -> Iterator[Finding]:
             f"items.",
             step.place,
             "Multiply the loss by dist.get_world_size(), or use the mean over the items.",
-            "warning",
         )
 
 
@@ -283,8 +281,11 @@ def _of_the_loss(step: Step, total: float, loss: float) -> Iterator[Finding]:
     world = step.world
     if world == 1 or near(loss, 1.0) or _reduced_loss(step) is not None:
         return
+    gathers = any(_gathers(fact) for _, fact in step.window)
     for op, wrong, how in (("/", 1 / world, "divided"), ("*", float(world), "multiplied")):
         operation = _worldly(step, op)
+        if op == "*" and gathers:
+            continue  # each rank's loss of all rows carries the gradient of its own ones only
         if near(loss, wrong) and operation is not None:
             yield finding(
                 "scaled_by_world_size",
@@ -408,7 +409,6 @@ def loss_reduced_before_backward(run: Run, equation: Equation) -> Iterator[Findi
             + (f"; all weights together are {number(step.total)}, not 1." if wrong else "."),
             call["place"],
             "Back-propagate the local loss; all-reduce loss.detach() for the log, after backward.",
-            "error" if wrong else "warning",
         )
         return
 
@@ -459,11 +459,9 @@ def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
                     "gather_without_gradient",
                     f"Step {window.n}: the loss compares {rows} with {columns} samples, gathered "
                     f"by {plain[0]['op']}, which carries no gradient: every path through the other "
-                    f"ranks' features is missing. --certify measures how much that changes.",
+                    f"ranks' features is missing.",
                     plain[0]["place"],
                     GATHER,
-                    # If each rank compares all samples, the direction is right for each layer.
-                    "warning" if rows == columns else None,
                 )
                 return
             if not plain and rows == columns and _rows_are_local(fact, rows):
@@ -590,15 +588,7 @@ def _lost(window: Window, fact: WindowFact, step: Step | None) -> int:
             backward["targets"] and backward["targets"] != targets for backward in lost
         )
     measured = step is not None and step.combination.kind in ("averaged", "summed", "scaled")
-    return len(lost) if other_data and (measured or _untouched(fact)) else 0
-
-
-def _untouched(fact: WindowFact) -> bool:
-    """Whether the optimizer saw exactly the gradients that the last backward left."""
-    grads = fact["snapshot"]["grads"]
-    return bool(grads) and all(
-        left is not None and left == grads.get(name) for name, left in (fact["left"] or {}).items()
-    )
+    return len(lost) if other_data and (measured or untouched(fact)) else 0
 
 
 def gradients_not_cleared(run: Run, equation: Equation) -> Iterator[Finding]:

@@ -25,17 +25,38 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
     names = list(run.copies) if _replicas(run) else []
     apart = [name for name in names if not _equal_at_start(run, name, [list(range(run.world))])]
     differing = [name for name in apart if not _equal_at_start(run, name, run.copies[name])]
+    if run.world > 1 and run.models_differ and _averages_all(run):
+        names = differing = list(run.copies)
     if differing and 2 * len(differing) > len(apart):
+        values = [rank.start["values"] for rank in run.ranks if rank.start]
+        off = max(_spread([of.get(name) for of in values]) for name in differing)
         window = run.complete[0] if run.complete else None
         where = window.ranks[min(window.ranks)]["step_place"] if window else ""
         yield finding(
             "replicas_differ_at_start",
             f"Before the first optimizer step {len(differing)} of {len(names)} parameters differ "
-            f"between the ranks, first {differing[0]}.",
+            f"between the ranks, first {differing[0]}" + (", by rounding." if off < SMALL else "."),
             where,
             "Seed every rank alike before the model is built, or broadcast rank 0's parameters: "
             "for p in model.parameters(): dist.broadcast(p.data, src=0).",
+            "note" if off < SMALL else None,
         )
+
+
+def _averages_all(run: Run) -> bool:
+    """Whether all ranks all-reduce tensors like most parameters: they are replicas."""
+    kinds = ("parameter", "like a gradient")
+    for rank in run.ranks:
+        for fact in rank.windows:
+            sent = [
+                call.get("what")
+                for call in fact["collectives"]
+                if call["op"] == "all_reduce" and "group" not in call
+            ]
+            count = sum(what in kinds for what in sent)
+            if "flat" in sent or 2 * count >= len(run.copies) > 0:
+                return True
+    return False
 
 
 def _equal_at_start(run: Run, name: str, groups: Groups) -> bool:
@@ -69,12 +90,16 @@ def hyperparameters_differ(run: Run, equation: Equation) -> Iterator[Finding]:
                 continue
             name, ours, other = differing[0]
             schedules = [fact for one in run.ranks for fact in one.facts["schedule"]]
+            places = [fact["step_place"] for one in run.ranks for fact in one.windows]
+            places += [fact["place"] for fact in schedules]
             yield finding(
                 "hyperparameters_differ",
                 f"Step {step}: {name} is {ours:.6g} on rank 0 and {other:.6g} on rank "
                 f"{rank}. The same gradient then changes the replicas differently.",
-                str(schedules[-1]["place"]) if schedules else "",
-                "Let every rank step the scheduler, and set the same numbers.",
+                next((at for at in reversed(places) if at), ""),
+                "Let every rank step the scheduler alike."
+                if schedules
+                else "Compute it from numbers that all ranks have in common, such as the step.",
             )
             return
 
@@ -98,6 +123,7 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
     if next(hyperparameters_differ(run, equation), None) is not None:
         return
     equal = {name for name, groups in run.copies.items() if _equal_at_start(run, name, groups)}
+    yield from _norms_drift(run)
     for window in run.complete:
         fact = window.ranks[min(window.ranks)]
         names = [name for name in window.differing_parameters if name in equal]
@@ -121,15 +147,50 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
         return
 
 
+def _norms_drift(run: Run) -> Iterator[Finding]:
+    """Ranks that share their data and split a model hold copies of what starts as ones: a norm.
+
+    Each sees a part of its gradient. Zeros tell nothing: they may be biases of split layers.
+    """
+    if not run.complete:
+        return
+    last = run.complete[-1]
+    starts = {rank.rank: rank.start for rank in run.ranks if rank.start}
+    for group in [group for group in run.readers if len(group) > 1]:
+        first = starts[group[0]]
+        names = [
+            name
+            for name in first["constant"]
+            if first["values"].get(name) and name not in first["shards"]
+            if len({starts[rank]["parameters"].get(name) for rank in group}) == 1
+            if len({last.ranks[rank]["after"]["parameters"].get(name) for rank in group}) > 1
+        ]
+        if names:
+            yield finding(
+                "replicas_drift",
+                f"After step {last.n}, {len(names)} parameters that were equal on ranks "
+                f"{', '.join(map(str, group[:8]))} differ: {', '.join(names[:4])}. These ranks "
+                f"read one batch; each has a part of the gradient.",
+                last.ranks[group[0]]["step_place"],
+                "Sum the gradients of these parameters over the ranks of the group.",
+            )
+            return
+
+
 def _distance(window: Window, names: list[str]) -> float:
     """The largest relative difference of a parameter's projection between two ranks."""
-    worst = 0.0
-    for name, group in [(each, group) for each in names for group in window.groups(each)]:
-        values = [window.ranks[rank]["after"]["values"].get(name) for rank in group]
-        found = [value for value in values if value is not None]
-        if found:
-            worst = max(worst, (max(found) - min(found)) / (1e-12 + max(map(abs, found))))
-    return worst
+    spreads = [
+        _spread([window.ranks[rank]["after"]["values"].get(name) for rank in group])
+        for name in names
+        for group in window.groups(name)
+    ]
+    return max(spreads, default=0.0)
+
+
+def _spread(values: list[float | None]) -> float:
+    """The largest relative difference of two values."""
+    found = [value for value in values if value is not None]
+    return (max(found) - min(found)) / (1e-12 + max(map(abs, found))) if found else 0.0
 
 
 def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:

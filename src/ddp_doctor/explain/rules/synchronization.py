@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ddp_doctor.explain.equation import Equation, alike, near, number
+from ddp_doctor.explain.equation import Equation, alike, near, number, untouched
 from ddp_doctor.explain.findings import Finding, finding
 from ddp_doctor.facts.merged import Run, Window, so_far
 from ddp_doctor.facts.types import ClipFact, ScheduleFact, StepFact, WindowFact
@@ -49,17 +49,64 @@ def _last_not_reduced_by_fsdp(run: Run) -> Iterator[Finding]:
     """fully_shard combined gradients in earlier micro-batches of a step, and not in the last."""
     for window in run.complete:
         for rank, fact in window:
-            seen = [so_far(call, window) for call in fact["fsdp"]]
-            if seen and max(seen) < len(fact["backwards"]) - 1:
+            for op in sorted({call["op"] for call in fact["fsdp"]}):  # all-reduces of replicas, too
+                last = max(so_far(call, window) for call in fact["fsdp"] if call["op"] == op)
+                if last >= len(fact["backwards"]) - 1:
+                    continue
+                flag = "all_reduce" if op == "all_reduce" else "gradient_sync"
                 yield finding(
                     "last_micro_batch_unsynced",
                     f"Step {window.n}, rank {rank}: {len(fact['backwards'])} micro-batches, and "
-                    f"the last reduce-scatter is in backward {max(seen) + 1}. The optimizer does "
-                    f"not get the gradients of later ones: they wait for the next step's.",
-                    str(fact["backwards"][-1]["place"]),
-                    "model.set_requires_gradient_sync(True) before the last micro-batch's forward.",
+                    f"the last {op} is in backward {last + 1}. The optimizer does not get the "
+                    f"gradients of later ones: they wait for the next step's.",
+                    fact["backwards"][-1]["place"],
+                    f"model.set_requires_{flag}(True) before the last micro-batch's forward.",
                 )
                 return
+
+
+def other_than_average(run: Run, equation: Equation) -> Iterator[Finding]:
+    """What an optimizer gets is no multiple of the sum of all that the ranks' backwards computed.
+
+    Measured for parameters of fully_shard, and where the script reduces a gradient more often than
+    once per step. Right if the script, a hook, or a compression changes gradients on purpose: what
+    backward leaves is then not what the optimizer gets, or was reduced once.
+    """
+    found = []
+    for step in equation.steps:
+        if step.combination.kind != "unknown" or step.combination.residual <= 0.05:
+            continue
+        for rank, fact in step.window:
+            again = _reduced_again(fact)
+            if again is not None or (fact["snapshot"]["pieces"] and untouched(fact)):
+                found.append((step, rank, fact, again))
+                break
+    if not found or 2 * len(found) < len(equation.steps):
+        return
+    step, rank, fact, again = found[0]
+    often = f"{again[1]} is all-reduced {again[2]} times in this step. " if again else ""
+    yield finding(
+        "other_than_average",
+        f"Step {step.window.n}: {often}Of the gradients that the optimizer gets, "
+        f"{step.combination.residual:.0%} is no multiple of the sum of what the "
+        f"{step.world} ranks' {step.micros * step.world} backwards computed. Seen in "
+        f"{len(found)} of {len(equation.steps)} observed steps.",
+        again[0] if again else fact["step_place"],
+        "Reduce each gradient once per step, after the last micro-batch's backward.",
+    )
+
+
+def _reduced_again(fact: WindowFact) -> tuple[str, str, int] | None:
+    """A gradient that the script all-reduces after several backwards: where, which, how often."""
+    calls = [
+        call
+        for call in fact["collectives"]
+        if call["op"] == "all_reduce" and call.get("what") == "gradient"
+    ]
+    counts = Counter(call.get("name", "") for call in calls)
+    moments = {str(call["backwards"]) for call in calls}
+    name, count = counts.most_common(1)[0] if calls else ("", 0)
+    return (calls[0]["place"], name, count) if count > 1 and len(moments) > 1 else None
 
 
 def every_micro_batch_synced(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -206,6 +253,28 @@ def clipped_per_micro_batch(run: Run, equation: Equation) -> Iterator[Finding]:
                     f"{number(bites[0]['norm'] or 0)} to {number(bites[0]['limit'] or 0)}.",
                     bites[0]["place"],
                     "Clip once per step: after the last micro-batch, before optimizer.step().",
+                )
+                return
+
+
+def clipped_before_unscale(run: Run, equation: Equation) -> Iterator[Finding]:
+    """Gradients are clipped while they still carry the GradScaler's factor.
+
+    Right if scaler.unscale_(optimizer) or a division comes first: the gradients are then not what
+    backward left. Right if the limit is multiplied by the scale.
+    """
+    for window in run.complete:
+        for rank, fact in window:
+            scaled = [clip for clip in fact["clips"] if clip["scale"] != 1 and _bites(clip)]
+            if scaled and (scaled[0]["limit"] or 0) < scaled[0]["scale"] and untouched(fact):
+                clip = scaled[0]
+                yield finding(
+                    "clipped_before_unscale",
+                    f"Step {window.n}, rank {rank}: the norm {number(clip['norm'] or 0)} at the "
+                    f"clip carries the loss scale {number(clip['scale'])}; the limit "
+                    f"{number(clip['limit'] or 0)} does not.",
+                    clip["place"],
+                    "scaler.unscale_(optimizer) before the clip.",
                 )
                 return
 
@@ -402,10 +471,12 @@ def static_graph_with_no_sync(run: Run, equation: Equation) -> Iterator[Finding]
 RULES = (
     static_graph_with_no_sync,
     last_micro_batch_unsynced,
+    other_than_average,
     every_micro_batch_synced,
     rank_skipped_step,
     clipped_before_sync,
     clipped_per_micro_batch,
+    clipped_before_unscale,
     clipped_local_shards,
     manual_all_reduce_skips_none,
     scaler_scales_differ,

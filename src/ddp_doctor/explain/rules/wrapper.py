@@ -204,7 +204,10 @@ def _without_any(window: Window) -> Finding:
         "sharding, or moving it."
     )
     if window.sharded:
-        fix = "Call set_requires_gradient_sync(True) before the forward of the last micro-batch."
+        fix = (
+            "Call set_requires_gradient_sync(True), and set_requires_all_reduce(True) with "
+            "replicas, before the forward of the last micro-batch."
+        )
     return finding(
         "optimizer_on_other_parameters",
         f"Step {window.n}, rank {rank}: none of the optimizer's parameters has a gradient. "

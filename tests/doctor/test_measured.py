@@ -1,0 +1,226 @@
+"""An error is measured, a hint is recognized, and what was not checked is said.
+
+Most cases are what public reports have shown: a right script that looks wrong, and a wrong one.
+"""
+
+from typing import Any
+
+import pytest
+from doctor.journals import OWN, SAME, fact, findings, run_of, run_with_steps, step, window
+from doctor.test_groups import data_and_tensor
+from doctor.test_intended import scaled_by
+
+from ddp_doctor.explain import rules
+from ddp_doctor.explain.equation import equation
+from ddp_doctor.explain.rules import examine
+from ddp_doctor.facts.merged import Run
+from ddp_doctor.facts.types import (
+    ClipFact,
+    CollectiveFact,
+    EndFact,
+    FailedFact,
+    FsdpFact,
+    ReplicaFact,
+    SamplerFact,
+    SnapshotFact,
+    StartFact,
+)
+from ddp_doctor.observe.data import _content
+from ddp_doctor.report.report import Report
+
+
+def conclusion(run: Run) -> str:
+    said = equation(run)
+    return Report(run, said, examine(run, said)).conclusion
+
+
+def test_all_is_well_only_if_all_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert conclusion(run_with_steps([step()])) == "No error and no warning."
+
+    def broken(run: Run, equation: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(rules, "RULES", (broken,))
+    assert "rule broken failed" in conclusion(run_with_steps([step()]))
+    monkeypatch.setattr(rules, "RULES", ())
+    without = run_with_steps([step()])
+    del without.ranks[1]
+    cut = run_with_steps([step()], end=[fact(EndFact, cut=True)])
+    stopped = run_with_steps([step()], failed=[fact(FailedFact, error="KeyError")])
+    inside = run_with_steps([step(combined_in_step="opt.py:3", snapshot=fact(SnapshotFact))])
+    flat = run_with_steps([step(sharded=True)])
+    for run in (without, cut, stopped, inside, flat):
+        assert conclusion(run).startswith("Not everything was checked: ")
+        assert "No error" not in conclusion(run)
+
+
+def test_a_factor_that_is_only_recognized_is_a_hint() -> None:
+    """It names the line, also in a run that no certificate can measure."""
+    half = [window([4], [0.5], SAME, mine, scaling=[scaled_by("/", 2, "world")]) for mine in OWN]
+    run = run_with_steps([half])
+    (hint,) = findings(run).values()
+    assert (hint.code, hint.severity) == ("scaled_by_world_size", "hint")
+    assert hint.where == "train.py:8"
+    assert "1 hint" in conclusion(run)
+
+
+def test_a_rank_without_items_in_one_step_hides_no_missing_factor() -> None:
+    def masked(*counts: int) -> list[Any]:
+        shares = [count / sum(counts) for count in counts]
+        return [
+            window([count], [share], SAME, mine)
+            for count, share, mine in zip(counts, shares, OWN, strict=True)
+        ]
+
+    steps = [masked(*counts) for counts in ((4, 8), (0, 6), (8, 4))]
+    for windows in steps:
+        for one in windows:
+            one["backwards"][0]["terms"][0]["reduction"] = "none"
+    assert "missing_world_size_factor" in findings(run_with_steps(steps))
+
+
+def test_a_loss_of_all_rows_that_carries_ones_own_gradient_is_multiplied_by_the_ranks() -> None:
+    gather = fact(CollectiveFact, op="all_gather", shape=[4, 2], numel=8, what="activation")
+    times = scaled_by("*", 2.0, "world")
+
+    def codes(*calls: Any) -> set[str]:
+        windows = [
+            window([4], [2.0], SAME, mine, scaling=[times], collectives=[*calls]) for mine in OWN
+        ]
+        return set(findings(run_with_steps([windows])))
+
+    assert codes() == {"scaled_by_world_size"}
+    assert codes(gather) == set()
+
+
+def test_losses_of_which_ranks_have_other_numbers_are_not_weighed_by_one_of_them() -> None:
+    """Each policy has a loss that is divided by its own count; one rank trains both."""
+    windows = step()
+    windows[0]["backwards"][0]["terms"] *= 2
+    for one in windows:
+        one["snapshot"] |= {"grads": {"weight": 3.0, "bias": -4.0}}  # the sum over the ranks
+    assert findings(run_with_steps([windows] * 2)) == {}
+
+
+def test_parts_of_a_gradient_that_are_summed_over_a_tensor_group_are_no_wrong_factor() -> None:
+    """A norm that is applied to each rank's own heads has a part of its gradient on each."""
+    run = data_and_tensor()
+    for rank in run.ranks:
+        rank.facts["start"][0]["parameters"]["head"] = 4
+        for n, one in enumerate(rank.windows):
+            batch, half = divmod(rank.rank, 2)
+            one["snapshot"]["local"]["norm"] = (1.0 + 0.2 * half + batch) * (n + 1)
+            one["snapshot"]["grads"]["norm"] = (2.2 + 1.0) * (n + 1)  # the average of two sums
+            one["snapshot"]["hashes"]["norm"] = n
+            one["snapshot"]["local"]["head"] = 1.0 + batch  # which each rank computes alike
+            one["snapshot"]["grads"]["head"] = 1.5
+            one["snapshot"]["hashes"]["head"] = 7
+    assert findings(run) == {}
+
+
+def test_a_norm_that_drifts_between_ranks_of_one_batch_is_named() -> None:
+    run = data_and_tensor()
+    for rank in run.ranks:
+        rank.facts["start"][0] |= {"constant": ["scale"], "values": {"scale": 8.0}}
+        rank.facts["start"][0]["parameters"]["scale"] = 3  # the same bits
+        for n, one in enumerate(rank.windows):
+            one["after"] = fact(ReplicaFact, parameters={"scale": 10 * n + rank.rank % 2})
+    assert "scale" in findings(run)["replicas_drift"].evidence
+
+
+@pytest.mark.parametrize(("off", "severity"), [(1e-9, "note"), (1e-3, "error")])
+def test_replicas_that_start_apart_by_rounding_are_a_note(off: float, severity: str) -> None:
+    """A step that adds and subtracts a number, as SAM does, leaves the last bit."""
+    run = run_with_steps([step(after=fact(ReplicaFact))] * 2)
+    for rank in run.ranks:
+        start = fact(StartFact, parameters={"weight": rank.rank + 1, "bias": rank.rank + 1})
+        start["values"] = {"weight": 1.0 + off * rank.rank, "bias": 2.0 + off * rank.rank}
+        rank.facts["start"] = [start]
+    assert findings(run)["replicas_differ_at_start"].severity == severity
+
+
+def test_replicas_of_local_steps_that_never_had_one_start_are_found() -> None:
+    """Nothing is equal on two ranks, but all ranks average tensors like each parameter."""
+    averages = fact(CollectiveFact, op="all_reduce", what="flat", numel=6)
+
+    def apart(**more: Any) -> Run:
+        windows = [window([4], [1.0], mine, mine, after=fact(ReplicaFact), **more) for mine in OWN]
+        run = run_with_steps([windows] * 2)
+        for rank in run.ranks:
+            own = {"weight": rank.rank + 1.0, "bias": rank.rank + 1.0}
+            held = {"weight": rank.rank + 1, "bias": rank.rank + 1}
+            rank.facts["start"] = [fact(StartFact, parameters=held, values=own)]
+        return run
+
+    assert "replicas_differ_at_start" in findings(apart(collectives=[averages]))
+    assert "replicas_differ_at_start" not in findings(apart())  # models of their own
+
+
+def test_replicas_that_are_reduced_before_the_last_micro_batch_are_named_with_their_flag() -> None:
+    def reduced(all_reduce: int) -> Run:
+        scatters = [
+            fact(FsdpFact, op="reduce_scatter_tensor", reduce="avg", backwards={"0": micro})
+            for micro in range(2)
+        ]
+        last = fact(FsdpFact, op="all_reduce", reduce="avg", backwards={"0": all_reduce})
+        windows = [window([4, 4], [0.5, 0.5], SAME, mine, fsdp=[*scatters, last]) for mine in OWN]
+        return run_with_steps([windows] * 2)
+
+    assert "last_micro_batch_unsynced" not in findings(reduced(1))
+    assert "set_requires_all_reduce" in findings(reduced(0))["last_micro_batch_unsynced"].fix
+
+
+def test_gradients_that_a_script_reduces_at_every_chunk_are_not_their_average() -> None:
+    def reduced(*moments: int) -> Run:
+        calls = [
+            fact(CollectiveFact, op="all_reduce", what="gradient", name=name, backwards={"0": at})
+            for at in moments
+            for name in ("weight", "bias")
+        ]
+        weights = {"weight": 5.0, "bias": 1.0} if len(moments) > 1 else SAME
+        windows = [window([4, 4], [0.5, 0.5], weights, mine, collectives=calls) for mine in OWN]
+        return run_with_steps([windows] * 2)
+
+    assert "other_than_average" not in findings(reduced(2))
+    found = findings(reduced(1, 2))["other_than_average"]
+    assert found.severity == "error"
+    assert "weight is all-reduced 2 times" in found.evidence
+
+
+def test_a_clip_of_gradients_that_carry_the_loss_scale_is_found() -> None:
+    clip = fact(ClipFact, kind="norm", norm=3506.0, limit=1.0, scale=4096.0)
+    halved = {name: value / 2 for name, value in SAME.items()}
+
+    def found(**more: Any) -> bool:
+        run = run_with_steps([step(clips=[clip], **more)])
+        return "clipped_before_unscale" in findings(run)
+
+    assert found(left=SAME)
+    assert not found(left=halved)  # the script has divided them itself
+    clip |= {"scale": 1.0}
+    assert not found(left=SAME)
+
+
+def test_samplers_with_other_seeds_on_the_ranks_are_found() -> None:
+    def sampling(*seeds: int, shuffle: bool = True) -> set[str]:
+        run = run_of(step())
+        for rank, seed in zip(run.ranks, seeds, strict=True):
+            rank.facts["sampler"] = [
+                fact(SamplerFact, seed=seed, shuffle=shuffle, replicas=2, length=64)
+            ]
+        return set(findings(run))
+
+    assert sampling(1, 2) == {"sampler_seeds_differ"}
+    assert sampling(1, 1) == set()
+    assert sampling(1, 2, shuffle=False) == set()
+
+
+def test_the_order_of_samples_that_are_dictionaries_is_part_of_a_data_set() -> None:
+    class Instructions:
+        def __init__(self, rows: list[dict[str, Any]]) -> None:
+            self.rows = rows
+
+    rows = [{"prompt": f"add {at}", "ids": [at, at + 1]} for at in range(2000)]
+    assert _content(Instructions(rows)) == _content(Instructions([*rows]))
+    assert _content(Instructions(rows)) != _content(Instructions(rows[::-1]))
+    assert _content(rows) != _content(rows[::-1])

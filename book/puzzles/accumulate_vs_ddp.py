@@ -9,8 +9,14 @@ from labkit.book import figures
 _PROCESSES = 4
 # The sample that DistributedSampler, shuffled with seed 42, gives each rank.
 _GIVEN = (2, 3, 0, 1)
-_LEFT = {"data": 0.0, "first": 1.15, "second": 4.7}
-_WIDTH = {"data": 0.95, "first": 2.1, "second": 1.15}
+_VERSIONS = {  # by (first Trainer has a strategy, seed before the data)
+    (True, False): "as-asked",
+    (True, True): "seed-moved",
+    (False, False): "strategy-removed",
+    (False, True): "both-fixed",
+}
+_LEFT = {"data": 0.0, "first": 1.15, "second": 5.1}
+_WIDTH = {"data": 0.95, "first": 2.1, "second": 1.25}
 
 
 def two_trainers() -> Figure:
@@ -45,18 +51,18 @@ def _panel(ax: Axes, first_ddp: bool, seed_first: bool) -> None:
         label = f"LOCAL_RANK={process}" if process else "started by you"
         ax.text(-0.12, y + 0.35, label, ha="right", va="center", fontsize=8)
         ax.annotate(
-            "", (4.66, y + 0.35), (3.29, y + 0.35), arrowprops={"arrowstyle": "->"}
+            "", (5.06, y + 0.35), (3.29, y + 0.35), arrowprops={"arrowstyle": "->"}
         )
     color = figures.WRONG if first_ddp else figures.TRUTH
     note = "leaves\nLOCAL_RANK=0" if first_ddp else "starts\nprocesses 1–3"
-    ax.text(3.97, 0.26, note, ha="center", va="bottom", fontsize=7.5, color=color)
+    ax.text(4.17, 0.26, note, ha="center", va="bottom", fontsize=7.5, color=color)
     for key, heading in (("first", "first Trainer"), ("second", "second Trainer")):
         ax.text(_LEFT[key], -0.45, heading, fontsize=8.5)
-    strategy = (
-        'first Trainer: strategy="ddp"' if first_ddp else "first Trainer: no strategy"
-    )
-    ax.text(-1.65, -1.1, strategy, fontsize=9.5, style="italic")
-    ax.set(xlim=(-1.7, 5.95), ylim=(4.0, -1.9))
+    version = _VERSIONS[first_ddp, seed_first]
+    strategy = 'strategy="ddp"' if first_ddp else "no strategy"
+    ax.text(-1.65, -1.1, version, fontsize=9.5, weight="bold")
+    ax.text(1.15, -1.1, f"first Trainer: {strategy}", fontsize=9.5, style="italic")
+    ax.set(xlim=(-1.7, 6.35), ylim=(4.0, -1.9))
     ax.axis("off")
 
 

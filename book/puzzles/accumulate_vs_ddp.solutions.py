@@ -1,0 +1,93 @@
+"""Answers to try this chapter's checks on."""
+
+
+# %% check_verify_start right: everything is gathered, and each rank compares
+def compares_all(expected, *tensors):
+    ranks = dist.get_world_size()
+    everyone = [None] * ranks
+    dist.all_gather_object(everyone, tensors)
+    for of_rank in everyone:
+        same = ranks == expected and len(of_rank) == len(tensors)
+        if not same or not all(map(torch.equal, of_rank, everyone[0])):
+            raise RuntimeError(f"{ranks} ranks, or different tensors")
+
+
+# %% check_verify_start right: rank 0's tensors, and a flag
+def against_rank_0(expected, *tensors):
+    if dist.get_world_size() != expected:
+        raise RuntimeError("the wrong number of ranks")
+    differs = torch.zeros(1)
+    for tensor in tensors:
+        of_rank_0 = tensor.clone()
+        dist.broadcast(of_rank_0, src=0)
+        differs += not torch.equal(of_rank_0, tensor)
+    dist.all_reduce(differs)
+    if differs > 0:
+        raise RuntimeError("tensors differ between ranks")
+
+
+# %% check_verify_start wrong: only the number of ranks
+def counts_ranks(expected, *tensors):
+    if dist.get_world_size() != expected:
+        raise RuntimeError("the wrong number of ranks")
+
+
+# %% check_verify_start wrong: only the ranks that differ from rank 0 raise
+def others_raise(expected, *tensors):
+    if dist.get_world_size() != expected:
+        raise RuntimeError("the wrong number of ranks")
+    for tensor in tensors:
+        of_rank_0 = tensor.clone()
+        dist.broadcast(of_rank_0, src=0)
+        if not torch.equal(of_rank_0, tensor):
+            raise RuntimeError("this rank has other tensors than rank 0")
+
+
+# %% check_verify_start wrong: sums instead of values
+def compares_sums(expected, *tensors):
+    if dist.get_world_size() != expected:
+        raise RuntimeError("the wrong number of ranks")
+    sums = torch.stack([tensor.double().sum() for tensor in tensors])
+    low, high = sums.clone(), sums.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    if (high - low).max() > 1e-6:
+        raise RuntimeError("tensors differ between ranks")
+
+
+# %% check_verify_start wrong: only the first tensor
+def first_tensor(expected, first, *others):
+    if dist.get_world_size() != expected:
+        raise RuntimeError("the wrong number of ranks")
+    low, high = first.clone(), first.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    if not torch.equal(low, high):
+        raise RuntimeError("tensors differ between ranks")
+
+
+# %% check_verify_start wrong: it always raises
+def always_raises(expected, *tensors):
+    raise RuntimeError("something is wrong")
+
+
+# %% check_verify_start wrong: rank 0's tensors replace the others
+def repairs_it(expected, *tensors):
+    if dist.get_world_size() != expected:
+        raise RuntimeError("the wrong number of ranks")
+    for tensor in tensors:
+        dist.broadcast(tensor, src=0)
+
+
+# %% check_verify_start wrong: the sum replaces the tensors
+def sums_in_place(expected, *tensors):
+    if dist.get_world_size() != expected:
+        raise RuntimeError("the wrong number of ranks")
+    differs = torch.zeros(1)
+    for tensor in tensors:
+        own = tensor.clone()
+        dist.all_reduce(tensor)
+        differs += not torch.allclose(tensor, own * expected)
+    dist.all_reduce(differs)
+    if differs > 0:
+        raise RuntimeError("tensors differ between ranks")

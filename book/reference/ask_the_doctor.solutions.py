@@ -1,0 +1,26 @@
+"""Answers to try this chapter's checks on."""
+
+# %% check_findings right: an attribute instead of the context
+with_an_attribute = my_script.replace(
+    "        with model.no_sync():\n",
+    "        if True:\n            model.require_backward_grad_sync = micro == 3\n",
+).replace("loss.backward()", "(loss / 4).backward()")
+
+# %% check_findings right: every micro-batch is averaged
+every_micro_batch = my_script.replace("with model.no_sync():", "if True:").replace(
+    "loss.backward()", "(loss / 4).backward()"
+)
+
+# %% check_findings wrong: divided, but never averaged
+never_averaged = my_script.replace("loss.backward()", "(loss / 4).backward()")
+
+# %% check_findings wrong: averaged, but not divided
+not_divided = my_script.replace("with model.no_sync():", "if True:")
+
+# %% check_findings wrong: the first micro-batch is averaged instead of the last
+first_averaged = "from contextlib import nullcontext\n" + my_script.replace(
+    "with model.no_sync():", "with model.no_sync() if micro else nullcontext():"
+).replace("loss.backward()", "(loss / 4).backward()")
+
+# %% check_findings wrong: one micro-batch
+one_micro_batch = my_script.replace("range(4):\n        x", "range(1):\n        x")

@@ -1,0 +1,50 @@
+"""Answers to try this chapter's checks on."""
+
+# %% check_script right: the mean number of samples per rank
+mean_count = my_script.replace(
+    "    loss = mse_loss(model(x), y)\n",
+    """\
+    count = torch.tensor([float(len(x))])
+    dist.all_reduce(count, op=dist.ReduceOp.AVG)
+    loss = (model(x) - y).square().sum() / count
+""",
+)
+
+# %% check_script right: the own mean, weighted
+weighted = my_script.replace(
+    "    loss = mse_loss(model(x), y)\n",
+    """\
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, len(x))
+    share = len(x) / sum(counts)
+    loss = mse_loss(model(x), y) * share * dist.get_world_size()
+""",
+)
+
+# %% check_script wrong: divided by the count of all ranks, without W
+without_w = my_script.replace(
+    "    loss = mse_loss(model(x), y)\n",
+    """\
+    count = torch.tensor(float(len(x)))
+    dist.all_reduce(count)
+    loss = mse_loss(model(x), y, reduction="sum") / count
+""",
+)
+
+# %% check_script wrong: the sum
+summed = my_script.replace(
+    "mse_loss(model(x), y)", 'mse_loss(model(x), y, reduction="sum")'
+)
+
+# %% check_script wrong: the number of ranks is written into the script
+two_ranks = my_script.replace(
+    "    loss = mse_loss(model(x), y)\n",
+    """\
+    count = torch.tensor(float(len(x)))
+    dist.all_reduce(count)
+    loss = mse_loss(model(x), y, reduction="sum") * 2 / count
+""",
+)
+
+# %% check_script wrong: equal numbers of samples
+equal_counts = my_script.replace("2 + 6 * dist.get_rank()", "5")

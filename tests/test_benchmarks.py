@@ -80,6 +80,7 @@ def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(tm
     assert "do not go into one file" in ended.stderr, "quick cells and others"
 
 
+@pytest.mark.slow
 def test_a_few_contenders_race_on_request_and_the_ratio_of_their_copies_has_an_error():
     wanted = {"Flat", "MiniDDP", "MiniDDP before", "MiniDDP, views", "MiniDDP before, views"}
     wanted |= {"fully_shard", "torch fully_shard"}
@@ -144,6 +145,7 @@ def test_a_report_on_nothing_says_what_to_run_first(tmp_path):
     assert "run one of their scripts first" in ended.stderr
 
 
+@pytest.mark.slow
 def test_memory_counts_gradients_and_buckets_of_both_wrappers(tmp_path):
     results, _ = results_of("memory", tmp_path)
     wrappers = {"torch DDP": 2, "torch DDP, views": 1, "MiniDDP": 2, "MiniDDP, views": 1}
@@ -155,6 +157,7 @@ def test_memory_counts_gradients_and_buckets_of_both_wrappers(tmp_path):
     assert all(name in report for name in results["cells"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "timed"),
     [
@@ -169,6 +172,7 @@ def test_what_is_timed_is_stored_and_printed(name, timed, tmp_path):
     assert all(one in printed for one in timed)
 
 
+@pytest.mark.slow
 def test_the_doctor_is_timed_with_every_model_with_and_without(tmp_path):
     results, printed = results_of("doctor_overhead", tmp_path)
     assert len(results["seconds"]) == 3
@@ -177,6 +181,7 @@ def test_the_doctor_is_timed_with_every_model_with_and_without(tmp_path):
         assert min(*taken["with"], *taken["without"]) > 0
 
 
+@pytest.mark.slow
 def test_simulated_steps_are_compared_with_measured_ones_and_what_is_simulated_is_marked(tmp_path):
     results, printed = results_of("simulated_steps", tmp_path)
     assert set(results["collectives"]) == {"gloo", "naive", "ring", "recursive doubling"}
@@ -189,6 +194,7 @@ def test_simulated_steps_are_compared_with_measured_ones_and_what_is_simulated_i
     assert "SIMULATED" in printed
 
 
+@pytest.mark.slow
 def test_submissions_are_graded_and_timed_by_kind(tmp_path):
     results, printed = results_of("grade_many", tmp_path)
     counts = {kind: len(taken) for kind, taken in results["seconds"].items()}
@@ -196,6 +202,7 @@ def test_submissions_are_graded_and_timed_by_kind(tmp_path):
     assert "3 submissions, " in printed
 
 
+@pytest.mark.slow
 def test_every_way_is_recorded_and_compared_with_its_simulated_step(tmp_path):
     results, printed = results_of("recorded_steps", tmp_path)
     model = results["stack"]

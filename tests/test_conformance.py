@@ -16,6 +16,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {name: cells for name, _, *cells in lines[2:]}
 
 
+@pytest.mark.slow
 def test_the_right_loops_are_equal_and_the_wrong_ones_are_not():
     names = ["plain", "plain-wrong", "transformers", "transformers-per-rank"]
     ended = run_in_process(

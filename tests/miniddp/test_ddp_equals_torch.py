@@ -120,8 +120,11 @@ def compare_in_ranks(rank: int, modes: list[str]) -> dict[tuple[str, str], list[
 
 @pytest.mark.parametrize(
     ("world_size", "modes"),
-    [(2, WITH_EVERY_WORLD_SIZE), (3, list(MODES)), (4, WITH_EVERY_WORLD_SIZE)],
-    ids=["2 ranks", "3 ranks", "4 ranks"],
+    [
+        pytest.param(2, WITH_EVERY_WORLD_SIZE, id="2 ranks"),
+        pytest.param(3, list(MODES), id="3 ranks"),
+        pytest.param(4, WITH_EVERY_WORLD_SIZE, id="4 ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_training_equals_torchs_to_the_bit_in_every_mode(world_size, modes):
     cases = {(mode, name) for mode in modes for name in MODELS if applies(name, mode)}

@@ -37,6 +37,7 @@ def found_by(rejections, name):
     return [(n, one[name]) for n, of_ranks in rejections.items() for one in of_ranks if name in one]
 
 
+@pytest.mark.slow  # the chapter's table of all checks and exhibits is compared by each test run
 @pytest.mark.parametrize("name", NAMES)
 def test_every_exhibit_is_rejected_on_every_rank_by_the_invariant_on_its_label(rejections, name):
     exhibit, rejected = BY_NAME[name], False
@@ -51,6 +52,7 @@ def test_every_exhibit_is_rejected_on_every_rank_by_the_invariant_on_its_label(r
     assert rejected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_exhibit_is_of_the_kind_that_its_label_says(rejections, name):
     exhibit = BY_NAME[name]

@@ -148,7 +148,9 @@ def compare_models(rank: int, accumulate: bool) -> dict[str, tuple[float, float]
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
+)
 @pytest.mark.parametrize("accumulate", [False, True], ids=["each backward", "accumulation of 3"])
 def test_training_equals_torchs_and_ddps(world_size, accumulate):
     for rank, found in enumerate(run_ranks(compare_models, world_size, accumulate, timeout=600)):

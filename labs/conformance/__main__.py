@@ -22,6 +22,7 @@ repairs it, the cell has the ratio and the cosine. A trainer that is not install
 """
 
 import argparse
+import importlib.util
 import os
 import tempfile
 from collections import defaultdict
@@ -36,6 +37,8 @@ from labkit.launch.scripts import ScriptError, run_script
 from trainers import TRAINERS, version
 
 SECONDS = 180  # for the imports of a job, and 20 more per cell
+# Loaded once, for all jobs.
+SHARED = "transformers.trainer", "pytorch_lightning"
 
 
 class Cell(NamedTuple):
@@ -87,12 +90,13 @@ def stem(key: Key) -> str:
 def run_job(job: list[Key], world: int, folder: Path) -> dict[Key, str]:
     """Run cells in one set of processes; go on behind a cell that fails. What failed, and why."""
     failures: dict[Key, str] = {}
+    loaded = [name for name in SHARED if importlib.util.find_spec(name.partition(".")[0])]
+    launch = {"ranks": world if world > 1 else None, "preload": loaded}
     while job:
         words = [word for key in job for word in (stem(key), *key)]
         limit = SECONDS + 20 * len(job)
-        ranks = world if world > 1 else None
         try:
-            run_script("labs/conformance/one_rank.py", folder, *words, ranks=ranks, timeout=limit)
+            run_script("labs/conformance/one_rank.py", folder, *words, timeout=limit, **launch)
             break
         except ScriptError as error:
             done = [len(list(folder.glob(f"{stem(key)}.[0-9].pt"))) == world for key in job]

@@ -1,7 +1,7 @@
 """PyTorch's own tests of DDP, those that ship inside torch, on MiniDDP: each has its name here.
 
-All of them take two to three minutes on two cores. One alone, with what it printed:
-``python -m tests.torch_suite -v -k test_ddp_namedtuple``.
+All of them take two to three minutes on two cores; `make test` runs a sample on two ranks. One
+alone, with what it printed: ``python -m tests.torch_suite -v -k test_ddp_namedtuple``.
 """
 
 import json
@@ -49,6 +49,7 @@ def results(folder: Path) -> dict[str, dict]:
     return run(folder, "--class", "miniddp", "--runnable", "--names", names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*TABLE["runnable"]} - {*DECLINED}), ids=str)
 def test_miniddp_passes_what_torchs_ddp_passes(name: str, results: dict[str, dict]) -> None:
     result = results[name]
@@ -56,6 +57,7 @@ def test_miniddp_passes_what_torchs_ddp_passes(name: str, results: dict[str, dic
     assert result["constructed"] > 0, f"{name} passed without constructing the class"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "error"), DECLINED.items(), ids=str)
 def test_miniddp_declines_the_rest_by_an_error(
     name: str, error: str, results: dict[str, dict]
@@ -64,6 +66,7 @@ def test_miniddp_declines_the_rest_by_an_error(
     assert error in results[name]["detail"]
 
 
+@pytest.mark.slow
 def test_every_test_that_ships_inside_torch_is_classified(
     folder: Path, results: dict[str, dict]
 ) -> None:
@@ -72,6 +75,22 @@ def test_every_test_that_ships_inside_torch_is_classified(
     assert set(results) < set(listed) == classified, (
         "write the table anew: --class torch --write-table"
     )
+
+
+SAMPLE = [
+    *("DataParallelCPU", "no_sync", "requires_grad", "broadcast_buffer", "bucket_cap_mb_list"),
+    *("control_flow", "diff_shape", "namedtuple", "ignore_params_arg", "undefined_grad"),
+    *("static_graph_api_cpu", "unused_in_loss", "uneven_input_exception", "zero_output"),
+]
+
+
+def test_a_sample_passes_on_two_ranks(tmp_path: Path) -> None:
+    chosen = [word for name in SAMPLE for word in ("-k", name)]
+    options = ("--world-size", "2", "--file", "distributed_test", "--runnable", *chosen)
+    results = run(tmp_path, *options)
+    assert len(results) >= len(SAMPLE)
+    assert {name: r["detail"] for name, r in results.items() if r["outcome"] != "passed"} == {}
+    assert all(result["constructed"] for result in results.values())
 
 
 LIKE_PYTORCHS = """
@@ -110,6 +129,7 @@ def like_pytorchs(tmp_path: Path) -> list[str]:
     return ["--file", str(file)]
 
 
+@pytest.mark.slow
 def test_a_file_of_pytorchs_repository_runs_on_the_cpu_too(
     like_pytorchs: list[str], tmp_path: Path
 ) -> None:
@@ -117,6 +137,7 @@ def test_a_file_of_pytorchs_repository_runs_on_the_cpu_too(
     assert {name: result["outcome"] for name, result in results.items()} == {AVERAGE: "passed"}
 
 
+@pytest.mark.slow
 def test_a_wrapper_that_never_averages_is_rejected_by_what_ships_and_by_a_file(
     like_pytorchs: list[str], tmp_path: Path
 ) -> None:
@@ -141,12 +162,14 @@ def hanging(seconds: int) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_is_killed_with_all_its_ranks(tmp_path: Path) -> None:
     results = run(tmp_path, *hanging(3))
     assert [result["outcome"] for result in results.values()] == ["timeout"]
     assert forks_of(str(tmp_path / "results.json")) == []
 
 
+@pytest.mark.slow
 def test_killing_the_command_leaves_no_rank_behind(tmp_path: Path) -> None:
     file = str(tmp_path / "results.json")
     command = subprocess.Popen([*COMMAND, "--json", file, *hanging(600)], cwd=ROOT)

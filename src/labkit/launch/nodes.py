@@ -27,6 +27,7 @@ command ends, its agents end with it, and ranks end with their agent.
 
 import argparse
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -38,14 +39,21 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from labkit.launch.arguments import positive
-from labkit.launch.forks import forked, fresh_randomness, start_forked, stop_forked
+from labkit.launch.forks import (
+    ForkServer,
+    forked,
+    fresh_randomness,
+    start_forked,
+    stop_forked,
+)
 from labkit.launch.guard import die_with_parent, has_children
 from labkit.launch.memory import check_memory, loading
 
@@ -93,11 +101,14 @@ def run_warm(
     env: Mapping[str, str],
     nodes: int = 1,
     linger: float = 0.0,
+    preload: Sequence[str] = (),
 ) -> "subprocess.CompletedProcess[str]":
     """Run torchrun with `arguments`, its options and the script; capture what it prints.
 
     One agent runs for each of `nodes`. `arguments` must not name the rendezvous: this adds it.
-    What the ranks leave behind, such as the doctor's watcher, gets `linger` seconds to end.
+    What the ranks leave behind, such as the doctor's watcher, gets `linger` seconds to end. Ranks
+    find the modules `preload` loaded. With 0 `nodes`, the script runs as one process without
+    torchrun, and `arguments` are its path and its own arguments.
     Nothing that it started is left when this returns, raises, or when the caller is killed.
     Raises subprocess.TimeoutExpired after `timeout` seconds, and
     `labkit.launch.forks.NotStartedError` if no process can be started.
@@ -108,7 +119,7 @@ def run_warm(
         place = {"folder": cwd, "environment": environment, "stdout": files[0], "stderr": files[1]}
         code = None
         job = ([*options, *arguments], nodes, linger, place)
-        with forked(_supervise, *job) as supervisor:
+        with _forked_with(*preload)(_supervise, *job) as supervisor:
             if supervisor.poll(timeout):
                 try:
                     code = supervisor.recv()
@@ -121,10 +132,16 @@ def run_warm(
     return subprocess.CompletedProcess(list(arguments), code, *said)
 
 
+@functools.cache
+def _forked_with(*modules: str) -> Callable[..., AbstractContextManager[Connection]]:
+    return ForkServer(*modules).forked if modules else forked
+
+
 def _supervise(
     caller: Connection, arguments: list[str], nodes: int, linger: float, place: dict[str, Any]
 ) -> None:
-    agents = [start_forked(_warm_agent, arguments, **place) for _ in range(nodes)]
+    targets = [_warm_agent] * nodes or [_warm_script]
+    agents = [start_forked(target, arguments, **place) for target in targets]
     code = _end_of(agents, caller)
     deadline = time.monotonic() + linger
     while time.monotonic() < deadline and has_children():
@@ -139,6 +156,12 @@ def _warm_agent(arguments: list[str]) -> None:
     dist.set_debug_level_from_env()  # torch read it when it was loaded, in the fork server
     sys.path.insert(0, "")  # as `python -m` does; a rank replaces it by the script's folder
     agent(arguments)
+
+
+def _warm_script(words: list[str]) -> None:
+    sys.path.insert(0, "")
+    sys.argv = words
+    rank(words[0], os.getppid())
 
 
 def _end_of(agents: list[BaseProcess], caller: Connection | None = None) -> int:
@@ -179,11 +202,11 @@ def reserved_port() -> Iterator[int]:
 def agents_of(nodes: int, given: Mapping[str, str]) -> Iterator[tuple[list[str], dict[str, str]]]:
     """The options and the environment of each agent of a job; a port stays reserved meanwhile.
 
-    One node needs no more than `given`. Several agents on one machine get what they need where
-    `given` does not say otherwise.
+    One node, or none, needs no more than `given`. Several agents on one machine get what they need
+    where `given` does not say otherwise.
     """
-    if nodes == 1:
-        yield ["--standalone"], dict(given)
+    if nodes < 2:
+        yield ["--standalone"] * nodes, dict(given)
         return
     defaults = {
         "GLOO_SOCKET_IFNAME": LOOPBACK,

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from labkit.launch.forks import is_shared
@@ -55,6 +55,7 @@ def run_script(
     nodes: int = 1,
     max_restarts: int = 0,
     fresh: bool = False,
+    preload: Sequence[str] = (),
 ) -> str:
     """Run a script of this project with this Python, and return what it printed to stdout.
 
@@ -64,9 +65,11 @@ def run_script(
         ranks: run this many ranks of it under torchrun; None runs it as a plain script.
         fresh: start each rank as a new interpreter on one node, as torchrun does. Otherwise a rank
             and torchrun's agent are forks of a server that has loaded torch
-            (`labkit.launch.nodes`), which takes a tenth of the time. A plain script is always a new
+            (`labkit.launch.nodes`), which takes a tenth of the time. A plain script is a new
             interpreter, but for one that uses Lightning (`labkit.launch.lightning`).
         timeout: seconds, after which the script and everything it started are stopped.
+        preload: modules that its processes find loaded, because they are forks of a server that
+            has loaded them; a plain script is then one, too.
         nodes: start this many torchrun agents with `ranks` ranks each, as on a cluster.
         max_restarts: how often torchrun may restart all ranks after one has failed.
 
@@ -80,7 +83,9 @@ def run_script(
         raise FileNotFoundError(f"there is no script {script} in this project")
     words = [script, *map(str, args)]
     run: Callable[..., subprocess.CompletedProcess[str]] = run_guarded
-    if ranks is None and not fresh and is_shared() and uses_lightning(root / script):
+    if ranks is None and preload:
+        run = functools.partial(run_warm, nodes=0, preload=preload)
+    elif ranks is None and not fresh and is_shared() and uses_lightning(root / script):
         run = run_with_lightning
     elif ranks is None:
         words = [sys.executable, *words]
@@ -92,7 +97,7 @@ def run_script(
         if fresh:
             words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
         else:
-            run = functools.partial(run_warm, nodes=nodes)
+            run = functools.partial(run_warm, nodes=nodes, preload=preload)
     # Threads change the last digits, and ranks that share a few cores only slow each other down.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if max_restarts:  # see labkit.launch.lab: restarted ranks need a store of their own

@@ -20,6 +20,18 @@ def test_a_script_is_run_from_the_projects_root_and_its_output_comes_back(script
     assert run_script(name, "--flag", "x") == "True ['--flag', 'x'] 1"
 
 
+@pytest.mark.parametrize("ranks", [None, 1])
+def test_a_script_finds_the_modules_loaded_that_it_is_to_share(script, ranks):
+    name = script(
+        "import os, sys\n"
+        "print('colorsys' in sys.modules, sys.argv[1:], os.environ.get('WORLD_SIZE'))\n"
+        "print(__name__, sys.path[0] == os.path.dirname(os.path.abspath(__file__)))\n"
+    )
+    world = str(ranks) if ranks else None
+    said = run_script(name, "x", ranks=ranks, preload=["colorsys"])
+    assert said == f"True ['x'] {world}\n__main__ True"
+
+
 def test_a_script_that_fails_says_what_it_wrote_last(script):
     name = script("print('so far'); raise ValueError('the reason')")
     with pytest.raises(ScriptError, match=r"(?s)exit code 1:.*so far.*ValueError: the reason"):

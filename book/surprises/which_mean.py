@@ -42,8 +42,9 @@ def gradients_by_way(
     shares: Shares,
     right_step: Callable[[nn.Module, Sequence[Completions], Loss], None],
     wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
+    ways: Sequence[Way] = sampled.WAYS,
 ) -> list[dict[tuple[str, Way], list[Tensor]]]:
-    """Per rank, the gradient for each loss and each way, under `wrap`.
+    """Per rank, the gradient for each loss and each of `ways`, under `wrap`.
 
     `right_step` is the way "all ranks"; the others are those of `sampled.accumulate`.
     """
@@ -51,7 +52,7 @@ def gradients_by_way(
     def work(rank: int) -> dict[tuple[str, Way], list[Tensor]]:
         found = {}
         for name, loss in sampled.LOSSES.items():
-            for way in sampled.WAYS:
+            for way in ways:
                 replica = wrap(copy.deepcopy(policy))
                 if way == "all ranks":
                     right_step(replica, shares[rank], loss)
@@ -120,11 +121,12 @@ def trained(shares: Shares, way: Way, factor: float, steps: int) -> Curves:
         for _ in range(steps):
             optimizer.zero_grad()
             sampled.accumulate(ddp, shares[rank], scaled, way)
-            true = full_batch(policy, found, Loss(total, count))
-            ratio, cosine = ratio_and_cosine(gradients(ddp), true)
-            loss = total(policy, found).item() / count(found)
-            for values, value in zip(curves, (loss, ratio, cosine), strict=True):
-                values.append(value)
+            if rank == 0:
+                true = full_batch(policy, found, Loss(total, count))
+                ratio, cosine = ratio_and_cosine(gradients(ddp), true)
+                loss = total(policy, found).item() / count(found)
+                for values, value in zip(curves, (loss, ratio, cosine), strict=True):
+                    values.append(value)
             clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
         return curves

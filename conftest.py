@@ -16,6 +16,9 @@ from labkit.launch.forks import shared_server
 # of several processes on one core wait for each other in a loop: what takes a second takes ten.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# No test asks the network for a model. The library reads this when a server loads it, for all.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Why: labkit.launch.fork_server.schedule_as_batch. The processes that tests start inherit it.
 if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):

@@ -46,6 +46,7 @@ from labkit.launch.surroundings import Surroundings, send_outputs
 _END_WITHIN = 20.0
 _START_WITHIN = 300.0  # seconds; a server that is asked for the first time has to load torch
 SHARED = "LABKIT_FORK_SERVER"  # environment variable: whose server it is, and its address
+NOT_SHARED = "none"
 _SERVER = """
 import select, sys
 if {1} not in select.select([{0}, {1}], [], [])[0]:
@@ -237,10 +238,11 @@ def shared_server() -> Iterator[None]:
     """Inside the block, this process and all that it starts ask one server, by a variable.
 
     The server ends with the block, or with this process. A process that cannot reach it, or that
-    runs in another Python environment, container, or control group, starts its own.
+    runs in another Python environment, container, or control group, starts its own; so does every
+    process if LABKIT_FORK_SERVER=none.
     """
     before = os.environ.get(SHARED)
-    if _shared_address():
+    if before == NOT_SHARED or _shared_address():
         yield
         return
     server = ForkServer()

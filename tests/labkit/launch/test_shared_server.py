@@ -14,7 +14,15 @@ import psutil
 import pytest
 
 from labkit.launch import forks, own_sockets
-from labkit.launch.forks import SHARED, ForkServer, NotStartedError, forked, shared_server
+from labkit.launch.forks import (
+    NOT_SHARED,
+    SHARED,
+    ForkServer,
+    NotStartedError,
+    forked,
+    is_shared,
+    shared_server,
+)
 
 # These tests need no torch in the server: it starts at once.
 BARE = "from labkit.launch import fork_server; fork_server.LOADED = ()\n"
@@ -195,6 +203,12 @@ def test_where_the_shared_server_is_another_pythons_or_gone_a_process_starts_its
 def test_inside_another_block_the_same_server_is_shared(shared):
     with shared_server(), forked(modules_of_fork) as connection:
         assert connection.recv()[0] == shared.pid
+
+
+def test_a_variable_turns_sharing_off(monkeypatch):
+    monkeypatch.setenv(SHARED, NOT_SHARED)
+    with shared_server():
+        assert not is_shared()
 
 
 @pytest.mark.parametrize("asked", [False, True])

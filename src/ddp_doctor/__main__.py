@@ -15,12 +15,11 @@ from typing import Any
 
 from ddp_doctor.facts.journal import alive, glance
 from ddp_doctor.observe.session import Session
-from ddp_doctor.options import Options, say
+from ddp_doctor.options import FOUND, UNCHECKED, Options, say
 from ddp_doctor.run.script import problem_with, run_script
 from ddp_doctor.run.start import start
 from ddp_doctor.run.watcher import VERDICT
 
-FOUND, UNCHECKED = 3, 4  # exit codes of --fail-on
 VERDICT_AFTER = 60.0  # seconds that a rank waits for the report with --fail-on
 
 
@@ -53,9 +52,10 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--certify",
         action="store_true",
-        help="measure whether the ranks compute the gradient of one process: exit with 0 if they "
-        "do, 3 if not, 4 if it cannot be judged. Starts the script twice, as ranks for at most 16 "
-        "steps and as one process for four, and if the gradients differ a third time, for six",
+        help="measure whether the ranks compute the gradient of one process; with --fail-on, exit "
+        "with 3 if they do not, and 4 if it cannot be judged. Starts the script three times: as "
+        "ranks for at most 16 steps, as one process for four, and as ranks that the rules observe "
+        "for six",
     )
     add("--ranks", type=int, help="with --certify and no launcher: start so many ranks (2)")
     module = "run a module, as python -m does"

@@ -57,6 +57,7 @@ class Certificate:
     micro_batches: int = 1
     properties: list[Property] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    error: str = ""  # what ended the script
 
     def as_json(self) -> dict[str, Any]:
         """A plain dict; see `VERSION`."""
@@ -64,14 +65,17 @@ class Certificate:
 
     def as_text(self, width: int = 100) -> str:
         """The certificate on a terminal, about ten lines."""
-        out = ["─" * width, f"ddp-doctor certificate: {self.verdict.upper()}, {self.world} ranks, "]
-        out[1] += f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)} per step"
+        out = ["─" * width, f"ddp-doctor certificate: {self.verdict.upper()}"]
+        if self.world:
+            micros = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)} per step"
+            out[1] += f", {self.world} rank{'s' * (self.world != 1)}, {micros}"
+        if self.ratio is not None and self.cosine is not None:
+            out[1] += f", {_numbers(self.ratio, self.factor, self.cosine)}"
         out += [*textwrap.wrap(self.why, width), ""]
         for one in self.properties:
             numbers = ""
             if one.ratio is not None and one.cosine is not None:
-                named = f" = {one.factor}" if one.factor else ""
-                numbers = f"ratio {one.ratio:.4f}{named}, cosine {one.cosine:.4f}"
+                numbers = _numbers(one.ratio, one.factor, one.cosine)
             out.append(f"  {one.name:6}{one.verdict:11} {numbers}".rstrip())
             said = TITLES[one.name] if one.judged else f"{TITLES[one.name]}. {one.why}"
             out += textwrap.wrap(said, width, initial_indent=INDENT, subsequent_indent=INDENT)
@@ -83,3 +87,7 @@ class Certificate:
             out.append(f"  noise: less than {10 ** math.ceil(math.log10(max(self.noise, 1e-6))):g}")
         out += ["", *[line for note in self.notes for line in textwrap.wrap(note, width)]]
         return "\n".join([*out, "─" * width])
+
+
+def _numbers(ratio: float, factor: str | None, cosine: float) -> str:
+    return f"ratio {ratio:.4f}{f' = {factor}' if factor else ''}, cosine {cosine:.4f}"

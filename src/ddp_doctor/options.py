@@ -3,6 +3,8 @@
 import sys
 from dataclasses import dataclass
 
+FOUND, UNCHECKED = 3, 4  # exit codes of --fail-on
+
 
 @dataclass(frozen=True)
 class Options:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,10 @@ from doctor.corpus_scripts import Script, corpus
 from processes import all_gone, processes_with
 
 import ddp_doctor
+from ddp_doctor.certificate.measure import HALF, compare
 from ddp_doctor.certificate.plan import DEAL, LATER, OWN
+from ddp_doctor.certificate.premises import parted, same_rows
+from ddp_doctor.certificate.program import exit_code
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.certified import Certificate, Property
 from ddp_doctor.explain.agreement import contradicted
@@ -146,11 +150,12 @@ for step in range(5):
 )
 
 
-def test_a_loss_over_pairs_times_the_world_size_is_scaled_whatever_the_pairs_are(
+def test_a_loss_over_pairs_times_the_world_size_is_different_and_the_factor_is_named(
     forks: ForkServer, script: Callable[..., Script]
 ) -> None:
     certificate = certified(forks, script(TRIPLETS))
-    assert (certificate["verdict"], certificate["factor"]) == ("scaled", "W")
+    assert certificate["verdict"] == "different"
+    assert "Copies of one batch give W = 2 times" in certificate["why"]
     of = {one["name"]: one for one in certificate["properties"]}
     assert of["P1"]["verdict"] == "different"
     assert of["P3"]["ratio"] == pytest.approx(2, abs=1e-3)
@@ -223,8 +228,8 @@ def test_a_clip_of_local_gradients_is_seen_even_if_no_gradient_is_long_enough(
 
 def test_sharded_parameters_are_compared_whole(forks: ForkServer) -> None:
     assert certified(forks, SCRIPTS["fsdp2"])["verdict"] == "equal"
-    wrong = certified(forks, SCRIPTS["fsdp2_own_clip"])
-    assert wrong["verdict"] == "scaled"
+    wrong = certified(forks, SCRIPTS["fsdp2_own_clip"])  # each shard by a norm of its own
+    assert wrong["verdict"] == "different"
 
 
 FROM_META = """
@@ -274,20 +279,38 @@ def lost_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_under_torchrun_rank_0_reports_and_its_exit_code_fails_the_launch(
+def test_under_torchrun_rank_0_reports_and_the_exit_code_is_the_scripts(
     lost_factor: Path,
 ) -> None:
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command = ["-m", "ddp_doctor", "--certify", "--json", "certificate.json", "train.py"]
     done = subprocess.run([sys.executable, *launch, *command], capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 0, done.stderr
     assert done.stderr.count("ddp-doctor certificate: SCALED, 2 ranks") == 1
     certificate = json.loads((lost_factor / "certificate.json").read_text())["certificate"]
     assert (certificate["version"], certificate["factor"]) == (1, "1/W")
     found = json.loads((lost_factor / "certificate.json").read_text())["findings"]
     assert "missing_world_size_factor" in {finding["code"] for finding in found}
     assert "SCALED" in (lost_factor / "ddp-doctor" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "error", "worst", "fail_on", "code"),
+    [
+        ("different", "", "error", None, 0),
+        ("not judged", "", None, None, 0),
+        ("not judged", "ValueError", None, None, 1),
+        ("different", "", None, "error", 3),
+        ("equal", "", "error", "error", 3),
+        ("equal", "", "warning", "error", 0),
+        ("not judged", "ValueError", None, "warning", 4),
+    ],
+)
+def test_only_fail_on_makes_an_exit_code_of_the_verdict(
+    verdict: str, error: str, worst: str | None, fail_on: str | None, code: int
+) -> None:
+    assert exit_code(Certificate(verdict, "", error=error), worst, fail_on) == code
 
 
 def test_a_test_of_ones_own_can_ask_for_the_certificate(lost_factor: Path) -> None:
@@ -478,7 +501,8 @@ def test_batch_norm_may_be_called_with_keywords(
     forks: ForkServer, script: Callable[..., Script]
 ) -> None:
     certificate = certified(forks, script(OWN_BATCH_NORM))
-    assert (certificate["verdict"], certificate["factor"]) == ("scaled", "W")
+    assert certificate["verdict"] == "different"
+    assert "Copies of one batch give W = 2 times" in certificate["why"]
 
 
 def test_no_process_is_left_when_the_doctor_is_killed(tmp_path: Path) -> None:
@@ -553,6 +577,45 @@ for step in range(5):
     batches = [torch.randn(8, 6, generator=common) for _ in range(dist.get_world_size())]
     update(model(batches[dist.get_rank()]).pow(4).mean())
 """,
+    "two views in one forward, from a loader": """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+data = TensorDataset(*torch.randn(2, 96, 6, generator=torch.Generator().manual_seed(0)))
+for first, second in DataLoader(data, 6, sampler=DistributedSampler(data)):
+    one, other = model(torch.cat([first, second])).chunk(2)
+    update((one * other).pow(2).mean())
+""",
+    "statistics of a batch, stacked and reduced once": """
+for step in range(5):
+    x = torch.randn(3 + dist.get_rank(), 6)
+    losses = cross_entropy(model(x), x.argmax(1) % 4, reduction="none")
+    sums = torch.stack([x.sum(), (x > 0).sum()])
+    counts = torch.tensor([float(len(x)), x.numel()])
+    dist.all_reduce(sums)
+    dist.all_reduce(counts)
+    update(losses.sum() * sums[0] / sums[1] * dist.get_world_size() / counts[0])
+""",
+    "a counter in a buffer": """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+class Sketched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x):
+        self.steps += 1
+        direction = torch.randn(4, generator=torch.Generator().manual_seed(int(self.steps)))
+        return self.linear(x) @ direction
+
+torch.manual_seed(0)
+model = DDP(Sketched())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(0)))
+for (x,) in DataLoader(data, 6, sampler=DistributedSampler(data)):
+    update(model(x).pow(4).mean())
+""",
     "two views of each sample, drawn at once": """
 for step in range(5):
     x, noise = torch.randn(8, 6), torch.randn(2, 8, 6)
@@ -569,6 +632,108 @@ def test_a_right_script_is_certified_however_it_makes_its_samples(
     assert right["verdict"] == "equal", right
 
 
+BEHIND_A_ZERO = """
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * dist.get_world_size()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.deep, self.gate = nn.Linear(6, 6), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        return x + self.gate * Scaled.apply(self.deep(x))
+
+torch.manual_seed(0)
+model = DDP(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(5):
+    x = torch.randn(6, 6)
+    update((model(x) - x.flip(1)).pow(2).mean())
+"""
+
+
+def test_what_is_behind_a_weight_that_starts_at_zero_is_compared(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    wrong = certified(forks, script(START + BEHIND_A_ZERO))
+    assert wrong["verdict"] == "different"
+    assert wrong["worst"]["name"].startswith("deep.")
+    assert wrong["worst"]["ratio"] == pytest.approx(2, abs=1e-3)
+
+
+SHARPNESS = """
+for step in range(5):
+    x = torch.randn(6, 6)
+    with model.no_sync():
+        cross_entropy(model(x), x.argmax(1) % 4).backward()
+    with torch.no_grad():
+        moves = [p.grad * 0.5 for p in model.parameters()]
+        for p, move in zip(model.parameters(), moves):
+            p.add_(move)
+    optimizer.zero_grad()
+    cross_entropy(model(x), x.argmax(1) % 4).backward()
+    with torch.no_grad():
+        for p, move in zip(model.parameters(), moves):
+            p.sub_(move)
+    optimizer.step()
+"""
+
+
+def test_a_step_that_moves_the_weights_before_its_second_pass_has_no_reference(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    found = certified(forks, script(START + SHARPNESS))
+    assert found["verdict"] == "not judged"
+    assert "other weights" in found["why"]
+
+
+UNMARKED = """
+import random
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, rows):
+        return self.linear(torch.tensor(rows))
+
+torch.manual_seed(0)
+model = DDP(Model())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+random.seed(dist.get_rank())
+for step in range(5):
+    rows = [[random.random() for _ in range(6)] for _ in range(5)]
+    update(model(rows).pow(4).mean())
+"""
+
+
+def test_a_gradient_is_not_judged_if_the_model_is_not_seen_to_get_the_same_samples(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    found = certified(forks, script(START + UNMARKED))
+    assert found["verdict"] == "not judged", found
+
+
+def test_a_script_that_fails_in_its_first_step_is_not_judged_and_the_line_is_named(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    text = "class Failing(torch.optim.SGD):\n    def step(self):\n        raise ValueError('no')\n"
+    text += "optimizer = Failing(model.parameters())\nupdate(model(torch.randn(6, 6)).mean())\n"
+    found = certified(forks, script(f"{START}{text}"))
+    assert found["verdict"] == "not judged"
+    assert re.search(r"ValueError: no at train.py:\d+", found["why"]), found["why"]
+    assert "ValueError" in found["error"]
+
+
 def test_a_wrong_factor_is_named_though_the_targets_are_constants_in_an_order(
     forks: ForkServer, script: Callable[..., Script]
 ) -> None:
@@ -582,12 +747,23 @@ for step in range(5):
     assert (wrong["verdict"], wrong["factor"]) == ("scaled", "W"), wrong
 
 
-def written(folder: Path, **of_the_ranks: list[dict[str, Any]]) -> Certificate:
+def rows_of(rows: torch.Tensor, key: str = "0.0/0") -> dict[str, Any]:
+    return {"what": "model", "key": key, "place": "train.py:9", "rows": rows}
+
+
+SEEN = [
+    {"what": "weights", "key": "0.0", "place": "train.py:9", "weights": 1.0},
+    rows_of(torch.ones(2, 3)),
+]
+
+
+def written(folder: Path, failed: str = "", **of_the_ranks: list[dict[str, Any]]) -> Certificate:
     """The verdict on steps: for each kind, what the ranks wrote. One process is like rank 0."""
     usual = {"optimizer": 0, "world": 2, "names": {"0.0": "weight"}, "backwards": 1, "norms": []}
     usual |= dict.fromkeys(("clips", "batch_norm", "sharded", "unlike"), False)
     usual |= {"gradients": {"0.0": torch.ones(4)}, "unjoined": [], "replaced": []}
-    usual |= {"start": [1.0], "cleared": True}
+    usual |= {"weights": {"0.0": torch.ones(4)}, "rates": [0.1], "cleared": True}
+    usual |= {"foreign": [], "half": False, "filled": False, "seen": SEEN}
     for part in ("ranks", "one"):
         (folder / part).mkdir()
     for turn, (kind, facts) in enumerate(of_the_ranks.items()):
@@ -596,13 +772,14 @@ def written(folder: Path, **of_the_ranks: list[dict[str, Any]]) -> Certificate:
             torch.save(all_facts, folder / f"ranks/step.{rank}.{turn}.pt")
             if rank == 0:
                 torch.save(all_facts | one.get("one", {}), folder / f"one/step.0.{turn}.pt")
-    return judge(folder, "", "")
+    (folder / "ranks" / "world").write_text("2")
+    return judge(folder, failed, "")
 
 
 def test_weights_that_differ_at_a_later_step_are_different_though_the_gradient_is_not(
     tmp_path: Path,
 ) -> None:
-    later = [{"start": [1.0]}, {"start": [1.5]}]
+    later = [{}, {"weights": {"0.0": torch.ones(4) * 1.00001}}]
     found = written(tmp_path, **{OWN: [{}, {}], f"{LATER}_9": later})
     assert (found.verdict, found.ratio) == ("different", None)
     assert "At optimizer step 2, the ranks' weights differ: rank 1's" in found.why
@@ -613,7 +790,7 @@ def test_ranks_whose_weights_stay_equal_combine_their_gradients_after_the_optimi
     weights: float, tmp_path: Path
 ) -> None:
     own = [{}, {"gradients": {"0.0": torch.arange(4.0)}}]
-    later = [own[0], own[1] | {"start": [weights]}]
+    later = [own[0], own[1] | {"weights": {"0.0": torch.ones(4) * weights}}]
     found = written(tmp_path, **{OWN: own, f"{LATER}_7": later, f"{LATER}_8": later})
     assert found.verdict == ("not judged" if weights == 1.0 else "different")
 
@@ -626,15 +803,95 @@ def test_another_deal_is_judged_only_if_it_changes_nothing_in_one_process(
     same = {"gradients": {"0.0": torch.ones(4)}}
     alone = {"one": same if control == "equal" else dealt}
     found = written(tmp_path, **{OWN: [{}, {}], DEAL: [dealt | alone, dealt]})
-    assert found.verdict == ("different" if control == "equal" else "equal")
+    assert found.verdict == ("different" if control == "equal" else "not judged")
 
 
 def test_another_deal_is_not_judged_where_ranks_hold_different_parameters(tmp_path: Path) -> None:
-    halves = [{"start": [1.0]}, {"start": [2.0]}]
+    halves = [{"weights": {"0.0": torch.ones(4) * half}} for half in (1, 2)]
     dealt = [one | {"gradients": {"0.0": torch.arange(4.0)}} for one in halves]
     found = written(tmp_path, **{OWN: halves, DEAL: dealt})
     assert found.verdict == "not judged"
     assert {one.name: one.verdict for one in found.properties}["P2"] == "not judged"
+
+
+def test_learning_rates_that_differ_are_different(tmp_path: Path) -> None:
+    later = [{}, {"rates": [0.1001]}]
+    found = written(tmp_path, **{OWN: [{}, {}], f"{LATER}_9": later})
+    assert found.verdict == "different"
+    assert (
+        "At optimizer step 2, rank 1 has a learning rate of 0.1001, rank 0 one of 0.1" in found.why
+    )
+
+
+def test_one_process_whose_gradient_depends_on_the_order_is_no_reference(tmp_path: Path) -> None:
+    dealt = {"gradients": {"0.0": torch.tensor([1.0, 2.0, 1.0, 1.0])}}
+    found = written(tmp_path, **{OWN: [{}, {}], DEAL: [dealt, dealt]})
+    assert found.verdict == "not judged"
+    assert "no reference" in found.why
+    p2 = next(one for one in found.properties if one.name == "P2")
+    assert (p2.verdict, p2.ratio) == ("not judged", None)
+
+
+def test_parameters_without_a_gradient_are_counted_over_all_optimizers(tmp_path: Path) -> None:
+    names = {"names": {"0.0": "weight", "0.1": "unused"}}
+    found = written(tmp_path, **{OWN: [names, names]})
+    assert found.verdict == "equal"
+    assert any("1 of 2 parameters had no gradient" in note for note in found.notes)
+
+
+def test_a_script_that_ends_with_an_error_is_not_said_to_combine_nothing(tmp_path: Path) -> None:
+    own = [{}, {"gradients": {"0.0": torch.arange(4.0)}}]
+    found = written(tmp_path, failed="RuntimeError: no at train.py:3", **{OWN: own})
+    assert found.verdict == "not judged"
+    assert "RuntimeError: no at train.py:3" in found.why
+
+
+def pairs_of(out: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    fact = {"what": "loss", "key": "mse_loss", "place": "train.py:10", "columns": [3]}
+    fact["kept"] = torch.ones(len(out), dtype=torch.bool)
+    return fact | {"out": out.double(), "target": target.double()}
+
+
+def test_the_same_rows_in_another_order_or_with_more_padding_are_the_same_samples() -> None:
+    rows = torch.arange(1, 13).view(4, 3)
+    assert same_rows([rows[:2], rows[2:]], [rows.flip(0)])
+    longer = torch.nn.functional.pad(rows, (0, 2))
+    assert same_rows([rows[:2], longer[2:]], [longer])
+    assert same_rows([rows[:2].T, rows[2:].T], [rows.T])
+    assert same_rows([torch.ones(2, 3)] * 2, [torch.ones(2, 3)])
+    assert not same_rows([rows[:2], rows[2:]], [rows[[0, 0, 2, 3]]])
+    assert not same_rows([rows[:2], rows[2:]], [rows[:2]])
+
+
+def test_other_rows_and_labels_that_came_apart_are_named_with_their_line() -> None:
+    rows = torch.randn(4, 3)
+    ranks = [rows_of(rows[:2]), rows_of(rows[2:])]
+    assert parted(ranks, [rows_of(rows)]) == ""
+    assert parted(ranks, [rows_of(rows[:2])]).startswith("At train.py:9, the model")
+    out, labels = torch.randn(4), torch.tensor([0.0, 1, 1, 0])
+    losses = [pairs_of(out[:2], labels[:2]), pairs_of(out[2:], labels[2:])]
+    together = [rows_of(rows), pairs_of(out, labels)]
+    assert parted([*ranks, *losses], together) == ""
+    apart = [rows_of(rows), pairs_of(out, labels.roll(1))]
+    assert parted([*ranks, *losses], apart).startswith("At train.py:10, the targets")
+
+
+@pytest.mark.parametrize(
+    ("turned", "factor", "kind"),
+    [
+        (0.0, 1.0, "equal"),
+        (0.02, 1.0, "different"),
+        (0.0, 1.004, "scaled"),
+        (0.0005, 2.0, "scaled"),
+    ],
+)
+def test_an_error_of_two_percent_is_neither_equal_nor_a_factor(
+    turned: float, factor: float, kind: str
+) -> None:
+    wanted = torch.tensor([1.0, 0.0, 0.0])
+    got = factor * torch.tensor([1.0, turned, 0.0])
+    assert compare({"w": got}, {"w": wanted}, {}).kind == kind
+    assert compare({"w": wanted * 1.004}, {"w": wanted}, {}, HALF).kind == "equal"
 
 
 def test_what_is_not_sharded_in_a_sharded_model_has_to_be_equal_on_all_ranks(
@@ -661,6 +918,7 @@ def test_a_zero_gradient_and_no_gradient_are_told_apart(
 ) -> None:
     zeros = {key: torch.full((2,), value) for key, value in gradients.items()}
     facts = {"turn": 0, "rank": 0, "optimizer": 0, "kind": OWN, "gradients": zeros, "world": 2}
+    facts["backwards"] = 1
     (tmp_path / "ranks").mkdir()
     torch.save(facts, tmp_path / "ranks/step.0.pt")
     found = judge(tmp_path, "", "")

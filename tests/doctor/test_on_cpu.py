@@ -11,9 +11,11 @@ from labkit.launch.forks import ForkServer
 
 FOR_GPUS = """
 import os
+import subprocess
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -40,6 +42,15 @@ loader = DataLoader(data, 8, sampler=DistributedSampler(data), pin_memory=True)
 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 start.record()
 copies = torch.cuda.Stream()
+with torch.Stream(device="cuda"):
+    torch.Event(device="cuda", enable_timing=True).record()
+torch.backends.cuda.enable_math_sdp(False)
+torch.backends.cuda.enable_flash_sdp(False)
+assert F.scaled_dot_product_attention(*torch.ones(3, 1, 1, 2, 4, device="cuda")).shape[-1] == 4
+assert subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
+shard, gradient = torch.zeros(1, device=device), torch.ones(dist.get_world_size(), device=device)
+dist.reduce_scatter_tensor(shard, gradient, async_op=True).get_future().wait()
+assert shard == dist.get_world_size()
 torch.backends.cudnn.benchmark = True
 for x, y in loader:
     with torch.cuda.stream(copies):

@@ -30,12 +30,12 @@ REHEARSED = ("test_ddp_namedtuple", "test_ddp_grad_div_uneven_inputs")
 DECLINED = "test_compute_bucket_assignment_by_size_sparse_error_with_logger"
 
 
-def python(machine: Machine, *words: str, at_most: float = 3600.0) -> CompletedProcess[str]:
+def python(machine: Machine, *words: str) -> CompletedProcess[str]:
     """Run this Python with `words` from the project's root, and leave no process behind."""
     own = {"OMP_NUM_THREADS": "1", "LABKIT_DEVICE": machine.kind}
     environment = {**os.environ, **ENVIRONMENT, **own}
     command = [sys.executable, *words]
-    return run_guarded(command, machine.deadline.left(at_most), cwd=project_root(), env=environment)
+    return run_guarded(command, machine.deadline.left(3600.0), cwd=project_root(), env=environment)
 
 
 def find_labs(machine: Machine) -> Iterator[Evidence]:
@@ -63,9 +63,7 @@ def find_doctor(machine: Machine) -> Iterator[Evidence]:
         file = Path(folder) / "report.json"
         options = ("--folder", folder, "--json", str(file), "--quiet", "--fail-on", "error")
         doctor = ("-m", "ddp_doctor", *options)
-        alone, watched = (
-            python(machine, *torchrun, *before, lab, at_most=300) for before in ((), doctor)
-        )
+        alone, watched = (python(machine, *torchrun, *before, lab) for before in ((), doctor))
         report: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     hashes = [
         [line for line in done.stdout.splitlines() if line.startswith("weights ")]
@@ -90,7 +88,7 @@ def find_certificate(machine: Machine) -> Iterator[Evidence]:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "report.json"
             options = ("--certify", "--ranks", "2", "--folder", folder, "--json", str(file))
-            done = python(machine, "-m", "ddp_doctor", *options, script, loss, at_most=300)
+            done = python(machine, "-m", "ddp_doctor", *options, script, loss)
             report: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         certificate = report.get("certificate") or {}
         found, ratio = certificate.get("verdict"), certificate.get("ratio") or float("nan")

@@ -70,7 +70,7 @@ def find_muon(machine: Machine) -> Iterator[Evidence]:
         angle = max(1 - found[way][1] for found in of_ranks)
         said = f"ratio 1 within {off:.0e}, cosine 1 within {max(angle, 0):.0e}"
         # Muon computes in bfloat16: another order of a sum moves a few entries by a rounding.
-        holds = off < 5e-3 and angle < 1e-4
+        holds = off < 2e-2 and angle < 1e-3  # on its rows alone, the cosine is below 0.98
         yield Evidence(f"Muon, {way}, beside torch's in one process", group.label, holds, said)
 
 

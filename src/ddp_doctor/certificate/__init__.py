@@ -5,7 +5,9 @@
 `program`         starts the runs: `certify`
 `child`           what a process of such a run does first
 `fixed`           what is off: dropout, clipping, batch statistics, compilation
+`files`           what the processes hand to one another: data, and no code
 `steps`           the gradients that the optimizer receives, always from the same weights
+`premises`        what model and losses got, so that two runs are known to have the same samples
 `samples`         what was seen, and who gets what
 `loaders`         samples of data loaders
 `marks`           samples that come from no loader, marked by the script: `batch`

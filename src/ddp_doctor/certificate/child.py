@@ -31,6 +31,7 @@ def install() -> None:
         from ddp_doctor.run.start import RUN, start
 
         os.environ[RUN] = str(part.journals)
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
         start(Options(then_leave=True, cpu=part.cpu), leader=False)
         return
     from ddp_doctor.certificate.fixed import Fixed
@@ -46,7 +47,7 @@ def install() -> None:
     _lightning(part)
     steps = Steps(part, fixed)
     tensors = Tensors(steps)
-    Loaders(steps, tensors.unseen)
+    Loaders(steps, tensors)
     tensors.__enter__()
 
 

@@ -6,8 +6,7 @@ as one process would pad it. They are made in the process itself, whatever `num_
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_doctor.certificate.plan import LATER
 from ddp_doctor.certificate.steps import Steps
+from ddp_doctor.certificate.tensors import Tensors
 
 LOOKS_AHEAD = "accelerate.data_loader"  # the module of loaders that fetch one batch ahead
 
@@ -22,9 +22,9 @@ LOOKS_AHEAD = "accelerate.data_loader"  # the module of loaders that fetch one b
 class Loaders:
     """Replaces `DataLoader.__iter__` wherever gradients are on."""
 
-    def __init__(self, steps: Steps, unseen: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, steps: Steps, tensors: Tensors) -> None:
         self.steps = steps
-        self.unseen = unseen
+        self.tensors = tensors
         self.known: list[DataLoader[Any]] = []
         self.fetched: dict[int, int] = {}
         steps.ends.append(self._end_of_first_step)
@@ -43,12 +43,12 @@ class Loaders:
         while True:
             frame = sys._getframe().f_back
             ahead = frame is not None and frame.f_globals.get("__name__") == LOOKS_AHEAD
-            with self.unseen():
+            with self.tensors.unseen():
                 samples = next(source, None)
                 if samples is None:
                     return
                 batch = _collated(loader, self._planned(at, samples, ahead))
-            yield batch
+            yield self.tensors.from_loader(batch)
 
     def _planned(self, loader: int, samples: list[Any], ahead: bool) -> list[Any]:
         fetched = self.fetched.get(loader, 0)

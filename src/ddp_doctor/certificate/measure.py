@@ -1,7 +1,7 @@
 """Two gradients side by side: ratio, cosine, the worst parameter, and what the ratio is called."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from ddp_doctor.certified import Worst
 
 Gradients = Mapping[str, Tensor]
 TOLERANCE = 1e-3  # relative; float32 sums in another order stay far below it
+HALF = 5e-3  # relative; where half precision takes part, which rounds each element
 SMALL = 1e-5  # a parameter whose gradient is below this part of the whole gradient is not judged
 
 
@@ -30,13 +31,13 @@ def compare(
 ) -> Comparison:
     """Compare over all parameters and per parameter. A missing gradient counts as zero.
 
-    Equal: the error is within the tolerance, of every parameter within ten times that. Scaled:
-    the directions agree, and so do all parameters' ratios. Raises
-    ValueError if shapes differ. Cost: one pass over both.
+    Equal: the error is within the tolerance, of every parameter within ten times that. Scaled: it
+    is so once the gradient is divided by the ratio. Raises ValueError if shapes differ. Cost: one
+    pass over both.
     """
-    rows = []
     if any(got[key].shape != wanted[key].shape for key in got.keys() & wanted.keys()):
         raise ValueError("the two gradients are of different shapes")
+    rows = []
     for key in sorted(got.keys() | wanted.keys()):
         there = got.get(key, wanted.get(key))
         assert there is not None
@@ -53,20 +54,22 @@ def compare(
     gaps = [row[4] / (row[2] or 1.0) for row in judged]
     if error <= tolerance and max(gaps, default=0.0) <= 10 * tolerance:
         kind = "equal"
-    elif 1 - cosine <= tolerance and all(
-        1 - one.cosine <= 10 * tolerance and abs(one.ratio / ratio - 1) <= 20 * tolerance
-        for one in each
+    elif _angle(cosine) <= tolerance and all(
+        _angle(one.cosine) + abs(one.ratio / ratio - 1) <= 10 * tolerance for one in each
     ):
         kind = "scaled"
-        if abs(ratio - 1) <= 5 * tolerance:  # half precision rounds each element
-            kind = "equal"
     else:
         kind = "different"
     return Comparison(kind, ratio, cosine, error, worst)
 
 
-def _norm(values: object) -> float:
-    return math.sqrt(sum(value * value for value in values))  # type: ignore[attr-defined]
+def _norm(values: Iterable[float]) -> float:
+    return math.sqrt(sum(value * value for value in values))
+
+
+def _angle(cosine: float) -> float:
+    """The distance of two directions: the error that is left when the lengths are made equal."""
+    return math.sqrt(max(0.0, 2 * (1 - cosine)))
 
 
 def _ratio_and_cosine(first: float, second: float, dot: float) -> tuple[float, float]:

@@ -1,9 +1,9 @@
 """What the runs of a certificate do: which samples each of four optimizer steps gets.
 
-The script is started twice. The *ranks* are the script as the user runs it; *one* is the same
-script as a single process. (If the two differ, a third start is only *observed*: it takes six
-ordinary steps, and the rules say why.) No update is kept in these steps, so all start from the
-same weights, and two steps differ only in their samples:
+The script is started three times. The *ranks* are the script as the user runs it; *one* is the same
+script as a single process. The third start is only *observed*: it takes six ordinary steps, and the
+rules say why the two differ, and what their steps do not show. No update is kept in the steps of
+the plan, so all start from the same weights, and two steps differ only in their samples:
 
     step    the ranks get                        one process gets
     own     their own samples                    all of these samples (their union)

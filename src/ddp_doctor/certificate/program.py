@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from ddp_doctor.certificate.child import NEEDS_RANKS, WORLD_IN_SCRIPT
 from ddp_doctor.certificate.plan import Part
+from ddp_doctor.facts.places import is_users
+from ddp_doctor.options import FOUND, UNCHECKED, say
 from ddp_doctor.run.folders import own_folder
 
 if TYPE_CHECKING:
@@ -88,13 +91,23 @@ class Start:
         return f"it did not end within {LIMIT:g} s" if late else ""
 
     def _said(self, at: int) -> str:
-        lines = (self.output / f"{at}.txt").read_text(errors="replace").strip().splitlines()
-        errors = [
-            line
-            for line in lines
-            if line[:1].isalpha() and ("Error" in line or "Exception" in line)
-        ]
-        return (errors or lines or ["no message"])[-1][:300].rstrip(".")
+        return said((self.output / f"{at}.txt").read_text(errors="replace"))
+
+
+def said(output: str) -> str:
+    """The last error in a process's output, and the script's innermost line below which it rose."""
+    lines = output.strip().splitlines()
+    errors = [
+        n
+        for n, line in enumerate(lines)
+        if line[:1].isalpha() and ("Error" in line or "Exception" in line)
+    ]
+    if not errors:
+        return (lines or ["no message"])[-1][:300].rstrip(".")
+    frames = [re.match(r'\s+File "(.+)", line (\d+)', line) for line in lines[: errors[-1]]]
+    own = [found for found in frames if found and is_users(found[1])]
+    at = f" at {os.path.basename(own[-1][1])}:{own[-1][2]}" if own else ""
+    return lines[errors[-1]][:300].rstrip(".") + at
 
 
 def launched(rank: int, world: int, port: int) -> dict[str, str]:
@@ -135,15 +148,15 @@ def divides_micro_batches(folder: Path, world: str) -> bool:
     return int(one["backwards"]) == int(world) * int(ranks["backwards"])
 
 
-def may_be_mixed_up(folder: Path) -> bool:
-    """Whether one process got another gradient, and perhaps not the samples of all ranks, or not in
-    the order of what belongs to them. Then it gets its samples where the ranks' models get them.
+def are_mixed_up(folder: Path) -> bool:
+    """Whether one process did not get the samples of all ranks, or not with what belongs to them.
+    Then it gets its samples where the ranks' models get them.
     """
-    from ddp_doctor.certificate.plan import OWN
-    from ddp_doctor.certificate.verdict import judge, read
+    from ddp_doctor.certificate.premises import MARK
+    from ddp_doctor.certificate.verdict import judge
 
-    one = read(folder / "one").get((0, 0, OWN), {})
-    return bool(one.get("reordered")) and judge(folder, "", "").verdict == "different"
+    properties = judge(folder, "", "").properties
+    return any(one.name == "P1" and one.why.endswith(MARK) for one in properties)
 
 
 @contextlib.contextmanager
@@ -197,7 +210,7 @@ def measure(
         environment = all_launched(1)[0] if by_launcher else alone
         failed_one = start(as_one, command, [environment]).wait()
         nothing = failed_one and not any(as_one.path("").glob("step.0.*.pt"))
-        if nothing or may_be_mixed_up(folder):
+        if nothing or are_mixed_up(folder):
             # A script may expect one rank's batch where samples are made, but not in the model.
             shutil.rmtree(as_one.path(""))
             as_one = replace(as_one, late=True)
@@ -217,20 +230,19 @@ def explained(
     cpu: bool,
     start: type[Start] = Start,
 ) -> "Report":
-    """The certificate's report. Unless the gradients are equal, the script is started once more:
-    the rules look at six ordinary steps of it, and say why. They also look if there are several
-    micro-batches, since a division by their number is not measured.
+    """The certificate's report. The script is started once more: the rules look at six ordinary
+    steps of it, say why the gradients are not equal, and look at what the measured steps do not
+    show: data, their order, learning rates, the number of micro-batches.
     """
     from ddp_doctor.report.report import merge
 
     part = Part(str(folder), "observed", cpu)
-    if certificate.verdict != "equal" or certificate.micro_batches > 1:
-        part.journals.mkdir(parents=True)
-        needs_ranks = Part(str(folder), "ranks").path(NEEDS_RANKS).exists()
-        if "RANK" in os.environ or ranks is not None or needs_ranks:
-            start(part, command, all_launched(certificate.world)).wait()
-        else:
-            start(part, command, [dict.fromkeys(LAUNCHED, "")]).wait()
+    part.journals.mkdir(parents=True)
+    needs_ranks = Part(str(folder), "ranks").path(NEEDS_RANKS).exists()
+    if "RANK" in os.environ or ranks is not None or needs_ranks:
+        start(part, command, all_launched(certificate.world or ranks or 2)).wait()
+    else:
+        start(part, command, [dict.fromkeys(LAUNCHED, "")]).wait()
     return merge(part.journals, certificate=certificate)
 
 
@@ -260,8 +272,23 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
         if certificate is None:
             return 0
         result = explained(command, folder, certificate, ranks, options.cpu)
+        if certificate.verdict == "not judged":
+            for part in ("ranks", "one"):
+                kept = Path(options.folder) / "output" / part
+                shutil.copytree(folder / part / "output", kept, dirs_exist_ok=True)
     from ddp_doctor.report.report import written
 
-    silent = options.quiet and certificate.verdict == "equal"
+    silent = options.quiet and certificate.verdict == "equal" and not result.findings
     written(result, options, Path(options.folder), silent)
-    return {"equal": 0, "not judged": 4}.get(certificate.verdict, 3)
+    if certificate.verdict == "not judged":
+        say(f"what the script printed is in {Path(options.folder) / 'output'}")
+    return exit_code(certificate, result.worst, options.fail_on)
+
+
+def exit_code(certificate: "Certificate", worst: str | None, fail_on: str | None) -> int:
+    """The script's, unless `fail_on` asks for the verdict. `worst`: the worst finding of a rule."""
+    if not fail_on:
+        return int(bool(certificate.error))
+    levels = {"error": ["error"], "warning": ["error", "warning"]}[fail_on]
+    found = FOUND if worst in levels else 0
+    return {"equal": found, "not judged": UNCHECKED}.get(certificate.verdict, FOUND)

@@ -34,6 +34,7 @@ class Recorded:
     calls: dict[Key, tuple[list[int], str]] = field(default_factory=dict)
     ahead: bool = False  # whether a loader fetches one batch ahead
     modes: set[bool] = field(default_factory=set)  # whether the model evaluated, at each backward
+    derived: set[Key] = field(default_factory=set)  # of samples that are computed from others
     foreign: list[str] = field(default_factory=list)  # classes of samples that no file takes
 
     @property
@@ -79,6 +80,21 @@ class Handed:
         return any(is_marked(key) for key in self.of[0].samples)
 
     @cached_property
+    def loaded(self) -> bool:
+        """Whether a data loader hands out the samples: then other tensors come from them."""
+        return any(not isinstance(key[0], tuple) for key in self.of[0].samples)
+
+    @cached_property
+    def lengths(self) -> set[int]:
+        """How many samples a batch has."""
+        of = (each for one in self.of for each in one.samples.items())
+        return {
+            len(samples)
+            for (place, _), samples in of
+            if not isinstance(place, tuple) or FORWARD in place[-2:] or place[-1] == MARKED
+        }
+
+    @cached_property
     def readers(self) -> list[int]:
         """Of each rank, the first with the same samples: ranks that split a layer share them."""
         every = range(len(self.of))
@@ -109,7 +125,9 @@ class Handed:
         every = self.everyones(key)
         if kind == DEAL and every is not None and _is_target(key) and _counts(every):
             return torch.cat(every) if self.part.one else every[self.rank]
-        constant = not is_marked(key) and kind != DEAL and every is not None and alike(every)
+        constant = not is_marked(key) and every is not None and alike(every)
+        if kind == DEAL and constant:
+            constant = len(every or ()) > 1 and len((every or ())[0]) not in self.lengths
         if every is None or kind == COPIES or constant:
             return None if every is None else every[0]
         if kind == DEAL:
@@ -124,6 +142,31 @@ class Handed:
         turns = [one.samples[k] for one in self.of for k in one.samples if k[0] == key[0]]
         return alike(turns)
 
+    def of_sizes(self, key: Key) -> bool:
+        """Whether a tensor's values are alike as far as its sizes are: positions, or a mask."""
+        every = self.everyones(key) or []
+        shapes = {one.shape for one in every}
+        if len(shapes) < 2 or len({len(shape) for shape in shapes}) > 1:
+            return False
+        common = [min(sizes) for sizes in zip(*shapes, strict=True)]
+        parts = [one[tuple(map(slice, common))] for one in every]
+        return 0 not in common and alike(parts)
+
+    def follows(self, key: Key, value: torch.Tensor) -> bool:
+        """Whether one process computes this from what it was handed: a sum over all, or a shape
+        that neither one rank's nor all ranks' samples have.
+        """
+        every = self.everyones(key)
+        assert every is not None
+        shapes = [every[0].shape]
+        shapes += [torch.cat(every).shape] if joinable(every) else []
+        if value.shape not in shapes:
+            return True
+        if len(every) == 1 or any(one.shape != value.shape for one in every):
+            return False
+        total = torch.stack([one.double() for one in every]).sum(0)
+        return bool(total.any()) and torch.allclose(total, value.double())
+
     def _dealt(self, key: Key, parts: Callable[[Any], list[Any]]) -> list[Any]:
         """This batch's share of a step's samples of a place; one process gets all ranks' shares."""
         me = self.rank if self.part.one else self.readers[self.rank]
@@ -135,9 +178,9 @@ class Handed:
             if turn < one.per_step.get(place, turn + 1) and (not self.part.one or turn == key[1])
         ]
         # A batch that is used at several turns is one batch.
-        first = {k: self._first_like(rank, k) for rank, k in keys}
-        keys = [(rank, k) for rank, k in keys if first[k] == k]
-        key = first.get(key, key)
+        first = {(rank, k): self._first_like(rank, k) for rank, k in keys}
+        keys = [each for each in keys if first[each] == each[1]]
+        key = first.get((me, key), key)
         each = [parts(self.of[rank].samples[k]) for rank, k in keys]
         pool = [sample for samples in each for sample in samples]
         mine = [n for n, (rank, k) in enumerate(keys) if k == key and rank == me]

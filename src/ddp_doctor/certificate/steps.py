@@ -1,30 +1,39 @@
 """The gradient that the optimizer receives, step by step, from the same weights.
 
-Before an update the gradients are written to a file. After it the weights are put back, and the
-next forward finds no gradients. After the first step the ranks wait for one another's samples. Once
-the plan is done, ranks go on with ordinary steps and write down some elements of each gradient.
+Before the first step, weights that are all zero get small values, so that what is behind them has a
+gradient. Before an update the gradients are written to a file. After it weights and buffers are put
+back, and the next forward finds no gradients. After the first step the ranks wait for one another's
+samples. Once the plan is done, ranks go on with ordinary steps and write down some elements of each
+gradient and of each weight.
 """
 
 import functools
 import os
 import sys
+import traceback
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 
 from ddp_doctor.certificate.files import read, wait_for, write
 from ddp_doctor.certificate.fixed import Fixed
 from ddp_doctor.certificate.plan import LATER, PLAN, PLAN_AHEAD, USUAL, WATCHED, Part
+from ddp_doctor.certificate.premises import Premises
 from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded
+
+TINY = 0.02  # standard deviation of the values that replace zeros
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -36,34 +45,71 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
+class Ours:
+    """Ends the process on an error of the doctor's own, which no line of the script may catch.
+
+    What the process still does is not wanted. `theirs`: the script's last error.
+    """
+
+    theirs: BaseException | None = None
+
+    def guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook, inside of this."""
+
+        @functools.wraps(hook)
+        def guarded(*args: Any) -> Any:
+            with self:
+                return hook(*args)
+
+        return guarded
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and error is not self.theirs:
+            traceback.print_exception(error)
+            said = f"The doctor failed: {type(error).__name__}: {error}".splitlines()[0]
+            sys.stderr.write(f"{said}\n")
+            leave(1)
+
+
 class Steps:
     """Records and repeats. `count` is the number of steps that the first optimizer has taken."""
 
     def __init__(self, part: Part, fixed: Fixed) -> None:
         self.part = part
         self.fixed = fixed
+        self.ours = Ours()
         self.recorded = Recorded()
         self.handed = _of_all(part, 0) if part.one else None
         self.count = 0
         self.ends: list[Callable[[], None]] = []  # called at the end of each step
         self.unjoined: list[str] = []  # places whose samples could not be joined
-        self.reordered = False  # whether samples may not be together as the ranks put them together
         self.unlike: Callable[[], bool] = lambda: False  # whether the places are not the first's
         self.backwards = 0
         self.cleared = False  # whether the script has called zero_grad
         self.turn = 0  # steps of all optimizers
+        self.filled = False  # whether a weight was zero
+        self.half = False  # whether half precision takes part
+        self.premises = Premises()
+        self.ends.append(self.premises.clear)
         self._made: list[Optimizer] = []
         self._taken: dict[int, int] = {}  # id of an optimizer: its steps
         self._nested = 0
         self._comparable = False  # whether the ranks' gradients are worth a look after the plan
         self._kept: list[tuple[Tensor, Tensor]] = []
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # as they were before this step
         # Gradients that the next forward clears. What follows a step may still read them.
         self._used: list[Tensor] = []
         self._started = False
         self._names: dict[int, str] = {}
-        nn.modules.module.register_module_forward_pre_hook(self._before_forward)
-        register_optimizer_step_pre_hook(self._before)
-        register_optimizer_step_post_hook(self._after)
+        self._keys: dict[int, str] = {}  # of the trained parameters, by their ids
+        guard = self.ours.guard
+        nn.modules.module.register_module_forward_pre_hook(guard(self._before_forward))
+        self._note_reductions()
+        register_optimizer_step_pre_hook(guard(self._before))
+        register_optimizer_step_post_hook(guard(self._after))
         self._evaluated: Callable[[], nn.Module | None] = lambda: None
         self._count_what_is_called()
         self._note_what_evaluates()
@@ -75,6 +121,20 @@ class Steps:
         mixed = [place for place, _ in handed.mixed] if handed and not handed.marked else []
         self.unjoined += [f"{place[0]}:{place[1]}" for place in mixed if place[-1] == FORWARD]
 
+    def _note_reductions(self) -> None:
+        all_reduce = dist.all_reduce if dist.is_available() else None
+
+        @functools.wraps(all_reduce or print)
+        def noted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            assert all_reduce is not None
+            work = all_reduce(tensor, *args, **kwargs)
+            gradients = (p.grad for p, _ in self._parameters())
+            if work is None and self.now != LATER and all(g is not tensor for g in gradients):
+                self.premises.reduced(tensor)
+            return work
+
+        dist.all_reduce = noted  # type: ignore[assignment]
+
     def _count_what_is_called(self) -> None:
         init, backward = Optimizer.__init__, torch.autograd.backward
         for owner in (Optimizer, nn.Module):
@@ -85,8 +145,9 @@ class Steps:
             self._made.append(optimizer)
 
         def counted_backward(*args: Any, **kwargs: Any) -> None:
-            self.backwards += 1
-            self.recorded.modes.add(self.evaluates)
+            if not any(one.is_meta for one in tree_leaves(args[:1]) if isinstance(one, Tensor)):
+                self.backwards += 1
+                self.recorded.modes.add(self.evaluates)
             backward(*args, **kwargs)
 
         Optimizer.__init__ = counted_init  # type: ignore[method-assign]
@@ -150,19 +211,41 @@ class Steps:
         self._started = True
         for name, parameter in module.named_parameters():
             self._names.setdefault(id(parameter), name.removeprefix("module."))
-        listed = [each for optimizer in self._made for each in self._listed(optimizer)]
         path = self.part.of_ranks("weights.pt")
+        listed = self._parameters()
+        self.filled = sum(filled(parameter, key) for parameter, key in listed) > 0
         if not self.part.one:
-            weights = {key: whole(parameter) for key, _, parameter in listed}
+            weights = {key: whole(parameter) for parameter, key in listed}
             if rank_and_world()[0] == 0:
                 write(path, weights)
         elif path.exists():
             weights = read(path)
             with torch.no_grad():
-                for key, _, parameter in listed:
+                for parameter, key in listed:
                     if key in weights and weights[key].shape == parameter.shape:
                         local = getattr(parameter, "to_local", lambda p=parameter: p)()
                         local.copy_(weights[key])  # of one process, a shard is the whole
+
+    def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Write down what a model that is trained is given, and its buffers."""
+        if not torch.is_grad_enabled():
+            return
+        if not self._keys:
+            self._keys = {id(parameter): key for parameter, key in self._parameters()}
+        trained = [p for p in module.parameters() if id(p) in self._keys]
+        if trained:
+            plain = [sampled(p).double() for p in trained if not hasattr(p, "full_tensor")]
+            weights = sum(
+                float(part @ torch.arange(1, len(part) + 1).cos().double()) for part in plain
+            )
+            self.premises.model(min(self._keys[id(p)] for p in trained), (args, kwargs), weights)
+            for buffer in module.buffers():
+                self._buffers.setdefault(id(buffer), (buffer, buffer.detach().clone()))
+
+    def _parameters(self) -> list[tuple[Tensor, str]]:
+        """All that is trained, with its keys."""
+        listed = (each for optimizer in self._made for each in self._listed(optimizer))
+        return [(parameter, key) for key, _, parameter in listed]
 
     def _listed(self, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
         """(key, name, parameter). A key counts optimizers and parameters as they are made."""
@@ -177,6 +260,7 @@ class Steps:
         self._nested += 1
         if self._nested > 1:
             return None
+        guard = self.ours.guard
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._record(optimizer)
@@ -184,7 +268,7 @@ class Steps:
 
         def then_record() -> Any:
             loss = closure()
-            self._record(optimizer)
+            guard(self._record)(optimizer)
             return loss
 
         if len(args) > 1:
@@ -201,6 +285,7 @@ class Steps:
         plain = [p for _, _, p in listed if not hasattr(p, "full_tensor")]
         self._comparable = world > 1 and len(plain) == len(listed)
         copied = sampled if kind == LATER else whole
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         facts = {
             "rank": rank,
             "optimizer": at,
@@ -215,12 +300,17 @@ class Steps:
             "norms": self.fixed.norms[:],
             "batch_norm": self.fixed.batch_norm,
             "replaced": list(self.fixed.replaced),
-            "start": [float(p.detach().double().sum()) for p in plain],
+            "weights": {k: sampled(p) for k, _, p in listed if not hasattr(p, "full_tensor")},
+            "rates": [float(rate) for rate in rates],
+            "half": self.half,
+            "filled": self.filled,
+            "seen": [] if kind == LATER else self.premises.seen,
             "sharded": len(plain) < len(listed),
             "unjoined": sorted(set(self.unjoined)),
-            "foreign": self.handed.of[0].foreign if self.handed else [],
-            "unlike": self.unlike() or (self.reordered and not self.part.one),
-            "reordered": self.reordered,
+            "foreign": [name for one in self.handed.of for name in one.foreign]
+            if self.handed
+            else [],
+            "unlike": self.unlike(),
         }
         write(self.part.path(f"step.{rank}.{self.turn}.pt"), facts)
         self._kept = [(p, p.detach().clone()) for _, _, p in listed if self.count < len(PLAN)]
@@ -233,6 +323,9 @@ class Steps:
             for parameter, value in self._kept:
                 parameter.copy_(value)
                 self._used.append(parameter)
+            for buffer, value in self._buffers.values() if self._kept else ():
+                buffer.copy_(value)
+        self._buffers.clear()
         self._taken[id(optimizer)] += 1
         self.turn += 1
         if id(optimizer) == next(iter(self._taken)):
@@ -247,7 +340,6 @@ class Steps:
     def _end_of_step(self) -> None:
         self.count += 1
         self.backwards = 0
-        self.reordered = False
         self.fixed.norms.clear()
         for end in self.ends:
             end()
@@ -273,6 +365,21 @@ def _of_all(part: Part, world: int, rank: int = 0) -> Handed | None:
     return Handed(part, rank, [Recorded(**read(path)) for path in paths])
 
 
+@torch.no_grad()
+def filled(parameter: Tensor, key: str) -> bool:
+    """Give a weight that is all zero small values, the same in all processes; whether it was."""
+    full = whole(parameter)
+    if not full.is_floating_point() or not full.numel() or bool(full.any()):
+        return False
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    values = TINY * torch.randn(full.shape, generator=generator)
+    values = values.to(parameter.device, parameter.dtype)
+    if hasattr(parameter, "full_tensor"):
+        values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+    parameter.copy_(values)
+    return True
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A plain copy of a tensor; of a sharded one, all of it (a collective)."""
     full = getattr(tensor, "full_tensor", None)
@@ -286,8 +393,8 @@ def sampled(tensor: Tensor) -> Tensor:
     return flat[:: max(1, len(flat) // 256)].nan_to_num()
 
 
-def leave() -> None:
+def leave(code: int = 0) -> None:
     """End this process: all is measured, and nothing that the script still does is wanted."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)

@@ -2,11 +2,13 @@
 
 One process of a script makes its own samples only. So the tensors that the script's own lines make
 and use are written down in the first step, by place and turn; then each place gets what the plan
-says. Sizes, counts, and masks that are computed from these tensors follow by themselves. Weights,
-gradients, activations, and all that is computed from them are left alone.
+says. What is computed from these tensors, sizes and counts included, follows by itself. Weights,
+gradients, activations, and all that is computed from them are left alone. Inside a model, and in a
+script that has a data loader, only random draws are samples.
 """
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,11 +17,23 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ddp_doctor.certificate.marks import certified
 from ddp_doctor.certificate.plan import LATER
-from ddp_doctor.certificate.samples import FORWARD, MARKED, Handed, Key, Place, alike, is_marked
+from ddp_doctor.certificate.premises import LOSSES
+from ddp_doctor.certificate.samples import (
+    FORWARD,
+    MARKED,
+    Handed,
+    Key,
+    Place,
+    alike,
+    is_marked,
+    joinable,
+)
 from ddp_doctor.certificate.steps import Steps
 from ddp_doctor.facts.places import is_users, users_frame
 
@@ -34,6 +48,7 @@ MADE = {  # functions that make samples where the script's own lines call them
 }
 LEFT_ALONE = {"backward", "size", "dim", "__len__", "detach_", "requires_grad_", "__get__"}
 TAKES = {"index_select", "narrow", "select", "masked_select", "take"}  # some of the rows
+CHOOSES = TAKES | {"__getitem__"}
 PAIRS_NO_ROWS = {"matmul", "__matmul__", "__rmatmul__", "mm", "linear"}
 CONVERTS = "torch.nn.modules.module"  # moves parameters; swaps only those without a weak reference
 BYTES = 1 << 28  # what is written down in all
@@ -50,15 +65,20 @@ class Tensors(TorchFunctionMode):
         # By their ids: tensors that are one sample each; weights, gradients, activations.
         self.single: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.trained: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        # Those that are computed from what came from the plan: nothing is left to do.
+        # Samples of this step's plan, those of a loader, and what is computed from them.
         self.planned: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.loaded: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.left: set[Key] = set()  # where one process computes its own values from samples
         self.bytes = 0
         self.hidden = False
+        self.inside = 0  # calls of models that go on
+        self.ours = steps.ours
         self.thread = threading.get_ident()
         steps.unlike = self.unlike_the_first
         steps.ends += [self.turns.clear, self.planned.clear]
         certified.append(self.marked)
-        nn.modules.module.register_module_forward_pre_hook(self._before_module)
+        nn.Module.__call__ = self._called(nn.Module.__call__)  # type: ignore[method-assign]
+        DTensor.to_local = self._local(DTensor.to_local)  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
@@ -69,46 +89,62 @@ class Tensors(TorchFunctionMode):
         finally:
             self.hidden = before
 
+    @property
+    def _measures(self) -> bool:
+        """Whether what happens now belongs to a step that is compared."""
+        other = self.hidden or threading.get_ident() != self.thread
+        return not (other or self.steps.now == LATER or self.steps.only_evaluates)
+
     def _hidden(self) -> bool:
         marked = self.steps.handed is not None and self.steps.handed.marked
-        other = threading.get_ident() != self.thread
-        return (
-            self.hidden or marked or other or self.steps.now == LATER or self.steps.only_evaluates
-        )
+        return marked or not self._measures
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if self._hidden():
-            return function(*args, **kwargs)
+        with self.ours:
+            return self._seen(function, args, kwargs or {})
+
+    def _seen(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "")
-        frame = sys._getframe(1)
+        if self._hidden():
+            return self._run(function, args, kwargs)
+        frame = sys._getframe(2)
         if frame.f_globals.get("__name__") == CONVERTS:
             return function(*args, **kwargs)
         where = None if name in LEFT_ALONE else users_frame(frame)
         if where is None:
-            return self._followed(name, args, function(*args, **kwargs))
+            return self._followed(name, args, self._run(function, args, kwargs))
         site = self._site(where, name)
         changes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        direct = is_users(_caller(frame, function).f_code.co_filename)
+        direct = not self.inside and is_users(_caller(frame, function).f_code.co_filename)
         if direct:
             if name == "__setitem__":  # if a step does it that the first did not, they are unlike
                 self.turns[site] = self.turns.get(site, 0) + 1
                 self.planned.pop(id(args[0]), None)
             elif not changes and "out" not in kwargs and self._in_time(args):
                 args = self._given(site, args)
-        result = self._followed(name, args, function(*args, **kwargs))
+        result = self._followed(name, args, self._run(function, args, kwargs))
         if self.steps.handed and (site, self.turns.get(site, 0) - 1) in self.steps.handed.mixed:
             self.planned.pop(id(result), None)  # a number of this rank went into it
         if self.steps.part.late and direct and name in MADE:
             self.steps.unjoined.append(f"{site[0]}:{site[1]}")
-        elif (
-            name in (MADE if direct else DRAWN)
-            and isinstance(result, Tensor)
-            and self._is_data(result)
-        ):
+        elif name in (MADE if direct else DRAWN) and self._is_data(result):
             return self._planned(site, result)
+        return result
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call it, and note losses and half precision. What it raises is the script's affair."""
+        name = getattr(function, "__name__", "")
+        if name in LOSSES and self._measures:
+            self.steps.premises.loss(name, args, kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            self.ours.theirs = error
+            raise
+        if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
+            self.steps.half = True
         return result
 
     def _site(self, frame: Any, name: str) -> Place:
@@ -122,25 +158,63 @@ class Tensors(TorchFunctionMode):
             isinstance(one, Tensor) and one.requires_grad for one in _flat(args)
         )
 
-    def _before_module(self, module: nn.Module, args: Any) -> Any:
+    def _called(self, call: Any) -> Any:
+        """The call of a module: what it is given is a sample, what it does is a model's affair."""
+
+        @functools.wraps(call)
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.inside or not self._measures:
+                return call(module, *args, **kwargs)
+            with self.ours:
+                args = self._before_module(module, args, sys._getframe(1))
+                self.steps.before_call(module, args, kwargs)
+            model = any(True for _ in module.parameters())
+            self.inside += model
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self.inside -= model
+
+        return called
+
+    def _before_module(self, module: nn.Module, args: Any, frame: Any) -> Any:
         if self._hidden():
-            return None
-        frame: Any = sys._getframe(1)
-        while frame.f_globals.get("__name__") == "torch.nn.modules.module":
-            frame = frame.f_back
+            return args
         with self.unseen():
             for buffer in module.buffers():
                 self.trained[id(buffer)] = buffer
             if not is_users(frame.f_code.co_filename):
-                return None
-            site = self._site(frame, FORWARD)
-            given = self._given(site, args)
+                return args
+            given = self._given(self._site(frame, FORWARD), args)
             evaluates = self.steps.part.late and not torch.is_grad_enabled()
-            return None if evaluates else given  # it has its turn all the same
+            return args if evaluates else given  # it has its turn all the same
 
-    def _is_data(self, tensor: Tensor) -> bool:
+    def _local(self, to_local: Any) -> Any:
+        """A shard of a weight or of a gradient is no sample."""
+
+        @functools.wraps(to_local)
+        def local(*args: Any, **kwargs: Any) -> Any:
+            shard = to_local(*args, **kwargs)
+            self.trained[id(shard)] = shard
+            return shard
+
+        return local
+
+    def from_loader(self, batch: Any) -> Any:
+        """Note that a batch has its samples from the plan already."""
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                self.loaded[id(leaf)] = leaf
+        return batch
+
+    def _known(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a sample of the plan or computed from one: nothing is left to do."""
+        return any(kind.get(id(tensor)) is tensor for kind in (self.planned, self.loaded))
+
+    def _is_data(self, tensor: Any) -> bool:
         return not (
             type(tensor) is not Tensor  # a parameter, a sharded tensor
+            or tensor.is_meta
             or tensor.requires_grad
             or tensor.dim() == 0
             or self.single.get(id(tensor)) is tensor
@@ -167,10 +241,13 @@ class Tensors(TorchFunctionMode):
     def _follow(self, name: str, args: Any, inputs: list[Tensor], result: Tensor) -> None:
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             self.planned.pop(id(result), None)
+            self.loaded.pop(id(result), None)
         elif name in TAKES | DRAWN or (name == "__getitem__" and not _all_rows(args[1])):
             return
-        elif result.dim() and any(self.planned.get(id(one)) is one for one in inputs):
-            self.planned[id(result)] = result
+        else:
+            for kind in (self.planned, self.loaded):
+                if any(kind.get(id(one)) is one for one in inputs):
+                    kind[id(result)] = result
 
     def _given(self, site: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a call, each as the plan says."""
@@ -206,18 +283,11 @@ class Tensors(TorchFunctionMode):
         if world == 1 or len(before) != len(given):
             return given
         return tuple(
-            self._repeated(one, world)
+            torch.cat([one] * world)
             if old in grown and new == old and isinstance(one, Tensor) and self._is_data(one)
             else one
             for one, new, old in zip(given, lengths, before, strict=True)
         )
-
-    def _repeated(self, constant: Tensor, times: int) -> Tensor:
-        """A constant for all ranks' samples. If its rows differ, samples have to be in the order of
-        the ranks. Those that are replaced before the script puts them together may not be.
-        """
-        self.steps.reordered |= not alike(list(constant.detach()))
-        return torch.cat([constant] * times)
 
     def marked(self, place: Any, value: Any) -> Any:
         """What to use instead of a leaf of a marked batch."""
@@ -235,20 +305,12 @@ class Tensors(TorchFunctionMode):
         self.turns[place] = turn + 1
         handed, key = self.steps.handed, (place, turn)
         if handed is None:
-            self.bytes += value.nbytes
-            if self.bytes < BYTES:
-                # On the CPU: the other ranks, and one process, may have another GPU.
-                self.steps.recorded.samples[key] = value.detach().to("cpu", copy=True)
+            self._record(key, value, replaced)
             return value
-        there = handed.everyones(key) is not None
-        if self.planned.get(id(value)) is value:
-            if there and place[-2] == FORWARD:
-                wanted = self._wanted(handed, key, value)
-                self.steps.reordered |= wanted is None or not alike([wanted, value])
+        every = handed.everyones(key)
+        if self._known(value):
             return value
-        if not there and not is_marked(key):
-            return value
-        if not replaced and handed.same_everywhere(key):
+        if not is_marked(key) and (every is None or self._left_alone(key, value, replaced)):
             return value
         wanted = self._wanted(handed, key, value)
         if wanted is None:
@@ -260,9 +322,44 @@ class Tensors(TorchFunctionMode):
         return value
 
     def _wanted(self, handed: Handed, key: Key, value: Tensor) -> Tensor | None:
-        """The samples of the plan on the device of those that they replace; None without any."""
+        """The samples of the plan on the device of those that they replace; None without any.
+
+        What all ranks draw alike is drawn once per rank if there is a row for each of all samples.
+        """
         rows = handed.rows(self.steps.now, key)
+        every = handed.everyones(key) or []
+        alone = len(every) == 1 or rows is None
+        if not alone and len(every) * len(rows) == len(value) and joinable(every):
+            rows = torch.cat(every)
         return None if rows is None else rows.to(value.device)
+
+    def _record(self, key: Key, value: Tensor, replaced: bool) -> None:
+        self.bytes += value.nbytes
+        if self.bytes < BYTES:
+            # On the CPU: the other ranks, and one process, may have another GPU.
+            self.steps.recorded.samples[key] = value.detach().to("cpu", copy=True)
+        if self._known(value):
+            self.steps.recorded.derived.add(key)
+        elif replaced:  # what a function is given stays as it is in the script
+            self.planned[id(value)] = value
+
+    def _left_alone(self, key: Key, value: Tensor, replaced: bool) -> bool:
+        """Whether the script computes this from samples or sizes, so that it follows by itself."""
+        handed, place = self.steps.handed, key[0]
+        assert handed is not None
+        assert isinstance(place, tuple)
+        name = place[-1] if isinstance(place[-1], str) else place[-2]
+        if handed.loaded and name not in DRAWN:
+            return True
+        if not self.steps.part.late and key in handed.of[0].derived:
+            return True
+        if handed.of_sizes(key) or (not replaced and handed.same_everywhere(key)):
+            return True
+        if not self.steps.part.one or name in DRAWN | CHOOSES:
+            return False
+        if self.steps.count == 0 and handed.follows(key, value.cpu()):
+            self.left.add(key)
+        return key in self.left
 
     def unlike_the_first(self) -> bool:
         """Whether this step used places that the first step did not use, or not as often."""
@@ -273,8 +370,10 @@ class Tensors(TorchFunctionMode):
 
 def _drawn_from_outputs(name: str, inputs: list[Tensor]) -> bool:
     """Whether this draws a sample per row of a model's output: actions, or noise of its shape."""
+    if name not in DRAWN:
+        return False
     outputs = any(one.requires_grad and not one.is_leaf for one in inputs)
-    return name in DRAWN and (name in CHOSEN or (name.endswith("_like") and outputs))
+    return name in CHOSEN or (name.endswith("_like") and outputs)
 
 
 def _flat(args: Any) -> Iterator[Any]:

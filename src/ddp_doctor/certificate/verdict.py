@@ -1,5 +1,6 @@
 """What the measured gradients say: properties, and the verdict that follows from them."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,25 @@ import torch
 
 from ddp_doctor.certificate import files
 from ddp_doctor.certificate.fixed import OFF
-from ddp_doctor.certificate.measure import TOLERANCE, Comparison, Gradients, called, compare, shares
+from ddp_doctor.certificate.measure import (
+    HALF,
+    TOLERANCE,
+    Comparison,
+    Gradients,
+    called,
+    compare,
+    shares,
+)
 from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, USUAL
+from ddp_doctor.certificate.premises import MARK, Seen, other_counts, other_numbers, parted
 from ddp_doctor.certificate.samples import Recorded, same
 from ddp_doctor.certified import TITLES, Certificate, Property
 
-FLAT = "Each rank holds a flat piece of the model, as in FSDP1. Use fully_shard to certify it."
-MARK = "If the batch comes from no DataLoader, mark it: x, y = ddp_doctor.batch((x, y))."
-ELSEWHERE = f"This step did not get its samples at the places where the first step did. {MARK}"
+FLAT = (
+    "Each rank holds parameters of other shapes than one process: the model is cut by hand or by "
+    "FSDP1. Models that fully_shard or parallelize_module has cut can be certified."
+)
+ELSEWHERE = "This step did not get its samples at the places where the first step did."
 COMBINED_LATER = (
     "The optimizer gets another gradient on each rank, but the ranks' weights stay equal. They are "
     "combined in its step or after it, which is not measured."
@@ -25,7 +37,14 @@ FOREIGN = (
     "dataset return tensors, arrays, numbers, texts, lists, or dicts."
 )
 SEVERAL = "One process has no mesh and no group of several ranks, so only P2 can judge this script."
-IN_ORDER = "In one process, the order of the samples cannot be changed without another result."
+IN_ORDER = (
+    "In one process, the same samples in another order give another gradient. So the gradient "
+    "depends on which samples share a micro-batch, or on the number of the step."
+)
+NO_REFERENCE = (
+    "One process with all samples computes the same gradient, but so does it not with the samples "
+    "in another order. It may share a defect of the script, so it is no reference."
+)
 TOO_FEW = "The script took too few optimizer steps."
 ALONE = "One process and one micro-batch: nothing is combined. Start it with --ranks 2."
 OTHERS = "The ranks hold different parameters, so one process cannot stand for them."
@@ -34,8 +53,8 @@ STARTS = (
     "cannot be judged; else broadcast the weights of rank 0."
 )
 NO_GRADIENT = (
-    "The optimizer's parameters get no gradient in the first step: it may have been made before "
-    "the model that is trained, or fully_shard has not synchronized the gradients."
+    "The optimizers' parameters get no gradient in the first step: an optimizer may have been made "
+    "before the model that is trained, or fully_shard has not synchronized the gradients."
 )
 ZERO = "The gradient of the first step is zero: there is nothing to compare."
 COUPLED = (
@@ -54,11 +73,12 @@ NEVER_CLEARED = (
     "not measured."
 )
 WEIGHTS = "the ranks' weights differ: rank {}'s are not rank 0's."
+FILLED = "Weights that start at zero have small values here: else nothing behind them is compared."
 SAME_SAMPLES = (
     "All ranks have the same samples in the first step. That is right only if they split layers; "
     "else give each rank samples of its own, for example with a DistributedSampler."
 )
-MOST_NOISE = 0.01  # a larger change by another order of the samples is no rounding
+ROUNDING = 8  # times the precision of a weight: what may lie between equal weights
 Part = Mapping[tuple[int, int, str], Mapping[str, Any]]  # (rank, optimizer, kind) → facts
 
 
@@ -75,15 +95,19 @@ def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
     `failed_ranks`, `failed_one`: the last line of the error that ended a part, or empty.
     """
     ranks, one = read(folder / "ranks"), read(folder / "one")
-    start = ranks.get((0, 0, OWN))
-    if start is None:
+    first = [facts for (rank, _, kind), facts in ranks.items() if rank == 0 and kind == OWN]
+    if not first or (failed_ranks and not (folder / "ranks" / "world").exists()):
         said = failed_ranks or "it took no optimizer step"
-        return Certificate("not judged", f"The script did not get to an optimizer step: {said}.")
-    if not any(bool(gradient.any()) for gradient in start["gradients"].values()):
-        why = ZERO if start["gradients"] else NO_GRADIENT
-        return Certificate("not judged", why, world=start["world"])
+        why = f"The script did not finish an optimizer step: {said}."
+        world = first[0]["world"] if first else 0
+        return Certificate("not judged", why, world=world, error=failed_ranks)
+    gradients = [gradient for facts in first for gradient in facts["gradients"].values()]
+    if not any(bool(gradient.any()) for gradient in gradients):
+        why = ZERO if gradients else NO_GRADIENT
+        counts = (first[0]["world"], max(1, int(first[0]["backwards"])))
+        return Certificate("not judged", why, world=counts[0], micro_batches=counts[1])
     world_in_script = (folder / "one" / "world-in-script").exists()
-    certificate = Judge(ranks, one, failed_one, world_in_script).certificate
+    certificate = Judge(ranks, one, (failed_ranks, failed_one), world_in_script).certificate
     if _all_the_same(folder / "ranks"):
         certificate.notes.append(SAME_SAMPLES)
     return certificate
@@ -98,9 +122,11 @@ def _all_the_same(folder: Path) -> bool:
 class Judge:
     """Compares steps of the two parts; `certificate` is the result."""
 
-    def __init__(self, ranks: Part, one: Part, failed_one: str, world_in_script: bool) -> None:
+    def __init__(
+        self, ranks: Part, one: Part, failed: tuple[str, str], world_in_script: bool
+    ) -> None:
         self.ranks, self.one = ranks, one
-        self.failed_one = failed_one
+        self.failed_ranks, self.failed_one = failed
         self.world_in_script = world_in_script
         self.own = ranks[0, 0, OWN]
         self.world, self.micros = int(self.own["world"]), max(1, int(self.own["backwards"]))
@@ -113,24 +139,33 @@ class Judge:
             if not kind.startswith(LATER)
             for key in facts["gradients"]
         }
-        self.noise = self._noise()
-        self.tolerance = max(TOLERANCE, 5 * (self.noise or 0.0))
+        half = any(facts["half"] for part in (ranks, one) for facts in part.values())
+        self.base = HALF if half else TOLERANCE
+        self.noise, self.in_order = self._noise()
+        self.tolerance = max(self.base, 2 * (self.noise or 0.0))
+        replicas = self._replicas()
         whole, copies = self._against_one("P1", OWN), self._against_one("P3", COPIES)
-        every = [whole, self._deal(), copies, self._usual(), *self._replicas()]
+        every = [whole, self._deal(), copies, self._usual(), *replicas]
         properties = {one.name: one for one in every if one is not None}
         chosen, why = self._decided(properties)
         numbers = (chosen.ratio, chosen.cosine, chosen.factor, chosen.worst, self.noise)
         shown = [one for name, one in properties.items() if name in TITLES]
-        counts = (self.world, self.micros, shown, self._notes(properties))
+        counts = (self.world, self.micros, shown, self._notes(properties), self.failed_ranks)
         self.certificate = Certificate(chosen.verdict, why, *numbers, *counts)
 
-    def _noise(self) -> float | None:
+    def _noise(self) -> tuple[float | None, bool]:
+        """What another order of one process's samples changes; whether that is more than rounding.
+
+        None and False if the samples are not the same.
+        """
         part, second = (self.one, DEAL) if self.world > 1 else (self.ranks, COPIES)
-        if (0, 0, OWN) not in part or (0, 0, second) not in part:
-            return None
-        a, b = part[0, 0, OWN], part[0, 0, second]
+        a, b = part.get((0, 0, OWN)), part.get((0, 0, second))
+        if a is None or b is None or a["backwards"] != b["backwards"] or b["unlike"]:
+            return None, False
         noise = compare(a["gradients"], b["gradients"], self.names).error
-        return noise if noise < MOST_NOISE and a["backwards"] == b["backwards"] else None
+        if noise <= self.base:
+            return noise, False
+        return None, not parted(a["seen"], b["seen"])
 
     # The properties. None: it has nothing to say about this script.
 
@@ -138,21 +173,29 @@ class Judge:
         if self.world == 1:
             return None
         if (0, 0, kind) not in self.one or (0, 0, kind) not in self.ranks:
-            said = self.failed_one or "it took no optimizer step"
-            hint = SEVERAL if "world size" in said else MARK
-            why = f"One process with all samples failed: {said}. {hint}"
-            return Property(name, "not judged", why if kind == OWN else TOO_FEW)
+            return Property(name, "not judged", self._missing(kind))
         if _shapes_differ(self._gradients(self.ranks, OWN), self._gradients(self.one, OWN)):
             return Property(name, "not judged", FLAT)
         found = self._compared((self.ranks, kind), (self.one, kind))
         blocked = self._elsewhere(kind) if kind == COPIES else ""
         return self._property(name, found, blocked or self._doubt(kind))
 
+    def _missing(self, kind: str) -> str:
+        """Why a step is not there."""
+        if self.failed_ranks and (0, 0, kind) not in self.ranks:
+            return f"The ranks failed before this step: {self.failed_ranks}."
+        if not self.failed_one:
+            return TOO_FEW
+        several = re.search(r"world.?size|process group|\bmesh\b", self.failed_one, re.I)
+        size = "If it expects one rank's number of samples there, take that number from the batch."
+        said = f"One process with the samples of all ranks failed: {self.failed_one}."
+        return f"{said} {SEVERAL if several else size}"
+
     def _deal(self) -> Property | None:
         if self.world * self.micros == 1:
             return None
         if (0, 0, DEAL) not in self.ranks:
-            return Property("P2", "not judged", TOO_FEW)
+            return Property("P2", "not judged", self._missing(DEAL))
         return self._property(
             "P2", self._compared((self.ranks, DEAL), (self.ranks, OWN)), self._elsewhere(DEAL)
         )
@@ -193,15 +236,19 @@ class Judge:
             if rank == 0 or ours is None:
                 continue
             shapes = _shapes_differ(facts["gradients"], ours["gradients"])
-            alike = facts["start"] == ours["start"]
+            alike = not _apart(facts["weights"], ours["weights"])
             if sharded and (kind != OWN or shapes or not alike):
                 continue
             if shapes:
                 return [Property("start", "not judged", OTHERS)]
             if kind == OWN and not alike:
                 return [Property("start", "not judged", STARTS)]
-            if kind.startswith(LATER) and _apart(facts["start"], ours["start"]):
-                since = f"At optimizer step {facts['turn'] + 1}, "
+            since = f"At optimizer step {facts['turn'] + 1}, "
+            if facts["rates"] != ours["rates"]:
+                rates = f"{facts['rates'][0]:g}, rank 0 one of {ours['rates'][0]:g}."
+                why = f"{since}rank {rank} has a learning rate of {rates}"
+                return [Property("later", "different", why)]
+            if not alike:
                 return [Property("later", "different", f"{since}{WEIGHTS.format(rank)}")]
             found = compare(facts["gradients"], ours["gradients"], self.names, self.tolerance)
             if found.kind != "equal":
@@ -235,10 +282,10 @@ class Judge:
 
     def _property(self, name: str, found: Comparison, blocked: str) -> Property:
         """A measured property. With a reason to doubt it, it is judged only if it agrees."""
+        if blocked and found.kind != "equal":
+            return Property(name, "not judged", blocked)
         factor = called(found.ratio, self.world) if found.kind == "scaled" else None
         numbers = (found.ratio, found.cosine, factor, found.worst)
-        if blocked and found.kind != "equal":
-            return Property(name, "not judged", blocked, *numbers)
         return Property(name, found.kind, TITLES[name], *numbers)
 
     def _doubt(self, kind: str) -> str:
@@ -250,21 +297,50 @@ class Judge:
                 f"What the ranks use at {facts['unjoined'][0]} cannot be joined. {MARK} If its "
                 "shape differs between the ranks, take it from a DataLoader with a collate_fn."
             )
+        if said := self._parted((self.ranks, kind), (self.one, kind)):
+            return said
+        if kind == OWN and (said := other_counts(self.own["seen"], facts["seen"], self.world)):
+            return f"{said} So it is not shown that both have the same samples. {MARK}"
         if int(facts["backwards"]) != self.micros:
             return f"One process made {facts['backwards']} backward passes, a rank {self.micros}."
         if self.world_in_script:
             return "The script contains the number of ranks, so one process of it divides by it."
         return ""
 
+    def _parted(self, first: tuple[Part, str], second: tuple[Part, str]) -> str:
+        """Where the samples of two steps are not the same. Ranks that all see the same are one."""
+        ranks = [*self._seen(*first).values()]
+        ours = [seen for rank in ranks for seen in rank]
+        if first[1] == COPIES or all(not parted(rank, ranks[0]) for rank in ranks[1:]):
+            ours = ranks[0]
+        theirs = [seen for rank in self._seen(*second).values() for seen in rank]
+        every = [seen for rank in ranks for seen in rank]
+        return parted(ours, theirs) and parted(every, theirs)
+
+    def _seen(self, part: Part, kind: str) -> dict[int, list[Seen]]:
+        """What each rank saw in a step, until each optimizer's turn."""
+        found: dict[int, list[Seen]] = {}
+        for (rank, _, its), facts in part.items():
+            if its == kind:
+                found.setdefault(rank, []).extend(facts["seen"])
+        return found
+
     def _elsewhere(self, kind: str) -> str:
         facts = self.ranks[0, 0, kind]
-        unlike = self._unlike(kind) or facts["backwards"] != self.micros
-        starts = [f["start"] for (_, at, its), f in self.ranks.items() if (at, its) == (0, OWN)]
-        if kind == DEAL and any(start != self.own["start"] for start in starts):
+        if self._unlike(kind) or facts["backwards"] != self.micros:
+            return ELSEWHERE
+        if kind != DEAL:
+            return ""
+        every = [f["weights"] for (_, at, its), f in self.ranks.items() if (at, its) == (0, OWN)]
+        if any(_apart(weights, self.own["weights"]) for weights in every):
             return OTHERS
-        if kind == DEAL and not unlike and (0, 0, OWN) in self.one and self.noise is None:
+        if facts["unjoined"]:
+            return ELSEWHERE
+        if self.in_order:
             return IN_ORDER
-        return ELSEWHERE if unlike or (kind == DEAL and facts["unjoined"]) else ""
+        if other_numbers(facts["seen"], self.own["seen"]):
+            return ELSEWHERE
+        return self._parted((self.ranks, DEAL), (self.ranks, OWN))
 
     def _unlike(self, kind: str) -> bool:
         """Whether this step used other places than the first, on any rank."""
@@ -277,7 +353,12 @@ class Judge:
         p1, p2, p3 = (of.get(name) for name in ("P1", "P2", "P3"))
         start, later, usual = (of.get(name) for name in ("start", "later", "usual"))
         if start is not None and start.judged and self._stays_equal():
+            for name in of.keys() & {"P1", "P2", "P3"}:
+                of[name] = Property(name, "not judged", "The gradient is combined later.")
             return Property("start", "not judged", COMBINED_LATER), COMBINED_LATER
+        if start is not None and start.judged and self.failed_ranks:
+            why = f"{start.why} Whether they are combined later is not known: {self.failed_ranks}."
+            return Property("start", "not judged", why), why
         if start is not None:
             return start, start.why + (self._averaged() or IF_AVERAGED if start.judged else "")
         if p1 is None:
@@ -296,6 +377,8 @@ class Judge:
         if later is not None and later.verdict != "equal":
             first = "The first step's gradient is that of one process."
             return later, f"{first} {later.why}{self._averaged()}"
+        if self.in_order and not (p2 is not None and p2.verdict == "equal"):
+            return Property("P1", "not judged", NO_REFERENCE), NO_REFERENCE
         if usual is not None and usual.verdict in ("scaled", "different"):
             return self._as_it_is(p1, usual)
         return p1, "One process with all samples of a step computes the same gradient."
@@ -303,7 +386,7 @@ class Judge:
     def _stays_equal(self) -> bool:
         """Whether all ranks have the same weights at every later step."""
         later = [
-            facts["start"] == self.ranks[0, optimizer, kind]["start"]
+            not _apart(facts["weights"], self.ranks[0, optimizer, kind]["weights"])
             for (rank, optimizer, kind), facts in self.ranks.items()
             if rank and kind.startswith(LATER) and (0, optimizer, kind) in self.ranks
         ]
@@ -314,7 +397,8 @@ class Judge:
         same: dict[str, bool] = {}
         for (_, optimizer, kind), facts in self.ranks.items():
             if optimizer == 0:
-                equal = facts["start"] == self.ranks.get((0, 0, kind), facts)["start"]
+                ours = self.ranks.get((0, 0, kind), facts)
+                equal = not _apart(facts["weights"], ours["weights"])
                 same[kind] = same.get(kind, True) and equal
         each = list(same.values())
         again = [n for n in range(1, len(each)) if each[n] and not each[n - 1]]
@@ -342,9 +426,10 @@ class Judge:
 
     def _different(self, p1: Property, p3: Property | None) -> tuple[Property, str]:
         if p3 is not None and p3.verdict == "scaled":
-            return p3, (
-                f"Copies of one batch give {_times(p3)} times the gradient of one process. "
-                "Besides, the gradient depends on which samples share a batch."
+            return p1, (
+                "One process with the same samples computes another gradient. Copies of one batch "
+                f"give {_times(p3)} times the gradient of that batch: a factor, or a loss that "
+                "grows with the number of samples."
             )
         if p3 is None or p3.verdict != "equal":
             return p1, "One process with the same samples computes another gradient."
@@ -370,6 +455,22 @@ class Judge:
 
     def _notes(self, of: dict[str, Property]) -> list[str]:
         notes = [OFF]
+        if self.own["filled"]:
+            notes.append(FILLED)
+        silent = self._silent()
+        if silent:
+            shown = f"{', '.join(silent[:3])}{', …' * (len(silent) > 3)}"
+            notes.append(
+                f"{len(silent)} of {len(self.names)} parameters had no gradient in the measured "
+                f"step, so nothing is said of them: {shown}."
+            )
+        numbers = other_numbers(self.own["seen"], self.one.get((0, 0, OWN), {}).get("seen", []))
+        if numbers and "P1" in of and of["P1"].verdict in ("scaled", "different"):
+            notes.append(numbers)
+        if "P3" in of and of["P1"].verdict == "equal" and of["P3"].verdict == "scaled":
+            notes.append(f"P3 is {_times(of['P3'])}: the loss grows with the number of samples.")
+        if self.failed_ranks:
+            notes.append(f"The ranks failed: {self.failed_ranks}. What followed is not compared.")
         if self.micros > 1:
             notes.append(K_NOT_MEASURED)
         if not any(facts["cleared"] for facts in self.ranks.values()):
@@ -392,15 +493,25 @@ class Judge:
             )
         return notes
 
+    def _silent(self) -> list[str]:
+        """The parameters whose gradient is zero, or missing, wherever it would be compared."""
+        sides = (self._gradients(part, OWN) for part in (self.ranks, self.one))
+        heard = {key for side in sides for key, gradient in side.items() if bool(gradient.any())}
+        return [name for key, name in self.names.items() if key not in heard]
+
 
 def _shapes_differ(ours: Gradients, others: Gradients) -> bool:
     return any(ours[key].shape != others[key].shape for key in ours.keys() & others.keys())
 
 
-def _apart(ours: list[float], theirs: list[float]) -> bool:
-    """Whether sums of parameters differ by more than rounding."""
-    pairs = zip(ours, theirs, strict=True)
-    return any(abs(a - b) > TOLERANCE * max(abs(a), abs(b), TOLERANCE) for a, b in pairs)
+def _apart(ours: Gradients, theirs: Gradients) -> bool:
+    """Whether a weight differs by more than rounding."""
+    return any(
+        ours[key].shape != theirs[key].shape
+        or float((ours[key] - theirs[key]).norm())
+        > ROUNDING * torch.finfo(ours[key].dtype).eps * float(ours[key].norm())
+        for key in ours.keys() & theirs.keys()
+    )
 
 
 def _times(one: Property) -> str:
@@ -408,6 +519,8 @@ def _times(one: Property) -> str:
 
 
 def _sentence(one: Property) -> str:
+    if one.ratio is None:
+        return one.why
     numbers = f"ratio {one.ratio:.4f}, cosine {one.cosine:.4f}"
     if one.name == "P3":
         return f"Copies of one batch do not give that batch's gradient ({numbers})."

@@ -9,11 +9,13 @@ from ddp_doctor.explain.findings import ORDER, Finding
 TOO_SMALL = {"missing_world_size_factor"}
 TOO_LARGE = {"own_reduction_sums"}
 OTHER_SCALE = {"scaled_by_world_size"}
-# The number of micro-batches is not measured, nor what the last window of an epoch holds.
-OF_MICRO_BATCHES = {
-    *("loss_not_divided_by_accumulation", "loss_divided_twice", "partial_window_divided_by_k"),
+# What a measured step that is equal refutes. A model that changes after it was wrapped is missing
+# here: it may do so after the measured steps.
+OF_ONE_STEP = {
+    *("unequal_denominators_accumulation", "loss_reduced_before_backward", "clipped_before_sync"),
+    *("manual_all_reduce_skips_none", "optimizer_in_backward", "parameters_averaged"),
+    *("replicas_differ_at_start", "static_graph_with_no_sync"),
 }
-# A model that changes after it was wrapped is missing here: it may do so after the measured steps.
 OTHER_DIRECTION = {
     *("unequal_denominators", "local_negatives"),
     *("wrapper_bypassed", "wrapper_lost", "two_backwards", "last_micro_batch_unsynced"),
@@ -30,16 +32,12 @@ def agreeing(
         total = equation.step.total if equation.step is not None else copies.ratio
         # The number of micro-batches is not measured.
         if not any(near(total, copies.ratio * factor) for factor in (1, k, 1 / k)):
+            samples = "with copies of one batch, " if copies.name == "P3" else ""
             equation = equation.saying(
-                f"measured  the gradient is {copies.ratio:.4g} times that of one process"
+                f"measured  {samples}the gradient is {copies.ratio:.4g} times that of one process"
             )
     wrong = contradicted(certificate)
-    equal = certificate.verdict == "equal"
-    return equation, [
-        finding
-        for finding in findings
-        if finding.code not in wrong and (not equal or finding.code in OF_MICRO_BATCHES)
-    ]
+    return equation, [finding for finding in findings if finding.code not in wrong]
 
 
 def contradicted(certificate: Certificate) -> set[str]:
@@ -56,10 +54,11 @@ def contradicted(certificate: Certificate) -> set[str]:
         wrong |= OTHER_DIRECTION
         # A lost path through other ranks' features may leave the direction as it is.
         wrong |= {"gather_without_gradient"} if whole.verdict == "equal" else set()
-    return wrong
+    return wrong | (OF_ONE_STEP if certificate.verdict == "equal" else set())
 
 
-SCALE = TOO_SMALL | TOO_LARGE | OTHER_SCALE | OF_MICRO_BATCHES
+SCALE = TOO_SMALL | TOO_LARGE | OTHER_SCALE | {"partial_window_divided_by_k"}
+SCALE |= {"loss_not_divided_by_accumulation", "loss_divided_twice"}
 DIRECTION = {
     *("unequal_denominators", "unequal_denominators_accumulation", "local_negatives"),
     *("gather_without_gradient", "loss_reduced_before_backward"),
@@ -83,8 +82,12 @@ def _judged(certificate: Certificate) -> dict[str, Property]:
 
 
 def _scale(certificate: Certificate) -> Property | None:
-    """The property that measures the scale: copies of one batch, so the deal has no part in it."""
+    """The property that measures the scale: copies of one batch, so the deal has no part in it.
+
+    All samples if copies do not only scale; copies may if the loss grows with their number.
+    """
     judged = _judged(certificate)
-    whole = judged.get("P1")
-    copies = judged.get("P3", whole if whole and whole.verdict == "scaled" else None)
-    return None if copies is None or copies.verdict == "different" else copies
+    whole, copies = judged.get("P1"), judged.get("P3")
+    if whole is not None and whole.verdict in ("equal", "scaled"):
+        return whole
+    return whole if copies is None or copies.verdict == "different" else copies

@@ -8,11 +8,12 @@ import contextlib
 import functools
 import inspect
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,8 @@ def install(used: Used) -> None:
     _accelerator(tell)
     _streams(tell)
     _classes(tell)
+    _attention(tell)
+    _programs(tell)
     _OnCpu(tell).__enter__()
 
 
@@ -106,6 +109,7 @@ def _groups(tell: Used) -> None:
         changed = over_gloo(getattr(dist, name))
         setattr(dist, name, changed)
         setattr(dist.distributed_c10d, name, changed)
+    dist.Work.get_future = _future(dist.Work.get_future, tell)  # type: ignore[method-assign]
     make = dist.device_mesh.init_device_mesh
 
     @functools.wraps(make)
@@ -167,6 +171,12 @@ class _Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.time = 0.0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -196,10 +206,50 @@ def _streams(tell: Used) -> None:
 
         return Said
 
+    torch.Stream, torch.Event = said(_Stream), said(_Event)  # type: ignore[misc,assignment]
     torch.cuda.Stream, torch.cuda.Event = said(_Stream), said(_Event)  # type: ignore[misc,assignment]
     for name in ("current_stream", "default_stream"):
         _replace(torch.cuda, name, _Stream(), tell)
     _replace(torch.cuda, "stream", contextlib.nullcontext(), tell)
+
+
+def _attention(tell: Used) -> None:
+    """The CPU has one kernel: switches that choose one of a GPU would leave it without any."""
+    for name in ("enable_flash_sdp", "enable_math_sdp", "enable_mem_efficient_sdp"):
+        _replace(torch.backends.cuda, name, None, tell)
+    _replace(torch.backends.cuda, "enable_cudnn_sdp", None, tell)
+
+
+def _programs(tell: Used) -> None:
+    """`nvidia-smi` prints a line instead of being missing."""
+    run = subprocess.Popen.__init__
+
+    @functools.wraps(run)
+    def started(self: Any, command: Any, *args: Any, **kwargs: Any) -> None:
+        words = command.split() if isinstance(command, str) else list(map(str, command))
+        if words and os.path.basename(words[0]) == "nvidia-smi":
+            tell("nvidia-smi")
+            command = "echo no GPU" if kwargs.get("shell") else ["echo", "no GPU"]
+        run(self, command, *args, **kwargs)
+
+    subprocess.Popen.__init__ = started  # type: ignore[method-assign,assignment]
+
+
+def _future(get_future: Any, tell: Used) -> Any:
+    """Gloo's reduce-scatter has no future: wait for it, and return one that is done."""
+
+    @functools.wraps(get_future)
+    def future(work: Any) -> Any:
+        try:
+            return get_future(work)
+        except RuntimeError:
+            tell("Work.get_future")
+            work.wait()
+            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            done.set_result([])
+            return done
+
+    return future
 
 
 def _classes(tell: Used) -> None:

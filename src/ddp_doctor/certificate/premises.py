@@ -1,0 +1,233 @@
+"""Did the model get the same samples in two runs? Shown before their gradients are compared.
+
+Recorded in each step that is compared: the rows that every call of the trained model was given, the
+pairs of a row of an output and a row of a target that each loss was given, and the small tensors
+that the script reduced over the ranks. `parted` compares rows by value and in any order.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ddp_doctor.facts.places import place
+
+MODEL, LOSS, NUMBERS, WEIGHTS = "model", "loss", "numbers", "weights"
+MARK = "Mark the batch where the script has made it: x, y = ddp_doctor.batch((x, y))."
+LOSSES = {
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
+}
+BYTES = 1 << 28  # what is kept of a step
+Seen = dict[str, Any]  # what, key, place; of a model: rows; of a loss: columns, out, target
+
+
+class Premises:
+    """What is seen of one step. `clear` begins the next."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+        self.bytes = 0
+
+    def clear(self) -> None:
+        self.seen, self.bytes = [], 0
+
+    def model(self, key: str, given: Any, weights: float) -> None:
+        """A call of a model whose first trained parameter is `key`. `weights` tells them apart."""
+        self._note(WEIGHTS, key, weights=weights)
+        tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()]
+        for at, one in enumerate(t for t in tensors if type(t) is Tensor and not t.is_meta):
+            self.bytes += one.nbytes
+            if self.bytes < BYTES:
+                rows = one.detach().cpu().clone()
+                self._note(MODEL, f"{key}/{at}", rows=rows)
+
+    def loss(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A loss of outputs and targets, both with one sample per row."""
+        out, target = [*args, kwargs.get("input"), kwargs.get("target")][:2]
+        if not (isinstance(out, Tensor) and isinstance(target, Tensor)) or out.is_meta:
+            return
+        if not out.requires_grad or not out.dim() or not target.dim() or len(out) != len(target):
+            return
+        if type(out) is Tensor and type(target) is Tensor:
+            kept = target.detach().cpu() != kwargs.get("ignore_index", -100)
+            self._note(
+                LOSS,
+                name,
+                columns=list(out.shape[1:]),
+                kept=kept.reshape(len(kept), -1).any(1),
+                out=_projected(out),
+                target=_projected(target),
+            )
+
+    def reduced(self, tensor: Any) -> None:
+        """The result of an all-reduce."""
+        if type(tensor) is Tensor and tensor.numel() <= 16 and not tensor.requires_grad:
+            self._note(NUMBERS, "", values=tensor.detach().cpu().double().flatten())
+
+    def _note(self, what: str, key: str, **of: Any) -> None:
+        self.seen.append({"what": what, "key": key, "place": place(), **of})
+
+
+def parted(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
+    """Where samples are not the same in two runs, in a sentence; empty if all are.
+
+    `ours` is what all ranks saw, `theirs` what the other run saw.
+    """
+    ours, theirs = list(ours), list(theirs)
+    return _weights(ours, theirs) or _models(ours, theirs) or _losses(ours, theirs)
+
+
+def other_numbers(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
+    """The first reduced numbers that are not the same in two runs of one process; or empty."""
+    pairs = zip(_of(ours, NUMBERS, ""), _of(theirs, NUMBERS, ""), strict=False)
+    for one, other in pairs:
+        a, b = one["values"], other["values"]
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-4, equal_nan=True):
+            first, second = (", ".join(f"{v:.5g}" for v in x[:4].tolist()) for x in (a, b))
+            return f"At {one['place']}, {first} is the ranks' result, {second} that of one process."
+    return ""
+
+
+def _of(seen: Iterable[Seen], what: str, key: str | None = None) -> list[Seen]:
+    return [one for one in seen if one["what"] == what and key in (None, one["key"])]
+
+
+def _weights(ours: list[Seen], theirs: list[Seen]) -> str:
+    """The first call of a model whose weights are not the same everywhere."""
+    for one in _of(theirs, WEIGHTS):
+        others = [other["weights"] for other in _of(ours, WEIGHTS, one["key"])]
+        if not any(math.isclose(one["weights"], other, rel_tol=1e-6) for other in others):
+            return (
+                f"At {one['place']}, the model has other weights than on the ranks: the step moves "
+                "them before this pass, each rank by its own gradient, so one process is no "
+                "reference."
+            )
+    return ""
+
+
+def _models(ours: list[Seen], theirs: list[Seen]) -> str:
+    """The first call of a model that was given other rows. A wrapper may be given more tensors."""
+    calls = _of(ours, MODEL)
+    if not calls:
+        return "No call of the model that is trained was seen."
+    keys = dict.fromkeys(one["key"] for one in calls)
+    for key in dict.fromkeys(one["key"] for one in _of(theirs, MODEL)):
+        model = key.split("/")[0]
+        got = [one["rows"] for one in _of(theirs, MODEL, key)]
+        of_model = [k for k in keys if k.split("/")[0] == model]
+        if any(same_rows([s["rows"] for s in _of(ours, MODEL, k)], got) for k in of_model):
+            continue
+        where = _of(theirs, MODEL, key)[0]["place"]
+        return f"At {where}, the model does not get the samples that it gets on the ranks. {MARK}"
+    missing = {key.split("/")[0] for key in keys}
+    if missing - {one["key"].split("/")[0] for one in _of(theirs, MODEL)}:
+        return f"The call of the model at {calls[0]['place']} was not seen in both runs."
+    return ""
+
+
+def _losses(ours: list[Seen], theirs: list[Seen]) -> str:
+    """The first loss whose targets have come apart from its outputs."""
+    for key in dict.fromkeys(one["key"] for one in _of(ours, LOSS)):
+        sides = [_of(ours, LOSS, key), _of(theirs, LOSS, key)]
+        if len({tuple(one["columns"]) for side in sides for one in side}) != 1 or not sides[1]:
+            continue
+        every, kept = ([_pairs(side, only_kept) for side in sides] for only_kept in (False, True))
+        if _apart(*every) or _apart(*kept):
+            return (
+                f"At {sides[1][0]['place']}, the targets are not with the outputs that they are "
+                f"with on the ranks. {MARK}"
+            )
+    return ""
+
+
+def _pairs(calls: list[Seen], only_kept: bool) -> tuple[Tensor, Tensor]:
+    """Outputs and targets of some calls; without those that the loss ignores, or with them."""
+    out, target, kept = (torch.cat([one[n] for one in calls]) for n in ("out", "target", "kept"))
+    return (out[kept], target[kept]) if only_kept else (out, target)
+
+
+def _apart(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
+    """Whether the outputs are the same, but not the targets that they are with.
+
+    Targets that count 0, 1, 2, … are positions in a batch, which one process makes by itself.
+    """
+    (out, target), (other, wanted) = ours, theirs
+    if torch.equal(wanted, torch.arange(len(wanted)).double()) or not _same_values(out, other):
+        return False
+    size = float(out.square().mean().sqrt()) or 1.0
+    width = float(target.square().mean().sqrt()) or 1.0
+    sums = (one / size + math.e * its / width for one, its in (ours, theirs))
+    return not _same_values(*sums)
+
+
+def other_counts(ours: Iterable[Seen], theirs: Iterable[Seen], world: int) -> str:
+    """The first counts that a rank and one process reduced to other numbers, unless to W times."""
+    ours, theirs = _of(ours, NUMBERS, ""), _of(theirs, NUMBERS, "")
+    if len(ours) != len(theirs):
+        return ""
+    for one, other in zip(ours, theirs, strict=True):
+        a, b = one["values"], other["values"]
+        whole = bool((a == a.round()).all() and (b == b.round()).all())
+        if whole and not any(
+            torch.equal(a * n, b * m) for n, m in ((1, 1), (1, world), (world, 1))
+        ):
+            return other_numbers([one], [other])
+    return ""
+
+
+def same_rows(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether both hold the same rows in any order, along the first or the second dimension.
+
+    Longer rows may go on with padding, at the end or at the beginning. Equal constants are the
+    same, however often they are there.
+    """
+    every = [*ours, *theirs]
+    if not theirs or len({one.dim() for one in every}) != 1 or len({t.dtype for t in every}) != 1:
+        return False
+    for front in (True, False):
+        for dim in range(min(2, every[0].dim())):
+            cropped = _cropped(every, dim, front)
+            a, b = cropped[: len(ours)], cropped[len(ours) :]
+            first, *others = cropped
+            if all(one.shape == first.shape and torch.equal(one, first) for one in others):
+                return True
+            if sum(t.shape[dim] for t in a) == sum(t.shape[dim] for t in b) and _same_values(
+                *(torch.cat([_projected(t.transpose(0, dim)) for t in side]) for side in (a, b)),
+                every[0].dtype,
+            ):
+                return True
+    return False
+
+
+def _cropped(tensors: Sequence[Tensor], dim: int, front: bool) -> list[Tensor]:
+    """All as long as the shortest, in each dimension but `dim`."""
+    out = [one.nan_to_num() if one.is_floating_point() else one for one in tensors]
+    for other in range(tensors[0].dim()):
+        if other != dim:
+            length = min(one.shape[other] for one in tensors)
+            out = [t.narrow(other, 0 if front else t.shape[other] - length, length) for t in out]
+    return out
+
+
+def _projected(tensor: Tensor) -> Tensor:
+    """A number for each row; rows that differ have different ones."""
+    rows = tensor.detach().cpu().double().nan_to_num().flatten(1) if tensor.dim() > 1 else None
+    if rows is None:
+        return tensor.detach().cpu().double().nan_to_num()
+    generator = torch.Generator().manual_seed(rows.shape[1])
+    return rows @ torch.randn(rows.shape[1], dtype=torch.float64, generator=generator)
+
+
+def _same_values(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether both hold the same numbers in any order, up to rounding."""
+    if len(ours) != len(theirs):
+        return False
+    ours, theirs = ours.sort().values, theirs.sort().values
+    exact = not dtype.is_floating_point
+    step = 1e-9 if exact else (64 if dtype.itemsize >= 4 else 4) * torch.finfo(dtype).eps
+    size = float(ours.square().mean().sqrt()) if len(ours) else 0.0
+    return not bool(((ours - theirs).abs() > step * (size + 1e-30)).any())

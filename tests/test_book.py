@@ -9,6 +9,7 @@ import yaml
 
 from labkit.book.chapters import chapters_of, normalize
 from labkit.launch.scripts import project_root
+from when_to_multiply import NO_FACTOR, TREE
 
 ROOT = project_root()
 BOOK = ROOT / "book"
@@ -109,3 +110,13 @@ def test_the_front_page_shows_the_digits_that_the_chapter_prints():
     assert [list(row) for row in front] == [
         [name, thread, accumulated, ddp] for name, thread, accumulated, _, ddp in rows
     ]
+
+
+def test_the_factors_on_one_page_are_those_of_the_trees_leaves():
+    leaves = [end for answers in TREE.values() for ends in answers.values() for _, end in ends]
+    page = (BOOK / "reference" / "one_page.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| .* \| ([^|]+) \|$", page, re.M)
+    assert [number for number, _ in rows] == [str(1 + leaf) for leaf in range(len(leaves))]
+    for (number, factor), leaf in zip(rows, leaves, strict=True):
+        said = NO_FACTOR if factor.startswith("no factor") else f"×{factor}"
+        assert said == leaf, f"leaf {number}"

@@ -5,7 +5,8 @@ from doctor.journals import fact, run_of, window
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_doctor.explain.equation import combination, equation
+from ddp_doctor.explain.combination import combination
+from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.rules import examine
 from ddp_doctor.facts.types import ScalingFact
 

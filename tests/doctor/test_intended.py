@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from doctor.journals import OWN, SAME, fact, findings, run_of, run_with_steps, step, window
 
-from ddp_doctor.explain.equation import equation, number
+from ddp_doctor.explain.equation import equation
+from ddp_doctor.explain.numbers import number
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import (
     BatchFact,

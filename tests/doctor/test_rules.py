@@ -9,7 +9,8 @@ from ddp_doctor.explain.agreement import agreeing, explaining
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import CATALOG, finding
 from ddp_doctor.explain.rules import examine, explained
-from ddp_doctor.explain.rules.loss import partial_window_divided_by_k, scale
+from ddp_doctor.explain.rules.loss import scale
+from ddp_doctor.explain.rules.micro_batches import partial_window_divided_by_k
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import CollectiveFact, ReplicaFact, ScalingFact, StartFact, WrapperFact
 

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from ddp_doctor.certified import Certificate, Property
-from ddp_doctor.explain.equation import Equation, near
+from ddp_doctor.explain.equation import Equation
 from ddp_doctor.explain.findings import ORDER, Finding
+from ddp_doctor.explain.numbers import near
 
 TOO_SMALL = {"missing_world_size_factor"}
 TOO_LARGE = {"own_reduction_sums"}

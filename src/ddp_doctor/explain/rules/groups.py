@@ -4,15 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ddp_doctor.explain.equation import (
-    Equation,
-    alike,
-    computed_alike,
-    local_and_final,
-    near,
-    number,
-)
+from ddp_doctor.explain.combination import computed_alike, local_and_final
+from ddp_doctor.explain.equation import Equation
 from ddp_doctor.explain.findings import GROUPS, Finding, finding
+from ddp_doctor.explain.numbers import alike, near, number
 from ddp_doctor.facts.merged import Run, Window
 
 NORM = (

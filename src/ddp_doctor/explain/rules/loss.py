@@ -1,14 +1,14 @@
 """Loss and counts: the weights of all items have to be equal, and to sum to 1."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from ddp_doctor.explain.equation import Equation, Step, alike, is_literal, near, number, untouched
+from ddp_doctor.explain.equation import Equation, Step, by_optimizer, is_literal, usual_length
 from ddp_doctor.explain.findings import Finding, Severity, finding
-from ddp_doctor.facts.merged import Run, Window, so_far
-from ddp_doctor.facts.types import CollectiveFact, ScalingFact, TermFact, WindowFact
+from ddp_doctor.explain.numbers import alike, near, number
+from ddp_doctor.explain.rules.pairs import gathers_of
+from ddp_doctor.facts.merged import Run, so_far
+from ddp_doctor.facts.types import CollectiveFact, ScalingFact
 
 WORLD = re.compile(
     r"world|num_replicas|num_processes|n_?procs?\b|n_?gpus?\b|num_?gpus|n_?ranks|num_ranks|"
@@ -19,11 +19,6 @@ WINDOW = re.compile(
     r"accum|micro|\bgas\b|grad_acc|\bK\b|ga_steps|n_chunks|num_chunks", re.IGNORECASE
 )
 FEW = 0.3
-
-GATHER = (
-    "features = torch.cat(torch.distributed.nn.functional.all_gather(features)). Where torch "
-    "deprecates that: all_gather_tensor_autograd of torch.distributed._functional_collectives."
-)
 
 
 def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -155,7 +150,7 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
     """
     findings: dict[str, list[Finding]] = {}
     checked = 0
-    usual = {at: _usual_length(steps) for at, steps in _by_optimizer(equation.steps).items()}
+    usual = {at: usual_length(steps) for at, steps in by_optimizer(equation.steps).items()}
     for step in equation.steps:
         if step.micros != usual[step.optimizer]:
             continue  # the subject of partial_window_divided_by_k
@@ -281,7 +276,7 @@ def _of_the_loss(step: Step, total: float, loss: float) -> Iterator[Finding]:
     world = step.world
     if world == 1 or near(loss, 1.0) or _reduced_loss(step) is not None:
         return
-    gathers = any(_gathers(fact) for _, fact in step.window)
+    gathers = any(gathers_of(fact) for _, fact in step.window)
     for op, wrong, how in (("/", 1 / world, "divided"), ("*", float(world), "multiplied")):
         operation = _worldly(step, op)
         if op == "*" and gathers:
@@ -431,237 +426,9 @@ def _activation_reduced(run: Run, equation: Equation) -> Iterator[Finding]:
         return
 
 
-def contrastive(run: Run, equation: Equation) -> Iterator[Finding]:
-    """A loss over pairs sees only this rank's samples, or other ranks' without gradient.
-
-    Right in one process, and if a gather that carries gradient (torch.distributed.nn) brings the
-    other ranks' features. Right too if each rank's rows are multiplied by W to make up for the
-    missing paths.
-    """
-    for window in run.complete if run.world > 1 else ():
-        for _, fact in window:
-            term = _contrasting(fact)
-            square = term.get("square") if term is not None else None
-            if term is None or not square or not (square[2] or _always_contrasts(run)):
-                continue
-            rows, columns, _ = square
-            gathers = _gathers(fact)
-            if carried := [call for call in gathers if call["through_autograd"]]:
-                if not any(map(_in_backward_of_a_function, fact["collectives"])):
-                    yield _own_slice(window, carried[0])
-                    return
-                continue
-            own = term.get("shape")  # its scores are no features
-            others = [call for call in gathers if call.get("shape") != own]
-            plain = [call for call in others if _brings(call, columns, run.world)]
-            if plain and not _times_world(fact, term, run.world):
-                yield finding(
-                    "gather_without_gradient",
-                    f"Step {window.n}: the loss compares {rows} with {columns} samples, gathered "
-                    f"by {plain[0]['op']}, which carries no gradient: every path through the other "
-                    f"ranks' features is missing.",
-                    plain[0]["place"],
-                    GATHER,
-                )
-                return
-            if not plain and rows == columns and _rows_are_local(fact, rows):
-                yield finding(
-                    "local_negatives",
-                    f"Step {window.n}: each rank's loss compares its own {rows} samples only. One "
-                    f"process would compare {rows * run.world}.",
-                    term["place"],
-                    GATHER,
-                )
-                return
-
-
-def _in_backward_of_a_function(call: CollectiveFact) -> bool:
-    return bool(call["through_autograd"] and call["in_backward"])
-
-
-def _own_slice(window: Window, gather: CollectiveFact) -> Finding:
-    return finding(
-        "gather_without_gradient",
-        f"Step {window.n}: {gather['op']} in an autograd.Function whose backward calls no "
-        f"collective: it keeps what this rank's loss says of this rank's features, and loses what "
-        f"the other ranks' losses say of them. Unless it multiplies by {window.world}, gradients "
-        f"are 1/{window.world} of what they should be.",
-        gather["place"],
-        GATHER,
-        "note",
-    )
-
-
-def _contrasting(fact: WindowFact) -> TermFact | None:
-    """The last loss in which every row has a target of its own."""
-    terms = [term for backward in fact["backwards"] for term in backward.get("terms", ())]
-    return next((term for term in reversed(terms) if term.get("square")), None)
-
-
-def _always_contrasts(run: Run) -> bool:
-    """Whether there was such a loss in each of several steps: a batch of classes may look alike."""
-    facts = [fact for window in run.complete for _, fact in window]
-    return len(run.complete) > 1 and all(_contrasting(fact) for fact in facts)
-
-
-def _gathers(fact: WindowFact) -> list[CollectiveFact]:
-    """All-gathers of more than vectors: those are SyncBatchNorm's statistics, through autograd."""
-    return [
-        call
-        for call in fact["collectives"]
-        if call["op"].startswith("all_gather") and len(call.get("shape", ())) > 1
-    ]
-
-
-def _brings(call: CollectiveFact, columns: int, world: int) -> bool:
-    """Whether the columns are what one gather brings, or two gathers of as much each."""
-    first = call["shape"][0]
-    return columns in (first, first * world, 2 * first * world)
-
-
-def _times_world(fact: WindowFact, term: TermFact, world: int) -> bool:
-    factors = [each["value"] for each in fact["scaling"] if each["op"] == "*"]
-    return any(near(factor, world) for factor in (abs(term["factor"]), *factors))
-
-
-def _rows_are_local(fact: WindowFact, rows: int) -> bool:
-    """Whether the compared samples are the ones this rank's forward was given."""
-    inputs = [shape for group in fact["inputs"] for _, _, shape in group]
-    return not inputs or any(shape and shape[0] in (rows, 2 * rows) for shape in inputs)
-
-
-def micro_batches_discarded(run: Run, equation: Equation) -> Iterator[Finding]:
-    """zero_grad runs between the micro-batches of one step, so all but the last ones are lost.
-
-    Right if the lost backwards are not micro-batches: another call made them (an attack on the
-    inputs), they see the same data (SAM), or the script keeps their gradients somewhere and writes
-    the result into `.grad`. Right if it is rare: a batch with a NaN is skipped.
-    """
-    steps = {(step.window.n, step.optimizer): step for step in equation.steps}
-
-    def lost(window: Window, fact: WindowFact) -> int:
-        return _lost(window, fact, steps.get((window.n, window.optimizer)))
-
-    for windows in _by_optimizer(run.complete).values():
-        for window, rank, fact, count, often in _usual(windows, lost):
-            yield finding(
-                "micro_batches_discarded",
-                f"Step {window.n}, rank {rank}: {count + len(fact['backwards'])} micro-batches ran "
-                f"backward, and zero_grad() cleared the gradients of {count} of them before the "
-                f"optimizer stepped. {often}",
-                fact["backwards"][-1]["place"],
-                "Call optimizer.zero_grad() once per step: right after optimizer.step(), or before "
-                "the first micro-batch.",
-            )
-
-
-def _usual(
-    windows: list[Window], count: Callable[[Window, WindowFact], int]
-) -> Iterator[tuple[Window, int, WindowFact, int, str]]:
-    """The first window and rank for which there is something to count, if most windows have one."""
-    found = [
-        (window, rank, fact, counted)
-        for window in windows
-        for rank, fact in window
-        if (counted := count(window, fact))
-    ]
-    seen = len({window.n for window, *_ in found})
-    if seen > 1 and 2 * seen > len(windows):
-        yield *found[0], f"Seen in {seen} of {len(windows)} observed steps."
-
-
-def _lost(window: Window, fact: WindowFact, step: Step | None) -> int:
-    """How many micro-batches of this window zero_grad has cleared."""
-    if not fact["backwards"]:
-        return 0
-    last = fact["backwards"][-1]
-    dropped = [
-        backward for backward in fact["dropped"] if backward["optimizer"] == window.optimizer
-    ]
-    lost = [backward for backward in dropped if backward["call"] == last.get("call")]
-    inputs = [str(group) for group in fact["inputs"] if group]
-    if len(inputs) > 1:
-        other_data = len(set(inputs)) == len(inputs)
-    else:
-        targets = [term["target"] for term in last.get("terms", ()) if "target" in term]
-        other_data = all(
-            backward["targets"] and backward["targets"] != targets for backward in lost
-        )
-    measured = step is not None and step.combination.kind in ("averaged", "summed", "scaled")
-    return len(lost) if other_data and (measured or untouched(fact)) else 0
-
-
-def gradients_not_cleared(run: Run, equation: Equation) -> Iterator[Finding]:
-    """Backward adds to the very gradients that the step before has used: nothing cleared them.
-
-    Right if a script does so on purpose, and then it changes them in between (a decay, what a
-    compression left over): only gradients that are the same as right after the step count.
-    """
-
-    def kept(window: Window, fact: WindowFact) -> int:
-        return 0 if "stepped_in_backward" in fact else window.leftover(fact)
-
-    for windows in _by_optimizer(run.complete).values():
-        later = [window for window in windows[1:] if window.backwards]
-        for window, rank, fact, count, often in _usual(later, kept):
-            yield finding(
-                "gradients_not_cleared",
-                f"Step {window.n}, rank {rank}: when backward began, {count} parameters still held "
-                f"the previous step's gradient, and backward added to it. {often}",
-                fact["backwards"][0]["place"],
-                "optimizer.zero_grad() in every step: before the first backward, or right after "
-                "optimizer.step().",
-            )
-
-
-def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Finding]:
-    """The last window of an epoch has fewer micro-batches and is divided as if it were full.
-
-    Right if the short window is divided by its own length. A note if two short windows in a row
-    make one full window: then the update was only cut in two.
-    """
-    for steps in _by_optimizer(equation.steps).values():
-        usual = _usual_length(steps)
-        lengths = {step.window.n: step.micros for step in steps}
-        full = [step for step in steps if step.micros == usual]
-        if usual < 2 or not full or not near(full[0].total, 1.0):
-            continue
-        for step in steps:
-            if step.micros < usual and near(step.total, step.micros / usual):
-                neighbors = [lengths.get(step.window.n + by, usual) for by in (-1, 1)]
-                cut = any(step.micros + length == usual for length in neighbors)
-                yield finding(
-                    "partial_window_divided_by_k",
-                    f"Step {step.window.n} has {step.micros} of {usual} micro-batches, each still "
-                    f"divided by {usual}: all weights together are {number(step.total)}.",
-                    step.window.backward_place or step.place,
-                    "Divide by the number of micro-batches in this window, or drop the last one.",
-                    "note" if cut else None,
-                )
-                return
-
-
-def _by_optimizer(ones: list[Any]) -> dict[int, list[Any]]:
-    """Windows, or steps, of each optimizer."""
-    found: dict[int, list[Any]] = {}
-    for one in ones:
-        found.setdefault(one.optimizer, []).append(one)
-    return found
-
-
-def _usual_length(steps: list[Step]) -> int:
-    """The most common number of micro-batches per step; of two equally common ones the larger."""
-    counts = Counter(step.micros for step in steps)
-    return max(counts, key=lambda length: (counts[length], length))
-
-
 RULES = (
     unequal_denominators,
     unequal_denominators_accumulation,
     scale,
     loss_reduced_before_backward,
-    contrastive,
-    micro_batches_discarded,
-    gradients_not_cleared,
-    partial_window_divided_by_k,
 )

@@ -5,8 +5,10 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ddp_doctor.explain.equation import Equation, alike, near, number, untouched
+from ddp_doctor.explain.combination import untouched
+from ddp_doctor.explain.equation import Equation
 from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.explain.numbers import alike, near, number
 from ddp_doctor.facts.merged import Run, Window, so_far
 from ddp_doctor.facts.types import ClipFact, ScheduleFact, StepFact, WindowFact
 

@@ -87,7 +87,8 @@ def find_certificate(machine: Machine) -> Iterator[Evidence]:
     for loss, (verdict, code) in CERTIFIED.items():
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "report.json"
-            options = ("--certify", "--ranks", "2", "--folder", folder, "--json", str(file))
+            options = ("--certify", "--ranks", "2", "--fail-on", "error")
+            options += ("--folder", folder, "--json", str(file))
             done = python(machine, "-m", "ddp_doctor", *options, script, loss)
             report: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         certificate = report.get("certificate") or {}

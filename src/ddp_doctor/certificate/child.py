@@ -32,7 +32,7 @@ def install() -> None:
 
         os.environ[RUN] = str(part.journals)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        start(Options(then_leave=True, cpu=part.cpu), leader=False)
+        start(Options(first=part.observed, then_leave=True, cpu=part.cpu), leader=False)
         return
     from ddp_doctor.certificate.fixed import Fixed
     from ddp_doctor.certificate.loaders import Loaders

@@ -36,6 +36,7 @@ class Part:
     kind: Literal["ranks", "one", "observed"]
     cpu: bool = False
     late: bool = False  # samples are only replaced where they meet weights, not where they are made
+    observed: int = 6  # steps that the rules look at
 
     @property
     def one(self) -> bool:

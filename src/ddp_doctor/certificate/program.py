@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_doctor.certificate.child import NEEDS_RANKS, WORLD_IN_SCRIPT
-from ddp_doctor.certificate.plan import Part
+from ddp_doctor.certificate.plan import WATCHED, Part
 from ddp_doctor.facts.places import is_users
 from ddp_doctor.options import FOUND, UNCHECKED, say
 from ddp_doctor.run.folders import own_folder
@@ -236,7 +236,8 @@ def explained(
     """
     from ddp_doctor.report.report import merge
 
-    part = Part(str(folder), "observed", cpu)
+    late = any(one.name == "later" and one.verdict != "equal" for one in certificate.properties)
+    part = Part(str(folder), "observed", cpu, observed=WATCHED if late else 6)
     part.journals.mkdir(parents=True)
     needs_ranks = Part(str(folder), "ranks").path(NEEDS_RANKS).exists()
     if "RANK" in os.environ or ranks is not None or needs_ranks:

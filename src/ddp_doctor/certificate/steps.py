@@ -230,10 +230,13 @@ class Steps:
         """Write down what a model that is trained is given, and its buffers."""
         if not torch.is_grad_enabled():
             return
+        self._before_forward(module, args)  # from the weights with which the forward starts
         if not self._keys:
             self._keys = {id(parameter): key for parameter, key in self._parameters()}
         trained = [p for p in module.parameters() if id(p) in self._keys]
         if trained:
+            for name, parameter in module.named_parameters():
+                self._names.setdefault(id(parameter), name.removeprefix("module."))
             plain = [sampled(p).double() for p in trained if not hasattr(p, "full_tensor")]
             weights = sum(
                 float(part @ torch.arange(1, len(part) + 1).cos().double()) for part in plain
@@ -388,9 +391,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """At most 512 elements of a gradient; NaN and infinity become numbers."""
-    flat = whole(tensor).flatten()
-    return flat[:: max(1, len(flat) // 256)].nan_to_num()
+    """At most 512 elements of a gradient or weight; NaN and infinity become numbers."""
+    pieces = hasattr(tensor, "full_tensor") or tensor.is_sparse
+    flat = (whole(tensor) if pieces else tensor.detach()).flatten()
+    return flat[:: max(1, len(flat) // 256)].clone().cpu().nan_to_num()
 
 
 def leave(code: int = 0) -> None:

@@ -252,6 +252,8 @@ def alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 def joinable(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether they can be concatenated along dimension 0."""
+    if not tensors:
+        return False
     first = tensors[0]
     return first.dim() > 0 and all(
         one.dim() == first.dim() and one.shape[1:] == first.shape[1:] and one.dtype == first.dtype

@@ -193,10 +193,10 @@ def _train(wrap: trial.Wrap, data: Data, rank: int, steps: int) -> Curve:
     module = trial.SmallModule()
     wrapped = wrap(module)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
-    losses, wrong = [], False
+    oracle, losses, wrong = trial.SmallModule(), [], False
     for _ in range(steps):
-        oracle = trial.SmallModule()
         oracle.load_state_dict(module.state_dict())
+        oracle.zero_grad()
         trial.full_batch_step(oracle, data)
         trial.step(wrapped, module, data, rank)
         ratio, cosine = ratio_and_cosine(gradients(module), gradients(oracle))

@@ -1,4 +1,4 @@
-"""Buckets that overlap: the same gradients averaged in eight ways, checked and timed.
+"""Buckets that overlap: the same gradients averaged in seven ways, checked and timed.
 
 Start it with torchrun, on one machine:
 
@@ -25,9 +25,7 @@ variants take turns, step by step. Rank 0 prints one row per variant:
 
 The differences in "full batch" and "torch DDP" are relative to the largest entry.
 
-The variant "planned" is miniddp.torch_drop_in with bucket_plan="measured" (CPU only). In its first
-steps it measures the link and its own gradients, and then chooses its bucket sizes.
---bucket-cap-mb sets the bucket size of the other variants.
+--bucket-cap-mb sets the bucket size of the variants with buckets.
 
 The exit code is 1 if a variant differs from the full batch or from torch's DDP by more than
 rounding, or if the ranks are not bitwise equal.
@@ -91,7 +89,7 @@ from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink
 from labkit.scenarios.toy_steps import ToyStep, loss_of, small_transformer, stack_of_linears
 from labkit.testing.compare import flatten, gradients
-from miniddp import MiniDDP, torch_drop_in
+from miniddp import MiniDDP
 from miniddp.ladder import (
     Bucketed,
     BucketedOverlapped,
@@ -100,20 +98,16 @@ from miniddp.ladder import (
     PerParameter,
     Rung,
 )
-from miniddp.torch_drop_in.first_steps import SETTLED_AFTER
 
 Averager = Rung | nn.Module
 
 ROUNDING = 1e-5  # of the largest entry: float32 sums of a few hundred samples in several orders
-DDP, PLANNED = "torch DDP", "planned"
+DDP = "torch DDP"
 WARM_UP_STEPS = 3  # torch's DDP rebuilds its buckets after its first step
 
 
-def ways(
-    cap: float | None, device: torch.device
-) -> dict[str, Callable[[nn.Module, dist.ProcessGroup], Averager]]:
+def ways(cap: float | None) -> dict[str, Callable[[nn.Module, dist.ProcessGroup], Averager]]:
     """By the name of its row: what makes an averager from a module and a process group."""
-    planned = {PLANNED: planned_ddp} if device.type == "cpu" else {}
     return {
         "one all-reduce per parameter": PerParameter,
         "flat": Flat,
@@ -121,19 +115,12 @@ def ways(
         "buckets": partial(Bucketed, bucket_cap_mb=cap),
         "buckets, overlapped": partial(BucketedOverlapped, bucket_cap_mb=cap),
         "MiniDDP": partial(mini_ddp, bucket_cap_mb=cap),
-        **planned,
         DDP: partial(torchs_ddp, bucket_cap_mb=cap),
     }
 
 
 def mini_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
     return MiniDDP(module, process_group=group, **options)
-
-
-def planned_ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    return torch_drop_in.DistributedDataParallel(
-        module, process_group=group, bucket_plan="measured"
-    )
 
 
 def torchs_ddp(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
@@ -180,8 +167,8 @@ class TimedWay:
 
 def run_all(found: dict[str, TimedWay], inputs: Tensor, steps: int) -> dict[str, list[float]]:
     """Each way's seconds, in turns. One more step of each is recorded afterwards."""
-    for name, way in found.items():
-        for _ in range(SETTLED_AFTER if name == PLANNED else WARM_UP_STEPS):
+    for way in found.values():
+        for _ in range(WARM_UP_STEPS):
             way.step(inputs)
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(steps):
@@ -250,7 +237,7 @@ def main(arguments: argparse.Namespace) -> None:
         truth = flatten(gradients(alone))
 
         link = None if arguments.gbit is None else SlowLink(arguments.gbit)
-        makers = ways(arguments.bucket_cap_mb, place.device)
+        makers = ways(arguments.bucket_cap_mb)
         found = {name: TimedWay(make, model, link) for name, make in makers.items()}
         seconds = run_all(found, batch.chunk(place.world_size)[place.rank], arguments.steps)
         apart = compare_ways(found, truth)

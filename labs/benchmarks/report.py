@@ -1,9 +1,9 @@
-"""Tables and a figure of the race and of memory, and which goals were reached.
+"""Tables and a figure of the race, and which goals were reached.
 
     python labs/benchmarks/report.py [FOLDER] [--figure FILE]
 
-FOLDER (default: labs/benchmarks/results) holds step_time.json, memory.json, or both, which the
-scripts of these names write with `--json`.
+FOLDER (default: labs/benchmarks/results) holds step_time.json, which the script of this name writes
+with `--json`.
 
 Two ratios are shown for each contender. The median over the rounds of its time divided by torch
 DDP's time in the same round is reliable on an idle machine. On a busy machine, the *calm* ratio is
@@ -38,13 +38,12 @@ import matplotlib.pyplot as plt
 
 from labkit.book.figures import RANKS, TRUTH, WRONG
 from labkit.book.tables import table
-from labkit.profiling.benchmark import paired_ratio, ratio_to_best
+from labkit.profiling.benchmark import paired_ratio
 
 TORCH, OURS, FLAT = "torch DDP", "MiniDDP", "Flat"
-DROP_IN, PLANNED = "drop-in", "MiniDDP, planned"
+DROP_IN = "drop-in"
 SHOWN = (FLAT, "PerParameter", "OverlappedPerParameter", "Bucketed", "BucketedOverlapped", OURS)
-SHOWN += ("MiniDDP, views", DROP_IN, "drop-in, views", PLANNED)
-SHOWN += (TORCH, "torch DDP, views", "torch DDP, our plan")
+SHOWN += ("MiniDDP, views", DROP_IN, "drop-in, views", TORCH, "torch DDP, views")
 
 Cells = dict[str, dict[str, Any]]
 Seconds = dict[str, list[float]]
@@ -63,12 +62,6 @@ def calm_limit(seconds: Seconds) -> float:
 def best_swept(seconds: Seconds) -> str:
     """torch's DDP with the fastest cap in this cell."""
     return min((name for name in seconds if name.endswith(" MiB")), key=lambda n: calm(seconds[n]))
-
-
-def plan_over_best_cap(seconds: Seconds) -> float:
-    """torch's DDP with our plan ÷ torch's DDP with the fastest of its caps."""
-    caps = {name: taken for name, taken in seconds.items() if name.endswith(" MiB")}
-    return ratio_to_best(seconds["torch DDP, our plan"], caps)
 
 
 def ratios(cells: Cells, quiet: bool) -> str:
@@ -104,62 +97,34 @@ def _short(cell: str) -> str:
     return f"{model.split()[0]} {ranks.split()[0]} {link}"
 
 
-def reached(cells: Cells, memory: Cells) -> str:
+def reached(cells: Cells) -> str:
     """The goals of the race, and what was measured, in calm ratios."""
 
-    def over(name: str, base: str, where: str = "") -> dict[str, float]:
+    def over_torch(name: str, where: str = "") -> dict[str, float]:
         return {
-            cell: calm(of["seconds"][name]) / calm(of["seconds"][base])
+            cell: calm(of["seconds"][name]) / calm(of["seconds"][TORCH])
             for cell, of in cells.items()
             if where in cell and name in of["seconds"]
         }
 
-    parity = over(OURS, TORCH)
-    slow, loop = over(PLANNED, TORCH, "1gbit"), over(PLANNED, TORCH, "loopback")
-    to_limit = {
-        cell: calm(of["seconds"][PLANNED]) / calm_limit(of["seconds"])
-        for cell, of in cells.items()
-        if "1gbit" in cell
-    }
-    to_best = {cell: plan_over_best_cap(of["seconds"]) for cell, of in cells.items()}
-    lesson = {k: v for k, v in over(FLAT, PLANNED, "1gbit").items() if "small" not in k}
-    small = over(OURS, TORCH, "600 small tensors")
-    hooks = {k: v for k, v in small.items() if "loopback" in k}
-    views = {k: v["steady"] for k, v in memory.items() if k.endswith("MiniDDP, views")}
+    ours = over_torch(OURS)
+    small = {k: v for k, v in over_torch(OURS, "600 small tensors").items() if "loopback" in k}
     goals = [
-        ("MiniDDP ÷ torch DDP, worst cell", parity, "≤", 1.03),
-        ("drop-in ÷ torch DDP, worst cell", over(DROP_IN, TORCH), "≤", 1.03),
-        ("planned ÷ torch DDP, 1 Gbit/s, worst", slow, "≤", 0.88),
-        ("planned ÷ torch DDP, loopback, worst", loop, "≤", 1.00),
-        ("torch DDP with our plan ÷ with its best cap, worst", to_best, "≤", 1.00),
-        ("planned ÷ limit, 1 Gbit/s, worst", to_limit, "≤", 1.10),
-        ("flat ÷ planned, 1 Gbit/s, wide and transformer, least", lesson, "≥", 1.30),
-        ("600 small tensors, loopback: MiniDDP ÷ torch DDP, worst", hooks, "≤", 1.00),
-        ("gradients + buckets with views ÷ parameters", views, "≤", 1.02),
+        ("MiniDDP ÷ torch DDP, worst cell", ours, 1.03),
+        ("drop-in ÷ torch DDP, worst cell", over_torch(DROP_IN), 1.03),
+        ("600 small tensors, loopback: MiniDDP ÷ torch DDP, worst", small, 1.00),
     ]
-    rows = [_worst(*goal) for goal in goals if goal[1]]
-    if parity:
-        median = statistics.median(parity.values())
-        rows.insert(0, _goal("MiniDDP ÷ torch DDP, median of all cells", median, "≤", 1.00))
+    median = statistics.median(ours.values())
+    rows = [_goal("MiniDDP ÷ torch DDP, median of all cells", median, 1.00, "")]
+    for name, found, goal in goals:
+        if found:
+            cell = max(found, key=found.__getitem__)
+            rows.append(_goal(name, found[cell], goal, cell))
     return table(["ratio", "to reach", "measured", "reached", "in"], rows)
 
 
-def _worst(name: str, found: dict[str, float], sign: str, goal: float) -> list[Any]:
-    cell = (max if sign == "≤" else min)(found, key=found.__getitem__)
-    return [*_goal(name, found[cell], sign, goal)[:-1], cell]
-
-
-def _goal(name: str, value: float, sign: str, goal: float) -> list[Any]:
-    met = round(value, 2) <= goal if sign == "≤" else round(value, 2) >= goal
-    return [name, f"{sign} {goal:.2f}", f"{value:.2f}", met, ""]
-
-
-def sizes(figures: dict[str, Any]) -> str:
-    """A row for each model and wrapper, in multiples of the parameters' bytes."""
-    columns = ("steady", "rebuild", "later")
-    rows = [[name, *(cell.get(c, "") for c in columns)] for name, cell in figures["cells"].items()]
-    headers = ["", "gradients + buckets", "peak of the rebuild", "peak of a later step"]
-    return table(headers, rows, digits=2)
+def _goal(name: str, value: float, goal: float, cell: str) -> list[Any]:
+    return [name, f"≤ {goal:.2f}", f"{value:.2f}", round(value, 2) <= goal, cell]
 
 
 def draw_race(cells: Cells, path: Path) -> None:
@@ -169,7 +134,6 @@ def draw_race(cells: Cells, path: Path) -> None:
         TORCH: (TRUTH, "o"),
         "torch DDP, best cap": (TRUTH, "x"),
         OURS: (RANKS[0], "o"),
-        PLANNED: (RANKS[2], "D"),
     }
     figure, axes = plt.subplots(figsize=(7.6, 1.2 + 0.36 * len(cells)), layout="constrained")
     for name, (color, marker) in contenders.items():
@@ -190,24 +154,20 @@ def draw_race(cells: Cells, path: Path) -> None:
 
 
 def main(given: argparse.Namespace) -> None:
-    paths = [given.folder / f"{name}.json" for name in ("step_time", "memory")]
-    race, memory = (json.loads(p.read_text()) if p.exists() else {} for p in paths)
-    if not race and not memory:
-        names = " nor ".join(path.name for path in paths)
-        raise SystemExit(f"{given.folder} holds neither {names}; run one of their scripts first")
-    cells: Cells = race.get("cells", {})
-    if cells:
-        rounds = {len(cell["seconds"][TORCH]) for cell in cells.values()}
-        print(
-            f"{race['machine']}, {len(cells)} cells, {min(rounds)} to {max(rounds)} rounds each\n"
+    path = given.folder / "step_time.json"
+    if not path.exists():
+        raise SystemExit(
+            f"{given.folder} holds no {path.name}: run step_time.py --json {path} first"
         )
-        print(f"step ÷ torch DDP's, median of the paired ratios\n{ratios(cells, False)}\n")
-        print(f"step ÷ torch DDP's, calm\n{ratios(cells, True)}\n")
-        if given.figure:
-            draw_race(cells, given.figure)
-    print(f"{reached(cells, memory.get('cells', {}))}\n")
-    if memory:
-        print(f"memory.py: bytes ÷ parameter bytes\n{sizes(memory)}\n")
+    race = json.loads(path.read_text())
+    cells: Cells = race["cells"]
+    rounds = {len(cell["seconds"][TORCH]) for cell in cells.values()}
+    print(f"{race['machine']}, {len(cells)} cells, {min(rounds)} to {max(rounds)} rounds each\n")
+    print(f"step ÷ torch DDP's, median of the paired ratios\n{ratios(cells, False)}\n")
+    print(f"step ÷ torch DDP's, calm\n{ratios(cells, True)}\n")
+    print(f"{reached(cells)}\n")
+    if given.figure:
+        draw_race(cells, given.figure)
 
 
 if __name__ == "__main__":

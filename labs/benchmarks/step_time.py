@@ -24,11 +24,10 @@ gives the lower limit for any plan, max(compute, t₁ + C):
 - t₁: when its first gradient is ready;
 - C: one all-reduce of all bytes on that link.
 
-torch's DDP runs with its defaults, with gradient views, with each of several bucket caps, and with
-the plan that MiniDDP found, through `bucket_cap_mb_list`. With `--device cuda` each rank has a GPU
-of its own, if there are enough, and uses NCCL. A turn then ends when the GPU is done. There are no
-measured plans and no slow link. This mode has not been run yet. `--json FILE` adds the seconds of
-each cell to FILE and keeps the cells that are already there; `report.py` prints them.
+torch's DDP runs with its defaults, with gradient views, and with each of several bucket caps. With
+`--device cuda` each rank has a GPU of its own, if there are enough, and uses NCCL. A turn then ends
+when the GPU is done. There is no slow link. This mode has not been run yet. `--json FILE` adds the
+seconds of each cell to FILE and keeps the cells that are already there; `report.py` prints them.
 """
 
 # ruff: noqa: E402
@@ -119,17 +118,14 @@ from labkit.profiling.benchmark import (
 )
 from labkit.profiling.slow_link import SlowLink
 from miniddp import MiniDDP
-from miniddp.buckets import MIB
 from miniddp.ladder import RUNGS
 from miniddp.sharded import fully_shard
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
-from miniddp.torch_drop_in.first_steps import SETTLED_AFTER
 
 CAPS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # rounds that do not count
 REFERENCE = "torch DDP"
 CONTROL = "torch DDP, again"
-PLANNED = "MiniDDP, planned"
 StepProgram = Callable[[], object]
 Wrap = Callable[[nn.Module], Any]
 
@@ -177,8 +173,8 @@ class Track:
     def module(self) -> nn.Module:
         return self.model.module().to(self.device)
 
-    def contender(self, wrap: Wrap) -> tuple[Any, StepProgram]:
-        """A wrapped module, and its step, after some that do not count."""
+    def contender(self, wrap: Wrap) -> StepProgram:
+        """The step of a wrapped module, after some that do not count."""
         module = self.module()
         averager = wrap(module)
 
@@ -189,11 +185,10 @@ class Track:
                 averager.finish()
             self.until_done()
 
-        planned = getattr(averager, "bucket_plan", "caps") == "measured"
-        for _ in range(SETTLED_AFTER if planned else WARM_UP):
+        for _ in range(WARM_UP):
             step()
             self.clear()
-        return averager, step
+        return step
 
     def until_done(self) -> None:
         if self.device.type == "cuda":
@@ -207,11 +202,12 @@ class Track:
 class Alone:
     """What no plan can save: the module's own step, and one all-reduce of all bytes."""
 
-    def __init__(self, track: Track, nbytes: int) -> None:
+    def __init__(self, track: Track) -> None:
         self.track, self.module = track, track.module()
-        self.everything = torch.zeros(nbytes // 4, device=track.device)
-        self.arrivals: list[float] = []
         self.parameters = list(self.module.parameters())
+        self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
+        self.everything = torch.zeros(self.nbytes // 4, device=track.device)
+        self.arrivals: list[float] = []
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.arrived)
 
@@ -239,7 +235,7 @@ class Alone:
 
 
 def wraps_on(track: Track, world_size: int, before: Path | None) -> dict[str, Wrap]:
-    """How each contender wraps a module; the one with our plan, and the control, are not there."""
+    """How each contender wraps a module; the control is not there."""
     link = track.link
     torchs = partial(DistributedDataParallel, process_group=link)
     wraps: dict[str, Wrap] = {rung.__name__: partial(rung, group=link) for rung in RUNGS}
@@ -249,8 +245,6 @@ def wraps_on(track: Track, world_size: int, before: Path | None) -> dict[str, Wr
     for name, wrapper in wrappers.items():
         wraps[name] = partial(wrapper, process_group=link)
         wraps[f"{name}, views"] = partial(wraps[name], gradient_as_bucket_view=True)
-    if track.device.type == "cpu":
-        wraps[PLANNED] = partial(DropIn, process_group=link, bucket_plan="measured")
     mesh = init_device_mesh(track.device.type, (world_size,))
     mesh.get_group = lambda mesh_dim=None: link  # its own group has no delay
     for name, how in zip(SHARDED, (fully_shard, torchs_fully_shard), strict=True):
@@ -288,30 +282,22 @@ def race(
     keep_freed_memory()
     track = Track(rank, device, model, gbit_per_s)
     wraps = wraps_on(track, world_size, given.before)
-    first = PLANNED if PLANNED in wraps else "MiniDDP"  # has the plan; races as its first copy
-    averager, step = track.contender(wraps[first])
-    plan = [sum(p.nbytes for p in bucket.parameters) for bucket in averager.reducer.buckets]
-    if PLANNED in wraps:
-        caps = [nbytes / MIB for nbytes in plan]
-        wraps["torch DDP, our plan"] = partial(wraps[REFERENCE], bucket_cap_mb_list=caps)
     racing = chosen(wraps, given.only)
-    built = {first: step} if first in racing else {}
-    del averager, step
     steps: dict[str, StepProgram] = {}
     blocks = [["compute"], ["t1"], ["C"]]  # apart: a module is faster right after its own step
     orders = random.Random(seed)
     for copy in range(given.copies):
         # The first contenders get the memory that earlier ones have freed.
         for name in orders.sample(racing, len(racing)):
-            ready = built.pop(name, None)
-            steps[f"{name} {copy}"] = ready or track.contender(wraps[name])[1]
+            steps[f"{name} {copy}"] = track.contender(wraps[name])
         blocks.append([f"{name} {copy}" for name in racing])
-    alone = Alone(track, sum(plan))
+    alone = Alone(track)
     steps |= {"compute": alone.compute, "t1": alone.first_gradient, "C": alone.all_bytes}
     take_turns(steps, WARM_UP, track.clear, 0.0, seed, blocks)
     turns = take_turns(steps, given.rounds, track.clear, given.patience, seed + 1, blocks)
     seconds, ratios = with_copies_together(turns, racing, given.copies)
-    return {"parameters": len(alone.parameters), "plan": plan, "seconds": seconds}, ratios
+    cell = {"parameters": len(alone.parameters), "bytes": alone.nbytes, "seconds": seconds}
+    return cell, ratios
 
 
 def with_copies_together(
@@ -357,10 +343,9 @@ def show(name: str, cell: dict[str, Any], ratios: dict[str, list[float]]) -> str
     if set(SHARDED) <= set(seconds):
         ours, torchs = (seconds[name] for name in SHARDED)
         notes = f"\nfully_shard ÷ torch fully_shard: {paired_ratio(ours, torchs):.3f}"
-    buckets = " + ".join(f"{size / MIB:.2f}" for size in cell["plan"])
     return (
-        f"{name}: {cell['parameters']} tensors, {sum(cell['plan']) / 1e6:.0f} MB; "
-        f"the limit is {1e3 * least:.0f} ms; planned: {buckets} MiB\n"
+        f"{name}: {cell['parameters']} tensors, {cell['bytes'] / 1e6:.0f} MB; "
+        f"the limit is {1e3 * least:.0f} ms\n"
         + table(["", "median ms", f"÷ {REFERENCE}", "÷ limit"], rows, digits=2)
         + notes
     )

@@ -305,11 +305,10 @@ def rung_cases(device: torch.device) -> dict[str, Case]:
 def hook_cases(device: torch.device) -> dict[str, Case]:
     def wrap(cls: type, hook: str, module: nn.Module) -> nn.Module:
         wrapped = cls(module, bucket_cap_mb=0.002)
-        state = comm_hooks.PowerSGDState() if hook == "power_sgd" else None
-        wrapped.register_comm_hook(state, getattr(comm_hooks, hook))
+        wrapped.register_comm_hook(None, getattr(comm_hooks, hook))
         return wrapped
 
-    # How far the first gradients may be from the true average; PowerSGD is exact for two steps.
+    # How far the first gradients may be from the true average.
     within = {"fp16_compress": 2e-3, "bf16_compress": 1e-2}
     return {
         hook: Case(
@@ -320,7 +319,7 @@ def hook_cases(device: torch.device) -> dict[str, Case]:
             bitwise=False,
             sums=hook == "total",
         )
-        for hook in ("average", "total", *within, "power_sgd")
+        for hook in ("average", "total", *within)
     }
 
 

@@ -61,7 +61,7 @@ def memory(rank: int, device: torch.device) -> dict[str, tuple[float, float, flo
 
 def find_memory(machine: Machine) -> Iterator[Evidence]:
     if machine.kind == "cpu":
-        raise CannotProveError("labs/benchmarks/memory.py counts on a CPU, which has no allocator")
+        raise CannotProveError("a CPU has no allocator that counts")
     for group in machine.groups():
         of_ranks = group.run(memory)
         for name in ("MiniDDP", "MiniDDP, views"):

@@ -19,7 +19,7 @@ from miniddp.buckets import (
     initial_plan,
     sizes_of,
 )
-from miniddp.extras.planner import LinkCost, fastest_plan, finish_time, measured_plan
+from miniddp.extras.planner import LinkCost, fastest_plan, finish_time
 from miniddp.torch_drop_in.sparse import each_alone
 
 SIZES = st.lists(
@@ -154,35 +154,15 @@ def test_no_plan_ends_before_the_fastest_and_none_that_ends_with_it_has_fewer_bu
     assert (finish_time(plan, sizes, ready, link), len(plan)) == min(ends)
 
 
-@given(SIZES, CAPS, st.integers(), st.floats(0, 1), st.floats(0, 0.01))
-def test_plans_by_the_clock_keep_kinds_apart_and_launch_in_order(sizes, caps, seed, alpha, beta):
+@given(SIZES, st.integers(), st.floats(0, 1), st.floats(0, 0.01))
+def test_a_plan_by_the_clock_keeps_kinds_apart_and_launches_in_order(sizes, seed, alpha, beta):
     ready = [float(moment) for moment in shuffled(sizes, seed)]
-    link = LinkCost(alpha, beta)
-    for plan in (
-        fastest_plan(sizes, ready, link),
-        measured_plan(sizes, [ready], link, caps),
-    ):
-        assert sorted(index for bucket in plan for index in bucket) == list(range(len(sizes)))
-        last = [max(ready[index] for index in bucket) for bucket in plan]
-        assert last == sorted(last)
-        for bucket in plan:
-            assert len({sizes[index].kind for index in bucket}) == 1
-
-
-@given(SIZES, CAPS, st.integers(), st.floats(0, 1), st.floats(0, 0.01))
-def test_the_measured_plan_is_that_of_the_caps_or_promises_a_shorter_step(
-    sizes, caps, seed, alpha, beta
-):
-    order = shuffled(sizes, seed)
-    ready = [0.0] * len(order)
-    for moment, index in enumerate(order):
-        ready[index] = float(moment)
-    link = LinkCost(alpha, beta)
-    usual = arrival_plan(sizes, order, caps)
-    plan = measured_plan(sizes, [ready], link, caps)
-    if plan != usual:
-        promised = finish_time(plan, sizes, ready, link)
-        assert promised <= 0.98 * finish_time(usual, sizes, ready, link)
+    plan = fastest_plan(sizes, ready, LinkCost(alpha, beta))
+    assert sorted(index for bucket in plan for index in bucket) == list(range(len(sizes)))
+    last = [max(ready[index] for index in bucket) for bucket in plan]
+    assert last == sorted(last)
+    for bucket in plan:
+        assert len({sizes[index].kind for index in bucket}) == 1
 
 
 def test_a_finish_time_worked_by_hand():
@@ -196,44 +176,11 @@ def test_a_finish_time_worked_by_hand():
     assert finish_time([[2], [1], [0]], sizes, ready, LinkCost(0.5, 0.1, 0.25)) == pytest.approx(6)
 
 
-def test_where_steps_differ_shorter_buckets_are_taken():
-    layer = ParameterSize(MIB, "float32")
-    link = LinkCost(0.5e-3, 8e-9)
-    calm = [0.003 * (16 - index) for index in range(16)]
-    late = [3 * moment for moment in calm]
-    alike = measured_plan([layer] * 16, [calm] * 3, link, bucket_caps())
-    differing = measured_plan([layer] * 16, [calm, calm, late], link, bucket_caps())
-    assert max(map(len, differing)) < max(map(len, alike))
-
-    def mean_end(plan: Plan) -> float:
-        return sum(finish_time(plan, [layer] * 16, step, link) for step in (calm, calm, late)) / 3
-
-    assert mean_end(differing) < mean_end(alike)
-
-
-@pytest.mark.parametrize("steps", [[], [[0.0, 1.0]], [[0.0] * 3, [0.0] * 4]])
-def test_steps_without_a_time_for_each_parameter_are_refused(steps):
-    with pytest.raises(ValueError, match="one time for each of the 3 parameters"):
-        measured_plan([ParameterSize(4, "float32")] * 3, steps, LinkCost(1, 1), NO_CAP)
-
-
 def test_times_that_are_not_one_a_parameter_are_refused():
     with pytest.raises(ValueError, match="2 ready times for 3 parameters"):
         fastest_plan([ParameterSize(4, "float32")] * 3, [0.0, 1.0], LinkCost(1, 1))
 
 
-def test_the_measured_plan_sends_a_short_bucket_last_where_copying_it_out_takes_long():
-    layer = ParameterSize(4 * MIB, "float32")
-    ready = [0.07 + 0.008 * moment for moment in range(12)]
-    one_gbit = LinkCost(1e-4, 8e-9)
-
-    def last(link: LinkCost) -> int:
-        return len(measured_plan([layer] * 12, [ready] * 3, link, bucket_caps())[-1])
-
-    assert last(one_gbit) > 1
-    assert last(one_gbit._replace(copy_per_byte=1e-9)) == 1
-
-
 def test_without_parameters_there_are_no_buckets_to_plan():
     assert initial_plan([], bucket_caps()) == arrival_plan([], [], bucket_caps()) == []
-    assert measured_plan([], [[], []], LinkCost(1e-4, 1e-9), bucket_caps()) == []
+    assert fastest_plan([], [], LinkCost(1e-4, 1e-9)) == []

@@ -155,21 +155,6 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def ratio_to_best(ours: Sequence[float], others: Mapping[str, Sequence[float]]) -> float:
-    """Ours ÷ the best of `others`, which is chosen on half of the rounds and timed on the rest.
-
-    Were it chosen and timed on the same rounds, the best of several equal programs would seem
-    faster than all of them: it is the luckiest. Even rounds choose for the odd ones, and odd rounds
-    for the even ones; the result is the mean of both.
-    """
-    halves = (slice(0, None, 2), slice(1, None, 2))
-    ratios = []
-    for choosing, timing in (halves, halves[::-1]):
-        best = min(others.values(), key=lambda other: paired_ratio(other[choosing], ours[choosing]))
-        ratios.append(paired_ratio(ours[timing], best[timing]))
-    return statistics.mean(ratios)
-
-
 def describe_machine() -> dict[str, Any]:
     """The facts about this machine that a reader of the numbers needs."""
     return {"cores": os.cpu_count(), "threads a rank": 1, "torch": torch.__version__}

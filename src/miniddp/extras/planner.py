@@ -1,7 +1,8 @@
 """A bucket plan from measurements: pure functions of sizes, ready times, and the cost of the link.
 
-`measured_plan` chooses bucket sizes from two things: when each gradient is ready, and what an
-all-reduce costs on this link. The last bucket is then averaged as early as the model allows.
+`fastest_plan` chooses bucket sizes from two things: when each gradient is ready, and what an
+all-reduce costs on this link. The last bucket is then averaged as early as the model allows. The
+drop-in and torch's DDP accept such sizes as `bucket_cap_mb_list`.
 
 Cost: O(parameters × buckets), once per training run.
 Source: merging gradients by dynamic programming over such a model is due to Shi, Chu, and Li,
@@ -12,68 +13,22 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from math import inf
-from statistics import fmean, median
 from typing import NamedTuple
 
-from miniddp.buckets import ParameterSize, Plan, arrival_plan
-
-WORTH_IT = 0.02
-PARTS = (1, 2, 4, 8, 16, 32, 64)
+from miniddp.buckets import ParameterSize, Plan
 
 
 class LinkCost(NamedTuple):
     """The cost of an all-reduce of n bytes during backward, in seconds.
 
     It occupies the link for `latency` + n·`per_byte`. For `cpu` + n·`cpu_per_byte` of this time it
-    also takes the processor away from backward (0 if a network card does the work). Copying the
-    averages out of a bucket takes n·`copy_per_byte` more. The link's work on later buckets hides
-    that time, except for the last bucket.
+    also takes the processor away from backward (0 if a network card does the work).
     """
 
     latency: float
     per_byte: float
     cpu: float = 0.0
     cpu_per_byte: float = 0.0
-    copy_per_byte: float = 0.0
-
-
-def measured_plan(
-    sizes: Sequence[ParameterSize],
-    steps: Sequence[Sequence[float]],
-    link: LinkCost,
-    caps: Sequence[int],
-) -> Plan:
-    """The plan that would have ended first in the measured `steps`, on average.
-
-    `steps[s][i]` is when gradient i was ready in step s, in seconds since that step began. Each
-    candidate is a `fastest_plan` for the median times, with a different limit on the bucket size.
-    Smaller buckets cost a little more latency, but they lose less if a step's gradients are ready
-    earlier or later than the median, and the last one is copied out sooner. All candidates are
-    simulated on all steps.
-
-    If no candidate is at least 2 % faster than `arrival_plan` with `caps`, that plan is returned:
-    a smaller gain is within the noise and the model's error.
-
-    Raises:
-        ValueError: there is no step, or a step does not have one time per parameter.
-    """
-    if not steps or any(len(step) != len(sizes) for step in steps):
-        raise ValueError(
-            f"{[len(step) for step in steps]} ready times in {len(steps)} steps; give at least one "
-            f"step, and one time for each of the {len(sizes)} parameters"
-        )
-    ready = [median(times) for times in zip(*steps, strict=True)]
-    order = sorted(range(len(sizes)), key=ready.__getitem__)
-    total = sum(size.nbytes for size in sizes)
-    candidates = [fastest_plan(sizes, ready, link, total / parts) for parts in PARTS]
-
-    def seconds(plan: Plan) -> float:
-        last = sum(sizes[index].nbytes for bucket in plan[-1:] for index in bucket)
-        averaged = fmean(finish_time(plan, sizes, step, link) for step in steps)
-        return averaged + last * link.copy_per_byte
-
-    best, usual = min(candidates, key=seconds), arrival_plan(sizes, order, caps)
-    return best if seconds(best) <= (1 - WORTH_IT) * seconds(usual) else usual
 
 
 def finish_time(

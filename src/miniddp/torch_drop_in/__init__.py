@@ -2,18 +2,19 @@
 
     from miniddp.torch_drop_in import DistributedDataParallel as DDP
 
-The class takes every keyword of torch 2.11 to 2.15, and two of its own: `strict` and `bucket_plan`.
+The class takes every keyword of torch 2.11 to 2.15, and one of its own: `strict`.
 It has the private names that torch's tests, Lightning, Accelerate, and Transformers call.
 
 ===================  ============================================================================
-`wrapper`            `DistributedDataParallel(MiniDDP)`: the keywords, copies, buffer hooks
+`wrapper`            `DistributedDataParallel(MiniDDP)`: the keywords, comm hooks, copies
+`buffers`            buffer hooks; from which rank buffers are taken
+`delayed`            parameters that are reduced late
 `reducer`            `TorchReducer`: comm hooks, skipped buckets, RPC, times, torch's names
 `fast`               `FastReducer`: parts of a bucket, copied in one call; hooks without a lock
 `static_graph`       `StaticGraphReducer`: every iteration uses the same parameters
 `sparse`             the bucket of a sparse gradient
 `join`, `strict`     ranks that run out of data; errors in the faulty step, on every rank
 `mixed_precision`    compute in a narrow type, step in a wide one
-`first_steps`        time the first steps, then choose the buckets
 `compiling`          which wrapper torch.compile splits a graph for
 `keywords`, `log`    the rare keywords as functions; what `_get_ddp_logging_data` returns
 ===================  ============================================================================

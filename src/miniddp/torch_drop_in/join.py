@@ -13,7 +13,7 @@ static graph: one all-reduce of one number per parameter.
 Source: torch/distributed/algorithms/join.py and _DDPJoinHook in torch/nn/parallel/distributed.py.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,20 +24,7 @@ from miniddp.torch_drop_in.strict import gather_faults
 
 if TYPE_CHECKING:
     from miniddp.torch_drop_in.reducer import TorchReducer
-
-
-class JoinableWrapper(Protocol):
-    """What a rank that has joined asks of its wrapper (`torch_drop_in.DistributedDataParallel`)."""
-
-    reducer: "TorchReducer"
-    require_forward_param_sync: bool
-    strict: bool
-
-    def _check_and_sync_module_buffers(self) -> None: ...
-    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None: ...
-    def _match_all_reduce_for_bwd_pass(self) -> None: ...
-    def _match_unused_params_allreduce(self) -> None: ...
-    def _sync_final_model(self, is_last_joiner: bool) -> None: ...
+    from miniddp.torch_drop_in.wrapper import DistributedDataParallel
 
 
 def learn_and_share(reducer: "TorchReducer") -> None:
@@ -58,17 +45,31 @@ def exchange_firings(reducer: "TorchReducer") -> None:
     reducer.forget_unused()
 
 
+def highest_rank(ddp: "DistributedDataParallel", is_candidate: bool) -> int:
+    """The highest rank among the candidates, on every rank; one of them has to be one."""
+    rank = ddp.process_group.rank() if is_candidate else -1
+    flag = torch.tensor([rank], device=ddp.device)
+    largest = dist.ReduceOp.MAX
+    wait_for(dist.all_reduce(flag, op=largest, group=ddp.process_group, async_op=True))
+    if flag.item() == -1:
+        raise ValueError(
+            "no rank can be the source of the broadcast: Join and forward are out of step"
+        )
+    return int(flag.item())
+
+
 class DDPJoinHook(JoinHook):
     """On a rank that has joined: answers the collectives of the others, in their order."""
 
-    def __init__(self, ddp: JoinableWrapper):
+    def __init__(self, ddp: "DistributedDataParallel"):
         self.ddp = ddp
 
     def main_hook(self) -> None:
         """Answer one iteration of the ranks that still have inputs."""
         ddp, reducer = self.ddp, self.ddp.reducer
         reducer.rebuild_buckets()
-        ddp._check_and_sync_module_buffers()
+        if ddp._check_sync_bufs_pre_fwd():
+            ddp._sync_module_buffers(highest_rank(ddp, False))
         synced = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
         ddp.require_forward_param_sync = synced
         if not synced:
@@ -76,15 +77,29 @@ class DDPJoinHook(JoinHook):
         learns, reducer.learns_graph = reducer.learns_graph, False
         if learns:  # in a static graph's first backward, ranks first share what they used
             reducer.usage.all_reduce()
-        ddp._match_all_reduce_for_bwd_pass()
+        self.reduce_zeros()
         if learns:  # that backward records no order of arrival and has no strict check
             exchange_firings(reducer)
             return
         if reducer.find_unused_parameters:
-            ddp._match_unused_params_allreduce()
+            self.use_nothing()
         if ddp.strict and (message := gather_faults(reducer, [])):
             raise reducer.error(message)
         reducer._push_all_rebuilt_params()
+
+    def reduce_zeros(self) -> None:
+        """Answer the reduction of each bucket, by zeros."""
+        reducer = self.ddp.reducer
+        zeros = reducer._get_zeros_like_grad_buckets()
+        for future in [reducer.run_comm_hook(bucket) for bucket in zeros]:
+            future.wait()
+
+    def use_nothing(self) -> None:
+        """Answer the search for unused parameters; none is used here."""
+        reducer = self.ddp.reducer
+        nothing = [0] * len(reducer.parameters)
+        used = torch.tensor(nothing, dtype=torch.int32, device=reducer.device)
+        wait_for(dist.all_reduce(used, group=reducer.process_group, async_op=True))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined."""

@@ -10,7 +10,7 @@ Join, and its optimizers call some of them.
 Source: torch/csrc/distributed/c10d/{reducer,logger}.cpp.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -59,7 +59,6 @@ class TorchReducer(StaticGraphReducer):
         self.last_error: str | None = None
         self.times: dict[str, int] = {}
         self.reduced_buckets = 0
-        self.reductions = 0  # finished since construction
         self.participants: dist.Work | None = None
         self.extra_futures: list[Future] = []
         self.rpc_context: int | None = None
@@ -192,7 +191,6 @@ class TorchReducer(StaticGraphReducer):
                 wait_for_future(future, self.parameters[0])
             if self.rpc_context is not None:
                 self._return_gradients()
-            self.reductions += 1
             self.times["comm_end"] = perf_counter_ns()
 
     # Distributed autograd (RPC) keeps gradients in a context of its own, not in `.grad`. They are
@@ -233,26 +231,11 @@ class TorchReducer(StaticGraphReducer):
         self.rank = new_process_group.rank()
         self._reset_state()
 
-    def _autograd_hook(self, index: int) -> None:
-        self.autograd_hook(index)
-
     def _delay_all_reduce(self) -> None:
         self.learn_graph()
 
-    def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
-        self.participants = None if use_static_world_size else work
-
-    def set_logger(self, logger: Any) -> None:
-        """torch's reducer writes its times to the logger; here the logger reads them."""
-
-    def prepare_for_forward(self) -> None:
-        """torch starts its timer here; there is nothing to prepare."""
-
     def _run_allreduce_hook(self, bucket: Any) -> Future:
         return self.run_allreduce_hook(bucket)
-
-    def _run_comm_hook(self, bucket: Any) -> Future:
-        return self.run_comm_hook(bucket)
 
     def _rebuild_buckets(self) -> bool:
         return self.rebuild_buckets()
@@ -271,9 +254,6 @@ class TorchReducer(StaticGraphReducer):
 
     def _get_local_used_map(self) -> Tensor:
         return self.usage.counts
-
-    def _install_post_backward_futures(self, futures: Iterable[Future]) -> None:
-        self.extra_futures.extend(futures)
 
     def _set_static_graph(self) -> None:
         self.expect_static_graph()

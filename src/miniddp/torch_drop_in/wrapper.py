@@ -4,7 +4,7 @@ libraries call.
 This file adds to the wrapper of `miniddp.ddp`:
 
 - the rare keywords, and forwards for torch.compile and for mixed precision,
-- buffer hooks, comm hooks by torch's rules, and optimizers in backward,
+- comm hooks by torch's rules, and optimizers in backward,
 - uneven inputs (Join), copies, and pickles,
 - the methods with a leading underscore that torch's own wrapper has: torch's tests, Lightning,
   Accelerate, and Transformers call some of them.
@@ -17,10 +17,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from enum import Enum, auto
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +33,13 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from miniddp import errors
 from miniddp.buckets import MIB, bucket_caps
 from miniddp.comm import wait_for
-from miniddp.ddp import MiniDDP, not_compiled
+from miniddp.ddp import not_compiled
 from miniddp.reducer import ReducerState
 from miniddp.replicas import broadcast_tensors
+from miniddp.torch_drop_in.buffers import BufferSync
 from miniddp.torch_drop_in.compiling import active, active_wrapper
-from miniddp.torch_drop_in.first_steps import FirstSteps
-from miniddp.torch_drop_in.join import DDPJoinHook, learn_and_share
+from miniddp.torch_drop_in.delayed import DelayedAllReduce
+from miniddp.torch_drop_in.join import DDPJoinHook, highest_rank, learn_and_share
 from miniddp.torch_drop_in.keywords import (
     check_comm_hook,
     devices_of,
@@ -53,21 +53,10 @@ from miniddp.torch_drop_in.reducer import TorchReducer
 from miniddp.torch_drop_in.strict import at_end_of_each_backward, complete_or_raise
 
 
-class _BufferCommHookLocation(Enum):
-    PRE_FORWARD = auto()
-    POST_FORWARD = auto()
-
-
-class _BufferCommHook(NamedTuple):
-    buffer_comm_hook: Callable
-    buffer_comm_hook_state: Any
-    buffer_comm_hook_location: _BufferCommHookLocation
-
-
 # `isinstance(model, torch.nn.parallel.DistributedDataParallel)`, by which libraries recognize a
 # wrapper, holds for this one too, though it shares no code with it.
 @TorchDistributedDataParallel.register
-class DistributedDataParallel(MiniDDP, Joinable):
+class DistributedDataParallel(BufferSync, Joinable):
     """Averages the gradients of `module` over the ranks of a process group, during backward.
 
     Args:
@@ -98,12 +87,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
         strict: raise an error for a missing gradient on every rank, at the end of that backward.
             A backward that bypassed the wrapper is then an error instead of a warning. Costs one
             all-gather per backward, of one byte per parameter.
-        bucket_plan: "caps", or "measured": time the first steps and the link, then choose buckets
-            so that communication ends early; see `miniddp.torch_drop_in.first_steps`. Only on the
-            CPU, without comm hooks, mixed precision, `join`, or parameters that may be unused.
 
     Raises (on every rank, even if only one has the cause, unless `init_sync` is False):
-        ValueError: an unknown `bucket_plan`, or "measured" with something it does not support.
         RuntimeError: the ranks' models or settings differ, or nothing is trainable.
         NotImplementedError: `delay_all_reduce_named_params` holds every trainable parameter, or
             `device_mesh` is combined with parameters that are DTensors.
@@ -111,10 +96,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     _divide_by_initial_world_size = True
     _joins_uneven_inputs = False
-    _static_graph_delay_allreduce_enqueued = False
     _has_rebuilt_buckets = False
     _lazy_init_ran = False
-    _use_python_reducer = False
     broadcast_bucket_size = 250 * MIB
     reducer: TorchReducer
 
@@ -145,7 +128,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
         lazy_bucket_allocation: bool = False,
         *,
         strict: bool = False,
-        bucket_plan: str = "caps",
     ):
         Joinable.__init__(self)
         group = group_of(module, process_group, device_mesh)
@@ -163,7 +145,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.bucket_cap_mb_list = bucket_cap_mb_list
-        self.strict, self.bucket_plan = strict, bucket_plan
+        self.strict = strict
         self.check_reduction = check_reduction
         self._delayed_pairs = delay_all_reduce_named_params, param_to_hook_all_reduce
         synced, self._syncs_buffers_now = synced_buffers_at(broadcast_buffers, forward_sync_buffers)
@@ -211,7 +193,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
         self.bucket_bytes_cap = max(self.caps)
         self.bucket_bytes_cap_list = list(self.caps) if self.bucket_cap_mb_list else []
         self.bucket_bytes_cap_default = self.bucket_cap_mb is None and not self.bucket_cap_mb_list
-        self._check_bucket_plan()
 
     def _refuse_to_delay_everything(self) -> None:
         trainable = any(p.requires_grad for p in self.module.parameters())
@@ -220,22 +201,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
             raise NotImplementedError(
                 "MiniDDP does not support delay_all_reduce_named_params of every trainable "
                 "parameter: leave at least one to be reduced in its turn"
-            )
-
-    def _check_bucket_plan(self) -> None:
-        if self.bucket_plan not in ("caps", "measured"):
-            raise ValueError(f'bucket_plan is {self.bucket_plan!r}: use "caps" or "measured"')
-        if self.find_unused_parameters:
-            self._refuse_measured_plan("find_unused_parameters, which never rebuilds the buckets")
-        if self.mixed_precision is not None:
-            self._refuse_measured_plan("mixed_precision")
-        if self.device.type != "cpu":
-            self._refuse_measured_plan(f"a module on {self.device}: its clock is the CPU's")
-
-    def _refuse_measured_plan(self, what: str) -> None:
-        if self.bucket_plan == "measured":
-            raise ValueError(
-                f'bucket_plan="measured" does not go with {what}. Leave one of the two out.'
             )
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
@@ -259,7 +224,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
         return settings | {
             "static_graph": self._starts_static,
             "strict": self.strict,
-            "bucket_plan": self.bucket_plan,
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "buffers broadcast at construction": self._syncs_buffers_now,
             "parameters with sparse gradients": list(compress(names, sparse)),
@@ -331,8 +295,11 @@ class DistributedDataParallel(MiniDDP, Joinable):
             or (self.find_unused_parameters and not self._starts_static),
             skip_unused=self.skip_all_reduce_unused_params,
         )
-        self._delay_all_reduce()
-        self._first_steps = FirstSteps(self.reducer) if self.bucket_plan == "measured" else None
+        named, trigger = self._delayed_pairs
+        self._delayed = None
+        if named:
+            delayed = [parameter for _, parameter in named]
+            self._delayed = DelayedAllReduce(delayed, trigger, self.reducer)
         self._lazy_init_ran = False
         self._has_rebuilt_buckets = False
         self._comm_hooks: list[tuple[Callable, Any]] = []
@@ -341,36 +308,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
             self._precision = MixedPrecision(self, self.mixed_precision)
             self._set_comm_hook(self._precision.reduce, None, "mixed_precision")
         return self.reducer
-
-    def _delay_all_reduce(self) -> None:
-        """Reduce some parameters by one all-reduce, when another one gets its gradient.
-
-        At the end of each forward, a missing gradient of theirs becomes a view of one flat buffer.
-        The all-reduce is awaited at the end of the backward.
-        """
-        named, trigger = self._delayed_pairs
-        self._delayed: list[tuple[nn.Parameter, Tensor]] = []
-        if not named:
-            return
-        parameters = [parameter for _, parameter in named]
-        broadcast_tensors(parameters, self.process_group, 0)
-        sizes = [parameter.numel() for parameter in parameters]
-        flat = parameters[0].new_zeros(sum(sizes))
-        self._delayed = [
-            (parameter, part.view(parameter.shape))
-            for parameter, part in zip(parameters, flat.split(sizes), strict=True)
-        ]
-        this = weakref.ref(self.reducer)
-
-        def reduce_delayed(gradient: Tensor) -> None:
-            reducer = this()
-            if reducer is not None and reducer.expects_gradients():
-                flat.div_(reducer.process_group.size())
-                work = dist.all_reduce(flat, group=reducer.process_group, async_op=True)
-                reducer.extra_futures.append(work.get_future())
-
-        handle = trigger.register_hook(reduce_delayed)
-        weakref.finalize(self, handle.remove).atexit = False
 
     # Forward --------------------------------------------------------------------------------------
 
@@ -388,12 +325,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
         rebuilt = self.reducer.has_rebuilt_bucket
         inputs, kwargs = super()._pre_forward(*inputs, **kwargs)
         self._has_rebuilt_buckets |= self.reducer.has_rebuilt_bucket and not rebuilt
-        if (
-            torch.is_grad_enabled()
-            and self._first_steps is not None
-            and self._first_steps.before_forward()
-        ):
-            self._first_steps = None
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self.device_ids:
@@ -427,7 +358,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
                 self._at_end_of_backward(output, learn)
             elif self.strict:
                 self._at_end_of_backward(output, complete_or_raise)
-        self._clear_grad_buffer()
+        if self._delayed is not None:
+            self._delayed.set_missing_gradients()
         if (
             self.mixed_precision is not None
             and not torch.is_grad_enabled()
@@ -452,13 +384,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
     def _get_active_ddp_module(cls) -> Any:
         return active_wrapper()
 
-    def _clear_grad_buffer(self) -> None:
-        """Let the gradients that are reduced late be views of their buffer."""
-        for parameter, view in self._delayed:
-            if parameter.grad is None:
-                view.zero_()
-                parameter.grad = view
-
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int]) -> Any:
         """Inputs for each device, split along `dim`."""
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
@@ -471,91 +396,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
     def gather(self, outputs: Any, output_device: int) -> Any:
         """Outputs of several devices, joined along `dim`."""
         return gather(outputs, output_device, dim=self.dim)
-
-    # Buffers --------------------------------------------------------------------------------------
-
-    def _assign_modules_buffers(self) -> None:
-        """Find the module's buffers again: a module may replace them between two forwards."""
-        self.named_module_buffers = self.synced_buffers()
-        self.modules_buffers = list(self.named_module_buffers.values())
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """Torch's new name of `broadcast_buffers`."""
-        return self.broadcast_buffers
-
-    @forward_sync_buffers.setter
-    def forward_sync_buffers(self, value: bool) -> None:
-        self.broadcast_buffers = value
-
-    @torch.no_grad()
-    def sync_buffers(self) -> None:
-        # With Join rank 0 may have run out of data long ago.
-        joins = self._join_config.enable
-        source = self._find_common_rank(self._distributed_rank, True) if joins else 0
-        self._assign_modules_buffers()
-        self._sync_module_buffers(source)
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward synchronizes the buffers, before or after it runs the module."""
-        return super()._check_sync_bufs_pre_fwd()
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and not self._syncs_buffers_late()
-
-    def _check_sync_bufs_post_fwd(self) -> bool:
-        """Whether it does so after it has run the module."""
-        return self.will_sync_module_buffers() and self._syncs_buffers_late()
-
-    def _syncs_buffers_late(self) -> bool:
-        hook = getattr(self, "buffer_hook", None)
-        return (
-            hook is not None
-            and hook.buffer_comm_hook_location == _BufferCommHookLocation.POST_FORWARD
-        )
-
-    def _check_and_sync_module_buffers(self) -> None:
-        """On a joined rank: answer the others' synchronization of their buffers."""
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
-
-    def _sync_module_buffers(self, src: int) -> None:
-        if not hasattr(self, "buffer_hook"):
-            self._default_broadcast_coalesced(authoritative_rank=src)
-            return
-        hook = self.buffer_hook.buffer_comm_hook
-        futures = hook(self.buffer_hook.buffer_comm_hook_state, self.named_module_buffers)
-        if futures is not None:
-            self.reducer.extra_futures.extend(futures)
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        buffers = self.modules_buffers if bufs is None else bufs
-        self._distributed_broadcast_coalesced(buffers, bucket_size, authoritative_rank)
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: Sequence[Tensor], buffer_size: int | None, authoritative_rank: int = 0
-    ) -> None:
-        broadcast_tensors(tensors, self.process_group, authoritative_rank)
-
-    def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: Callable[[Any, dict[str, Tensor]], Any],
-        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """Let `hook(state, named_buffers)` synchronize the buffers, before or after forward.
-
-        It may return futures; they are awaited at the end of the backward.
-        """
-        if not callable(hook):
-            raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
-        location = _BufferCommHookLocation[comm_hook_location.name]
-        self.buffer_hook = _BufferCommHook(hook, state, location)
 
     # Comm hooks and optimizers --------------------------------------------------------------------
 
@@ -571,21 +411,11 @@ class DistributedDataParallel(MiniDDP, Joinable):
         Raises TypeError or ValueError if `hook` is not callable or its signature does not fit;
         RuntimeError if a hook is registered already.
         """
-        self._check_comm_hook(hook)
+        check_comm_hook(hook, self.reducer.error)
         self._set_comm_hook(hook, state, getattr(hook, "__qualname__", repr(hook)))
         self._comm_hooks.append((hook, state))
 
-    def _check_comm_hook(self, hook: Any) -> None:
-        check_comm_hook(hook, self.reducer.error)
-
-    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
-        raise self.reducer.error(err_msg, err_type)
-
-    def _fire_reducer_autograd_hook(self, idx: int, *unused: Any) -> None:
-        self.reducer.autograd_hook(idx)
-
     def _set_comm_hook(self, hook: Callable, state: Any, name: str) -> None:
-        self._refuse_measured_plan("a communication hook, whose time it does not take")
         if self.reducer.comm_hook is not None:
             raise self.reducer.error(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
@@ -653,9 +483,8 @@ class DistributedDataParallel(MiniDDP, Joinable):
             throw_on_early_termination: raise on all ranks as soon as one runs out of inputs.
 
         Raises:
-            ValueError: with `bucket_plan="measured"`, as joined ranks take no times; with
-                `skip_all_reduce_unused_params` or `delay_all_reduce_named_params`, as joined ranks
-                cannot know what the others send.
+            ValueError: with `skip_all_reduce_unused_params` or `delay_all_reduce_named_params`, as
+                joined ranks cannot know what the others send.
 
         A rank that has joined does not run the model. If the model's forward calls collectives, as
         SyncBatchNorm does, the others wait for it forever: set `throw_on_early_termination`.
@@ -669,7 +498,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this wrapper does on a rank that has joined; called by `Join`."""
-        self._refuse_measured_plan("join()")
         self._refuse_to_join()
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         self._joins_uneven_inputs = True
@@ -693,20 +521,11 @@ class DistributedDataParallel(MiniDDP, Joinable):
         wait_for(work)
         return flag.item() != 0
 
-    def _find_common_rank(self, rank: int, is_candidate: bool) -> int:
-        """The highest rank among the candidates."""
-        flag = torch.tensor([rank if is_candidate else -1], device=self.device)
-        largest = dist.ReduceOp.MAX
-        wait_for(dist.all_reduce(flag, op=largest, group=self.process_group, async_op=True))
-        if flag.item() == -1:
-            raise ValueError("no rank offers its model to the others: join and forward disagree")
-        return int(flag.item())
-
     def _refuse_to_join(self) -> None:
         """Raise ValueError for settings that let the inputs decide what is sent."""
         for setting, is_set in (
             ("skip_all_reduce_unused_params", self.skip_all_reduce_unused_params),
-            ("delay_all_reduce_named_params", bool(self._delayed)),
+            ("delay_all_reduce_named_params", self._delayed is not None),
         ):
             if is_set:
                 raise ValueError(
@@ -714,25 +533,11 @@ class DistributedDataParallel(MiniDDP, Joinable):
                     "the others send. Leave one of the two out."
                 )
 
-    def _match_all_reduce_for_bwd_pass(self) -> None:
-        """On a joined rank: answer the reduction of each bucket, by zeros."""
-        for future in [
-            self.reducer.run_comm_hook(bucket)
-            for bucket in self.reducer._get_zeros_like_grad_buckets()
-        ]:
-            future.wait()
-
-    def _match_unused_params_allreduce(self) -> None:
-        """On a joined rank: answer the search for unused parameters; none is used here."""
-        nothing = [0] * len(self.reducer.parameters)
-        used = torch.tensor(nothing, dtype=torch.int32, device=self.reducer.device)
-        wait_for(dist.all_reduce(used, group=self.process_group, async_op=True))
-
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Take the model of a rank that joined last: it has taken every step."""
         if self.mixed_precision is not None:
             self._precision.widen()
-        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
+        self._authoritative_rank = highest_rank(self, is_last_joiner)
         state: dict[str, Tensor] = dict(self.synced_parameters())
         if self.forward_sync_buffers:
             state |= self.synced_buffers()
@@ -754,7 +559,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
                 "DistributedDataParallel is constructed."
             )
         self.static_graph = True
-        self._static_graph_delay_allreduce_enqueued = False
         self.reducer.expect_static_graph()
         if self.find_unused_parameters:
             warnings.warn(
@@ -793,10 +597,6 @@ class DistributedDataParallel(MiniDDP, Joinable):
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
 
-    def _get_parameters(self, m: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-        for module in m.modules() if recurse else [m]:
-            yield from module.parameters(recurse=False)
-
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
         return list(self.synced_parameters().values())
@@ -833,7 +633,7 @@ class DistributedDataParallel(MiniDDP, Joinable):
                 "gradients hang on this module's parameters. Copy its .module and wrap the copy."
             )
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_precision", "_first_steps"):
+        for name in ("process_group", "reducer", "logger", "_precision"):
             state.pop(name, None)
         return state
 

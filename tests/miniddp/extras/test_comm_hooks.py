@@ -92,102 +92,19 @@ def test_bf16_compression_equals_torchs_hook_and_stays_within_its_rounding():
         assert 0 < error < 2**-8
 
 
-def run_power_sgd(rank, world_size, approximation_rank):
-    state = comm_hooks.PowerSGDState(rank=approximation_rank)
-    return [
-        gradients_of(DropIn, rank, comm_hooks.power_sgd, lambda: state, steps=6),
-        gradients_of(DropIn, rank, None, nothing, steps=6),
-        list(state.errors.values()),
-        state.in_use,
-    ]
-
-
-def test_power_sgd_is_exact_at_first_and_then_the_same_approximation_on_every_rank():
-    per_rank = run_ranks(run_power_sgd, 2, 2)
-    for approximated, exact, errors, _ in per_rank:
-        for step in range(2):
-            torch.testing.assert_close(approximated[step], exact[step])
-        difference = (approximated[2] - exact[2]).norm() / exact[2].norm()
-        assert 0.01 < difference < 1
-        assert any(error.norm() > 0 for error in errors)
-    for a, b in zip(per_rank[0][0], per_rank[1][0], strict=True):
-        assert torch.equal(a, b)
-
-
-class Stacked(nn.Module):
-    """One weight of 16 × 12, used on fixed data, so that its gradient never changes."""
+class Weighted(nn.Module):
+    """One complex weight; its gradient is the conjugate of what it is multiplied by."""
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(16, 12))
-
-    def forward(self, directions):
-        return (self.weight * directions).sum()
-
-
-def run_error_feedback(rank, world_size, feedback):
-    generator = torch.Generator().manual_seed(rank)
-    directions = torch.randn(16, 12, generator=generator)
-    wrapped = DropIn(Stacked())
-    state = comm_hooks.PowerSGDState(rank=1, error_feedback=feedback)
-    wrapped.register_comm_hook(state, comm_hooks.power_sgd)
-    total = torch.zeros(16, 12)
-    for _ in range(200):
-        wrapped.zero_grad()
-        wrapped(directions).backward()
-        total += wrapped.module.weight.grad
-    return total / 200, directions
-
-
-def test_error_feedback_lets_power_sgds_sum_over_time_approach_the_true_gradient():
-    distance = {}
-    for feedback in (True, False):
-        per_rank = run_ranks(run_error_feedback, 2, feedback)
-        true = sum(directions for _, directions in per_rank) / 2
-        means = [mean for mean, _ in per_rank]
-        assert torch.equal(means[0], means[1])
-        distance[feedback] = ((means[0] - true).norm() / true.norm()).item()
-    assert distance[True] < 0.1
-    assert distance[False] > 0.5
-
-
-class Weighted(nn.Module):
-    """One weight of 16 × 12; its gradient is the conjugate of what it is multiplied by."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(16, 12, dtype=dtype))
+        self.weight = nn.Parameter(torch.zeros(16, 12, dtype=torch.complex64))
 
     def forward(self, factors):
         return (self.weight * factors).sum().real
 
 
-def run_low_rank(rank, world_size, dtype):
-    generator = torch.Generator().manual_seed(rank)
-    wide = torch.complex64 if dtype.is_complex else torch.float32
-    column, row = (torch.randn(n, dtype=wide, generator=generator) for n in (16, 12))
-    factors = torch.outer(column, row)
-    wrapped = DropIn(Weighted(dtype))
-    wrapped.register_comm_hook(comm_hooks.PowerSGDState(rank=2), comm_hooks.power_sgd)
-    for _ in range(4):
-        wrapped.zero_grad()
-        wrapped(factors.to(dtype)).backward()
-    return wrapped.module.weight.grad.to(wide), factors.conj()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.complex64, 1e-5)],
-)
-def test_power_sgd_loses_nothing_of_a_gradient_of_low_rank_in_any_dtype(dtype, tolerance):
-    per_rank = run_ranks(run_low_rank, 2, dtype)
-    true = sum(own for _, own in per_rank) / 2  # of rank 2: one outer product per process
-    for found, _ in per_rank:
-        assert (found - true).norm() < tolerance * true.norm()
-
-
 def run_complex_compression(rank, world_size, hook):
-    wrapped = DropIn(Weighted(torch.complex64))
+    wrapped = DropIn(Weighted())
     wrapped.register_comm_hook(None, hook)
     try:
         wrapped(torch.randn(16, 12, dtype=torch.complex64)).backward()
@@ -201,12 +118,6 @@ def test_compression_refuses_complex_gradients_on_every_rank(hook):
     for said in run_ranks(run_complex_compression, 2, hook):
         assert "bucket 0 holds torch.complex64 gradients" in said
         assert "use the hook `average`" in said
-
-
-@pytest.mark.parametrize("wrong", [{"rank": 0}, {"start_after": 1}])
-def test_power_sgd_refuses_senseless_settings(wrong):
-    with pytest.raises(ValueError, match="must be at least"):
-        comm_hooks.PowerSGDState(**wrong)
 
 
 def refused(rank, world_size):

@@ -14,20 +14,16 @@ Kind: a direction bug. Caught by gradients_are_identical.
 """
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from labkit.testing.museum import parts
 from labkit.testing.museum.exhibit import Exhibit
 
 
-class AdapterAddedLate:
+class AdapterAddedLate(parts.Trainer):
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        parts.broadcast_from_rank_0(module)
+        super().__init__(module)
         self.sharded = set(list(module.parameters())[:-1])
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
 
     def finish(self) -> None:
         for parameter in parts.used_somewhere(self.module):

@@ -13,24 +13,13 @@ Seen in: clipping in a gradient hook, or between backward and a hand-written all
 Kind: a direction bug. Caught by clipping_equals_full_batch.
 """
 
-from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import average_gradients, broadcast_from_rank_0
+from labkit.testing.museum.parts import AveragingTrainer
 
 
-class ClipBeforeSync:
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        broadcast_from_rank_0(module)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
-
-    def finish(self) -> None:
-        average_gradients(self.module)
-
+class ClipBeforeSync(AveragingTrainer):
     def finish_and_clip(self, max_norm: float) -> None:
         clip_grad_norm_(self.module.parameters(), max_norm)
         self.finish()

@@ -15,23 +15,12 @@ Kind: a direction bug. Caught by clipping_equals_full_batch.
 """
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from labkit.testing.museum import parts
 from labkit.testing.museum.exhibit import Exhibit
 
 
-class ClipByOwnPiece:
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        parts.broadcast_from_rank_0(module)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
-
-    def finish(self) -> None:
-        parts.average_gradients(self.module)
-
+class ClipByOwnPiece(parts.AveragingTrainer):
     def finish_and_clip(self, max_norm: float) -> None:
         gradients = [parameter.grad for parameter in parts.used_somewhere(self.module)]
         flat = parts.one_vector(gradients)

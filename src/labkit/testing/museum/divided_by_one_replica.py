@@ -15,24 +15,20 @@ Kind: a scale bug with two replicas, so on four ranks. Caught by gradients_equal
 """
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from labkit.testing.museum import parts
 from labkit.testing.museum.exhibit import Exhibit
 
 
-class DividedByOneReplica:
+class DividedByOneReplica(parts.Trainer):
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        parts.broadcast_from_rank_0(module)
+        super().__init__(module)
         replicas = 2 if dist.get_world_size() % 4 == 0 else 1
         device = next(module.parameters()).device.type
         mesh = init_device_mesh(device, (replicas, dist.get_world_size() // replicas))
         self.replicas, self.shards = mesh.get_all_groups()
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
 
     def finish(self) -> None:
         for parameter in parts.used_somewhere(self.module):

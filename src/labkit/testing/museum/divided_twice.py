@@ -14,20 +14,12 @@ Kind: a scale bug. Caught by gradients_equal_full_batch.
 """
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import broadcast_from_rank_0, used_somewhere
+from labkit.testing.museum.parts import Trainer, used_somewhere
 
 
-class DividedTwice:
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        broadcast_from_rank_0(module)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
-
+class DividedTwice(Trainer):
     def finish(self) -> None:
         for parameter in used_somewhere(self.module):
             parameter.grad /= dist.get_world_size()

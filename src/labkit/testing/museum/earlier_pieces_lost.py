@@ -16,20 +16,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from labkit.testing.museum import parts
 from labkit.testing.museum.exhibit import Exhibit
 
 
-class EarlierPiecesLost:
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        parts.broadcast_from_rank_0(module)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
-
+class EarlierPiecesLost(parts.Trainer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield

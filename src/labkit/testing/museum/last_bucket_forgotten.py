@@ -17,17 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import broadcast_from_rank_0, copy_back, one_vector, used_somewhere
+from labkit.testing.museum.parts import Trainer, copy_back, one_vector, used_somewhere
 
 
-class LastBucketForgotten:
+class LastBucketForgotten(Trainer):
     def __init__(self, module: nn.Module, bucket_elements: int = 100) -> None:
-        self.module = module
+        super().__init__(module)
         self.bucket_elements = bucket_elements
-        broadcast_from_rank_0(module)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
 
     def finish(self) -> None:
         bucket: list[Tensor] = []

@@ -16,34 +16,18 @@ launch_when_locally_ready.
 Kind: a direction bug. Caught by accumulation_equals_full_batch.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import broadcast_from_rank_0
+from labkit.testing.museum.parts import OverlappingTrainer
 
 
-class LastMicroBatchOnly:
+class LastMicroBatchOnly(OverlappingTrainer):
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.accumulating = False
-        broadcast_from_rank_0(module)
+        super().__init__(module)
         for parameter in module.parameters():
             parameter.register_hook(self.average)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.accumulating = True
-        try:
-            yield
-        finally:
-            self.accumulating = False
 
     def average(self, grad: Tensor) -> Tensor:
         if self.accumulating:

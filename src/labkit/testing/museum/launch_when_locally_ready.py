@@ -14,22 +14,17 @@ Seen in: short overlapping reducers that launch from a count of ready gradients.
 Kind: a deadlock. Caught by collectives_match.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import broadcast_from_rank_0, copy_back, one_vector, used_somewhere
+from labkit.testing.museum.parts import OverlappingTrainer, copy_back, one_vector, used_somewhere
 
 
-class LaunchWhenLocallyReady:
+class LaunchWhenLocallyReady(OverlappingTrainer):
     def __init__(self, module: nn.Module, bucket_size: int = 2) -> None:
-        self.module = module
-        self.accumulating = False
-        broadcast_from_rank_0(module)
+        super().__init__(module)
         backwards = [p for p in reversed(list(module.parameters())) if p.requires_grad]
         self.buckets = [
             backwards[i : i + bucket_size] for i in range(0, len(backwards), bucket_size)
@@ -42,14 +37,6 @@ class LaunchWhenLocallyReady:
     def __call__(self, inputs: Tensor) -> Tensor:
         self.reset()
         return self.module(inputs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.accumulating = True
-        try:
-            yield
-        finally:
-            self.accumulating = False
 
     def reset(self) -> None:
         self.awaited = [len(bucket) for bucket in self.buckets]

@@ -16,25 +16,15 @@ mean with padding ignored.
 Kind: a direction bug. Caught by uneven_items_equal_full_batch.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import average_gradients, broadcast_from_rank_0
+from labkit.testing.museum.parts import AveragingTrainer
 
 
-class LocalDenominator:
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        broadcast_from_rank_0(module)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
-
+class LocalDenominator(AveragingTrainer):
     def loss(self, losses: Tensor, items: int) -> Tensor:
         return losses.sum() / items
-
-    def finish(self) -> None:
-        average_gradients(self.module)
 
 
 EXHIBIT = Exhibit(LocalDenominator, bug="direction", caught_by="uneven_items_equal_full_batch")

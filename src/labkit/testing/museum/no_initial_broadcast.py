@@ -15,21 +15,15 @@ broadcast.
 Kind: drift. Caught by initial_state_is_broadcast.
 """
 
-from torch import Tensor, nn
+from torch import nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import average_gradients
+from labkit.testing.museum.parts import AveragingTrainer
 
 
-class NoInitialBroadcast:
+class NoInitialBroadcast(AveragingTrainer):
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
-
-    def finish(self) -> None:
-        average_gradients(self.module)
 
 
 EXHIBIT = Exhibit(NoInitialBroadcast, bug="drift", caught_by="initial_state_is_broadcast")

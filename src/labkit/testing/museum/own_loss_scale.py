@@ -22,19 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import average_gradients, broadcast_from_rank_0
+from labkit.testing.museum.parts import Trainer, average_gradients
 
 LARGEST_SCALE = 2.0**15  # half of what float16 can hold
 
 
-class OwnLossScale:
+class OwnLossScale(Trainer):
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        super().__init__(module)
         self.scale = 2.0**10
-        broadcast_from_rank_0(module)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
 
     def loss(self, losses: Tensor, items: int) -> Tensor:
         items_in_step = losses.new_tensor(items)

@@ -20,18 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import broadcast_from_rank_0
+from labkit.testing.museum.parts import Trainer
 
 
-class ParameterAveragingHook:
+class ParameterAveragingHook(Trainer):
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        broadcast_from_rank_0(module)
+        super().__init__(module)
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self.average)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
 
     def average(self, grad: Tensor) -> None:
         dist.all_reduce(grad)

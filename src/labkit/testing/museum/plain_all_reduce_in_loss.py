@@ -17,29 +17,19 @@ Kind: a scale bug. Caught by gradients_equal_full_batch.
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import average_gradients, broadcast_from_rank_0
+from labkit.testing.museum.parts import AveragingTrainer
 
 
-class PlainAllReduceInLoss:
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        broadcast_from_rank_0(module)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
-
+class PlainAllReduceInLoss(AveragingTrainer):
     def loss(self, losses: Tensor, items: int) -> Tensor:
         own = losses.sum()
         totals = torch.stack([own.detach(), own.new_tensor(items)])
         dist.all_reduce(totals)
         total, items_in_step = totals
         return (own + (total - own).detach()) / items_in_step
-
-    def finish(self) -> None:
-        average_gradients(self.module)
 
 
 EXHIBIT = Exhibit(PlainAllReduceInLoss, bug="scale", caught_by="gradients_equal_full_batch")

@@ -13,34 +13,18 @@ Seen in: reducers with a ready count, in training loops that catch an exception 
 Kind: a direction bug. Caught by survives_an_exception.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from torch import Tensor, nn
+from torch import nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import average_gradients, broadcast_from_rank_0
+from labkit.testing.museum.parts import OverlappingTrainer, average_gradients
 
 
-class StaleReadyCount:
+class StaleReadyCount(OverlappingTrainer):
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.accumulating = False
-        broadcast_from_rank_0(module)
+        super().__init__(module)
         self.reset()
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self.ready)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.accumulating = True
-        try:
-            yield
-        finally:
-            self.accumulating = False
 
     def reset(self) -> None:
         self.awaited = len(list(self.module.parameters()))

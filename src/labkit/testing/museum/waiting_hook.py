@@ -13,22 +13,17 @@ Seen in: hook-based overlap that was never measured.
 Kind: no overlap. Caught by communication_overlaps_backward.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import broadcast_from_rank_0, used_somewhere
+from labkit.testing.museum.parts import OverlappingTrainer, used_somewhere
 
 
-class WaitingHook:
+class WaitingHook(OverlappingTrainer):
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.accumulating = False
-        broadcast_from_rank_0(module)
+        super().__init__(module)
         self.backwards = [p for p in reversed(list(module.parameters())) if p.requires_grad]
         self.reset()
         for parameter in self.backwards:
@@ -37,14 +32,6 @@ class WaitingHook:
     def __call__(self, inputs: Tensor) -> Tensor:
         self.reset()
         return self.module(inputs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.accumulating = True
-        try:
-            yield
-        finally:
-            self.accumulating = False
 
     def reset(self) -> None:
         self.arrived: set[Tensor] = set()

@@ -17,20 +17,13 @@ Kind: drift. Caught by gradients_are_identical.
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import broadcast_from_rank_0, used_somewhere
+from labkit.testing.museum.parts import Trainer, used_somewhere
 
 
-class WholeVectorRing:
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        broadcast_from_rank_0(module)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs)
-
+class WholeVectorRing(Trainer):
     def finish(self) -> None:
         for parameter in used_somewhere(self.module):
             parameter.grad = add_around_a_ring(parameter.grad) / dist.get_world_size()

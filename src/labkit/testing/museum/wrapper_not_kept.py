@@ -15,18 +15,14 @@ Seen in: helper functions that wrap, compute a loss, and return it; tests; noteb
 Kind: a direction bug. Caught by gradients_are_identical.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.testing.museum.exhibit import Exhibit
-from labkit.testing.museum.parts import broadcast_from_rank_0
+from labkit.testing.museum.parts import Trainer
 
 
-class WrapperNotKept:
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        broadcast_from_rank_0(module)
-
+class WrapperNotKept(Trainer):
     def __call__(self, inputs: Tensor) -> Tensor:
         return DistributedDataParallel(self.module, init_sync=False)(inputs)
 

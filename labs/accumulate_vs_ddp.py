@@ -54,7 +54,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from labkit.book.tables import bound, table
 from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.scenarios.toy_captioner import (
     draw_toy_data,
@@ -62,6 +61,7 @@ from labkit.scenarios.toy_captioner import (
     seeded_toy_captioner,
     seeded_toy_data,
 )
+from labkit.tables import bound, table
 from labkit.testing.compare import gradients, largest_difference
 from miniddp.manual import average_gradients
 

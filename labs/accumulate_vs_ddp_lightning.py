@@ -88,7 +88,6 @@ with loading():
     from torch import Tensor
     from torch.utils.data import DataLoader, TensorDataset
 
-    from labkit.book.tables import Cell, table
     from labkit.launch import leave_group
     from labkit.scenarios.toy_captioner import (
         PRINTED,
@@ -96,6 +95,7 @@ with loading():
         draw_toy_data,
         gradient_norms,
     )
+    from labkit.tables import Cell, table
 
 
 class Program(NamedTuple):

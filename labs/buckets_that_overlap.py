@@ -83,11 +83,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.book.tables import Cell, bound, table, to_the_bit
 from labkit.launch.lab import join_ranks
 from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink
 from labkit.scenarios.toy_steps import ToyStep, loss_of, small_transformer, stack_of_linears
+from labkit.tables import Cell, bitwise_difference, bound, table
 from labkit.testing.compare import flatten, gradients
 from miniddp import MiniDDP
 from miniddp.ladder import (
@@ -205,7 +205,7 @@ def row_of(name: str, way: TimedWay, apart: Apart, seconds: dict[str, list[float
         f"{buckets[0].after} of {len(recorded.gradients)}",
         bound(apart.full_batch, ROUNDING),
         bound(apart.ddp, ROUNDING),
-        to_the_bit(apart.ranks),
+        bitwise_difference(apart.ranks),
         median(seconds[name]) * 1e3,
         median(ratios),
         recorded.exposed_seconds() * 1e3,

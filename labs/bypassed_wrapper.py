@@ -47,7 +47,6 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from labkit.book.tables import Cell, table
 from labkit.launch.lab import Place, join_ranks
 from labkit.scenarios.unwrapped_loss import (
     PRINTED_DRIFT,
@@ -57,6 +56,7 @@ from labkit.scenarios.unwrapped_loss import (
     Fix,
     trajectory,
 )
+from labkit.tables import Cell, table
 
 Row = list[Cell]
 

@@ -49,9 +49,9 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from labkit.book.tables import bound, table
 from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.profiling.step_cost import StepCost, step_cost
+from labkit.tables import bound, table
 from labkit.testing.compare import largest_difference
 from labkit.testing.verdict import moved, weights
 from miniddp.sharded import Zero2, Zero2Optimizer, ZeroRedundancyOptimizer, fully_shard

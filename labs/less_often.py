@@ -71,10 +71,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from labkit.book.tables import Cell, bound, table
 from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.profiling.slow_link import SlowLink
 from labkit.scenarios.own_classes import draw_batch, held_out_loss, seeded_classifier
+from labkit.tables import Cell, bound, table
 from labkit.testing.compare import largest_difference
 from labkit.testing.watch import RecordedCollectives
 from miniddp.extras.local_updates import DiLoCo, LocalSGD

@@ -60,7 +60,6 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.book.tables import bound, table
 from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.scenarios.padded_captioner import (
     Captioner,
@@ -72,6 +71,7 @@ from labkit.scenarios.padded_captioner import (
     to_device,
     trained_captioner,
 )
+from labkit.tables import bound, table
 from labkit.testing.compare import Comparison, gradients, largest_difference, ratio_and_cosine
 from miniddp import MiniDDP
 from miniddp.training.losses import global_mean, loss_scale, token_cross_entropy

@@ -58,9 +58,9 @@ with loading():
     import transformers
     from torch import Tensor, nn
 
-    from labkit.book.tables import Cell, table
     from labkit.launch.lab import leave_group
     from labkit.scenarios.padded_captioner import PADDING, PIXELS, START, VOCABULARY, draw_captions
+    from labkit.tables import Cell, table
     from labkit.testing.compare import gradients, ratio_and_cosine
 
 HIDDEN = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}

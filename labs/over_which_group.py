@@ -39,9 +39,9 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from labkit.book.tables import table
 from labkit.launch.lab import join_ranks
 from labkit.scenarios.meshes import WAYS, Judged, Measured, judge, measure
+from labkit.tables import table
 from miniddp.collectives.mesh import Mesh
 
 

@@ -49,7 +49,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.book.tables import Cell, bound, table
 from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.scenarios.sum_and_average import (
     BATCH,
@@ -66,6 +65,7 @@ from labkit.scenarios.sum_and_average import (
     seeded_data,
     seeded_model,
 )
+from labkit.tables import Cell, bound, table
 from labkit.testing.compare import largest_difference, ratio_and_cosine
 from miniddp.extras.comm_hooks import total
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn

@@ -52,8 +52,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.book.tables import table
 from labkit.launch.lab import Place, join_ranks
+from labkit.tables import table
 from miniddp.collectives import Nodes, hierarchical_all_reduce, ring_all_reduce
 
 

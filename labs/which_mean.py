@@ -57,9 +57,9 @@ if __name__ == "__main__":
 
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.book.tables import bound, table
 from labkit.launch.lab import Place, join_ranks, largest_on_any_rank
 from labkit.scenarios import sampled_completions as sampled
+from labkit.tables import bound, table
 from labkit.testing.compare import Comparison, gradients, largest_difference, ratio_and_cosine
 from labkit.testing.verdict import gradient_of
 from miniddp import MiniDDP

@@ -17,9 +17,9 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from labkit.book import figures
-from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
 from labkit.scenarios.rare_samples import Problem
+from labkit.tables import table
 from labkit.testing.compare import flatten
 from labkit.testing.variants import Tried
 from labkit.testing.verdict import Verdict, gradient_of, verdicts

@@ -39,9 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_doctor.observe.install import install
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options
-from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import write_json
+from labkit.tables import table
 
 # How to build it, and the shape of a rank's inputs.
 Model = tuple[Callable[[], nn.Module], tuple[int, ...]]

@@ -45,9 +45,9 @@ from grader.batch import grade_all
 from grader.release import release
 from grader.source import Assignment, read_assignment, source_of
 from grader.submissions import HandedIn
-from labkit.book.tables import table
 from labkit.launch.scripts import project_root
 from labkit.profiling.benchmark import write_json
+from labkit.tables import table
 
 SOURCE = project_root() / "labs" / "assignments" / "01_average_gradients.ipynb"
 Kind = tuple[str, dict[str, str], float]  # name, solutions, and points

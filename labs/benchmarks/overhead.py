@@ -31,7 +31,6 @@ if __name__ == "__main__":
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import (
     BenchmarkModel,
@@ -39,6 +38,7 @@ from labkit.profiling.benchmark import (
     take_turns,
     write_json,
 )
+from labkit.tables import table
 from miniddp import MiniDDP
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 

@@ -34,13 +34,13 @@ if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and errors are printed at once.
     ARGUMENTS = arguments_of_this_benchmark()
 
-from labkit.book.tables import table
 from labkit.profiling.benchmark import write_json
 from labkit.profiling.cost_model import Backward, Link, backward_of
 from labkit.profiling.recorded_ways import Way, record_ways, torch_ddp
 from labkit.profiling.recording import RankRecording, Recording
 from labkit.profiling.sweeps import simulate_ring
 from labkit.scenarios.toy_steps import ToyStep, stack_of_linears
+from labkit.tables import table
 from miniddp.buckets import ParameterSize, arrival_plan, bucket_caps
 from miniddp.ladder import Flat
 

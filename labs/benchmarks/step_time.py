@@ -105,7 +105,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.book.tables import table
 from labkit.launch.ranks import run_ranks
 from labkit.profiling.benchmark import (
     BenchmarkModel,
@@ -117,6 +116,7 @@ from labkit.profiling.benchmark import (
     write_json,
 )
 from labkit.profiling.slow_link import SlowLink
+from labkit.tables import table
 from miniddp import MiniDDP
 from miniddp.ladder import RUNGS
 from miniddp.sharded import fully_shard

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cases import CASES, Case
-from labkit.book.tables import table
 from labkit.launch.arguments import parse_arguments
 from labkit.launch.scripts import ScriptError, run_script
+from labkit.tables import table
 from trainers import TRAINERS, version
 
 SECONDS = 180  # for the imports of a job, and 20 more per cell

@@ -5,6 +5,7 @@
 `profiling`     record a step, draw it, slow its network down, predict its time
 `testing`       comparisons, invariants, and the museum of broken implementations
 `scenarios`     the small models and data sets that several chapters or labs share
-`book`          tables, figures, and the execution of chapters
+`book`          figures, source code, and the execution of chapters
+`tables`        text tables, and numbers formatted so that they can be compared
 ==============  ================================================================================
 """

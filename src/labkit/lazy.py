@@ -12,8 +12,15 @@ from typing import Any
 def offer(
     package: str, names: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], list[str]]:
-    """The `__getattr__` and `__all__` of `package`; `names` maps each submodule to its names."""
-    home = {name: f"{package}.{module}" for module, offered in names.items() for name in offered}
+    """The `__getattr__` and `__all__` of `package`; `names` maps each submodule to its names.
+
+    A module of another package is named in full.
+    """
+    home = {
+        name: module if "." in module else f"{package}.{module}"
+        for module, offered in names.items()
+        for name in offered
+    }
 
     def get(name: str) -> Any:
         if name not in home:

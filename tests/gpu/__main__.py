@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from labkit.book.tables import table
 from labkit.launch.scripts import ScriptError
 from labkit.profiling.gpu_report import GpuReport, Proof
+from labkit.tables import table
 
 from . import __doc__ as description
 from . import commands, elsewhere, measured, sharded, streams, timelines

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision  # by this name only
 
-from labkit.book.tables import bound
+from labkit.tables import bound
 from miniddp import MiniDDP
 from miniddp.extras import comm_hooks
 from miniddp.ladder import RUNGS, Rung

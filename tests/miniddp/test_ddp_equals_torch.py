@@ -126,7 +126,7 @@ def compare_in_ranks(rank: int, modes: list[str]) -> dict[tuple[str, str], list[
         pytest.param(4, WITH_EVERY_WORLD_SIZE, id="4 ranks", marks=pytest.mark.slow),
     ],
 )
-def test_training_equals_torchs_to_the_bit_in_every_mode(world_size, modes):
+def test_training_is_bitwise_equal_to_torchs_in_every_mode(world_size, modes):
     cases = {(mode, name) for mode in modes for name in MODELS if applies(name, mode)}
     per_rank = run_ranks(compare_in_ranks, world_size, modes, timeout=600)
     for rank, found in enumerate(per_rank):

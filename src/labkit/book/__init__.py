@@ -5,7 +5,7 @@ from labkit.lazy import offer
 __getattr__, __all__ = offer(
     __name__,
     {
-        "tables": ["bound", "table", "to_the_bit"],
+        "labkit.tables": ["bound", "table", "bitwise_difference"],
         "show": ["source"],
         "exercises": ["checker"],
     },

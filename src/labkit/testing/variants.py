@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.book.tables import Cell, table
 from labkit.launch.ranks import run_ranks
+from labkit.tables import Cell, table
 from labkit.testing.compare import gradients
 from labkit.testing.verdict import Verdict, verdicts
 

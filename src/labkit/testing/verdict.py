@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from labkit.book.tables import table
+from labkit.tables import table
 from labkit.testing.compare import (
     Comparison,
     gradients,

@@ -13,7 +13,7 @@ static graph: one all-reduce of one number per parameter.
 Source: torch/distributed/algorithms/join.py and _DDPJoinHook in torch/nn/parallel/distributed.py.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from miniddp.torch_drop_in.strict import gather_faults
 
 if TYPE_CHECKING:
     from miniddp.torch_drop_in.reducer import TorchReducer
-    from miniddp.torch_drop_in.wrapper import DistributedDataParallel
 
 
 def learn_and_share(reducer: "TorchReducer") -> None:
@@ -45,7 +44,7 @@ def exchange_firings(reducer: "TorchReducer") -> None:
     reducer.forget_unused()
 
 
-def highest_rank(ddp: "DistributedDataParallel", is_candidate: bool) -> int:
+def highest_rank(ddp: Any, is_candidate: bool) -> int:
     """The highest rank among the candidates, on every rank; one of them has to be one."""
     rank = ddp.process_group.rank() if is_candidate else -1
     flag = torch.tensor([rank], device=ddp.device)
@@ -59,9 +58,12 @@ def highest_rank(ddp: "DistributedDataParallel", is_candidate: bool) -> int:
 
 
 class DDPJoinHook(JoinHook):
-    """On a rank that has joined: answers the collectives of the others, in their order."""
+    """On a rank that has joined: answers the collectives of the others, in their order.
 
-    def __init__(self, ddp: "DistributedDataParallel"):
+    `ddp` is the wrapper of this rank.
+    """
+
+    def __init__(self, ddp: Any):
         self.ddp = ddp
 
     def main_hook(self) -> None:

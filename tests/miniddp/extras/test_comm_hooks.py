@@ -66,7 +66,7 @@ def run_pairs(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_our_hooks_equal_torchs_to_the_bit_on_both_wrappers(world_size):
+def test_our_hooks_are_bitwise_equal_to_torchs_on_both_wrappers(world_size):
     for found in run_ranks(run_pairs, world_size):
         for name in PAIRS:
             (reference, _), *others = (

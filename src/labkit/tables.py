@@ -46,7 +46,7 @@ def bound(difference: float, limit: float = 1e-6) -> str:
     return f"< {limit:g}" if abs(difference) < limit else f"{difference:.1e}"
 
 
-def to_the_bit(difference: float) -> str:
+def bitwise_difference(difference: float) -> str:
     """A difference that should be exactly 0 on every machine: "none", or itself."""
     return "none" if difference == 0 else f"{difference:.1e}"
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from labkit.book.tables import bound, table, to_the_bit
+from labkit.tables import bitwise_difference, bound, table
 
 
 def test_a_table_aligns_figures_right_and_words_left():
@@ -40,12 +40,12 @@ def test_a_difference_of_rounding_size_is_shown_as_a_bound(difference, shown):
 
 def test_a_difference_that_is_not_a_number_is_never_shown_as_a_bound_or_as_none():
     assert bound(float("nan")) == "nan"
-    assert to_the_bit(float("nan")) == "nan"
+    assert bitwise_difference(float("nan")) == "nan"
 
 
-def test_equality_to_the_bit_is_shown_only_for_an_exact_zero():
-    assert to_the_bit(0.0) == "none"
-    assert to_the_bit(1e-30) == "1.0e-30"
+def test_bitwise_equality_is_shown_only_for_an_exact_zero():
+    assert bitwise_difference(0.0) == "none"
+    assert bitwise_difference(1e-30) == "1.0e-30"
 
 
 def test_numbers_of_numpy_are_numbers_and_a_small_negative_one_is_no_minus_zero():

@@ -114,7 +114,7 @@ def unsynchronized(ranks: Sequence[int]) -> str:
     """Gradients arrived that no forward had announced."""
     return (
         f"On rank {', '.join(map(str, ranks))} a backward ran whose gradients were not reduced: "
-        "they are local to the rank. Its forward bypassed the wrapper (through `.module`), or, "
-        "before that backward, the wrapper's forward ran again or its gradients were reduced. Call "
-        "the wrapper itself, once before each backward, or mark the accumulation with `no_sync()`."
+        "they are local to the rank. Its forward bypassed the wrapper (through `.module`), or "
+        "another forward, or a reduction of these gradients, ran before this backward. Call the "
+        "wrapper itself, once before each backward, or mark the accumulation with `no_sync()`."
     )

@@ -34,7 +34,7 @@ from miniddp import errors
 from miniddp.autograd_graph import hook_accumulators
 from miniddp.buckets import arrival_plan, bucket_caps, sizes_of
 from miniddp.comm import this_group
-from miniddp.manual import Group, average_gradients, own_gradient
+from miniddp.manual import Group, average_gradients, local_gradient
 from miniddp.replicas import broadcast_tensors, verify_same_model
 
 
@@ -134,7 +134,7 @@ class OverlappedPerParameter(Rung):
 
     def _launch(self, parameter: nn.Parameter) -> None:
         with torch.no_grad():
-            gradient = own_gradient(parameter)
+            gradient = local_gradient(parameter)
             gradient /= self.world_size
         self.launched.append((gradient, dist.all_reduce(gradient, group=self.group, async_op=True)))
 
@@ -170,7 +170,7 @@ class Bucketed(Rung):
 
     def _launch(self, bucket: list[nn.Parameter]) -> None:
         with torch.no_grad():
-            gradients = [own_gradient(parameter).reshape(-1) for parameter in bucket]
+            gradients = [local_gradient(parameter).reshape(-1) for parameter in bucket]
             exists = gradients[0].new_tensor([parameter.grad is not None for parameter in bucket])
             flat = torch.cat([*gradients, exists])
             flat /= self.world_size  # before the sum, which could overflow in half precision

@@ -55,7 +55,7 @@ def average_gradients(
     world_size = dist.get_world_size(group)
     if world_size < 0:  # the collectives below would only warn
         raise ValueError(errors.outside_the_group(dist.get_rank()))
-    gradients = [own_gradient(p) for p in parameters]
+    gradients = [local_gradient(p) for p in parameters]
     has_gradient = [p.grad is not None for p in parameters]
     divisor = world_size if combine == "average" else 1
     combine_all = _all_reduce_flat if flat else _all_reduce_each
@@ -103,7 +103,7 @@ def _all_reduce_flat(
     return exists_somewhere
 
 
-def own_gradient(parameter: nn.Parameter) -> Tensor:
+def local_gradient(parameter: nn.Parameter) -> Tensor:
     """This rank's gradient, dense and contiguous, as collectives need it; zeros if it is None."""
     gradient = parameter.grad
     if gradient is None:

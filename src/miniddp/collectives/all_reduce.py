@@ -241,7 +241,7 @@ def _start(
     if rank < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group: call on its members only")
     if op not in (SUM, AVG):
-        raise ValueError(f"op is {op}: take ReduceOp.SUM or ReduceOp.AVG")
+        raise ValueError(f"op is {op}: use ReduceOp.SUM or ReduceOp.AVG")
     if tensor.layout != torch.strided:
         raise TypeError(f"the tensor's layout is {tensor.layout}: call to_dense() on it first")
     if op == AVG and not (tensor.is_floating_point() or tensor.is_complex()):

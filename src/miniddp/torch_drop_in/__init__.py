@@ -14,7 +14,7 @@ It has the private names that torch's tests, Lightning, Accelerate, and Transfor
 `static_graph`       `StaticGraphReducer`: every iteration uses the same parameters
 `sparse`             the bucket of a sparse gradient
 `join`, `strict`     ranks that run out of data; errors in the faulty step, on every rank
-`mixed_precision`    compute in a narrow type, step in a wide one
+`mixed_precision`    compute in low precision, step in full precision
 `compiling`          which wrapper torch.compile splits a graph for
 `keywords`, `log`    the rare keywords as functions; what `_get_ddp_logging_data` returns
 ===================  ============================================================================

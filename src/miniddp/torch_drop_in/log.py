@@ -1,4 +1,4 @@
-"""The figures of `_get_ddp_logging_data`, by torch's keys: settings, buckets, and times.
+"""What `_get_ddp_logging_data` returns, by torch's keys: settings, buckets, and times.
 
 Source: torch/csrc/distributed/c10d/logger.cpp.
 """
@@ -30,7 +30,7 @@ def gloo_threads() -> int:
 
 
 class Log:
-    """The figures of `_get_ddp_logging_data`; an iteration's are taken at the next forward."""
+    """The data of `_get_ddp_logging_data`; an iteration's times are read at the next forward."""
 
     _FULLY_SAMPLED = 10
 
@@ -40,11 +40,11 @@ class Log:
         self.sample_rate = 100
         self.sums: dict[str, int] = {}
         self.samples = 0
-        self.figures: dict[str, Any] = {}
+        self.logging_data: dict[str, Any] = {}
         self.initial_buckets = _bucket_bytes(ddp.reducer)
 
     def forward_begins(self) -> None:
-        """Take the figures of the iteration that ended; count the one that begins."""
+        """Read the times of the iteration that ended; count the one that begins."""
         if self._is_sampled(self.iteration) and self.iteration > 0:
             self._sample()
         self.reducer.times["forward_start"] = perf_counter_ns()
@@ -67,9 +67,9 @@ class Log:
         for name, (start, end) in spans.items():
             span = times[end] - times[start]
             self.sums[name] = self.sums.get(name, 0) + span
-            self.figures[name] = span
-            self.figures[f"avg_{name}"] = self.sums[name] // self.samples
-        self.figures |= {
+            self.logging_data[name] = span
+            self.logging_data[f"avg_{name}"] = self.sums[name] // self.samples
+        self.logging_data |= {
             "iteration": self.iteration,
             "forward_compute_time_start": times["forward_start"],
             "backward_compute_time_start": times["backward_start"],
@@ -84,14 +84,14 @@ class Log:
         }
 
     def snapshot(self, ddp: Any) -> dict[str, Any]:
-        """All figures, by torch's names."""
+        """All data, by torch's names."""
         reducer = self.reducer
         dtypes = {p.dtype: None for p in reducer.parameters}
         environment = dict(_ENVIRONMENT)
         backend = ddp.process_group.name()
         if backend == "gloo":
             environment |= _ENVIRONMENT_OF_GLOO
-            self.figures["gloo_num_threads"] = gloo_threads()
+            self.logging_data["gloo_num_threads"] = gloo_threads()
         data = {
             "iteration": self.iteration,
             "world_size": ddp.process_group.size(),
@@ -122,7 +122,7 @@ class Log:
         if reducer.last_error is not None:
             data |= {"has_error": 1, "error": reducer.last_error}
         data |= {key: os.environ.get(name, "N/A") for key, name in environment.items()}
-        return data | self.figures
+        return data | self.logging_data
 
 
 def _bucket_bytes(reducer: Any) -> str:

@@ -50,6 +50,6 @@ class SparseBucket(PartedBucket):
 
     def copy_out(self, slots: Sequence[int]) -> list[int]:
         if slots:
-            # Mixed precision has made the parameter wide again by now.
+            # Mixed precision has restored the parameter by now.
             self.parameters[0].grad = self.buffer.to(self.parameters[0].dtype)
         return []

@@ -106,16 +106,14 @@ def _absent_on_ranks(reducer: "TorchReducer", absent: list[list[int]]) -> str:
         )
     elif reducer.find_unused_parameters:
         remedy = (
-            "Parameters that the outputs do not reach are found already. These were reached, and "
-            "their gradients never came: the loss was computed past the outputs, or one backward "
-            "covered only a part of them, to be followed by another. Let one backward cover all: "
-            "sum the losses first. Else look"
+            "The outputs reach these parameters, but backward produced no gradient for them. Sum "
+            "all losses and call backward() once. Otherwise look"
         )
     else:
         remedy = (
             "If that is meant, pass the keyword argument `find_unused_parameters=True` to the "
             "wrapper. If several backwards share a forward, sum their losses and call backward() "
-            "once. If neither, look"
+            "once. Otherwise look"
         )
     return (
         "This backward did not produce the gradients of all parameters, and no rank took a step.\n"

@@ -331,7 +331,7 @@ class DistributedDataParallel(BufferSync, Joinable):
             device = torch.device(self.device_type, self.device_ids[0])
             inputs, kwargs = moved_to((inputs, kwargs), device)
         if self.mixed_precision is not None:
-            self._precision.narrow()
+            self._precision.use_low_precision()
             inputs, kwargs = self._precision.cast((inputs, kwargs))
         return inputs, kwargs
 
@@ -339,7 +339,7 @@ class DistributedDataParallel(BufferSync, Joinable):
         if not self._lazy_init_ran:
             self._lazy_init()
         if self.mixed_precision is not None and self.reducer.state is ReducerState.IDLE:
-            self._precision.widen()
+            self._precision.restore_full_precision()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.logger.forward_begins()
 
@@ -363,9 +363,9 @@ class DistributedDataParallel(BufferSync, Joinable):
         if (
             self.mixed_precision is not None
             and not torch.is_grad_enabled()
-            and self._precision.was_wide
+            and self._precision.was_full
         ):
-            self._precision.widen()
+            self._precision.restore_full_precision()
         return output
 
     def _at_end_of_backward(self, output: Any, act: Callable[[TorchReducer], Any]) -> None:
@@ -421,7 +421,7 @@ class DistributedDataParallel(BufferSync, Joinable):
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
         self.reducer.comm_hook = (hook, state)
-        self.logger.figures["comm_hook"] = name
+        self.logger.logging_data["comm_hook"] = name
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register the hook that `dist.BuiltinCommHookType` names."""
@@ -536,7 +536,7 @@ class DistributedDataParallel(BufferSync, Joinable):
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Take the model of a rank that joined last: it has taken every step."""
         if self.mixed_precision is not None:
-            self._precision.widen()
+            self._precision.restore_full_precision()
         self._authoritative_rank = highest_rank(self, is_last_joiner)
         state: dict[str, Tensor] = dict(self.synced_parameters())
         if self.forward_sync_buffers:
@@ -648,7 +648,7 @@ class DistributedDataParallel(BufferSync, Joinable):
         if self.static_graph:
             self.reducer.expect_static_graph()
 
-    # Figures --------------------------------------------------------------------------------------
+    # Logging --------------------------------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Settings, environment, buckets and times (ns) of this wrapper, by torch's keys."""

@@ -62,11 +62,8 @@ class BufferSync(MiniDDP):
         return self.will_sync_module_buffers() and self._syncs_buffers_late()
 
     def _syncs_buffers_late(self) -> bool:
-        hook = getattr(self, "buffer_hook", None)
-        return (
-            hook is not None
-            and hook.buffer_comm_hook_location == _BufferCommHookLocation.POST_FORWARD
-        )
+        hook, late = getattr(self, "buffer_hook", None), _BufferCommHookLocation.POST_FORWARD
+        return hook is not None and hook.buffer_comm_hook_location == late
 
     def _sync_module_buffers(self, src: int) -> None:
         if not hasattr(self, "buffer_hook"):

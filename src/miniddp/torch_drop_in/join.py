@@ -51,9 +51,7 @@ def highest_rank(ddp: Any, is_candidate: bool) -> int:
     largest = dist.ReduceOp.MAX
     wait_for(dist.all_reduce(flag, op=largest, group=ddp.process_group, async_op=True))
     if flag.item() == -1:
-        raise ValueError(
-            "no rank can be the source of the broadcast: Join and forward are out of step"
-        )
+        raise ValueError("no rank can be the broadcast source: Join and forward are out of step")
     return int(flag.item())
 
 

@@ -234,6 +234,9 @@ class TorchReducer(StaticGraphReducer):
     def _delay_all_reduce(self) -> None:
         self.learn_graph()
 
+    def prepare_for_forward(self) -> None:
+        """torch starts its timer here; there is nothing to prepare."""
+
     def _run_allreduce_hook(self, bucket: Any) -> Future:
         return self.run_allreduce_hook(bucket)
 

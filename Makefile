@@ -73,7 +73,7 @@ setup: $(READY)
 
 # `make test` compares text outputs; here the chapters only have to run.
 book: $(READY)
-	@echo "Running the chapters, two at a time …"
+	@echo "Running the chapters …"
 	@$(BIN)/python -m labkit.book.chapters execute
 	@$(MAKE) --no-print-directory html
 

@@ -30,7 +30,7 @@ import warnings
 from typing import NamedTuple
 
 from labkit.launch.arguments import positive
-from labkit.launch.memory import loading
+from labkit.launch.memory import gc_paused
 
 SEED = 42
 THREADS_SAMPLES = 4
@@ -81,7 +81,7 @@ if __name__ == "__main__":
     ARGUMENTS = arguments_of_this_lab()
 
 # Once, for the forks to share.
-with loading():
+with gc_paused():
     import pytorch_lightning as pl
     import torch
     import torch.distributed as dist

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from labkit.launch.arguments import parse_arguments
-from labkit.launch.memory import loading
+from labkit.launch.memory import gc_paused
 
 SEED = 0
 SEQUENCES = 16
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TORCH_CPP_LOG_LEVEL="ERROR")
 
 # The Trainer collects garbage after each training, and skips what is frozen here.
-with loading():
+with gc_paused():
     import accelerate
     import torch
     import torch.distributed as dist

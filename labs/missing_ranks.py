@@ -88,7 +88,7 @@ def report_missing_ranks() -> Iterator[Callable[[str], None]]:
 def report(rank: int, signs: dict[int, Sign], later: dict[int, Sign]) -> str:
     """The ranks that `rank` waits for, from two looks at the store; empty if there are none."""
     mine = later[rank]
-    lines = [f'rank {rank} on {mine.host} waited in vain at "{mine.last}"']
+    lines = [f'rank {rank} on {mine.host} timed out at "{mine.last}"']
     for other, sign in later.items():
         finished = sign.last == END and sign.notes > mine.notes
         gone = sign.beats == signs[other].beats and not finished
@@ -144,7 +144,7 @@ class _Attendance:
             return report(self.rank, signs, self.look())
         except RuntimeError:
             return (
-                f'rank {self.rank} on {self.sign.host} waited in vain at "{self.sign.last}"\n'
+                f'rank {self.rank} on {self.sign.host} timed out at "{self.sign.last}"\n'
                 f"  gone: rank 0, its node or the network to it ({self.host} does not answer)"
             )
 

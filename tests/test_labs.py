@@ -56,7 +56,7 @@ parse_arguments(parser)
 
 
 @pytest.fixture
-def lab_of_ones_own(monkeypatch, tmp_path):
+def custom_lab(monkeypatch, tmp_path):
     """Write a lab into a checkout that is the current folder."""
 
     def write(script: str, text: str) -> None:
@@ -69,9 +69,9 @@ def lab_of_ones_own(monkeypatch, tmp_path):
 
 
 def test_a_wrong_argument_is_named_once_even_if_the_first_rank_is_the_last_to_start(
-    lab_of_ones_own,
+    custom_lab,
 ):
-    lab_of_ones_own(ACCUMULATE, FIRST_RANK_IS_SLOW)
+    custom_lab(ACCUMULATE, FIRST_RANK_IS_SLOW)
     with pytest.raises(ScriptError, match="exit code 1") as caught:
         run_script(ACCUMULATE, "--seed", "no number", ranks=2)
     assert caught.value.said.count("error: argument --seed: invalid int value: 'no number'") == 1
@@ -222,14 +222,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_lab_fails_if_its_numbers_do_not_agree_or_are_no_numbers(fault, lab_of_ones_own):
+def test_a_lab_fails_if_its_numbers_do_not_agree_or_are_no_numbers(fault, custom_lab):
     lab, changes, arguments, said = BROKEN[fault]
     script = f"labs/{lab}.py"
     text = (ROOT / script).read_text()
     for right, broken in changes:
         assert right in text
         text = text.replace(right, broken)
-    lab_of_ones_own(script, text)
+    custom_lab(script, text)
     ranks = {"over_which_group": 4, "accumulate_vs_ddp_lightning": None}.get(lab, 2)
     with pytest.raises(ScriptError, match=said):
         run_script(script, *arguments, ranks=ranks)

@@ -137,10 +137,10 @@ def test_without_overlap_one_bucket_costs_the_latency_and_the_bandwidth_of_the_r
 
 def test_each_missing_rank_is_listed_once_without_its_machine():
     said = (
-        'rank 0 on a waited in vain at "step 5: backward"\n'
+        'rank 0 on a timed out at "step 5: backward"\n'
         '  stuck: rank 1 on b, last seen at "step 5: its batch"\n'
         '  gone: rank 2 on c, last seen at "step 4: backward"\n'
-        'rank 3 on d waited in vain at "step 5: backward"\n'
+        'rank 3 on d timed out at "step 5: backward"\n'
         '  stuck: rank 1 on b, last seen at "step 5: its batch"\n'
     )
     assert missing(ScriptError("failed", said)) == [

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from labkit.launch.memory import loading
+from labkit.launch.memory import gc_paused
 
 DESCRIPTION = """\
 Run PyTorch's own tests of DistributedDataParallel on a class of your choice: on the CPU over gloo,
@@ -65,7 +65,7 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-@loading()
+@gc_paused()
 def load(options: argparse.Namespace) -> tuple[list[tuple[type, str]], Any]:
     """Load the files with everything replaced; return their tests and the target device."""
     import torch

@@ -31,9 +31,9 @@ from grader.inside import walls
 from grader.inside.values import LARGEST, ValuesError, pack, unpack
 from labkit.launch.fork_server import schedule_as_batch
 from labkit.launch.guard import adopt_orphans, die_with_parent, kill_descendants
-from labkit.launch.memory import gather_memory, loading
+from labkit.launch.memory import gc_paused, use_huge_pages
 
-with loading():
+with gc_paused():
     # Otherwise each fork would import these on first use.
     import multiprocessing.popen_fork  # noqa: F401
 
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> NoReturn:
     `arguments`: the number of the socket, and "walled" or "trusted".
     """
     connections, walled = socket.socket(fileno=int(arguments[0])), arguments[1] == "walled"
-    gather_memory()
+    use_huge_pages()
     schedule_as_batch()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what it forks
     server = os.getpid()

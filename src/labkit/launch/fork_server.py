@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from labkit.launch import own_sockets
 from labkit.launch.guard import adopt_orphans, kill_descendants, own_session
-from labkit.launch.memory import gather_memory, loading
+from labkit.launch.memory import gc_paused, use_huge_pages
 from labkit.launch.surroundings import adopt_outputs
 
 STARTED = "started"
@@ -44,13 +44,13 @@ def serve(listener: int, lifeline: int, address: str, modules: Sequence[str]) ->
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _load(*LOADED, *modules)
-    gather_memory()
+    use_huge_pages()
     schedule_as_batch()
     _serve(socket.socket(fileno=listener), socket.socket(fileno=lifeline), address)
 
 
 def _load(*modules: str) -> None:
-    with loading():
+    with gc_paused():
         for name in modules:
             importlib.import_module(name)
 

@@ -1,9 +1,9 @@
 """Memory of many processes on one machine: import once, fork fast, and start no more than fit.
 
 Loading torch makes a million objects, which the garbage collector walks through again and again: a
-quarter of the import's processor time, without `loading`. A fork copies its parent's page table,
+quarter of the import's processor time, without `gc_paused`. A fork copies its parent's page table,
 and the child's exit frees the copy: 26 ms with 56,000 pages of 4 KiB, and 6 ms after
-`gather_memory`. A rank needs about 150 MB. `check_memory` refuses more ranks than fit: a machine
+`use_huge_pages`. A rank needs about 150 MB. `check_memory` refuses more ranks than fit: a machine
 that swaps answers nothing, not even the command that would end them.
 """
 
@@ -26,7 +26,7 @@ _LARGE_PAGE = 2 * 2**20
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Turn the collector off inside the block, and freeze at its end every object that is there.
 
     What is frozen is left out of later walks, so a fork goes on sharing it with its parent. Blocks
@@ -42,7 +42,7 @@ def loading() -> Iterator[None]:
             gc.enable()
 
 
-def gather_memory() -> None:
+def use_huge_pages() -> None:
     """Move this process's memory to pages of 2 MiB, so that a fork takes a quarter of the time.
 
     Takes half a second. A process that was itself forked then uses 200 MiB more, because its parent

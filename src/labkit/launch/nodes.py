@@ -55,7 +55,7 @@ from labkit.launch.forks import (
     stop_forked,
 )
 from labkit.launch.guard import die_with_parent, has_children
-from labkit.launch.memory import check_memory, loading
+from labkit.launch.memory import check_memory, gc_paused
 
 GRACE = 60.0  # seconds
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"  # the interface's name
@@ -225,7 +225,7 @@ def agents_of(nodes: int, given: Mapping[str, str]) -> Iterator[tuple[list[str],
 
 def load_torchrun() -> types.ModuleType:
     """torchrun's module, with what torch's DDP and optimizers import on first use."""
-    with loading():
+    with gc_paused():
         import torch._dynamo  # noqa: F401
         from torch.distributed import run
     return run

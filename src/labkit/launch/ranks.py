@@ -48,9 +48,9 @@ from labkit.launch.memory import check_memory
 from labkit.launch.nodes import LOOPBACK
 from labkit.launch.rank_states import STARTING, is_readers_code
 from labkit.launch.supervisor import (
-    HANDED,
+    INJECTED,
     JOIN_WITHIN,
-    VICTIM,
+    SECONDARY_ERROR,
     Job,
     Outcome,
     Report,
@@ -65,7 +65,7 @@ _OWN = ("labkit", "miniddp")
 _SHIPPING = threading.Lock()
 # Of failures within this many seconds the lowest rank's counts as the first, so that an error which
 # every rank raises is reported from the same rank at every run.
-_TOGETHER = 0.25
+_SAME_MOMENT = 0.25
 # What c10d and gloo write by themselves: time-stamped, or in an order that varies.
 _NOISE = re.compile(r"^(\[rank\d+\]:)?\[?[EWI]\d{4} \d\d:\d\d:\d\d|^\[Gloo\] Rank \d+ is connected")
 
@@ -187,7 +187,7 @@ def _check(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeo
     if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
         raise ValueError(f"timeout must be a positive, finite number of seconds, got {timeout!r}")
     try:
-        bind(fn, args, dict.fromkeys(HANDED))
+        bind(fn, args, dict.fromkeys(INJECTED))
     except TypeError as error:
         raise TypeError(
             f"run_ranks cannot call {_name(fn)} with {len(args)} argument(s): {error}. Parameters "
@@ -330,7 +330,7 @@ def _raise_first_failure(outcome: Outcome, job: Job) -> NoReturn:
         _raise_timeout(outcome, states, job)
     report = reports[culprit]
     others = "\n".join(f"  {line}" for rank, line in enumerate(states) if rank != culprit)
-    others = f"\nWhen it failed, the others stood here:\n{others}" if others else ""
+    others = f"\nThe other ranks at that moment:\n{others}" if others else ""
     of = f"rank {culprit} of {job.world_size}"
     error = rebuild_exception(report.payload)
     if report.status == "raised" and error is not None:
@@ -355,10 +355,10 @@ _NEXT = {
 def _first_failure(reports: list[Report]) -> int | None:
     failed = [r for r, one in enumerate(reports) if one.status not in ("returned", "unfinished")]
     raised = [r for r in failed if reports[r].status == "raised"]
-    victims = [r for r in raised if VICTIM.search(reports[r].text)]
+    victims = [r for r in raised if SECONDARY_ERROR.search(reports[r].text)]
     causes = [r for r in failed if r not in victims] or failed
     first = min((reports[r].time for r in causes), default=0.0)
-    return next((r for r in causes if reports[r].time <= first + _TOGETHER), None)
+    return next((r for r in causes if reports[r].time <= first + _SAME_MOMENT), None)
 
 
 def _raise_timeout(outcome: Outcome, states: tuple[str, ...], job: Job) -> NoReturn:

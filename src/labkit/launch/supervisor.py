@@ -42,9 +42,11 @@ from labkit.launch.forks import fresh_randomness, start_forked, stop_forked
 from labkit.launch.rank_states import Frame, RankState, describe, read_stack, show_cells_as
 from labkit.launch.stillness import Stillness
 
-HANDED = ("rank", "world_size", "device")
+INJECTED = ("rank", "world_size", "device")
 # A rank raises one of these when another rank has failed: it is not the cause.
-VICTIM = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|Read error")
+SECONDARY_ERROR = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Connection refused|Read error"
+)
 # Seconds that ranks may take to join, even if the time for the function is shorter: on a busy
 # machine, joining takes longer than the function.
 JOIN_WITHIN = 30.0
@@ -352,7 +354,7 @@ def _call(rank: int, job: Job, folder: Path, supervisor: Connection) -> Report:
     dist.all_reduce(torch.zeros(1))
     supervisor.send(_JOINED)
     fn, args = cloudpickle.loads(job.payload)
-    handed = dict(zip(HANDED, (rank, job.world_size, device), strict=True))
+    handed = dict(zip(INJECTED, (rank, job.world_size, device), strict=True))
     bound = bind(fn, args, handed)
     result = fn(*bound.args, **bound.kwargs)
     try:
@@ -396,7 +398,7 @@ def _report_exception(error: BaseException, job: Job) -> Report:
     text = show_cells_as("".join(lines), job.cells).rstrip()
     line = "raised " + f"{type(error).__name__}: {error}".rstrip(": ").split("\n", 1)[0]
     # An OSError is about a connection of the function's own: torch's errors are RuntimeErrors.
-    if VICTIM.search(str(error)) and not isinstance(error, OSError):
+    if SECONDARY_ERROR.search(str(error)) and not isinstance(error, OSError):
         # This rank only lost its connection, so report where it waited: the library's own text
         # names ports and sources, and differs from run to run.
         frames = [Frame(f.filename, f.lineno, f.name) for f in traceback.extract_tb(stack)]

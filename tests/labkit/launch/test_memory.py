@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from labkit.launch import memory
-from labkit.launch.memory import available_memory, check_memory, loading
+from labkit.launch.memory import available_memory, check_memory, gc_paused
 from labkit.launch.ranks import run_ranks
 from labkit.launch.scripts import run_script
 
@@ -95,8 +95,8 @@ def collector():
 @pytest.mark.parametrize("was_on", [True, False])
 def test_the_collector_is_off_while_loading_and_afterward_as_before(was_on, collector):
     (gc.enable if was_on else gc.disable)()
-    with loading():
-        with pytest.raises(ModuleNotFoundError), loading():
+    with gc_paused():
+        with pytest.raises(ModuleNotFoundError), gc_paused():
             importlib.import_module("no_such_module")
         assert not gc.isenabled()
         loaded = [[]]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from labkit.launch.supervisor import VICTIM
+from labkit.launch.supervisor import SECONDARY_ERROR
 from labkit.profiling.recording import Recorder, merge
 from labkit.profiling.slow_link import SlowLink, link_seconds
 from miniddp.ladder import RUNGS, BucketedOverlapped
@@ -175,7 +175,7 @@ def test_an_error_of_the_collective_comes_out_of_the_handle_and_of_backward():
 
     messages = run_ranks(work, 2, device="cpu")[0]
     assert len(messages) == 3
-    assert all(VICTIM.search(message) for message in messages), messages
+    assert all(SECONDARY_ERROR.search(message) for message in messages), messages
 
 
 def test_nothing_is_left_behind(tmp_path):

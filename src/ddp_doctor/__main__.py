@@ -35,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--fail-on",
         choices=["error", "warning"],
-        help="exit with 3 if this is found, or 4 if nothing could be checked; torchrun then exits "
-        "with 1",
+        help="exit with 3 if this is found, or 4 if not everything could be checked; torchrun then "
+        "exits with 1",
     )
     add("--first", type=int, default=6, help="observe the first N steps (6)")
     add("--every", type=int, default=50, help="then every Nth step (50)")

@@ -735,3 +735,27 @@ for step in range(2):
     )
     assert report["equation"]["right"]
     assert report["unchecked"] == []
+
+
+TOO_LATE = (
+    WRAPPED
+    + """
+for step in range(2):
+    opt.zero_grad()
+    if AROUND:
+        with model.no_sync():
+            loss_of(model, batch()).backward()
+    loss = loss_of(model, batch())
+    with model.no_sync() if not AROUND else nullcontext():
+        loss.backward()
+    opt.step()
+"""
+)
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_no_sync_around_a_backward_alone_is_said_to_have_no_effect(
+    around: bool, server: Server, script: Write
+) -> None:
+    found = look(server, script, TOO_LATE.replace("AROUND", str(around)))["found"]
+    assert ("no_sync_without_forward" in found) == (not around)

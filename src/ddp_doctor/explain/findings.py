@@ -63,6 +63,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "own_reduction_sums": ("hint", "The all-reduce sums the gradients", SUMS),
     "other_than_average": ("error", "The optimizer gets another gradient than the average", STEP),
     "last_micro_batch_unsynced": ("error", "The last micro-batch is not synchronized", STEP),
+    "no_sync_without_forward": ("note", "no_sync has no effect", STEP),
     "every_micro_batch_synced": ("note", "Every micro-batch is synchronized", ACCUMULATE),
     "rank_skipped_step": ("error", "A rank took fewer optimizer steps", STEP),
     "clipped_before_sync": ("error", "Gradients are clipped before they are averaged", STEP),

@@ -52,6 +52,7 @@ class BackwardFact(TypedDict):
     values: NotRequired[list[float]]
     leftover: NotRequired[dict[str, int]]  # by optimizer: gradients of the step before
     used: NotRequired[bool]
+    no_sync_too_late: NotRequired[bool]  # entered after the forward that prepared this backward
 
 
 class SnapshotFact(TypedDict):

@@ -81,9 +81,8 @@ class Report:
             elif not not_checked:
                 said.append("No error and no warning.")
         if hints := levels.count("hint"):
-            said.append(
-                f"{hints} hint{'s' * (hints > 1)}: recognized, not measured. --certify measures."
-            )
+            this = "1 hint looks" if hints == 1 else f"{hints} hints look"
+            said.append(f"{this} like a mistake that was recognized; --certify measures it.")
         return " ".join(said)
 
     def as_text(self, width: int = 100, lines: int = 44) -> str:

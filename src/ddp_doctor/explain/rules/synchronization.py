@@ -135,6 +135,26 @@ def every_micro_batch_synced(run: Run, equation: Equation) -> Iterator[Finding]:
             return
 
 
+def no_sync_without_forward(run: Run, equation: Equation) -> Iterator[Finding]:
+    """A backward runs inside of no_sync, and the forward before it did not.
+
+    The wrapper decides in its forward, so the gradients are averaged all the same. Right in
+    numbers if that is meant: a note.
+    """
+    for window in run.complete if run.world > 1 else ():
+        for rank, fact in window:
+            for backward in fact["backwards"]:
+                if backward.get("no_sync_too_late"):
+                    yield finding(
+                        "no_sync_without_forward",
+                        f"Step {window.n}, rank {rank}: no_sync() is around this backward, and not "
+                        f"around the forward before it: the gradients are averaged all the same.",
+                        backward["place"],
+                        "with model.no_sync(): around forward and backward.",
+                    )
+                    return
+
+
 def _flags(fact: WindowFact) -> list[bool]:
     """For each backward that reached the first wrapper: whether it was synchronized."""
     flags = []
@@ -475,6 +495,7 @@ RULES = (
     last_micro_batch_unsynced,
     other_than_average,
     every_micro_batch_synced,
+    no_sync_without_forward,
     rank_skipped_step,
     clipped_before_sync,
     clipped_per_micro_batch,

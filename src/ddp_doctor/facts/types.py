@@ -62,7 +62,7 @@ class SnapshotFact(TypedDict):
     hashes: dict[str, int]
     local: Projections  # sums of what backward computed on this rank
     missing: list[str]
-    pieces: dict[str, int]  # parameters of which `grads` has this rank's shard, of so many
+    pieces: dict[str, int]  # of fully_shard: `grads` has this rank's shard, of so many
     unscaled: NotRequired[float]
 
 

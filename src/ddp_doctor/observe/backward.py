@@ -109,6 +109,7 @@ class _Backwards:
         recorder, record = self.recorder, self.record
         for parameter, value in _whole(args[0]) if record is not None and recorder.on else ():
             key = id(parameter)
+            recorder.by_fsdp.add(key)
             added = value - recorder.waiting.pop(key, 0.0)
             if not added:
                 continue

@@ -61,6 +61,7 @@ class Recorder:
         self.in_step: list[int] = []
         self.made = 0
         self.local: dict[int, float] = {}
+        self.by_fsdp: set[int] = set()  # parameters whose whole local gradient fully_shard has had
         self.waiting: dict[int, float] = {}  # of a whole gradient that fully_shard has not reduced
         self.used: dict[int, float | None] = {}  # gradients right after the step that used them
         self.leftover: set[int] = set()  # parameters that still held these when backward came
@@ -141,7 +142,7 @@ class Recorder:
                 continue
             snapshot["grads"][name] = projection(parameter.grad)
             snapshot["hashes"][name] = checksum(parameter.grad)
-            if (piece := piece_of(parameter)) is not None:
+            if id(parameter) in self.by_fsdp and (piece := piece_of(parameter)) is not None:
                 snapshot["pieces"][name] = piece[1]
             snapshot["local"][name] = self.local.get(id(parameter))
 

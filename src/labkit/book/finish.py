@@ -7,10 +7,11 @@ from another host. This rewrites each page when all are built.
 import base64
 import io
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, Tag
 from fontTools import subset
 from fontTools.ttLib import TTFont
 from sphinx.application import Sphinx
@@ -48,11 +49,36 @@ def finish(app: Sphinx, exception: Exception | None) -> None:
 def finished(text: str) -> str:
     """The HTML of one page, without what it does not need and with what axe-core asks for."""
     page = BeautifulSoup(text, "html.parser")
+    if page.head and page.article:
+        _describe(page, page.head, page.article)
     _load_less(page)
     _name_things(page)
     _open_figures(page)
     _wrap_sentences(page)
     return str(page)
+
+
+def _describe(page: BeautifulSoup, head: Tag, article: Tag) -> None:
+    """What a search result, or a link in a chat, shows of the page; and one viewport of two."""
+    for viewport in head.find_all("meta", {"name": "viewport"})[1:]:
+        viewport.decompose()
+    title = article.h1.get_text().removesuffix("#").strip() if article.h1 else ""
+    summary = _summary(article)
+    for key, name, content in (
+        ("name", "description", summary),
+        ("property", "og:title", title),
+        ("property", "og:description", summary),
+        ("property", "og:type", "article"),
+    ):
+        head.append(page.new_tag("meta", attrs={key: name, "content": content}))
+
+
+def _summary(article: Tag) -> str:
+    """The beginning of the short answer, or else of the page: whole words, 200 characters."""
+    titles = article.select(".admonition-title")
+    answer = next((t.parent for t in titles if t.get_text(strip=True) == "The short answer"), article)
+    texts = [tag.get_text() for tag in answer.select("p:not(.admonition-title)")]
+    return textwrap.shorten(" ".join(texts), 200, placeholder=" …")
 
 
 def _load_less(page: BeautifulSoup) -> None:

@@ -75,8 +75,12 @@ def _describe(page: BeautifulSoup, head: Tag, article: Tag) -> None:
 
 def _summary(article: Tag) -> str:
     """The beginning of the short answer, or else of the page: whole words, 200 characters."""
-    titles = article.select(".admonition-title")
-    answer = next((t.parent for t in titles if t.get_text(strip=True) == "The short answer"), article)
+    for title in article.select(".admonition-title"):
+        if title.get_text(strip=True) == "The short answer":
+            answer = title.parent
+            break
+    else:
+        answer = article
     texts = [tag.get_text() for tag in answer.select("p:not(.admonition-title)")]
     return textwrap.shorten(" ".join(texts), 200, placeholder=" …")
 

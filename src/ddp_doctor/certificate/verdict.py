@@ -56,7 +56,10 @@ NO_GRADIENT = (
     "The optimizers' parameters get no gradient in the first step: an optimizer may have been made "
     "before the model that is trained, or fully_shard has not synchronized the gradients."
 )
-ZERO = "The gradient of the first step is zero: there is nothing to compare."
+ZERO = (
+    "The gradient of the first step is zero, so there is nothing to compare. Begin with samples that "
+    "count in the loss."
+)
 COUPLED = (
     "Copies of one batch are right, but the gradient depends on which samples share a batch: "
     "counts that differ, a loss over pairs of samples, or a gather that carries no gradient."

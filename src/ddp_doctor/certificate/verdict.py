@@ -57,8 +57,8 @@ NO_GRADIENT = (
     "before the model that is trained, or fully_shard has not synchronized the gradients."
 )
 ZERO = (
-    "The gradient of the first step is zero, so there is nothing to compare. Begin with samples that "
-    "count in the loss."
+    "The gradient of the first step is zero, so there is nothing to compare. Begin with samples "
+    "that count in the loss."
 )
 COUPLED = (
     "Copies of one batch are right, but the gradient depends on which samples share a batch: "

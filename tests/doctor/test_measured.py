@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from doctor.journals import OWN, SAME, fact, findings, run_of, run_with_steps, step, window
-from doctor.test_groups import data_and_tensor
+from doctor.test_groups import data_and_tensor, sharded
 from doctor.test_intended import scaled_by
 
 from ddp_doctor.explain import rules
@@ -91,6 +91,20 @@ def test_a_loss_of_all_rows_that_carries_ones_own_gradient_is_multiplied_by_the_
 
     assert codes() == {"scaled_by_world_size"}
     assert codes(gather) == set()
+
+
+def test_ranks_that_cut_one_batch_by_its_length_and_average_are_not_weighed() -> None:
+    """Sequence parallelism under fully_shard: the same text, whether the trunk is right or not."""
+    gather = fact(CollectiveFact, op="all_gather", shape=[4, 2], through_autograd=True)
+    run = sharded(1, share=2.0)
+    for rank in run.ranks:
+        for one in rank.windows:
+            one["collectives"] = [gather]
+            for backward in one["backwards"]:
+                backward["terms"][0] |= {"target": 3, "input": 1}
+    assert run.readers == [[0, 1]]
+    assert findings(run) == {}
+    assert set(findings(sharded(1, share=2.0))) != set()  # ranks with data of their own
 
 
 def test_losses_of_which_ranks_have_other_numbers_are_not_weighed_by_one_of_them() -> None:

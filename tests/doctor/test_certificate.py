@@ -876,6 +876,21 @@ def test_other_rows_and_labels_that_came_apart_are_named_with_their_line() -> No
     assert parted([*ranks, *losses], apart).startswith("At train.py:10, the targets")
 
 
+def test_a_loss_that_is_logged_does_not_hide_that_the_deal_matters(tmp_path: Path) -> None:
+    def logged(*values: float) -> dict[str, Any]:
+        facts = [
+            {"what": "numbers", "key": "", "place": "train.py:3", "values": value}
+            for value in torch.tensor(values).double().split(1)
+        ]
+        return {"seen": [*SEEN, *facts]}
+
+    own = logged(0.5, 3.0, 5.0)
+    dealt = logged(0.7, 4.0, 4.0) | {"gradients": {"0.0": torch.tensor([1.0, 2.0, 1.0, 1.0])}}
+    alone = {"one": {"gradients": {"0.0": torch.ones(4)}}}
+    found = written(tmp_path, **{OWN: [own, own], DEAL: [dealt | alone, dealt]})
+    assert found.verdict == "different"
+
+
 @pytest.mark.parametrize(
     ("turned", "factor", "kind"),
     [

@@ -92,6 +92,17 @@ def other_numbers(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
     return ""
 
 
+def same_totals(ours: Iterable[Seen], theirs: Iterable[Seen]) -> bool:
+    """Whether the counts that were reduced at a line in two steps add up to the same numbers."""
+    sums: list[dict[tuple[str, int], Tensor]] = [{}, {}]
+    for total, seen in zip(sums, (ours, theirs), strict=True):
+        for one in _of(seen, NUMBERS, ""):
+            values, key = one["values"], (one["place"], len(one["values"]))
+            if torch.equal(values, values.round()):
+                total[key] = total.get(key, torch.zeros(len(values))) + values
+    return all(torch.equal(sums[0][key], sums[1][key]) for key in sums[0].keys() & sums[1].keys())
+
+
 def _of(seen: Iterable[Seen], what: str, key: str | None = None) -> list[Seen]:
     return [one for one in seen if one["what"] == what and key in (None, one["key"])]
 

@@ -19,7 +19,14 @@ from ddp_doctor.certificate.measure import (
     shares,
 )
 from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, USUAL
-from ddp_doctor.certificate.premises import MARK, Seen, other_counts, other_numbers, parted
+from ddp_doctor.certificate.premises import (
+    MARK,
+    Seen,
+    other_counts,
+    other_numbers,
+    parted,
+    same_totals,
+)
 from ddp_doctor.certificate.samples import Recorded, same
 from ddp_doctor.certified import TITLES, Certificate, Property
 
@@ -341,7 +348,7 @@ class Judge:
             return ELSEWHERE
         if self.in_order:
             return IN_ORDER
-        if other_numbers(facts["seen"], self.own["seen"]):
+        if not same_totals(facts["seen"], self.own["seen"]):
             return ELSEWHERE
         return self._parted((self.ranks, DEAL), (self.ranks, OWN))
 

@@ -876,6 +876,18 @@ def test_other_rows_and_labels_that_came_apart_are_named_with_their_line() -> No
     assert parted([*ranks, *losses], apart).startswith("At train.py:10, the targets")
 
 
+@pytest.mark.parametrize(("passes", "verdict"), [(1, "equal"), (2, "not judged")])
+def test_micro_batches_are_not_shown_to_weigh_alike_if_another_deal_changes_their_samples(
+    passes: int, verdict: str, tmp_path: Path
+) -> None:
+    own = {"backwards": passes}
+    others = {"seen": [SEEN[0], rows_of(torch.zeros(2, 3))]}
+    dealt = own | others | {"gradients": {"0.0": torch.arange(4.0)}}
+    alone = {"one": {"gradients": {"0.0": torch.ones(4)}}}
+    found = written(tmp_path, **{OWN: [own, own], DEAL: [dealt | alone, dealt]})
+    assert found.verdict == verdict
+
+
 def test_a_loss_that_is_logged_does_not_hide_that_the_deal_matters(tmp_path: Path) -> None:
     def logged(*values: float) -> dict[str, Any]:
         facts = [

@@ -88,6 +88,10 @@ SAME_SAMPLES = (
     "All ranks have the same samples in the first step. That is right only if they split layers; "
     "else give each rank samples of its own, for example with a DistributedSampler."
 )
+SAME_MICRO_BATCHES = (
+    "One process with all samples computes the same gradient, but it has as many micro-batches, so "
+    "it does not show that their samples weigh the same."
+)
 ROUNDING = 8  # times the precision of a weight: what may lie between equal weights
 Part = Mapping[tuple[int, int, str], Mapping[str, Any]]  # (rank, optimizer, kind) → facts
 
@@ -389,6 +393,10 @@ class Judge:
             return later, f"{first} {later.why}{self._averaged()}"
         if self.in_order and not (p2 is not None and p2.verdict == "equal"):
             return Property("P1", "not judged", NO_REFERENCE), NO_REFERENCE
+        dealt = p2 is not None and (0, 0, DEAL) in self.ranks
+        if self.micros > 1 and dealt and not of["P2"].judged and of["P2"].why != ELSEWHERE:
+            why = f"{SAME_MICRO_BATCHES} {of['P2'].why}"
+            return Property("P1", "not judged", why), why
         if usual is not None and usual.verdict in ("scaled", "different"):
             return self._as_it_is(p1, usual)
         return p1, "One process with all samples of a step computes the same gradient."

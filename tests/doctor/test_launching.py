@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import nbformat
 import pytest
 from doctor.journals import run_of, window
 from nbclient import NotebookClient
+from torch.distributed import TCPStore
 
+from ddp_doctor.certificate.program import all_launched
 from ddp_doctor.options import Options
 from ddp_doctor.report.report import report
 from ddp_doctor.run.script import problem_with
@@ -128,3 +131,12 @@ def test_without_jinja2_one_line_says_so_and_text_and_json_are_written(
     assert said.count("no page, because Jinja2 is not installed (pip install jinja2)") == 1
     assert json.loads(target.read_text())["version"] == 1
     assert not (tmp_path / "ddp-doctor" / "report.html").exists()
+
+
+def test_the_port_of_a_launch_goes_to_nobody_else_and_torchs_store_can_listen_on_it() -> None:
+    port = int(all_launched(2)[1]["MASTER_PORT"])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    store = TCPStore("127.0.0.1", port, 1, is_master=True)
+    store.set("key", "value")
+    assert store.get("key") == b"value"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parents[1]
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 LIMIT = 600.0  # seconds for one start of the script
+_RESERVED: list[socket.socket] = []  # an open one keeps its port
 
 
 class Start:
@@ -128,11 +129,21 @@ def launched(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def all_launched(world: int) -> list[dict[str, str]]:
-    """The environment of each rank of one launch, with a port that is free now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = int(one.getsockname()[1])
+    """The environment of each rank of one launch, with a port that nobody else gets meanwhile."""
+    port = int(_reserved().getsockname()[1])
     return [launched(rank, world, port) for rank in range(world)]
+
+
+def _reserved() -> socket.socket:
+    """A socket whose port the system gives to no other process until this one ends.
+
+    It is bound and does not listen, so torch's store, which sets SO_REUSEADDR, can (Linux).
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _RESERVED.append(holder)
+    return holder
 
 
 def divides_micro_batches(folder: Path, world: str) -> bool:

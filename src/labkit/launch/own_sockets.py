@@ -3,6 +3,9 @@
 On Linux the name is abstract: it exists as long as its socket does, so no file is left, however a
 process ends. Both ends ask the kernel who the other one is. Elsewhere, the name is a file in a
 folder that only its owner can enter.
+
+The same user in another container is a stranger, too: root there, on this host's network, sees the
+names of all sockets and can connect to them.
 """
 
 import contextlib
@@ -45,12 +48,15 @@ def listen(address: str) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """The next connection; None if it is gone, or comes from another user's process."""
+    """The next connection; None if it is gone, or comes from a process that `connect` refuses."""
     with contextlib.suppress(OSError):
         connection, _ = listener.accept()
-        if not _ABSTRACT or _peer(connection)[1] == os.geteuid():
+        try:
+            _check_peer(connection)
+        except OSError:
+            connection.close()
+        else:
             return connection
-        connection.close()
     return None
 
 
@@ -65,10 +71,7 @@ def connect(address: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(_name(address))
-        if _ABSTRACT:
-            process, user = _peer(connection)
-            if user != os.geteuid() or _place(str(process)) != _place("self"):
-                raise PermissionError(f"process {process}, at {address}, is not this user's, here")
+        _check_peer(connection)
     except BaseException:
         connection.close()
         raise
@@ -79,11 +82,14 @@ def _name(address: str) -> str:
     return address.replace("@", "\0", 1) if address.startswith("@") else address
 
 
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """The process at the other end of a connection, and its user, as the kernel noted them."""
+def _check_peer(connection: socket.socket) -> None:
+    """Raise OSError unless the kernel says that the other end's process is this user's, here."""
+    if not _ABSTRACT:  # who could open the file is this user
+        return
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     process, user, _ = struct.unpack("3i", credentials)
-    return process, user
+    if user != os.geteuid() or _place(str(process)) != _place("self"):
+        raise PermissionError(f"process {process}, which is connected, is not this user's, here")
 
 
 def _place(process: str) -> tuple[str, ...]:

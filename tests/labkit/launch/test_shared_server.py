@@ -1,6 +1,8 @@
 """One server for several processes: each gets forks of its own, and nothing is left of any."""
 
+import ctypes
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -35,6 +37,7 @@ with shared_server():
     print(os.environ[SHARED], psutil.Process().children()[0].pid, flush=True)
     sys.stdin.read()
 """
+_NEW_USER_NAMESPACE = 0x10000000  # from <sched.h>
 IN_A_FORK = """
 import os, resource, signal, subprocess, sys, time
 from labkit.launch.forks import start_forked
@@ -272,6 +275,31 @@ def test_another_users_process_is_not_let_in():
         accepted = pool.submit(own_sockets.accept, listener)
         assert as_another_user(refused)
         assert accepted.result() is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="namespaces are Linux's")
+def test_the_same_user_in_another_namespace_is_not_let_in():
+    """Root in a container on this host's network, for example."""
+    address = own_sockets.new_address()
+    with own_sockets.listen(address) as listener:
+        if (child := os.fork()) == 0:
+            code = 2
+            if ctypes.CDLL(None).unshare(_NEW_USER_NAMESPACE) == 0:
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.connect(f"\0{address[1:]}")
+                    code = len(connection.recv(1))
+            os._exit(code)
+        sentinel = os.pidfd_open(child)
+        select.select([listener, sentinel], [], [], 60)
+        os.close(sentinel)
+        listener.setblocking(False)
+        accepted = own_sockets.accept(listener)
+        if accepted:
+            accepted.close()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == 2:
+        pytest.skip("this system allows no namespace")
+    assert accepted is None
 
 
 @needs_root

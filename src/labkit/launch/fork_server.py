@@ -18,7 +18,7 @@ from typing import NoReturn
 from labkit.launch import own_sockets
 from labkit.launch.guard import adopt_orphans, kill_descendants, own_session
 from labkit.launch.memory import gc_paused, use_huge_pages
-from labkit.launch.surroundings import adopt_outputs
+from labkit.launch.surroundings import adopt_outputs, open_outputs
 
 STARTED = "started"
 # torch's DDP and optimizers import torch._dynamo on first use, which would cost every rank of every
@@ -42,6 +42,7 @@ def serve(listener: int, lifeline: int, address: str, modules: Sequence[str]) ->
     """Be the server: fork for every connection to `listener`, until the other end of `lifeline` is
     closed.
     """
+    open_outputs()  # a file that Python opens in a closed one's place is not inherited
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _load(*LOADED, *modules)
     use_huge_pages()

@@ -40,7 +40,7 @@ import psutil
 from labkit.launch import own_sockets
 from labkit.launch.fork_server import extend
 from labkit.launch.guard import die_with_parent, own_session
-from labkit.launch.surroundings import Surroundings, send_outputs
+from labkit.launch.surroundings import Surroundings, open_outputs, send_outputs
 
 # Seconds in which a supervisor ends after its caller has left. It is not waited for any longer.
 _END_WITHIN = 20.0
@@ -212,6 +212,7 @@ class ForkServer:
         raise NotStartedError(reason)
 
     def _start(self) -> None:
+        open_outputs()
         self._address = own_sockets.new_address()
         here, there = socket.socketpair()
         with there, own_sockets.listen(self._address) as listener:
@@ -279,6 +280,7 @@ def _shared_address() -> str:
 
 def _ask(address: str) -> Connection:
     """A new fork of the server there. Raises OSError or EOFError if it cannot be reached."""
+    open_outputs()
     with own_sockets.connect(address) as connection:
         send_outputs(connection)
         ours = Connection(connection.detach())
@@ -300,9 +302,8 @@ def _ask_shared(address: str, modules: Sequence[str]) -> Connection:
     with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
         return _ask(extended)
     with _ask(address) as fork:
-        fork.send(
-            None
-        )  # the surroundings of the server: they will be those of other callers' forks
+        # The surroundings of the server: they will be those of other callers' forks.
+        fork.send(None)
         fork.send((extend, (extended, sys.path, modules)))
         with contextlib.suppress(EOFError):  # another process was first
             fork.recv()

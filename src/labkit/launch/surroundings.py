@@ -62,23 +62,26 @@ class Surroundings(NamedTuple):
                 os.sched_setaffinity(0, self.cores)
 
 
+def open_outputs() -> None:
+    """Open the null device for each of the standard files that is closed.
+
+    Otherwise the next socket gets its number, and is handed on as an output.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= max(_OUTPUTS):
+        os.set_inheritable(number, True)
+    os.close(number)
+
+
 def send_outputs(connection: socket.socket) -> None:
     """Send this process's standard output and error through a Unix socket. Does not wait."""
-    files = [number for number in _OUTPUTS if _is_open(number)]
-    socket.send_fds(connection, [bytes(files).ljust(len(_OUTPUTS), b"\0")], files)
+    socket.send_fds(connection, [b"\0"], _OUTPUTS)
 
 
 def adopt_outputs(connection: socket.socket) -> None:
-    """Receive what `send_outputs` sent, and make it this process's."""
-    numbers, files, _, _ = socket.recv_fds(connection, len(_OUTPUTS), len(_OUTPUTS))
-    for number, file in zip(numbers, files, strict=False):
+    """Receive what `send_outputs` sent, and make it this process's. EOFError: it is gone."""
+    _, files, _, _ = socket.recv_fds(connection, 1, len(_OUTPUTS))
+    if not files:
+        raise EOFError
+    for number, file in zip(_OUTPUTS, files, strict=True):
         os.dup2(file, number)
         os.close(file)
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -160,6 +161,21 @@ with forked(in_a_fork.start_others) as connection:
     askers[1].wait()
     assert nothing_runs_below(shared)
     assert asks("with forked(in_a_fork.double, 1) as c: c.recv()").wait(300) == 0
+
+
+@pytest.mark.parametrize("closed", [(2,), (1, 2)])
+def test_an_asker_without_outputs_leaves_nothing_either(closed, shared):
+    program = f"""
+import os, signal
+for number in {closed}:
+    os.close(number)
+with forked(in_a_fork.start_others) as connection:
+    if connection.recv() == "started":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    asker = asks(program)
+    assert asker.wait(60) == -signal.SIGKILL
+    assert nothing_runs_below(shared)
 
 
 def modules_of_fork(caller: Connection, *names: str) -> None:

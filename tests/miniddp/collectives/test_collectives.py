@@ -97,6 +97,6 @@ def refuse(rank: int) -> list[list[str]]:
 def test_what_cannot_be_reduced_is_refused_before_anything_is_sent() -> None:
     for of_rank in run_ranks(refuse, 2):
         for said in of_rank:
-            assert said[0].startswith("ValueError: op is RedOpType.MAX: take ReduceOp.SUM or")
+            assert said[0].startswith("ValueError: op is RedOpType.MAX: use ReduceOp.SUM or")
             assert said[1].startswith("TypeError: an average of torch.int64 needs fractions")
             assert said[2].startswith("TypeError: the tensor's layout is torch.sparse_coo")

@@ -365,8 +365,9 @@ def _raise_timeout(outcome: Outcome, states: tuple[str, ...], job: Job) -> NoRet
     late = [report for report in outcome.reports if report.status == "unfinished"]
     lines = "\n".join(f"  {line}" for line in states)
     what = f"did not finish within {job.timeout:g} s"
-    if outcome.stuck:
-        what = f"wait, none has moved for {job.stuck_after:g} s"
+    if job.stuck_after and late and all(report.waits for report in late):
+        # Whichever limit ended them: on a busy machine, that may be the timeout.
+        what = "wait for others" if len(late) > 1 else "waits for others"
     if not outcome.all_joined:
         seconds = max(job.timeout, JOIN_WITHIN)
         what = f"did not start within {seconds:g} s"

@@ -97,7 +97,6 @@ class Outcome(NamedTuple):
     reports: list[Report]
     outputs: list[tuple[str, str]]
     all_joined: bool  # whether all ranks joined the process group
-    stuck: bool  # whether they were ended because all of them waited and none moved
 
 
 class _CallerGoneError(Exception):
@@ -124,7 +123,7 @@ def supervise(caller: Connection, job: Job) -> None:
             stop_forked(*ranks.processes)
         reports = [ranks.reports[rank] for rank in range(job.world_size)]
         with contextlib.suppress(BrokenPipeError):
-            caller.send(Outcome(reports, ranks.outputs(), ranks.all_joined, ranks.stuck))
+            caller.send(Outcome(reports, ranks.outputs(), ranks.all_joined))
     except _CallerGoneError:
         pass
     finally:
@@ -139,7 +138,6 @@ class _Ranks:
         self.folder = folder
         self.reports: dict[int, Report] = {}
         self.joined: set[int] = set()
-        self.stuck = False
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
 
@@ -181,9 +179,8 @@ class _Ranks:
             if failed:
                 self._settle(caller, min(deadline, time.monotonic() + _SETTLE))
                 return False
-            if counts and self.job.stuck_after and stillness.seconds() >= self.job.stuck_after:
-                self.stuck = self._all_wait()
-            if self.stuck or time.monotonic() >= deadline:
+            still = counts and self.job.stuck_after and stillness.seconds() >= self.job.stuck_after
+            if (still and self._all_wait()) or time.monotonic() >= deadline:
                 return False
         return all(report.status == "returned" for report in self.reports.values())
 

@@ -57,7 +57,7 @@ def test_an_answer_gets_one_sentence(answer, said, capsys):
 def test_an_answer_that_hangs_is_told_where_each_rank_waits(capsys):
     check_sum(only_rank_0)
     said = capsys.readouterr().out
-    assert said.startswith("Not yet: 2 of 2 ranks wait, none has moved for 2 s")
+    assert said.startswith("Not yet: 2 of 2 ranks wait for others, and")
     assert "rank 0: waits in all_reduce" in said
 
 

@@ -339,7 +339,7 @@ def test_the_time_that_ranks_take_to_join_does_not_count(script):
 
 def test_ranks_that_could_not_start_are_told_from_a_function_that_takes_too_long(monkeypatch):
     reports = [Report("unfinished", STARTING, waits=True)] * 2
-    outcome = Outcome(reports, [("", "")] * 2, all_joined=False, stuck=False)
+    outcome = Outcome(reports, [("", "")] * 2, all_joined=False)
     monkeypatch.setattr("labkit.launch.ranks._supervised", lambda job: outcome)
     with pytest.raises(
         RanksTimeoutError, match=r"2 of 2 ranks did not start within 30 s(.|\n)*busy"
@@ -371,7 +371,7 @@ def test_ranks_that_wait_for_each_other_forever_end_long_before_the_timeout():
             dist.recv(torch.ones(3), 2)
 
     began = time.monotonic()
-    with pytest.raises(RanksTimeoutError, match=r"2 of 3 ranks wait, none has moved for 1 s") as e:
+    with pytest.raises(RanksTimeoutError, match=r"2 of 3 ranks wait for others, and") as e:
         run_ranks(work, 3, timeout=300, stuck_after=1)
     assert time.monotonic() - began < 150
     assert [state.split(",")[0] for state in e.value.states] == [

@@ -77,6 +77,8 @@ def _supervise(
         if caller in wait([caller, process.sentinel], timeout=_LOOK_EVERY):
             number = caller.recv()
             if process.exitcode is None:
-                with contextlib.suppress(ProcessLookupError):
+                try:
                     os.killpg(process.pid, number)
+                except ProcessLookupError:  # just started, it leads no group yet
+                    os.kill(process.pid, number)
     caller.send(process.exitcode)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from labkit.launch import forks, own_sockets
+from labkit.launch.forked_process import ForkedProcess
 from labkit.launch.forks import (
     NOT_SHARED,
     SHARED,
@@ -197,6 +198,13 @@ def test_a_server_with_more_modules_is_forked_from_it_once_for_all(shared):
     extended.kill()
     extended.wait()
     assert ask(("wave",))[1] == [True]
+
+
+def test_a_process_that_has_just_started_can_be_killed(shared):
+    for _ in range(100):
+        process = ForkedProcess(ForkServer(), time.sleep, 300)
+        process.kill()
+        assert process.wait(30) == -signal.SIGKILL
 
 
 def test_a_fork_that_the_system_refuses_is_no_end_of_the_server(shared, monkeypatch):

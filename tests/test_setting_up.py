@@ -131,14 +131,16 @@ install.timeout='5'
     options = [*set_up.configured(listed), "-f", "/wheels", "--no-cache-dir"]
     words, variables = set_up.for_uv(options)
     assert set(words) == {
-        "--extra-index-url=https://a/simple",
-        "--extra-index-url=https://b/simple",
         "--find-links=/wheels",
         "--constraint=/one.txt",
         "--no-cache",
         "--index-strategy=unsafe-best-match",
     }
-    assert variables == {"SSL_CERT_FILE": "/of/the/environment.pem", "UV_HTTP_TIMEOUT": "5"}
+    assert variables == {
+        "SSL_CERT_FILE": "/of/the/environment.pem",
+        "UV_HTTP_TIMEOUT": "5",
+        "UV_INDEX": "https://a/simple https://b/simple",
+    }
 
 
 @pytest.mark.parametrize("option", ["--target=/elsewhere", "--proxy"])

@@ -41,14 +41,16 @@ json.dump([sys.version_info[:2], torch, [paths["purelib"], paths["platlib"]]], s
 PIP = ("-m", "pip", "--disable-pip-version-check")
 # pip's settings that uv has, too, as an option or as an environment variable; the lists add up.
 LISTS = {
-    "extra-index-url": "--extra-index-url",
     "find-links": "--find-links",
     "constraint": "--constraint",
     "trusted-host": "--allow-insecure-host",
 }
-VALUES = {"index-url": "--index-url", "cache-dir": "--cache-dir"}
+VALUES = {"cache-dir": "--cache-dir"}
 FLAGS = {"no-index": "--no-index", "no-cache-dir": "--no-cache"}
+# An index's address may hold a password, which a command line would show to other users.
+INDEXES = "extra-index-url"
 VARIABLES = {
+    "index-url": "UV_DEFAULT_INDEX",
     "cert": "SSL_CERT_FILE",
     "client-cert": "SSL_CLIENT_CERT",
     "proxy": "ALL_PROXY",
@@ -172,7 +174,7 @@ def configured(listed: str) -> list[str]:
         if name in FLAGS:
             options += [f"--{name}"] if value.lower() in ("1", "true", "yes", "on") else []
         elif name not in ONLY_SHOWN and name != "config-file":
-            values = value.split() if name in LISTS else [value]
+            values = value.split() if name in (*LISTS, INDEXES) else [value]
             options += [f"--{name}={one}" for one in values]
     return options
 
@@ -181,7 +183,7 @@ def for_uv(options: list[str]) -> tuple[list[str], dict[str, str]]:
     """uv's options and environment variables for these of pip's. Raises UvUnusableError."""
     short = {"index-url": ["-i"], "find-links": ["-f"], "constraint": ["-c"]}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in (*LISTS, *VALUES, *VARIABLES):
+    for name in (*LISTS, *VALUES, INDEXES, *VARIABLES):
         parser.add_argument(f"--{name}", *short.get(name, []), action="append", dest=name)
     for name in FLAGS:
         parser.add_argument(f"--{name}", action="store_true", dest=name)
@@ -197,9 +199,11 @@ def for_uv(options: list[str]) -> tuple[list[str], dict[str, str]]:
     words = [f"{LISTS[name]}={one}" for name in told if name in LISTS for one in told[name]]
     words += [f"{VALUES[name]}={told[name][-1]}" for name in told if name in VALUES]
     words += [FLAGS[name] for name in told if name in FLAGS]
-    if "extra-index-url" in told:  # pip takes the newest of all indexes; uv, of the first
+    variables = {VARIABLES[name]: told[name][-1] for name in told if name in VARIABLES}
+    if INDEXES in told:  # pip takes the newest of all indexes; uv, of the first
         words.append("--index-strategy=unsafe-best-match")
-    return words, {VARIABLES[name]: told[name][-1] for name in told if name in VARIABLES}
+        variables["UV_INDEX"] = " ".join(told[INDEXES])
+    return words, variables
 
 
 def run(environment: Path, installer: Installer, *words: str) -> None:

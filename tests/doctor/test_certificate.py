@@ -814,6 +814,16 @@ def test_another_deal_is_not_judged_where_ranks_hold_different_parameters(tmp_pa
     assert {one.name: one.verdict for one in found.properties}["P2"] == "not judged"
 
 
+def test_another_deal_is_not_judged_where_one_process_could_not_join_the_samples(
+    tmp_path: Path,
+) -> None:
+    dealt, of_one = ({"gradients": {"0.0": torch.arange(n, n + 4.0)}} for n in (2, 3))
+    own = {"one": of_one | {"unjoined": ["train.py:30"]}}
+    found = written(tmp_path, **{OWN: [own, {}], DEAL: [dealt | {"one": of_one}, dealt]})
+    assert found.verdict == "not judged"
+    assert "train.py:30 cannot be joined" in found.why
+
+
 def test_learning_rates_that_differ_are_different(tmp_path: Path) -> None:
     later = [{}, {"rates": [0.1001]}]
     found = written(tmp_path, **{OWN: [{}, {}], f"{LATER}_9": later})

@@ -348,7 +348,8 @@ class Judge:
         every = [f["weights"] for (_, at, its), f in self.ranks.items() if (at, its) == (0, OWN)]
         if any(_apart(weights, self.own["weights"]) for weights in every):
             return OTHERS
-        if facts["unjoined"]:
+        one = self.one.get((0, 0, OWN), facts)
+        if facts["unjoined"] or one["unjoined"]:  # what cannot be joined may not have been dealt
             return ELSEWHERE
         if self.in_order:
             return IN_ORDER

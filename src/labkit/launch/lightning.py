@@ -55,7 +55,7 @@ def _run(words: list[str]) -> None:
     subprocess_script.subprocess = types.SimpleNamespace(Popen=_start_again)
     rank_zero_only.rank = int(os.environ.get("LOCAL_RANK", "0"))  # read when it was loaded
     sys.path.insert(0, "")
-    sys.argv = words
+    sys.argv = [str(word) for word in words]
     rank(words[0], os.getppid())
 
 

@@ -160,7 +160,7 @@ def _warm_agent(arguments: list[str]) -> None:
 
 def _warm_script(words: list[str]) -> None:
     sys.path.insert(0, "")
-    sys.argv = words
+    sys.argv = [str(word) for word in words]
     rank(words[0], os.getppid())
 
 

@@ -1,6 +1,7 @@
 """Scripts that chapters run: their output, their errors, and what is left of them."""
 
 import contextlib
+from pathlib import Path
 
 import psutil
 import pytest
@@ -83,6 +84,11 @@ def test_lightning_and_the_processes_that_it_starts_are_forks(script):
     said = run_script(script(STARTS_MORE), timeout=300)
     # A fork keeps the command line of its server, which begins with -c.
     assert sorted(said.splitlines()) == ["rank 0 of 2 -c", "rank 1 of 2 -c"]
+
+
+def test_a_forked_script_finds_texts_in_its_arguments_as_a_fresh_one_does(script):
+    name = script("import sys\nprint({type(word).__name__ for word in sys.argv})")
+    assert run_script(Path(name), 7, preload=["json"]) == "{'str'}"
 
 
 def test_a_late_script_with_lightning_is_stopped_with_all_that_it_started(script):

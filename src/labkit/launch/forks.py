@@ -99,8 +99,10 @@ def _begin(place: tuple[Any, ...], target: Callable[..., object], args: tuple[An
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(file, number)
             os.close(file)
-            options = {"encoding": "utf-8", "errors": "replace", "closefd": False}
-            setattr(sys, name, os.fdopen(number, "w", buffering=1, **options))
+        # Line by line, whatever PYTHONUNBUFFERED said to the server: lines of several processes
+        # would be mixed up.
+        options = {"encoding": "utf-8", "errors": "replace", "closefd": False}
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, **options))
     if folder is not None:
         os.chdir(folder)
     if environment is not None:

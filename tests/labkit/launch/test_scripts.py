@@ -67,7 +67,8 @@ class Model(ptl.LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
     def training_step(self, batch, index):
-        print("rank", self.global_rank, "of", self.trainer.world_size, sys.orig_argv[1])
+        print("rank", self.global_rank, "of", self.trainer.world_size, sys.orig_argv[1],
+              sys.stdout.line_buffering)
         return self.layer(batch).sum()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -83,7 +84,7 @@ torch.distributed.barrier()
 def test_lightning_and_the_processes_that_it_starts_are_forks(script):
     said = run_script(script(STARTS_MORE), timeout=300)
     # A fork keeps the command line of its server, which begins with -c.
-    assert sorted(said.splitlines()) == ["rank 0 of 2 -c", "rank 1 of 2 -c"]
+    assert sorted(said.splitlines()) == ["rank 0 of 2 -c True", "rank 1 of 2 -c True"]
 
 
 def test_a_forked_script_finds_texts_in_its_arguments_as_a_fresh_one_does(script):

@@ -199,7 +199,7 @@ def test_a_figure_has_the_ground_of_the_page(site: Path, open_page: OpenPage, th
 
 
 def test_on_a_phone_a_figure_fits_and_a_tap_opens_it(site: Path, open_page: OpenPage):
-    page = open_page(site / "start" / "what_is_averaged.html", width=390, touch=True).page
+    page = open_page(site / "puzzles" / "mean_of_means.html", width=390, touch=True).page
     figure = page.locator(FIGURE).first
     figure.scroll_into_view_if_needed()
     box = figure.bounding_box()

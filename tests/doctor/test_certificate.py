@@ -616,6 +616,22 @@ data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(
 for (x,) in DataLoader(data, 6, sampler=DistributedSampler(data)):
     update(model(x).pow(4).mean())
 """,
+    "noise that rank 0 draws for all, beside the samples of a loader": """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+data = TensorDataset(*torch.randn(2, 96, 6, generator=torch.Generator().manual_seed(0)))
+for latents, prompts in DataLoader(data, 6, sampler=DistributedSampler(data)):
+    noise = torch.randn_like(latents)
+    dist.broadcast(noise, 0)
+    update((model(latents + noise) * model(prompts) - noise[:, :4]).pow(2).mean())
+""",
+    "noise of one rank's batch that only rank 0 draws": """
+for step in range(5):
+    prompts = torch.randn(8, 6)
+    noise = torch.randn(8, 6) if dist.get_rank() == 0 else torch.empty(8, 6)
+    dist.broadcast(noise, 0)
+    update((model(prompts * noise) - noise[:, :4]).pow(2).mean())
+""",
     "two views of each sample, drawn at once": """
 for step in range(5):
     x, noise = torch.randn(8, 6), torch.randn(2, 8, 6)
@@ -763,7 +779,7 @@ def written(folder: Path, failed: str = "", **of_the_ranks: list[dict[str, Any]]
     usual |= dict.fromkeys(("clips", "batch_norm", "sharded", "unlike"), False)
     usual |= {"gradients": {"0.0": torch.ones(4)}, "unjoined": [], "replaced": []}
     usual |= {"weights": {"0.0": torch.ones(4)}, "rates": [0.1], "cleared": True}
-    usual |= {"foreign": [], "half": False, "filled": False, "seen": SEEN}
+    usual |= {"foreign": [], "delivered": [], "half": False, "filled": False, "seen": SEEN}
     for part in ("ranks", "one"):
         (folder / part).mkdir()
     for turn, (kind, facts) in enumerate(of_the_ranks.items()):
@@ -884,6 +900,27 @@ def test_other_rows_and_labels_that_came_apart_are_named_with_their_line() -> No
     assert parted([*ranks, *losses], together) == ""
     apart = [rows_of(rows), pairs_of(out, labels.roll(1))]
     assert parted([*ranks, *losses], apart).startswith("At train.py:10, the targets")
+
+
+def test_the_rows_of_a_models_two_inputs_stay_together() -> None:
+    latents, prompts = torch.randn(4, 3), torch.randint(9, (4, 2))
+    other = [rows_of(latents), rows_of(prompts.flip(0), "0.0/1")]
+    both = [rows_of(latents), rows_of(prompts, "0.0/1")]
+    halves = [
+        one
+        for half in (slice(0, 2), slice(2, 4))
+        for one in (rows_of(latents[half]), rows_of(prompts[half], "0.0/1"))
+    ]
+    assert parted(halves, both) == ""
+    assert "other rows of another" in parted(halves, other)
+    longer = [
+        rows_of(latents.flip(0)),
+        rows_of(torch.nn.functional.pad(prompts.flip(0), (0, 2)), "0.0/1"),
+    ]
+    assert parted(halves, longer) == ""
+    positions = [rows_of(one, f"0.0/{n}") for n, one in enumerate((latents, torch.arange(4)))]
+    moved = [rows_of(one, f"0.0/{n}") for n, one in enumerate((latents.flip(0), torch.arange(4)))]
+    assert parted(positions, moved) == ""
 
 
 @pytest.mark.parametrize(("passes", "verdict"), [(1, "equal"), (2, "not judged")])

@@ -3,11 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-from doctor.journals import fact, findings, run_with_steps, window
+from doctor.journals import fact, findings, run_with_steps, step, window
 
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.facts.merged import Run
-from ddp_doctor.facts.types import FsdpFact, StartFact, WindowFact
+from ddp_doctor.facts.types import (
+    CollectiveFact,
+    FsdpFact,
+    ReducedFact,
+    ReplicaFact,
+    StartFact,
+    WindowFact,
+)
 
 Windows = list[WindowFact]
 
@@ -197,6 +204,32 @@ def test_ranks_that_shard_a_model_and_read_the_same_data_do_the_work_of_one() ->
             for backward in one["backwards"]:
                 backward["terms"][0]["target"] = 3
     assert "same_data_on_ranks" in findings(run)
+
+
+def test_equal_data_of_ranks_that_exchange_activations_are_a_hint() -> None:
+    """They may split one sequence or one graph: no error, and nothing that is called measured."""
+    call = fact(CollectiveFact, op="all_gather", through_autograd=True, what="activation")
+    for calls, severity in (([], "error"), ([call], "hint")):
+        steps = [step(collectives=[*calls]) for _ in range(3)]
+        for windows in steps:
+            for one in windows:
+                one["backwards"][0]["terms"][0] |= {"target": 3, "input": 4}
+        assert findings(run_with_steps(steps))["same_data_on_ranks"].severity == severity
+
+
+def test_parameters_that_no_reduction_of_the_script_contains_are_said_to_be_in_none() -> None:
+    reduced = {"weight": fact(ReducedFact, sent=1.0, got=1.0, local=1.0, pieces=1, times=1)}
+    after = tuple(fact(ReplicaFact, parameters={"weight": 5, "bias": 6 + n}) for n in (0, 1))
+    start = fact(
+        StartFact, parameters={"weight": 3, "bias": 4}, values={"weight": 1.0, "bias": 1.0}
+    )
+    hashes = tuple({"weight": 1, "bias": 2 + n} for n in (0, 1))
+    steps = [step(reduced=reduced, after=after) for _ in range(2)]
+    for windows in steps:
+        for one, own in zip(windows, hashes, strict=True):
+            one["snapshot"]["hashes"] = own
+    run = run_with_steps(steps, start=[start])
+    assert "others, and these in no call" in findings(run)["replicas_drift"].evidence
 
 
 def test_a_sharded_model_whose_gradients_are_never_combined_has_none() -> None:

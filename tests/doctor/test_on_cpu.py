@@ -135,3 +135,32 @@ def test_scripts_for_gpus_are_certified_on_cpus(
         assert certificate["verdict"] == verdict, certificate
         (note,) = [each for each in certificate["notes"] if each.startswith("--cpu replaced: ")]
         assert "nccl" in note
+
+
+WITH_LIGHTNING = """
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import FSDPStrategy
+from torch import nn
+
+fabric = Fabric(accelerator="cuda", devices=2, strategy=FSDPStrategy())
+fabric.launch()
+torch.manual_seed(0)
+model = fabric.setup(nn.Linear(8, 4))
+optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+torch.manual_seed(fabric.global_rank)
+for step in range(5):
+    x = torch.randn(6, 8, device=fabric.device)
+    optimizer.zero_grad()
+    fabric.backward(nn.functional.cross_entropy(model(x), x.argmax(1) % 4))
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_lightning_trains_on_cpus_where_a_script_asks_for_gpus_and_fsdp(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    found = certified(forks, script(WITH_LIGHTNING), cpu=True)
+    assert found["verdict"] == "equal", found
+    assert any("FSDPStrategy" in note for note in found["notes"])

@@ -709,7 +709,71 @@ def test_an_optimizer_that_combines_the_ranks_in_its_step_is_not_called_checked(
 ) -> None:
     report = look(server, script, IN_STEP)
     assert "inside of its step" in report["equation"]["lines"][0]
+    assert "of 4 parameters" in report["equation"]["lines"][0]
     assert len(report["unchecked"]) == 1
+
+
+ZERO_BY_HAND = """
+params = list(net.parameters())
+sizes = [p.numel() for p in params]
+def packed(tensors):
+    flat = torch.cat([t.detach().flatten() for t in tensors])
+    return nn.functional.pad(flat, (0, -len(flat) % world))
+flat = packed(params)
+size = len(flat) // world
+shard = nn.Parameter(flat[rank * size : (rank + 1) * size].clone())
+opt = torch.optim.SGD([shard], lr=0.01)
+for step in range(3):
+    net.zero_grad()
+    for micro in range(2):
+        (loss_of(net, batch()) / 2).backward()
+        if micro == LAST:
+            shard.grad = torch.empty(size)
+            dist.reduce_scatter_tensor(shard.grad, packed([p.grad for p in params]))
+            shard.grad.div_(BY)
+    opt.step()
+    dist.all_gather_into_tensor(flat, shard.detach())
+    with torch.no_grad():
+        for p, part in zip(params, flat[: sum(sizes)].split(sizes)):
+            p.copy_(part.view_as(p))
+"""
+
+
+def test_what_a_piece_of_a_flat_gradient_contains_is_compared_with_what_backward_computed(
+    server: Server, script: Write
+) -> None:
+    for by, last, kind in (("world", 1, "averaged"), ("1", 1, "summed"), ("world", 0, "unknown")):
+        text = ZERO_BY_HAND.replace("BY", by).replace("LAST", str(last))
+        seen = look(server, script, text)
+        assert seen["equation"]["combination"] == kind
+        assert ("other_than_average" in seen["found"]) == (kind == "unknown")
+        assert seen["found"] == {} or kind != "averaged"
+
+
+SPLIT_SEQUENCE = """
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+class Split(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, x):
+        own = self.net[:2](x.chunk(world)[rank])
+        return self.net[2](all_gather_tensor_autograd(own, 0, dist.group.WORLD))
+model = DDP(Split())
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+gen.manual_seed(0)
+for step in range(3):
+    loss_of(model, batch(4)).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_ranks_that_split_one_batch_and_gather_its_parts_do_not_train_on_the_same_data(
+    server: Server, script: Write
+) -> None:
+    found = look(server, script, SPLIT_SEQUENCE)["findings"]
+    assert {one["severity"] for one in found} <= {"hint", "note"}, found
 
 
 META = """

@@ -3,14 +3,16 @@
 Processes that the script starts do the same once they have imported torch; see `site`.
 """
 
+import atexit
+import faulthandler
+import functools
 import importlib
 import os
-import re
 import signal
 import sys
 import threading
 import time
-from pathlib import Path
+import traceback
 from typing import Any
 
 from ddp_doctor.certificate.plan import Part
@@ -26,6 +28,8 @@ def install() -> None:
     if part is None or os.getpid() in _installed:
         return
     _installed.append(os.getpid())
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # `program` asks where this one is
+    _keep_groups()
     if part.kind == "observed":
         from ddp_doctor.options import Options
         from ddp_doctor.run.start import RUN, start
@@ -44,7 +48,8 @@ def install() -> None:
     if part.cpu:
         on_cpu.install(fixed.replaced.append)
     _groups(part)
-    _lightning(part)
+    if part.one:
+        _lightning()
     steps = Steps(part, fixed)
     tensors = Tensors(steps)
     Loaders(steps, tensors)
@@ -99,23 +104,41 @@ def _gathered_alone(gather: Any) -> Any:
     return all_gather
 
 
-def _lightning(part: Part) -> None:
+def _lightning() -> None:
     """One process has one device, whatever the script says to Lightning."""
-    try:
-        text = Path(sys.argv[0]).read_text()
-    except (OSError, ValueError):
-        return
-    if not part.one or not (
-        found := re.search(r"^\s*(?:import|from) (pytorch_)?lightning", text, re.M)
-    ):
-        return
-    trainer = importlib.import_module(f"{found[1] or ''}lightning").Trainer
-    init = trainer.__init__
+    from ddp_doctor.run import on_cpu
 
+    package = on_cpu.lightning_of_the_script()
+    module = importlib.import_module(package) if package else None
+    for name in ("Trainer", "Fabric"):
+        if kind := getattr(module, name, None):
+            kind.__init__ = _of_one(kind.__init__)
+
+
+def _of_one(init: Any) -> Any:
+    @functools.wraps(init)
     def of_one(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **{**kwargs, "devices": 1, "num_nodes": 1})
 
-    trainer.__init__ = of_one
+    return of_one
+
+
+def _keep_groups() -> None:
+    """Let groups go with the process. A wrapper's destructor may end one, and wait for a thread of
+    gloo that waits for the interpreter (torch 2.13): one script in some dozens would hang.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    kept: list[Any] = []
+    destroy = dist.destroy_process_group
+
+    def destroy_but_keep(group: Any = None) -> None:
+        kept.append(group or dist.group.WORLD)
+        destroy(group)
+
+    dist.destroy_process_group = destroy_but_keep
 
 
 def _end_with_parent() -> None:
@@ -142,7 +165,20 @@ def main() -> None:
     importlib.import_module("ddp_doctor.certificate.child").install()
     from ddp_doctor.run.script import run_script
 
-    run_script(script, arguments)
+    code = 0
+    try:
+        run_script(script, arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and not isinstance(end.code, int):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()  # the observers' last facts
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # what an interpreter does at its end may wait for threads of the script's
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-PATIENCE = 20.0  # seconds that a rank waits for the others' files
+PATIENCE = 60.0  # seconds that a rank waits for the others' files
 
 
 def write(path: Path, value: Any) -> list[str]:

@@ -134,10 +134,46 @@ def _models(ours: list[Seen], theirs: list[Seen]) -> str:
             continue
         where = _of(theirs, MODEL, key)[0]["place"]
         return f"At {where}, the model does not get the samples that it gets on the ranks. {MARK}"
+    for model in dict.fromkeys(key.split("/")[0] for key in keys):
+        if _inputs_apart([_inputs(side, model) for side in (ours, theirs)]):
+            where = next(one["place"] for one in theirs if one["key"].startswith(f"{model}/"))
+            return (
+                f"At {where}, the model gets the rows of one input with other rows of another than "
+                f"on the ranks. {MARK}"
+            )
     missing = {key.split("/")[0] for key in keys}
     if missing - {one["key"].split("/")[0] for one in _of(theirs, MODEL)}:
         return f"The call of the model at {calls[0]['place']} was not seen in both runs."
     return ""
+
+
+def _inputs(seen: list[Seen], model: str) -> list[list[Tensor]]:
+    """What each input of a model was in each of its calls; those with one row per sample."""
+    of_model = [one for one in _of(seen, MODEL) if one["key"].split("/")[0] == model]
+    keys = dict.fromkeys(one["key"] for one in of_model)
+    calls = [[one["rows"] for one in _of(of_model, MODEL, key)] for key in keys]
+    return [one for one in calls if list(map(len, one)) == list(map(len, calls[0]))]
+
+
+def _inputs_apart(sides: list[list[list[Tensor]]]) -> bool:
+    """Whether the rows of a model's inputs have come apart. Positions 0, 1, 2, … are no samples."""
+    if min(map(len, sides)) < 2 or len(sides[0]) != len(sides[1]):
+        return False
+    for front in (True, False):
+        sums: list[Any] = [0.0, 0.0]
+        for at, (ours, theirs) in enumerate(zip(*sides, strict=True)):
+            if len({(one.dim(), one.dtype) for one in (*ours, *theirs)}) != 1:
+                return False
+            cropped = _cropped([*ours, *theirs], 0, front)
+            parts = [_projected(one) for one in cropped]
+            if all(torch.equal(one, torch.arange(len(one)).double()) for one in parts):
+                continue
+            size = float(torch.cat(parts).square().mean().sqrt()) or 1.0
+            both = (torch.cat(parts[: len(ours)]), torch.cat(parts[len(ours) :]))
+            sums = [s + math.e**at * one / size for s, one in zip(sums, both, strict=True)]
+        if not isinstance(sums[0], Tensor) or _same_values(*sums):
+            return False
+    return True
 
 
 def _losses(ours: list[Seen], theirs: list[Seen]) -> str:

@@ -81,6 +81,7 @@ class Start:
                 break
             time.sleep(0.02)
         late = [at for at, process in enumerate(self.processes) if process.poll() is None]
+        where = self._waiting(late) if failed is None and late else ""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -88,11 +89,23 @@ class Start:
         if failed is None:
             failed = next((at for at, p in enumerate(self.processes) if p.returncode > 0), None)
         if failed is not None:
-            return self._said(failed)
-        return f"it did not end within {LIMIT:g} s" if late else ""
+            return said(self._output(failed))
+        return f"it did not end within {LIMIT:g} s{where}" if late else ""
 
-    def _said(self, at: int) -> str:
-        return said((self.output / f"{at}.txt").read_text(errors="replace"))
+    def _output(self, at: int) -> str:
+        return (self.output / f"{at}.txt").read_text(errors="replace")
+
+    def _waiting(self, late: Sequence[int]) -> str:
+        """Where processes are that have not ended: each writes its frames at this signal."""
+        for at in late:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[at].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        lines = {
+            at: frames(self._output(at).rpartition("most recent call first")[2]) for at in late
+        }
+        listed = [f"process {at} is at {found[0]}" for at, found in lines.items() if found]
+        return f": {', '.join(listed[:4])}" if listed else ""
 
 
 def said(output: str) -> str:
@@ -105,10 +118,14 @@ def said(output: str) -> str:
     ]
     if not errors:
         return (lines or ["no message"])[-1][:300].rstrip(".")
-    frames = [re.match(r'\s+File "(.+)", line (\d+)', line) for line in lines[: errors[-1]]]
-    own = [found for found in frames if found and is_users(found[1])]
-    at = f" at {os.path.basename(own[-1][1])}:{own[-1][2]}" if own else ""
-    return lines[errors[-1]][:300].rstrip(".") + at
+    own = frames("\n".join(lines[: errors[-1]]))
+    return lines[errors[-1]][:300].rstrip(".") + (f" at {own[-1]}" if own else "")
+
+
+def frames(output: str) -> list[str]:
+    """The script's own lines in tracebacks, in their order."""
+    found = re.findall(r'^\s+File "(.+)", line (\d+)', output, re.M)
+    return [f"{os.path.basename(file)}:{line}" for file, line in found if is_users(file)]
 
 
 def launched(rank: int, world: int, port: int) -> dict[str, str]:

@@ -19,6 +19,7 @@ from ddp_doctor.certificate.plan import COPIES, DEAL, Part
 
 FORWARD = "forward"  # the last part of a place at which a module is called
 MARKED = "marked"  # the last part of a place at which a script marks a batch
+DELIVERED = "delivered"  # the last part of a place at which one rank sends a tensor to all
 # Where the script does something: file, line, instruction, whether the model only evaluates, what.
 Place = tuple[Hashable, ...]
 Key = tuple[Hashable, int]  # where samples come from, and how often they did in this step

@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from ddp_doctor.certificate.files import read, wait_for, write
+from ddp_doctor.certificate.files import PATIENCE, read, wait_for, write
 from ddp_doctor.certificate.fixed import Fixed
 from ddp_doctor.certificate.plan import LATER, PLAN, PLAN_AHEAD, USUAL, WATCHED, Part
 from ddp_doctor.certificate.premises import Premises
@@ -86,6 +86,7 @@ class Steps:
         self.count = 0
         self.ends: list[Callable[[], None]] = []  # called at the end of each step
         self.unjoined: list[str] = []  # places whose samples could not be joined
+        self.delivered: list[str] = []  # places at which what one rank sent was planned otherwise
         self.unlike: Callable[[], bool] = lambda: False  # whether the places are not the first's
         self.backwards = 0
         self.cleared = False  # whether the script has called zero_grad
@@ -250,6 +251,14 @@ class Steps:
         listed = (each for optimizer in self._made for each in self._listed(optimizer))
         return [(parameter, key) for key, _, parameter in listed]
 
+    def is_trained(self, tensor: Tensor) -> bool:
+        """Whether a tensor shares memory with a weight or its gradient, or there are none yet."""
+        held = [one for p, _ in self._parameters() for one in (p, p.grad)]
+        plain = [o for o in held if o is not None and o.layout == torch.strided]
+        plain = [o for o in plain if not hasattr(o, "full_tensor")]
+        start = tensor.untyped_storage().data_ptr()
+        return not held or any(one.untyped_storage().data_ptr() == start for one in plain)
+
     def _listed(self, optimizer: Optimizer) -> list[tuple[str, str, Tensor]]:
         """(key, name, parameter). A key counts optimizers and parameters as they are made."""
         at = next((n for n, made in enumerate(self._made) if made is optimizer), len(self._made))
@@ -310,6 +319,7 @@ class Steps:
             "seen": [] if kind == LATER else self.premises.seen,
             "sharded": len(plain) < len(listed),
             "unjoined": sorted(set(self.unjoined)),
+            "delivered": self.delivered[:],
             "foreign": [name for one in self.handed.of for name in one.foreign]
             if self.handed
             else [],
@@ -344,6 +354,7 @@ class Steps:
         self.count += 1
         self.backwards = 0
         self.fixed.norms.clear()
+        self.delivered.clear()
         for end in self.ends:
             end()
         rank, world = rank_and_world()
@@ -352,8 +363,9 @@ class Steps:
             self.recorded.without_evaluation()
             self.recorded.written(self.part.path(f"samples.{rank}.pt"))
             self.handed = _of_all(self.part, world, rank)
-            if self.handed is not None:
-                self.handed.shards = not self._comparable
+            if self.handed is None:
+                raise TimeoutError(f"the other ranks took no first step within {PATIENCE:g} s")
+            self.handed.shards = not self._comparable
             self._note_calls()
         self.fixed.as_it_is = self.now in (USUAL, LATER)
 

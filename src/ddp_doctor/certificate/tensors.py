@@ -4,7 +4,8 @@ One process of a script makes its own samples only. So the tensors that the scri
 and use are written down in the first step, by place and turn; then each place gets what the plan
 says. What is computed from these tensors, sizes and counts included, follows by itself. Weights,
 gradients, activations, and all that is computed from them are left alone. Inside a model, and in a
-script that has a data loader, only random draws are samples.
+script that has a data loader, only random draws are samples, and what one rank sends to all: one
+process needs these rows once for each rank.
 """
 
 import contextlib
@@ -16,15 +17,17 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ddp_doctor.certificate.marks import certified
-from ddp_doctor.certificate.plan import LATER
+from ddp_doctor.certificate.plan import COPIES, DEAL, LATER
 from ddp_doctor.certificate.premises import LOSSES
 from ddp_doctor.certificate.samples import (
+    DELIVERED,
     FORWARD,
     MARKED,
     Handed,
@@ -79,6 +82,8 @@ class Tensors(TorchFunctionMode):
         certified.append(self.marked)
         nn.Module.__call__ = self._called(nn.Module.__call__)  # type: ignore[method-assign]
         DTensor.to_local = self._local(DTensor.to_local)  # type: ignore[method-assign]
+        for name in ("broadcast", "scatter") if dist.is_available() else ():
+            setattr(dist, name, self._delivered(getattr(dist, name)))
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
@@ -199,6 +204,35 @@ class Tensors(TorchFunctionMode):
             return shard
 
         return local
+
+    def _delivered(self, call: Any) -> Any:
+        """A collective in which one rank says what the others get: their rows, beside their own."""
+
+        @functools.wraps(call)
+        def delivered(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            work = call(tensor, *args, **kwargs)
+            frame = sys._getframe(1)
+            if not self._hidden() and not self.steps.part.late and is_users(_file(frame)):
+                with self.ours:
+                    if work is not None:
+                        work.wait()
+                    self._deliver(self._site(frame, DELIVERED), tensor)
+            return work
+
+        return delivered
+
+    def _deliver(self, place: Place, tensor: Any) -> None:
+        with self.unseen():
+            if not self._is_data(tensor) or self.steps.is_trained(tensor):
+                return
+            for kind in (self.planned, self.loaded):
+                kind.pop(id(tensor), None)
+            value = self._planned(place, tensor)
+            if value is not tensor:
+                if value.shape != tensor.shape or self.steps.now == DEAL:
+                    self.steps.delivered.append(f"{place[0]}:{place[1]}")
+                tensor.data = value
+                self.planned[id(tensor)] = tensor
 
     def from_loader(self, batch: Any) -> Any:
         """Note that a batch has its samples from the plan already."""
@@ -324,13 +358,15 @@ class Tensors(TorchFunctionMode):
     def _wanted(self, handed: Handed, key: Key, value: Tensor) -> Tensor | None:
         """The samples of the plan on the device of those that they replace; None without any.
 
-        What all ranks draw alike is drawn once per rank if there is a row for each of all samples.
+        What all ranks draw alike is drawn once per rank if there is a row for each of all samples;
+        what all are sent, too if it has as many rows as a batch.
         """
         rows = handed.rows(self.steps.now, key)
         every = handed.everyones(key) or []
-        alone = len(every) == 1 or rows is None
-        if not alone and len(every) * len(rows) == len(value) and joinable(every):
-            rows = torch.cat(every)
+        if len(every) > 1 and rows is not None and joinable(every) and len(rows) == len(every[0]):
+            sent = key[0][-1] == DELIVERED and self.steps.part.one and self.steps.now != COPIES
+            if len(value) == len(every) * len(rows) or (sent and len(rows) in handed.lengths):
+                rows = torch.cat(every)
         return None if rows is None else rows.to(value.device)
 
     def _record(self, key: Key, value: Tensor, replaced: bool) -> None:
@@ -349,6 +385,8 @@ class Tensors(TorchFunctionMode):
         assert handed is not None
         assert isinstance(place, tuple)
         name = place[-1] if isinstance(place[-1], str) else place[-2]
+        if name == DELIVERED:
+            return False
         if handed.loaded and name not in DRAWN:
             return True
         if not self.steps.part.late and key in handed.of[0].derived:
@@ -374,6 +412,10 @@ def _drawn_from_outputs(name: str, inputs: list[Tensor]) -> bool:
         return False
     outputs = any(one.requires_grad and not one.is_leaf for one in inputs)
     return name in CHOSEN or (name.endswith("_like") and outputs)
+
+
+def _file(frame: Any) -> str:
+    return str(frame.f_code.co_filename)
 
 
 def _flat(args: Any) -> Iterator[Any]:

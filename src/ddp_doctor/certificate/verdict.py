@@ -82,6 +82,10 @@ NEVER_CLEARED = (
     "The script never called zero_grad(). Whether a step adds to the gradients of earlier ones is "
     "not measured."
 )
+SENT = (
+    "At {}, one rank sends a tensor to all. Whether its rows belong to the samples, and move with "
+    "them, is not known."
+)
 WEIGHTS = "the ranks' weights differ: rank {}'s are not rank 0's."
 FILLED = "Weights that start at zero have small values here: else nothing behind them is compared."
 SAME_SAMPLES = (
@@ -313,6 +317,8 @@ class Judge:
             )
         if said := self._parted((self.ranks, kind), (self.one, kind)):
             return said
+        if facts["delivered"]:
+            return SENT.format(facts["delivered"][0])
         if kind == OWN and (said := other_counts(self.own["seen"], facts["seen"], self.world)):
             return f"{said} So it is not shown that both have the same samples. {MARK}"
         if int(facts["backwards"]) != self.micros:
@@ -325,7 +331,10 @@ class Judge:
         """Where the samples of two steps are not the same. Ranks that all see the same are one."""
         ranks = [*self._seen(*first).values()]
         ours = [seen for rank in ranks for seen in rank]
-        if first[1] == COPIES or all(not parted(rank, ranks[0]) for rank in ranks[1:]):
+        apart = [said for rank in ranks[1:] if (said := parted(rank, ranks[0]))]
+        if first[1] == COPIES and apart:
+            return apart[0]
+        if not apart:
             ours = ranks[0]
         theirs = [seen for rank in self._seen(*second).values() for seen in rank]
         every = [seen for rank in ranks for seen in rank]
@@ -351,6 +360,8 @@ class Judge:
         one = self.one.get((0, 0, OWN), facts)
         if facts["unjoined"] or one["unjoined"]:  # what cannot be joined may not have been dealt
             return ELSEWHERE
+        if facts["delivered"]:
+            return SENT.format(facts["delivered"][0])
         if self.in_order:
             return IN_ORDER
         if not same_totals(facts["seen"], self.own["seen"]):

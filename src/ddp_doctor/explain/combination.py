@@ -37,6 +37,9 @@ def combination(window: Window, clipped: bool = False, run: Run | None = None) -
         return Combination("in groups", None)
     if window.world > 1 and window.differing_gradients:
         return Combination("not combined", None)
+    own = of_own_reductions(window)
+    if own is not None:
+        return own
     if window.sharded and not all(fact["dtensors"] for _, fact in window):
         return Combination("unknown", None)  # flat pieces, whose local gradients were not seen
     # Hooks saw gradients that still had the loss scale; the snapshot may be of unscaled ones.
@@ -57,11 +60,53 @@ def combination(window: Window, clipped: bool = False, run: Run | None = None) -
         return Combination("unknown", None, residual)
     if run is not None and run.apart:
         return Combination("apart", factor, residual)
+    return _named(window, factor, residual)
+
+
+def of_own_reductions(window: Window) -> Combination | None:
+    """α where optimizers step pieces of what the script's own reductions have returned.
+
+    What every rank sent is compared with what its backwards computed, and all that came back with
+    the sum of that. None where it was not seen, or where the optimizer's gradients are others.
+    """
+    handed = [fact.get("handed") for _, fact in window]
+    known = [factor for factor in handed if factor]
+    if len(known) < window.world or not alike(known):
+        return None
+    factor, residual = through_reductions(window)
+    if factor is None:
+        return Combination("unknown", None, residual) if residual else None
+    return _named(window, factor * known[0], residual)
+
+
+def _named(window: Window, factor: float, residual: float) -> Combination:
     if near(factor * window.world, 1.0, 0.02):
         return Combination("averaged", 1.0 / window.world, residual)
-    if near(factor, 1.0, 0.02):
-        return Combination("summed", 1.0, residual)
-    return Combination("scaled", factor, residual)
+    return Combination("summed" if near(factor, 1.0, 0.02) else "scaled", factor, residual)
+
+
+def through_reductions(window: Window) -> tuple[float | None, float]:
+    """The factor between all that the ranks' backwards computed and what their own reductions
+    returned, and what it leaves unexplained. None and 0 where that was not seen.
+    """
+    reduced = [fact.get("reduced", {}) for _, fact in window]
+    names = set.intersection(*map(set, reduced)) if reduced else set()
+    if not names or any(set(one) != names for one in reduced) or _unread(window):
+        return None, 0.0
+    pairs = []
+    for name in sorted(names):
+        facts = [one[name] for one in reduced]
+        got = [one["got"] for one in facts if one["got"] is not None]
+        local = [one["local"] for one in facts if one["local"] is not None]
+        if not got or len(local) < len(facts):
+            return None, 0.0
+        whole = sum(got) if facts[0]["pieces"] > 1 else got[0]
+        pairs.append((whole, sum(local)))
+    return measured(pairs)
+
+
+def _unread(window: Window) -> bool:
+    return any("unread" in fact for _, fact in window)
 
 
 def measured(pairs: list[tuple[float, float]]) -> tuple[float | None, float]:

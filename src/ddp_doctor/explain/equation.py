@@ -17,7 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ddp_doctor.explain.combination import Combination, combination, rescaled
+from ddp_doctor.explain.combination import (
+    Combination,
+    combination,
+    rescaled,
+    through_reductions,
+)
 from ddp_doctor.explain.findings import Finding
 from ddp_doctor.explain.numbers import TOLERANCE, alike, near, number
 from ddp_doctor.facts.merged import Run, Window
@@ -286,6 +291,7 @@ def equation(run: Run) -> Equation:
                 "how the ranks are combined. The optimizer does it inside of its step, at "
                 + inside[0]["combined_in_step"]
             )
+            seen += _in_step(run)
         seen = seen if run.complete else "no complete optimizer step"
         if not run.complete and any(window.cut for window in run.windows):
             seen = "the steps have too many backward passes to record"
@@ -298,6 +304,18 @@ def equation(run: Run) -> Equation:
     right = near(step.total, 1.0) and step.spread <= 1 + TOLERANCE and not step.leftover
     right = right and step.combination.kind not in ("unknown", "not combined", "in groups")
     return Equation(step, steps, run.world, right, _lines(step, right))
+
+
+def _in_step(run: Run) -> str:
+    """What is known of reductions in an optimizer's step: not what it does with the result."""
+    factors = [factor for window in run.complete if (factor := through_reductions(window)[0])]
+    if len(factors) < len(run.complete) or not alike(factors):
+        return ""
+    names = run.complete[0].ranks[min(run.complete[0].ranks)].get("reduced", {})
+    return (
+        f". All that backward computed of {len(names)} parameters is in its reductions, whose "
+        f"result is the ranks' sum × {number(factors[0])}"
+    )
 
 
 def _divides_by_counts(windows: list[Window], factors: list[float]) -> bool:

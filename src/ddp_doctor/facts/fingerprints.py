@@ -92,10 +92,17 @@ def projection(tensor: Tensor) -> float | None:
         return 0.0
     piece = piece_of(tensor)
     begin, numel = (0, data.numel()) if piece is None else (piece[0], tensor.numel())
+    return projection_of(data.reshape(-1), begin, numel)
+
+
+def projection_of(flat: Tensor, begin: int, numel: int) -> float:
+    """The part of a projection that is in `flat`, a vector which begins at element `begin` of the
+    whole tensor of `numel` elements.
+    """
     every = 1 if numel <= SAMPLED else numel // SAMPLED + 1
     first = -begin % every
     with torch.no_grad():
-        flat = data.reshape(-1)[first::every]
+        flat = flat[first::every]
         if flat.is_complex():
             flat = torch.view_as_real(flat).reshape(-1)
         at = (begin + first) // every

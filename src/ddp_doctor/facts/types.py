@@ -105,6 +105,16 @@ class FsdpFact(TypedDict):
     backwards: dict[str, int]
 
 
+class ReducedFact(TypedDict):
+    """A gradient that the script has sent through a reduction of its own. All are projections."""
+
+    sent: float
+    got: float | None  # this rank's piece of what came back; None if it was not seen
+    local: float | None  # what backward has computed on this rank by the end of the step
+    pieces: int  # how many ranks have one of what came back
+    times: int  # how often it was sent in this step
+
+
 class ForwardFact(TypedDict):
     wrapper: int
     sync: bool
@@ -165,6 +175,9 @@ class StepFact(TypedDict):
     step_place: str
     stepped_in_backward: NotRequired[str]
     combined_in_step: NotRequired[str]  # where the optimizer's own step combines gradients
+    reduced: NotRequired[dict[str, ReducedFact]]
+    unread: NotRequired[str]  # where something else was reduced that is as large as gradients
+    handed: NotRequired[float | None]  # what the optimizer's pieces are of what came back
     rescaled: NotRequired[float]  # the factor of all gradients since they were combined
     squares: NotRequired[dict[str, float]]
 

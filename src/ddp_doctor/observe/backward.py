@@ -16,7 +16,7 @@ from ddp_doctor.facts.places import call, place
 from ddp_doctor.observe import losses
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.random_numbers import note_state
-from ddp_doctor.observe.recorder import REDUCED, Recorder
+from ddp_doctor.observe.recorder import REDUCED, Recorder, ranks
 from ddp_doctor.observe.states import Backward, OptimizerState
 
 SYNC = "require_backward_grad_sync"  # what no_sync sets on a wrapper
@@ -69,8 +69,19 @@ class _Backwards:
             for root in roots[:1]
             if root.numel() == 1 and root.device.type != "meta"
         ]
+        nodes = [root.grad_fn for root in roots]
+        if ranks() > 1 and not recorder.wrappers:
+            self._find_others(nodes)
         self._watch(record)
-        return record, [root.grad_fn for root in roots]
+        return record, nodes
+
+    def _find_others(self, nodes: list[Any]) -> None:
+        """Leaves of this graph that no optimizer holds: it may step pieces of them."""
+        known = self.recorder.known_parameters()
+        for node in _nodes(nodes):
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
+                self.recorder.others[id(leaf)] = leaf
 
     def _watch(self, record: Backward) -> None:
         """Look at every gradient and every loss term that this backward will reach."""
@@ -81,6 +92,12 @@ class _Backwards:
             parameter.register_hook(partial(self.look, parameter, record))
             for parameter in parameters
             if parameter.requires_grad and parameter.is_leaf
+        ]
+        known = {id(parameter) for parameter in parameters}
+        recorder.hooks += [
+            leaf.register_hook(partial(self.look, leaf, None))
+            for leaf in list(recorder.others.values())
+            if id(leaf) not in known
         ]
         shards = any(hasattr(parameter, "placements") for parameter in parameters)
         self.record = record
@@ -133,10 +150,14 @@ class _Backwards:
         if used and grad is not None and used == projection(grad):
             self.recorder.leftover.add(id(parameter))
 
-    def _look(self, parameter: Tensor, record: Backward, gradient: Tensor) -> None:
-        """A local gradient has arrived: add it up, and see what it is added to."""
+    def _look(self, parameter: Tensor, record: Backward | None, gradient: Tensor) -> None:
+        """A local gradient has arrived: add it up, and see what it is added to.
+
+        `record`: None for a parameter that no optimizer holds.
+        """
         recorder, key = self.recorder, id(parameter)
-        record["reached"].add(key)
+        if record is not None:
+            record["reached"].add(key)
         value = projection(gradient)
         if value is None:
             return
@@ -144,7 +165,7 @@ class _Backwards:
         own = None if grad is None else dense(grad)
         fresh = grad is None or own is None or (grad.layout == torch.strided and not own.any())
         before = 0.0 if fresh else recorder.local.get(key, 0.0)
-        if not fresh:
+        if not fresh and record is not None:
             self._note_leftover(parameter)
         recorder.local[key] = before + value
 

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 
 from ddp_doctor.facts.calls import CALLS, REDUCTIONS
@@ -16,12 +17,22 @@ from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import CollectiveFact
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
+from ddp_doctor.observe.reductions import Reductions
 
 MAX_PER_WINDOW = 300
+AUTOGRAD = (  # functional collectives that carry gradients
+    *("all_gather_tensor_autograd", "reduce_scatter_tensor_autograd"),
+    "all_to_all_single_autograd",
+)
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
     calls = _Calls(recorder)
+    for name in AUTOGRAD:
+        before = calls.enter(name)
+        patches.observe(functional, name, before, calls.leave, failed=calls.abandoned)
+    if dist.is_available():
+        patches.observe(dist.Work, "wait", after=calls.waited)
     for name in CALLS:
         before = calls.enter(name)
         shared = getattr(dist, name, None) is getattr(distributed_c10d, name, None)
@@ -46,6 +57,7 @@ class _Calls:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        self.reductions = Reductions(recorder)
         self.depth = 0
         self.found: dict[Any, What] = {}  # which gradient or parameter is where,
         self.moment = [0, 0]  # as of this step and this backward
@@ -66,7 +78,9 @@ class _Calls:
             session.doing(f"{name}{shape} at {at}")
             recorder.collective_counts[name] = recorder.collective_counts.get(name, 0) + 1
             what = self.note(name, at, tensor, args, kwargs) if recorder.on else {}
-            return doing, what
+            look = recorder.on and recorder.backward_count and not _by_fsdp()
+            sent = self.reductions.before(name, args, kwargs) if look else None
+            return doing, what, sent
 
         return before
 
@@ -97,7 +111,7 @@ class _Calls:
             op=name,
             place=at,
             backwards=recorder.so_far(),
-            through_autograd=not by_fsdp and _in_autograd_function(),
+            through_autograd=name in AUTOGRAD or (not by_fsdp and _in_autograd_function()),
             in_backward=recorder.in_backward > 0,
         )
         fact.update(what)  # type: ignore[typeddict-item]
@@ -116,11 +130,20 @@ class _Calls:
     def leave(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.depth -= 1
         if self.depth == 0:
-            doing, reduced = token or (None, {})
+            doing, reduced, sent = token or (None, {}, None)
+            if sent is not None:
+                self.reductions.after(sent, result)
             if reduced:
                 waits = result is None  # otherwise the result is not there yet
                 self.recorder.after_own_reduction(reduced, waits)
             self.recorder.session.doing(doing or "running")
+
+    def waited(
+        self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """The script has waited for a call that went on."""
+        if self.reductions.running:
+            self.reductions.waited(args[0])
 
     def abandoned(self, error: BaseException) -> None:
         self.depth = max(0, self.depth - 1)

@@ -56,7 +56,14 @@ class Names:
         return found
 
     def buffers(self, wrappers: Sequence[WrapperState]) -> list[tuple[str, Tensor]]:
-        return [pair for root in self.roots(wrappers) for pair in root.named_buffers()]
+        """Those that are saved with the model; others are caches."""
+        return [
+            (f"{path}.{name}" if path else name, buffer)
+            for root in self.roots(wrappers)
+            for path, module in root.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        ]
 
     def sharded(self) -> bool:
         """Whether a module of this process shards plain parameters (FullyShardedDataParallel)."""

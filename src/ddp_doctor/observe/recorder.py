@@ -8,11 +8,19 @@ gradients that the optimizer saw. Observed windows are written to the journal, a
 
 import math
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from ddp_doctor.facts.fingerprints import checksum, dense, piece_of, projection, sum_of_squares
+from ddp_doctor.facts.fingerprints import (
+    checksum,
+    dense,
+    piece_of,
+    projection,
+    projection_of,
+    sum_of_squares,
+)
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import (
     CollectiveFact,
@@ -61,6 +69,10 @@ class Recorder:
         self.in_step: list[int] = []
         self.made = 0
         self.local: dict[int, float] = {}
+        # Leaves of the graph that no optimizer holds, as where it steps pieces of a flat tensor.
+        self.others: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.outputs: list[tuple[int, float, float]] = []  # of this step's own reductions
+        self.keys_of_reduced: dict[str, int] = {}  # ids of the parameters in the window's `reduced`
         self.by_fsdp: set[int] = set()  # parameters whose whole local gradient fully_shard has had
         self.waiting: dict[int, float] = {}  # of a whole gradient that fully_shard has not reduced
         self.used: dict[int, float | None] = {}  # gradients right after the step that used them
@@ -76,6 +88,8 @@ class Recorder:
 
     def _clear(self) -> None:
         self.window = nothing_yet()
+        self.outputs.clear()
+        self.keys_of_reduced.clear()
         self.terms: list[dict[str, Any]] = []
         self.reduced_losses: dict[int, CollectiveFact] = {}  # their collectives, by number
 
@@ -106,6 +120,10 @@ class Recorder:
             module = wrapper.module()
             listed += [] if module is None else module.parameters()
         return {id(each): each for each in listed if isinstance(each, Tensor)}
+
+    def all_trained(self) -> list[Tensor]:
+        """All parameters whose local gradients are seen."""
+        return list(({**self.others} | self.known_parameters()).values())
 
     def add_optimizer(self, optimizer: Any) -> OptimizerState:
         state = self.optimizers.get(id(optimizer))
@@ -274,11 +292,40 @@ class Recorder:
         if self.wrappers and self._steps_own_shards(state):
             self.window["sharded"] = True
         self.take_snapshot(state)
+        if self.outputs and "handed" not in self.window:
+            self.window["handed"] = self._handed(state)
         if state.squares is not None:
             self._note_rescaling(state)
         if "start" not in state.done:
             state.done.add("start")
             self.session.write("start", **self._held(state))
+
+    def _handed(self, state: OptimizerState) -> float | None:
+        """What the optimizer's gradients are, times what the script's reductions have returned.
+
+        None if one of them is something else.
+        """
+        found = []
+        in_pieces = {
+            self.keys_of_reduced[name]
+            for name, reduced in self.window.get("reduced", {}).items()
+            if reduced["pieces"] > 1
+        }
+        for _, parameter in self.parameters_of(state):
+            grad = None if parameter.grad is None else dense(parameter.grad)
+            if grad is None or (id(parameter) in self.local and id(parameter) not in in_pieces):
+                continue  # what backward computed is compared with what is there now
+            flat = grad.reshape(-1)
+            ours = projection_of(flat, 0, len(flat)), sum_of_squares(flat)
+            factors = [
+                ours[0] / its
+                for size, its, square in self.outputs
+                if size == len(flat) and its and square
+                if math.isclose(ours[0] / its, math.sqrt(ours[1] / square), rel_tol=1e-2)
+            ]
+            found.append(factors[-1] if factors else 0.0)
+        alike = found and all(math.isclose(f, found[0], rel_tol=1e-2) for f in found)
+        return found[0] if alike and found[0] else None
 
     def _steps_own_shards(self, state: OptimizerState) -> bool:
         """Whether its parameters are in no module, and no optimizer holds those of a wrapper.
@@ -340,6 +387,8 @@ class Recorder:
             snapshot = state.snapshot or no_snapshot()
             snapshot["grads"] = _rounded(snapshot["grads"])
             snapshot["local"] = _rounded(snapshot["local"])
+            for name, reduced in self.window.get("reduced", {}).items():
+                reduced["local"] = self.local.get(self.keys_of_reduced[name])
             stale = self._stale()
             fact = WindowFact(
                 n=session.step_count,

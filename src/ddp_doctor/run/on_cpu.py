@@ -6,12 +6,15 @@ Only the user's own code is told that there are GPUs: libraries would try to use
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -58,6 +61,7 @@ def install(used: Used) -> None:
     _classes(tell)
     _attention(tell)
     _programs(tell)
+    _lightning(tell)
     _OnCpu(tell).__enter__()
 
 
@@ -233,6 +237,51 @@ def _programs(tell: Used) -> None:
         run(self, command, *args, **kwargs)
 
     subprocess.Popen.__init__ = started  # type: ignore[method-assign,assignment]
+
+
+def lightning_of_the_script() -> str:
+    """The package that the script imports: lightning, pytorch_lightning, lightning_fabric, or "".
+
+    Only then is it worth the time to import it here.
+    """
+    for argument in sys.argv:
+        if argument.endswith(".py") and os.path.isfile(argument) and is_users(argument):
+            text = Path(argument).read_text(errors="replace")
+            found = re.search(
+                r"^\s*(?:import|from) ((?:pytorch_)?lightning(?:_fabric)?)\b", text, re.M
+            )
+            return found[1] if found else ""
+    return ""
+
+
+def _lightning(tell: Used) -> None:
+    """Lightning gets CPUs, and DDP instead of FSDP, which it has for GPUs only."""
+    package = lightning_of_the_script()
+    names = {
+        "lightning": ("lightning.pytorch", "lightning.fabric"),
+        "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+        "lightning_fabric": ("lightning_fabric",),
+    }
+    for name in names.get(package, ()):
+        at = "connector" if name.endswith("fabric") else "trainer.connectors.accelerator_connector"
+        module: Any = importlib.import_module(f"{name}.{at}")
+        kind = module._Connector if name.endswith("fabric") else module._AcceleratorConnector
+        kind.__init__ = _connected(kind.__init__, tell)
+
+
+def _connected(make: Any, tell: Used) -> Any:
+    @functools.wraps(make)
+    def connector(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("accelerator") in ("gpu", "cuda"):
+            tell(f'accelerator="{kwargs["accelerator"]}"')
+            kwargs["accelerator"] = "cpu"
+        strategy = kwargs.get("strategy")
+        if "fsdp" in str(strategy if isinstance(strategy, str) else type(strategy)).lower():
+            tell("FSDPStrategy (DDP here)")
+            kwargs["strategy"] = "ddp"
+        make(self, *args, **kwargs)
+
+    return connector
 
 
 def _future(get_future: Any, tell: Used) -> Any:

@@ -13,7 +13,8 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
     """Two ranks compute their loss from the same inputs and targets, step after step.
 
     Right if the ranks split the batch after the forward's inputs are made: the targets or losses
-    differ then. Right too if they split a model instead of data, or train models of their own.
+    differ then. Right too if they split a model instead of data, or train models of their own. A
+    hint if they exchange activations: they may split one sequence, one graph, or one image.
     """
     windows = [window for window in run.complete if window.trains]
     readers = [group[0] for group in run.readers]
@@ -35,10 +36,19 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
             loader["place"] if loader else _where(windows[0].ranks[0]),
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), and call "
             "sampler.set_epoch(epoch) in every epoch.",
+            "hint" if _exchange(run) else None,
         )
         return
-    if not (run.split and any(map(run.exchanges, run.ranks))):  # who shares data was not seen
+    # Who shares data was not seen if some do that split a model, a sequence, or a graph.
+    if not (run.split and any(map(run.exchanges, run.ranks))) and not _exchange(run):
         yield from _overlap(run)
+
+
+def _exchange(run: Run) -> bool:
+    """Whether ranks exchange activations with ranks that are counted as readers of other data."""
+    first = {rank: group[0] for group in run.readers for rank in group}
+    groups = [group for rank in run.ranks for group in run.exchanges(rank)]
+    return any(len({first[rank] for rank in group}) > 1 for group in groups)
 
 
 def _where(fact: WindowFact) -> str:

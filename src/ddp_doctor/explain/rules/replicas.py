@@ -8,6 +8,7 @@ from ddp_doctor.facts.merged import Run, Window
 from ddp_doctor.facts.types import Groups, SettingsFact
 
 SMALL = 1e-6
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
 
 
 def _replicas(run: Run) -> bool:
@@ -138,13 +139,22 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
         yield finding(
             "replicas_drift",
             f"After step {window.n}, {len(names)} parameters differ between the ranks, first "
-            f"{names[0]}. They were equal at the start.",
+            f"{names[0]}. They were equal at the start.{_reduced_by_nobody(window, names)}",
             fact["step_place"],
             "Let every rank apply the same gradient: through the wrapper, or an all-reduce of "
             "every gradient before optimizer.step().",
             None if apart > SMALL else "note",
         )
         return
+
+
+def _reduced_by_nobody(window: Window, names: list[str]) -> str:
+    """What is said if the script reduces other gradients, and none of these."""
+    reduced = [fact.get("reduced", {}) for _, fact in window]
+    sent = {name for one in reduced for name in one}
+    if not all(reduced) or sent & set(names) or any("unread" in fact for _, fact in window):
+        return ""
+    return f" The script reduces the gradients of {len(sent)} others, and these in no call."
 
 
 def _norms_drift(run: Run) -> Iterator[Finding]:
@@ -194,29 +204,35 @@ def _spread(values: list[float | None]) -> float:
 
 
 def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
-    """Buffers differ between the ranks, and no forward will broadcast them.
+    """Buffers that are saved with the model differ between the ranks after a step.
 
-    Right with DDP's broadcast_buffers=True: each forward overwrites them with rank 0's. Right too
-    if the model has no batch norm in training whose statistics would be saved (EMA, counters).
+    Right with DDP's broadcast_buffers=True for batch norm: each forward overwrites the statistics
+    with rank 0's, an estimate from fewer samples. A codebook or a queue then learns from rank 0's
+    samples only: a hint. Without it, each rank evaluates another model.
     """
     if not _replicas(run) or not run.complete or run.split:
         return
-    if run.wrappers and all(wrapper["broadcast_buffers"] for wrapper in run.wrappers):
-        return
     window = run.complete[-1]
     names = window.differing_buffers
+    broadcast = bool(run.wrappers) and all(one["broadcast_buffers"] for one in run.wrappers)
+    if broadcast:
+        names = [name for name in names if not name.endswith(STATISTICS)]
     if not names:
         return
     fact = window.ranks[min(window.ranks)]
-    why = "broadcast_buffers=False" if run.wrappers else "no wrapper broadcasts them"
+    why = "Each rank evaluates, and rank 0 saves, a different model"
+    why += " (broadcast_buffers=False)." if run.wrappers else " (no wrapper broadcasts them)."
+    if broadcast:
+        why = "Each forward overwrites them with rank 0's: what other ranks added is lost."
+    first = next(each for each in run.complete if set(names) & set(each.differing_buffers))
     yield finding(
         "buffers_differ",
-        f"After step {window.n}, {len(names)} buffers differ between the ranks, first {names[0]} "
-        f"({why}). Each rank evaluates, and rank 0 saves, a different model.",
+        f"After step {window.n}, {len(names)} buffers differ between the ranks, first {names[0]}, "
+        f"since step {first.n}. {why}",
         str(run.wrappers[0]["place"] if run.wrappers else fact["step_place"]),
-        "Leave broadcast_buffers at True, convert to SyncBatchNorm, or broadcast the buffers "
-        "before evaluating and saving.",
-        None if fact["batch_norms"] else "note",
+        "All-reduce what updates them, so that all ranks compute the same; for batch norm, leave "
+        "broadcast_buffers at True or convert to SyncBatchNorm.",
+        "hint" if broadcast else None,
     )
 
 

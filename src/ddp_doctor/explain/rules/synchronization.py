@@ -80,7 +80,8 @@ def other_than_average(run: Run, equation: Equation) -> Iterator[Finding]:
             continue
         for rank, fact in step.window:
             again = _reduced_again(fact)
-            if again is not None or (fact["snapshot"]["pieces"] and untouched(fact)):
+            seen = fact["snapshot"]["pieces"] and untouched(fact)
+            if again is not None or seen or fact.get("handed"):
                 found.append((step, rank, fact, again))
                 break
     if not found or 2 * len(found) < len(equation.steps):

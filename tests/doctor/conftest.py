@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from doctor.corpus_runs import Server
-from doctor.corpus_scripts import Script
+
+from evaluation.doctor.runs import Server
+from evaluation.doctor.scripts import Script
 
 
 @pytest.fixture(scope="session")

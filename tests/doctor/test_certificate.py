@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from doctor.certified import certified
-from doctor.corpus_runs import QUIET, SOURCES
-from doctor.corpus_scripts import Script, corpus
 from processes import all_gone, processes_with
 
 import ddp_doctor
@@ -26,6 +23,9 @@ from ddp_doctor.certificate.program import exit_code
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.certified import Certificate, Property
 from ddp_doctor.explain.agreement import contradicted
+from evaluation.doctor.certify import certified
+from evaluation.doctor.runs import QUIET, SOURCES
+from evaluation.doctor.scripts import Script, corpus
 from labkit.launch.forks import ForkServer
 from prove_it import prove
 

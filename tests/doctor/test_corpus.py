@@ -1,8 +1,9 @@
 """A part of the corpus, small enough for every change; `score.py` runs all of it."""
 
 import pytest
-from doctor.corpus_runs import Server
-from doctor.corpus_scripts import corpus, variants
+
+from evaluation.doctor.runs import Server
+from evaluation.doctor.scripts import corpus, variants
 
 SCRIPTS = {script.name: script for script in corpus()}
 BROKEN = (

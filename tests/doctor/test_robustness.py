@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from doctor.corpus_runs import Outcome, Server
-from doctor.corpus_scripts import Script
+
+from evaluation.doctor.runs import Outcome, Server
+from evaluation.doctor.scripts import Script
 
 Write = Callable[..., Script]
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from doctor.corpus_runs import Server
-from doctor.corpus_scripts import Script
+
+from evaluation.doctor.runs import Server
+from evaluation.doctor.scripts import Script
 
 Write = Callable[..., Script]
 

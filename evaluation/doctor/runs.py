@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from doctor.corpus_scripts import Script
-from doctor.scripted_ranks import FINGERPRINT, Job, supervise
-
+from evaluation.doctor.ranks import FINGERPRINT, Job, supervise
+from evaluation.doctor.scripts import Script
 from labkit.launch.forks import ForkServer
 
 SOURCES = Path(__file__).resolve().parents[2] / "src"

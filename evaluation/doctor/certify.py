@@ -6,10 +6,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from doctor.corpus_runs import QUIET, SOURCES
-from doctor.corpus_scripts import Script
-
 from ddp_doctor.certificate.program import measure
+from evaluation.doctor.runs import QUIET, SOURCES
+from evaluation.doctor.scripts import Script
 from labkit.launch.forks import ForkServer
 from prove_it import ForkedStart
 

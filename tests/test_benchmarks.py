@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from in_process import run_in_process
 
+from benchmark_options import MODELS
 from labkit.launch.scripts import project_root
-from labkit.profiling.benchmark import describe_machine
-from labkit.profiling.benchmark_arguments import MODELS
+from paired_timing import describe_machine
 
 BENCHMARKS = "labs/benchmarks"
 STEP_TIME = f"{BENCHMARKS}/step_time.py"
@@ -131,8 +131,9 @@ def test_the_stored_race_is_whole_and_the_page_shows_its_report_and_every_script
     shown = page.partition("```text\n")[2].partition("```")[0]
     assert shown.count("\n") >= 5
     assert shown in report_on()
-    scripts = sorted(path.name for path in folder.glob("*.py"))
-    assert sorted(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)) == scripts
+    scripts = {path.name for path in folder.glob("*.py")}
+    shared = {"benchmark_options.py", "paired_timing.py"}
+    assert set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE)) == scripts - shared
 
 
 # 2. The other scripts -----------------------------------------------------------------------------
@@ -159,14 +160,6 @@ def test_the_doctor_is_timed_with_every_model_with_and_without(tmp_path):
     for name, taken in results["seconds"].items():
         assert name in printed
         assert min(*taken["with"], *taken["without"]) > 0
-
-
-@pytest.mark.slow
-def test_submissions_are_graded_and_timed_by_kind(tmp_path):
-    results, printed = results_of("grade_many", tmp_path)
-    counts = {kind: len(taken) for kind, taken in results["seconds"].items()}
-    assert counts == {"key": 1, "empty": 1, "wrong answer": 1}
-    assert "3 submissions, " in printed
 
 
 @pytest.mark.slow

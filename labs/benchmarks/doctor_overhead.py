@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmark_options import benchmark_parser
 from labkit.launch.arguments import positive
-from labkit.profiling.benchmark_arguments import benchmark_parser
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
@@ -40,8 +40,8 @@ from ddp_doctor.observe.install import install
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import write_json
 from labkit.tables import table
+from paired_timing import write_json
 
 # How to build it, and the shape of a rank's inputs.
 Model = tuple[Callable[[], nn.Module], tuple[int, ...]]

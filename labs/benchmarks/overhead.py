@@ -12,8 +12,8 @@ import argparse
 import statistics
 from collections.abc import Callable
 
+from benchmark_options import benchmark_parser
 from labkit.launch.arguments import positive
-from labkit.profiling.benchmark_arguments import benchmark_parser
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
@@ -32,15 +32,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import (
+from labkit.tables import table
+from miniddp import MiniDDP
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from paired_timing import (
     BenchmarkModel,
     paired_ratio,
     take_turns,
     write_json,
 )
-from labkit.tables import table
-from miniddp import MiniDDP
-from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "the module alone": lambda module: module,

@@ -18,8 +18,8 @@ import argparse
 from functools import partial
 from typing import Any
 
+from benchmark_options import benchmark_parser
 from labkit.launch.arguments import positive
-from labkit.profiling.benchmark_arguments import benchmark_parser
 
 
 def arguments_of_this_benchmark() -> argparse.Namespace:
@@ -34,7 +34,6 @@ if __name__ == "__main__":
     # Before the imports below, which take seconds: --help and errors are printed at once.
     ARGUMENTS = arguments_of_this_benchmark()
 
-from labkit.profiling.benchmark import write_json
 from labkit.profiling.cost_model import Backward, Link, backward_of
 from labkit.profiling.recorded_ways import Way, record_ways, torch_ddp
 from labkit.profiling.recording import RankRecording, Recording
@@ -43,6 +42,7 @@ from labkit.scenarios.toy_steps import ToyStep, stack_of_linears
 from labkit.tables import table
 from miniddp.buckets import ParameterSize, arrival_plan, bucket_caps
 from miniddp.ladder import Flat
+from paired_timing import write_json
 
 GBIT_PER_S, LATENCY_US, RANKS = 1, 50, 2
 DEFAULT_CAPS = "torch's caps"

@@ -37,8 +37,8 @@ if __name__ == "__main__":
 import matplotlib.pyplot as plt
 
 from labkit.book.figures import RANKS, TRUTH, WRONG
-from labkit.profiling.benchmark import paired_ratio
 from labkit.tables import table
+from paired_timing import paired_ratio
 
 TORCH, OURS, FLAT = "torch DDP", "MiniDDP", "Flat"
 DROP_IN = "drop-in"

@@ -16,7 +16,7 @@ With few copies, that interval is too narrow: it misses the mean of many copies 
 with four, and one time in twelve with eight.
 
 A step is forward and backward until every gradient is averaged. All contenders run in the same
-processes and take turns (`labkit.profiling.benchmark`), with one thread per rank. The 1 Gbit/s
+processes and take turns (`paired_timing`), with one thread per rank. The 1 Gbit/s
 link is `labkit.profiling.slow_link`, which adds waiting time to the loopback link. The report also
 gives the lower limit for any plan, max(compute, t₁ + C):
 
@@ -45,8 +45,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from benchmark_options import add_models, benchmark_parser
 from labkit.launch.arguments import positive
-from labkit.profiling.benchmark_arguments import add_models, benchmark_parser
 
 LINKS = {"loopback": None, "1gbit": 1.0}
 SHARDED = ("fully_shard", "torch fully_shard")
@@ -106,7 +106,13 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.benchmark import (
+from labkit.profiling.slow_link import SlowLink
+from labkit.tables import table
+from miniddp import MiniDDP
+from miniddp.ladder import RUNGS
+from miniddp.sharded import fully_shard
+from miniddp.torch_drop_in import DistributedDataParallel as DropIn
+from paired_timing import (
     BenchmarkModel,
     benchmark_models,
     describe_machine,
@@ -115,12 +121,6 @@ from labkit.profiling.benchmark import (
     take_turns,
     write_json,
 )
-from labkit.profiling.slow_link import SlowLink
-from labkit.tables import table
-from miniddp import MiniDDP
-from miniddp.ladder import RUNGS
-from miniddp.sharded import fully_shard
-from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
 CAPS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # rounds that do not count

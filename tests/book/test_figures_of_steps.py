@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 from labkit.launch import project_root
-from labkit.profiling.benchmark import paired_ratio
+from paired_timing import paired_ratio
 
 ROOT = project_root()
 # The name in the figure → the benchmark's name. The figure's buckets have 1 MiB; the benchmark has

@@ -1,4 +1,4 @@
-"""Look at one step and predict it: recorder, timeline, slow link, cost model, benchmarks."""
+"""Look at one step and predict it: recorder, timeline, slow link, cost model."""
 
 from labkit.lazy import offer
 

@@ -6,11 +6,9 @@ from unittest import mock
 
 import torch
 
+import paired_timing
 from labkit.launch.ranks import run_ranks
-from labkit.profiling import benchmark
-from labkit.profiling.benchmark import (
-    take_turns,
-)
+from paired_timing import take_turns
 
 
 def turns(rank: int) -> tuple[dict[str, list[float]], list[str]]:
@@ -41,7 +39,7 @@ def disturbed_turns(rank: int) -> tuple[int, int]:
     for patience in (0.0, 0.05):
         called: list[float] = []
         program = {"one": lambda called=called: called.append(time.sleep(0.01))}
-        with mock.patch.object(benchmark, "_busy", side_effect=(float(n) for n in range(1000))):
+        with mock.patch.object(paired_timing, "_busy", side_effect=(float(n) for n in range(1000))):
             seconds = take_turns(program, 3, lambda: None, patience)
         assert len(seconds["one"]) == 3
         counts.append(len(called))
@@ -82,7 +80,7 @@ def test_memory_that_a_benchmark_frees_is_touched_again_without_page_faults():
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     def work(rank: int) -> int:
-        benchmark.keep_freed_memory()
+        paired_timing.keep_freed_memory()
         return min(faults() for _ in range(6))
 
     assert max(run_ranks(work, 2)) < 600  # 6,000 and more where memory is returned

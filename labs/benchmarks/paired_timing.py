@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.profiling.benchmark_arguments import MODELS
+from benchmark_options import MODELS
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # from malloc.h
 
@@ -160,13 +160,13 @@ def describe_machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "threads a rank": 1, "torch": torch.__version__}
 
 
-def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write `figures` and the machine's description to `path` as JSON; nothing if `path` is None.
+def write_json(path: Path | None, results: Mapping[str, Any]) -> None:
+    """Write `results` and the machine's description to `path` as JSON; nothing if `path` is None.
 
     A list of numbers takes one line, to keep the file readable.
     """
     if path is not None:
-        text = json.dumps({"machine": describe_machine(), **figures}, indent=1)
+        text = json.dumps({"machine": describe_machine(), **results}, indent=1)
         text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-# The names of `labkit.profiling.benchmark.benchmark_models`, which needs torch.
+# The names of `paired_timing.benchmark_models`, which needs torch.
 MODELS = ("wide MLP", "600 small tensors", "transformer")
 
 

@@ -17,9 +17,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "book" / "reference"))
 
-from ddp_doctor.certified import Certificate, Property
 from ddp_doctor.explain.agreement import contradicted
 from ddp_doctor.explain.findings import ORDER
+from ddp_doctor.facts.certificate import Certificate, Property
 from evaluation.doctor.certify import certified
 from evaluation.doctor.runs import Server, frameworks_of
 from evaluation.doctor.scripts import Script, corpus

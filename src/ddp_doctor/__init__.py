@@ -11,14 +11,13 @@ A fact goes through the rooms from the top to the bottom:
 `run`             starts everything below: the command's life, in each process and beside them
 `observe`         one file per thing observed, in the user's process; writes facts
 `facts`           what a process writes down, to a folder and never through a process group, and
-                  the journals of all ranks, side by side
+                  the journals of all ranks, side by side; what a certificate says
 `explain`         what one optimizer step computes, and the rules: from facts to findings
 `certificate`     `certify`: a script's ranks against one process of the same script, measured
 `report`          the terminal, JSON, and a page
 ================  =================================================================================
 
-`__main__` is the command line, `options` what can be set on it, and `certified` what a certificate
-says.
+`__main__` is the command line, and `options` what can be set on it.
 
 Importing this package imports neither torch nor anything of the user's: the watcher has to start
 in a tenth of a second.

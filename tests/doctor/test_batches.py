@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddp_doctor.facts import journal
-from ddp_doctor.observe.batches import MAX_VALUES, tensors_in
+from ddp_doctor.observe.data import MAX_VALUES, tensors_in
 from ddp_doctor.observe.install import install
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options

@@ -21,8 +21,8 @@ from ddp_doctor.certificate.plan import DEAL, LATER, OWN
 from ddp_doctor.certificate.premises import parted, same_rows
 from ddp_doctor.certificate.program import exit_code
 from ddp_doctor.certificate.verdict import judge
-from ddp_doctor.certified import Certificate, Property
 from ddp_doctor.explain.agreement import contradicted
+from ddp_doctor.facts.certificate import Certificate, Property
 from evaluation.doctor.certify import certified
 from evaluation.doctor.runs import QUIET, SOURCES
 from evaluation.doctor.scripts import Script, corpus

@@ -8,9 +8,9 @@ from doctor.journals import pages_of
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import Finding
 from ddp_doctor.explain.rules.hangs import stuck
-from ddp_doctor.facts.calls import CALLS
 from ddp_doctor.facts.journal import Now
 from ddp_doctor.facts.merged import Run
+from ddp_doctor.facts.types import CALLS
 
 
 def found(run: Run) -> list[Finding]:

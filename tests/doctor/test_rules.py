@@ -4,13 +4,13 @@ from typing import Any
 
 from doctor.journals import OWN, SAME, fact, findings, run_with_steps, step, window
 
-from ddp_doctor.certified import Certificate, Property
 from ddp_doctor.explain.agreement import agreeing, explaining
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import CATALOG, finding
 from ddp_doctor.explain.rules import examine, explained
 from ddp_doctor.explain.rules.loss import scale
 from ddp_doctor.explain.rules.micro_batches import partial_window_divided_by_k
+from ddp_doctor.facts.certificate import Certificate, Property
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import CollectiveFact, ReplicaFact, ScalingFact, StartFact, WrapperFact
 

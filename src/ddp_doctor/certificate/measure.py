@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_doctor.certified import Worst
+from ddp_doctor.facts.certificate import Worst
 
 Gradients = Mapping[str, Tensor]
 TOLERANCE = 1e-3  # relative; float32 sums in another order stay far below it

@@ -22,7 +22,7 @@ from ddp_doctor.options import FOUND, UNCHECKED, say
 from ddp_doctor.run.folders import own_folder
 
 if TYPE_CHECKING:
-    from ddp_doctor.certified import Certificate
+    from ddp_doctor.facts.certificate import Certificate
     from ddp_doctor.options import Options
     from ddp_doctor.report.report import Report
 

@@ -28,7 +28,7 @@ from ddp_doctor.certificate.premises import (
     same_totals,
 )
 from ddp_doctor.certificate.samples import Recorded, same
-from ddp_doctor.certified import TITLES, Certificate, Property
+from ddp_doctor.facts.certificate import TITLES, Certificate, Property
 
 FLAT = (
     "Each rank holds parameters of other shapes than one process: the model is cut by hand or by "

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from ddp_doctor.certified import Certificate, Property
 from ddp_doctor.explain.equation import Equation
 from ddp_doctor.explain.findings import ORDER, Finding
 from ddp_doctor.explain.numbers import near
+from ddp_doctor.facts.certificate import Certificate, Property
 
 TOO_SMALL = {"missing_world_size_factor"}
 TOO_LARGE = {"own_reduction_sums"}

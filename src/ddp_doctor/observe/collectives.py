@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 
-from ddp_doctor.facts.calls import CALLS, REDUCTIONS
 from ddp_doctor.facts.places import place
-from ddp_doctor.facts.types import CollectiveFact
+from ddp_doctor.facts.types import CALLS, REDUCTIONS, CollectiveFact
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.reductions import Reductions

@@ -2,22 +2,25 @@
 
 import zlib
 from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, dataloader
 
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import BatchFact, LoaderEndedFact, LoaderFact, SamplerFact
-from ddp_doctor.observe.batches import tensors_in
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
 from ddp_doctor.observe.states import Numbers
 
 MAX_ROWS = 4096
 MAX_BYTES = 1 << 24
+MAX_DEPTH = 4
+MAX_VALUES = 200
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -184,3 +187,39 @@ def _content(dataset: Any) -> int | None:
         if isinstance(value, Tensor | list | tuple) or type(value).__module__ == "numpy":
             look(value, 0)
     return zlib.crc32(b"".join(found)) if found else None
+
+
+def tensors_in(batch: Any, most: int = 16) -> list[Tensor]:
+    """The first `most` tensors, also inside containers and a user's objects.
+
+    Looks at `MAX_VALUES` values, down to `MAX_DEPTH` levels.
+    """
+    found: list[Tensor] = []
+    left = MAX_VALUES
+
+    def look(value: Any, depth: int) -> None:
+        nonlocal left
+        left -= 1
+        if isinstance(value, Tensor):
+            if not value.is_nested:  # it has no shape
+                found.append(value)
+        elif depth < MAX_DEPTH:
+            # A copy: another thread may add to the container.
+            for inner in list(islice(_inside(value), left)):
+                if left <= 0 or len(found) >= most:
+                    return
+                look(inner, depth + 1)
+
+    look(batch, 0)
+    return found
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return dict.values(value)
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, nn.Module | type):
+        return ()
+    attributes = getattr(value, "__dict__", None)  # a dataclass, a UserDict, a graph
+    return dict.values(attributes) if isinstance(attributes, dict) else ()

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddp_doctor.facts.journal import Journal, glance
-from ddp_doctor.facts.places import stack
-from ddp_doctor.facts.types import EndFact, FailedFact, ProcessFact, StuckFact
-from ddp_doctor.observe.errors import described
+from ddp_doctor.facts.places import is_users, stack
+from ddp_doctor.facts.types import EndFact, ErrorFact, FailedFact, ProcessFact, StuckFact
 from ddp_doctor.options import Options, say
 
 if TYPE_CHECKING:
@@ -192,7 +191,7 @@ class Session:
         journal = self._journal
         fact = EndFact(raised=error is not None, during=journal.text, cut=journal.cut)
         if error is not None and not isinstance(error, SystemExit):
-            fact["error"] = described(error)
+            fact["error"] = _described(error)
         self._journal.write("end", **fact)
         self._journal.doing("ended", ended=True)
 
@@ -223,3 +222,16 @@ def _of_a_started_process() -> BaseException | None:
     if isinstance(error, SystemExit) and error.code and error.__context__ is not None:
         return error.__context__
     return error
+
+
+def _described(error: BaseException) -> ErrorFact:
+    """Type, message, and the user's innermost line."""
+    where = ""
+    trace = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if is_users(name):
+            shown = os.path.relpath(name)
+            where = f"{name if shown.startswith('..') else shown}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return {"type": type(error).__name__, "text": str(error)[:2000], "place": where}

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import ForwardFact, WrapperFact
-from ddp_doctor.observe.batches import tensors_in
+from ddp_doctor.observe.data import tensors_in
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import Recorder, ranks

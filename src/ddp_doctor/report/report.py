@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.certified import Certificate
 from ddp_doctor.explain.agreement import agreeing, explaining
 from ddp_doctor.explain.equation import Equation, equation
 from ddp_doctor.explain.findings import HANGS, ORDER, Finding
 from ddp_doctor.explain.rules import examine
+from ddp_doctor.facts.certificate import Certificate
 from ddp_doctor.facts.journal import alive, read
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.options import Options, say, tell

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from ddp_doctor.explain.equation import Equation
 from ddp_doctor.explain.findings import Finding, finding
-from ddp_doctor.facts.calls import CALLS, UNEVEN
 from ddp_doctor.facts.merged import Rank, Run
+from ddp_doctor.facts.types import CALLS, UNEVEN
 
 WAITING = ("timed out", "timeout", "closed by peer", "connection reset", "application timeout",
            "aborted", "broken pipe", "connection refused")  # fmt: skip

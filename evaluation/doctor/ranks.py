@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from ddp_doctor.certificate.program import launched
 from labkit.launch.forks import start_forked, stop_forked
 from labkit.launch.guard import has_children
 from labkit.launch.nodes import reserved_port
@@ -66,17 +67,7 @@ def supervise(caller: Connection, job: Job) -> None:
 def _start(job: Job, rank: int, port: int) -> BaseProcess:
     environment = job.environment | {"FINGERPRINTS": str(job.folder / "steps")}
     if job.launch == "torchrun":
-        environment |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(job.ranks),
-            "LOCAL_WORLD_SIZE": str(job.ranks),
-            "GROUP_RANK": "0",
-            "TORCHELASTIC_RUN_ID": f"corpus{port}",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        environment |= launched(rank, job.ranks, port)
     return start_forked(
         _run_rank,
         job,

@@ -265,7 +265,7 @@ class Reducer:
             self.wait_for_bucket(bucket)
         bucket.future = None  # its value may be a copy of the whole bucket
         with record_function("miniddp.copy_out"):
-            replaced = bucket.copy_out(self.slots_to_write(bucket))
+            replaced = bucket.copy_out(self.usage.slots_to_write(bucket.indices))
         if replaced:
             raise self.error(
                 "Detected at least one parameter gradient is not the expected DDP bucket view with "
@@ -277,10 +277,6 @@ class Reducer:
         """Wait until the bucket's buffer holds the averages."""
         assert bucket.future is not None
         wait_for_future(bucket.future, bucket.buffer)
-
-    def slots_to_write(self, bucket: Bucket) -> Sequence[int]:
-        """The slots of the gradients that get their average: all, unless some are unused."""
-        return self.usage.slots_to_write(bucket.indices)
 
     # 6. Rebuild -----------------------------------------------------------------------------------
 

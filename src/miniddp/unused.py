@@ -35,6 +35,7 @@ class UsedParameters:
     def __init__(self, parameters: Sequence[Tensor], process_group: dist.ProcessGroup):
         self.parameters, self.process_group = parameters, process_group
         self.unreachable: list[int] = []  # indices that the announced backward cannot reach
+        self.creates_gradients = True  # where `.grad` is None by the end of a backward
         self.reset()
         # Per parameter: how many ranks used it; None until the first `all_reduce`.
         self.counts: Tensor | None = None
@@ -69,13 +70,16 @@ class UsedParameters:
         self.anywhere = []
 
     def slots_to_write(self, indices: Sequence[int]) -> Sequence[int]:
-        """The positions in `indices` of the used parameters; all if nothing is counted."""
-        if self.counts is None:
-            return range(len(indices))
-        if not self.anywhere and not all(self.used[index] for index in indices):
-            wait_for(self.work)  # only if this rank lacks one of these gradients
-            self.anywhere = (self.counts > 0).tolist()
-        return [s for s, i in enumerate(indices) if self.used[i] or self.anywhere[i]]
+        """The positions in `indices` of the gradients that get their average."""
+        slots: Sequence[int] = range(len(indices))
+        if self.counts is not None:
+            if not self.anywhere and not all(self.used[index] for index in indices):
+                wait_for(self.work)  # only if this rank lacks one of these gradients
+                self.anywhere = (self.counts > 0).tolist()
+            slots = [s for s in slots if self.used[indices[s]] or self.anywhere[indices[s]]]
+        if self.creates_gradients:
+            return slots
+        return [s for s in slots if self.parameters[indices[s]].grad is not None]
 
 
 class DDPSink(torch.autograd.Function):

@@ -6,7 +6,6 @@ __getattr__, __all__ = offer(
     __name__,
     {
         "labkit.tables": ["bound", "table", "bitwise_difference"],
-        "show": ["source"],
-        "exercises": ["checker"],
+        "cells": ["checker", "source"],
     },
 )

@@ -102,13 +102,14 @@ def run_warm(
     nodes: int = 1,
     linger: float = 0.0,
     preload: Sequence[str] = (),
+    plain: Callable[[list[str]], object] | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     """Run torchrun with `arguments`, its options and the script; capture what it prints.
 
     One agent runs for each of `nodes`. `arguments` must not name the rendezvous: this adds it.
     What the ranks leave behind, such as the doctor's watcher, gets `linger` seconds to end. Ranks
     find the modules `preload` loaded. With 0 `nodes`, the script runs as one process without
-    torchrun, and `arguments` are its path and its own arguments.
+    torchrun: `plain` (default: `as_script`) gets `arguments`, its path and its own arguments.
     Nothing that it started is left when this returns, raises, or when the caller is killed.
     Raises subprocess.TimeoutExpired after `timeout` seconds, and
     `labkit.launch.forks.NotStartedError` if no process can be started.
@@ -118,7 +119,8 @@ def run_warm(
         files = [Path(name, "stdout"), Path(name, "stderr")]
         place = {"folder": cwd, "environment": environment, "stdout": files[0], "stderr": files[1]}
         code = None
-        job = ([*options, *arguments], nodes, linger, place)
+        targets = [_warm_agent] * nodes or [plain or as_script]
+        job = ([*options, *arguments], targets, linger, place)
         with _forked_with(*preload)(_supervise, *job) as supervisor:
             if supervisor.poll(timeout):
                 try:
@@ -138,9 +140,12 @@ def _forked_with(*modules: str) -> Callable[..., AbstractContextManager[Connecti
 
 
 def _supervise(
-    caller: Connection, arguments: list[str], nodes: int, linger: float, place: dict[str, Any]
+    caller: Connection,
+    arguments: list[str],
+    targets: list[Callable[[list[str]], object]],
+    linger: float,
+    place: dict[str, Any],
 ) -> None:
-    targets = [_warm_agent] * nodes or [_warm_script]
     agents = [start_forked(target, arguments, **place) for target in targets]
     code = _end_of(agents, caller)
     deadline = time.monotonic() + linger
@@ -158,7 +163,8 @@ def _warm_agent(arguments: list[str]) -> None:
     agent(arguments)
 
 
-def _warm_script(words: list[str]) -> None:
+def as_script(words: list[str]) -> None:
+    """Run a script, `words[0]`, with its arguments, in a fork of this process's parent."""
     sys.path.insert(0, "")
     sys.argv = [str(word) for word in words]
     rank(words[0], os.getppid())

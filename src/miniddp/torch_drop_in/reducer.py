@@ -55,7 +55,6 @@ class TorchReducer(StaticGraphReducer):
     ):
         self.sparse, self.skip_unused = list(sparse), skip_unused
         self.comm_hook: tuple[CommHook, Any] | None = None
-        self.optimizer_in_backward = False
         self.last_error: str | None = None
         self.times: dict[str, int] = {}
         self.reduced_buckets = 0
@@ -175,13 +174,6 @@ class TorchReducer(StaticGraphReducer):
         if sparse or result.data_ptr() != bucket.buffer.data_ptr():
             bucket.buffer.copy_(result)
 
-    def slots_to_write(self, bucket: Bucket) -> Sequence[int]:
-        slots = super().slots_to_write(bucket)
-        if not self.optimizer_in_backward:
-            return slots
-        # The optimizer has used up the gradients that are None by now: do not create them again.
-        return [slot for slot in slots if bucket.parameters[slot].grad is not None]
-
     def finalize_backward(self) -> None:
         with self.lock:
             self.times["compute_end"] = perf_counter_ns()
@@ -262,7 +254,8 @@ class TorchReducer(StaticGraphReducer):
         self.expect_static_graph()
 
     def _set_optimizer_in_backward(self) -> None:
-        self.optimizer_in_backward = True
+        # The optimizer has used up the gradients that are None by then.
+        self.usage.creates_gradients = False
 
     def _ddp_graph_static(self) -> bool:
         return self.same_unused_so_far

@@ -1,4 +1,4 @@
-"""Check a reader's answer to an exercise in a cell, and say what is wrong with it.
+"""What a chapter's cells call: show source code, and check a reader's answer to an exercise.
 
 @checker
 def check_average(average):
@@ -9,9 +9,14 @@ def check_average(average):
 check_average(my_average)  # prints "Right." or "Not yet: …"
 """
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+
+from IPython.display import Markdown
 
 from labkit.launch.ranks import RanksTimeoutError, ends_when_stuck
 
@@ -39,3 +44,29 @@ def checker(check: Callable[..., Any]) -> Callable[..., None]:
             print("Right.")
 
     return run
+
+
+def source(*things: Any, docstrings: bool = True) -> Markdown:
+    """The code of functions, classes, or modules, read from their files, as one block of Python.
+
+    `docstrings=False` leaves out the docstrings of functions and classes, for pages that explain
+    them.
+    """
+    texts = [textwrap.dedent(inspect.getsource(thing)).rstrip() for thing in things]
+    if not docstrings:
+        texts = [_without_docstring(text) for text in texts]
+    return Markdown("```python\n" + "\n\n\n".join(texts) + "\n```")
+
+
+def _without_docstring(text: str) -> str:
+    definition = ast.parse(text).body[0]
+    if not isinstance(definition, ast.FunctionDef | ast.ClassDef) or not ast.get_docstring(
+        definition
+    ):
+        return text
+    docstring = definition.body[0]
+    if len(definition.body) == 1 or docstring.lineno == definition.lineno:
+        return text  # nothing would be left
+    lines = text.splitlines()
+    del lines[docstring.lineno - 1 : docstring.end_lineno]
+    return "\n".join(lines)

@@ -1,10 +1,12 @@
-"""The sentence that a reader gets for an answer to an exercise."""
+"""The sentence that a reader gets for an answer, and the source code that a chapter shows."""
+
+import inspect
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.book import checker
+from labkit.book import checker, source
 from labkit.launch import run_ranks
 
 
@@ -64,3 +66,34 @@ def test_an_answer_that_hangs_is_told_where_each_rank_waits(capsys):
 def test_an_answer_with_a_typo_gets_its_traceback():
     with pytest.raises(AttributeError, match="allreduce"):
         check_sum(typo)
+
+
+class Example:
+    """A class to be shown."""
+
+    def method(self) -> int:
+        """Say seven."""
+        return 7
+
+
+def bare() -> int:
+    return 8
+
+
+def test_the_source_is_shown_as_a_block_of_python():
+    shown = source(Example).data
+    assert shown == f"```python\n{inspect.getsource(Example).rstrip()}\n```"
+
+
+def test_several_things_stand_in_one_block_without_their_own_docstrings():
+    shown = source(Example.method, bare, docstrings=False).data
+    assert shown.splitlines() == [
+        "```python",
+        "def method(self) -> int:",
+        "    return 7",
+        "",
+        "",
+        "def bare() -> int:",
+        "    return 8",
+        "```",
+    ]

@@ -79,7 +79,7 @@ def reduce_all(
 
 
 def check(todo: Sequence[Case], of_rank: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
-    """Each of ours is the sum, or the average, and torch's, and the same to the bit everywhere."""
+    """Each of ours is the sum, or the average, and torch's, and bitwise equal on all ranks."""
     world_size = len(of_rank)
     for number, case in enumerate(todo):
         brought = [case.tensor(rank).resolve_conj() for rank in range(world_size)]

@@ -52,7 +52,7 @@ def muon(rank: int, world_size: int, device: torch.device) -> dict[str, tuple[fl
     train(alone, torch.optim.Muon(alone.parameters(), lr=0.1), everything, device)
     wanted = [p.detach() - s for p, s in zip(alone.parameters(), start, strict=True)]
     found = {}
-    for way in ("gather", "deal"):
+    for way in ("gather", "owner"):
         model = fully_shard(build(device))
         mine = [batch(rank, step) for step in range(STEPS)]
         train(model, ShardedMuon(model.parameters(), lr=0.1, way=way), mine, device)

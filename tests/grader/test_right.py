@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from grader_notebooks import ASSIGNMENTS
-from grader_right import RIGHT
 
+from evaluation.grader.right_solutions import RIGHT
 from grader.grade import fresh_seed
 from grader.known import Known
 from grader.merge import without_magics

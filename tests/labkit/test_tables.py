@@ -1,4 +1,4 @@
-"""Tables and figures of differences, as they are compared character by character."""
+"""Tables and differences, as they are compared character by character."""
 
 import numpy as np
 import pytest

@@ -4,7 +4,7 @@ Each case trains a model for several steps, twice in the same ranks from the sam
 data: once under each wrapper. Every gradient after every backward, and every parameter and buffer
 after every optimizer step, is compared on every rank. Data differ between ranks and steps.
 
-Nothing is exempt from equality to the bit: at three and more ranks that requires the same bucket
+Nothing is exempt from bitwise equality: at three and more ranks that requires the same bucket
 layout as torch's (gloo's order of addition depends on an element's place in the message), at any
 world size the same arithmetic (1/W times the gradient for a copy, division for one in place).
 """

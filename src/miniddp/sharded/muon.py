@@ -8,7 +8,7 @@ has to see the whole matrix; here are two ways to that, and a wrong one:
 `way`       what is done                             bytes sent per matrix     matrices per rank
 ==========  =======================================  ========================  ====================
 "gather"    every rank gathers every matrix          (W−1)/W of it             all
-"deal"      each matrix goes to one rank, and its    2(W−1)/W of it, together  1/W of them
+"owner"     each matrix goes to one rank, and its    2(W−1)/W of it, together  1/W of them
             result back to the owners of the rows
 "shard"     each rank orthogonalizes its own rows:   none                      all, 1/W of the rows
             another update, which depends on W
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from miniddp.sharded.sharding import Sharding
 
-Way = Literal["gather", "deal", "shard"]
+Way = Literal["gather", "owner", "shard"]
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -70,8 +70,8 @@ class ShardedMuon(Optimizer):
         *,
         way: Way = "gather",
     ):
-        if way not in ("gather", "deal", "shard"):
-            raise ValueError(f'way must be "gather", "deal", or "shard", got {way!r}')
+        if way not in ("gather", "owner", "shard"):
+            raise ValueError(f'way must be "gather", "owner", or "shard", got {way!r}')
         self.way = way
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__(params, {**defaults, "nesterov": nesterov})
@@ -93,7 +93,7 @@ class ShardedMuon(Optimizer):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             momenta = [self._momentum(p, group["momentum"], group["nesterov"]) for p in parameters]
-            ways = {"gather": _gather, "deal": _deal, "shard": _shard}
+            ways = {"gather": _gather, "owner": _on_owner, "shard": _shard}
             updates = ways[self.way](momenta, [p.sharding for p in parameters])
             for parameter, update in zip(parameters, updates, strict=True):
                 rows, columns = parameter.sharding.size
@@ -119,7 +119,7 @@ def _gather(momenta: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Te
     ]
 
 
-def _deal(momenta: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
+def _on_owner(momenta: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
     """Matrix i belongs to rank i mod W, its owner, which alone orthogonalizes it."""
     updates = []
     for index, (rows, sharding) in enumerate(zip(momenta, shardings, strict=True)):

@@ -1,4 +1,4 @@
-"""Comm hooks: ours against torch's stock ones, each of them on both wrappers, to the bit."""
+"""Comm hooks: ours against torch's stock ones, each of them on both wrappers, bitwise."""
 
 import copy
 

@@ -1,6 +1,6 @@
 """`fully_shard` against torch's, `MiniDDP`, and one process, on models with one trait each.
 
-Data differ between ranks and steps. On two ranks, everything is equal to the bit, because a sum of
+Data differ between ranks and steps. On two ranks, everything is bitwise equal, because a sum of
 two numbers does not depend on their order; on three and four, up to rounding.
 """
 

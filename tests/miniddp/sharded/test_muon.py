@@ -50,7 +50,7 @@ def moves(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("way", ["gather", "deal"])
+@pytest.mark.parametrize("way", ["gather", "owner"])
 def test_the_update_is_that_of_torchs_muon_in_one_process(way, world_size):
     wanted = moves(alone(world_size))
     for parameters, moved in run_ranks(on_ranks, world_size, way):

@@ -1,6 +1,6 @@
 """`fully_shard` on models that change after sharding, or are used in unusual ways.
 
-On two ranks, each case's gradients are equal to the bit to those of one process with both batches,
+On two ranks, each case's gradients are bitwise equal to those of one process with both batches,
 and to those of torch's `fully_shard`, unless that lacks the case.
 """
 

@@ -404,7 +404,7 @@ def test_every_warning_names_the_users_line():
         assert files == [__file__] * 9
 
 
-def test_every_figure_that_torchs_wrapper_logs_is_logged():
+def test_every_number_that_torchs_wrapper_logs_is_logged():
     for theirs, ours in run_ranks(logged_keys, 2):
         assert theirs
         assert theirs <= ours

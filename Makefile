@@ -66,7 +66,7 @@ help:
 $(READY): requirements.txt constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("This project needs Python 3.11 or newer; %s is %s. Choose another with: make … PYTHON=python3.12" % (sys.executable, sys.version.split()[0]))'
 	@echo "Setting up $(ENVIRONMENT) (once) …"
-	@$(PYTHON) src/labkit/set_up.py $(ENVIRONMENT) $(if $(VENV),--reuse '$(VENV)') --pip-options='$(PIP_OPTIONS)'
+	@$(PYTHON) tools/set_up.py $(ENVIRONMENT) $(if $(VENV),--reuse '$(VENV)') --pip-options='$(PIP_OPTIONS)'
 	@echo '$(VENV)' > $@
 
 setup: $(READY)
@@ -138,7 +138,7 @@ gpu: $(READY)
 
 # Prints one row of the table in CONTRIBUTING.md. Downloads torch, with its CUDA packages 5.6 GB.
 versions:
-	@$(PYTHON) tests/torch_versions.py $(TORCH)
+	@$(PYTHON) tools/torch_versions.py $(TORCH)
 
 # Opens a copy, in notebooks/: a reader's changes do not touch what the tests compare.
 notebook: $(READY)

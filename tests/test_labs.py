@@ -15,16 +15,19 @@ from labkit.launch.scripts import ScriptError, project_root, run_script
 ROOT = project_root()
 ACCUMULATE = "labs/accumulate_vs_ddp.py"
 LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
+# What the others import, and what has no options.
+NO_PROGRAMS = {"missing_ranks", "benchmark_options", "paired_timing", "timeline_data"}
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
     for pattern in ("*.py", "benchmarks/*.py", "conformance")
     for path in (ROOT / "labs").glob(pattern)
-    if path.name != "missing_ranks.py"  # which labs/when_a_node_fails.py imports
+    if path.stem not in NO_PROGRAMS
 )
 
 HELP_AND_A_WRONG_OPTION = """
-import runpy, sys
+import os, runpy, sys
 for script in sys.argv[1:]:
+    sys.path[0] = os.path.dirname(script)
     for option, code in (("--help", 0), ("--no-such-option", 2)):
         sys.argv = [script, option]
         try:

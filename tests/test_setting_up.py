@@ -12,8 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from labkit import set_up
 from labkit.launch.scripts import project_root
+from tools import set_up
 
 ROOT = project_root()
 
@@ -42,7 +42,7 @@ def checkout(tmp_path: Path) -> Path:
     """What setting up needs of a checkout."""
     for name in (
         *("Makefile", "requirements.txt", "constraints.txt", "pyproject.toml"),
-        "src/labkit/set_up.py",
+        "tools/set_up.py",
     ):
         (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "checkout" / name)

@@ -2,11 +2,11 @@
 
 import pytest
 from figures.node import call
-from figures.timeline_data import SCRIPT, stored, written
 
 from labkit.launch.scripts import project_root
 from labkit.scenarios.toy_steps import small_transformer, stack_of_linears
 from miniddp.buckets import MIB
+from timeline_data import SCRIPT, stored, written
 
 MODELS = stored(project_root())["models"]
 STACK = MODELS["stack"]
@@ -24,7 +24,7 @@ def choices_of(model: str, way: str) -> dict[str, object]:
 def test_the_script_has_the_stored_results():
     script = (project_root() / SCRIPT).read_text()
     again = written(script, stored(project_root()))
-    assert again == script, "run: python -m tests.figures.timeline_data"
+    assert again == script, "run: python labs/benchmarks/timeline_data.py"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@
 })(this, function () {
   "use strict";
 
-  // Data: written by python -m tests.figures.timeline_data.
+  // Data: written by labs/benchmarks/timeline_data.py.
   const DATA = {"link":{"gbit_per_s":1,"latency_us":50,"ranks":2}
 ,"models":{"stack":{"bytes":[2048,1048576,2048,1048576,2048,1048576,2048,1048576,2048,1048576,2048,1048576],"forward":44493
 ,"ready":[63684,63719,72974,73058,78149,78182,87420,87458,100814,100921,103681,103716]

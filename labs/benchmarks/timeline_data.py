@@ -1,6 +1,6 @@
 """The models and recorded steps that the figure `bucket_timeline` shows, written into its script.
 
-    python -m tests.figures.timeline_data     # after labs/benchmarks/recorded_steps.py --json …
+    python labs/benchmarks/timeline_data.py     # after recorded_steps.py --json …
 
 The figure works without a server, so its numbers are part of its script: one JSON object between
 two marked lines of `logic/bucket_timeline.js`. Sizes are bytes, times are microseconds.
@@ -33,7 +33,7 @@ RACED = {"flat": ("Flat", [MIB, 25 * MIB]), "torch's caps": ("torch DDP", [MIB, 
 }
 ASSUMED = {"forward": 80_000, "backward": 160_000}  # as on the page on choosing buckets
 _OF_A_WAY = ("caps", "ready", "forward", "bytes", "launched", "done")
-_BEGIN = "  // Data: written by python -m tests.figures.timeline_data.\n"
+_BEGIN = "  // Data: written by labs/benchmarks/timeline_data.py.\n"
 _END = "  // End of data.\n"
 
 

@@ -1,6 +1,6 @@
 """Make the environment that every target of the Makefile uses. Needs nothing but Python.
 
-    python src/labkit/set_up.py .venv [--reuse ENVIRONMENT] [--pip-options OPTIONS]
+    python tools/set_up.py .venv [--reuse ENVIRONMENT] [--pip-options OPTIONS]
 
 uv installs the packages of constraints.txt, several times faster than pip does. It gets what pip is
 configured to use. Where uv cannot be had, cannot do what pip is told, or fails, pip installs them.
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 LOG = "install.log"  # in the environment
 READY = ".ready"  # the Makefile makes this file in an environment once that is complete

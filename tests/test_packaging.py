@@ -119,7 +119,9 @@ EXTRAS_OF = {
     "src/labkit": ("book",),
     "src/grader": ("grader",),
     "labs": ("book", "grader", "conformance"),
+    "evaluation": ("book",),
     "tests": ("book", "grader", "test", "doctor"),
+    "tools": (),
     "book": ("book", "test"),
 }
 
@@ -140,7 +142,12 @@ def imported_by(folder: str) -> set[str]:
 def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
     own = {path.name for path in ROOT.glob("src/*")} | {path.stem for path in ROOT.glob("tests/*")}
     beside = ("book/*/*.py", "labs/*.py", "labs/*/*.py", "labs/public_programs/shims/*")
-    own |= {"tests", *(path.stem for pattern in beside for path in ROOT.glob(pattern))}
+    own |= {
+        "evaluation",
+        "tests",
+        "tools",
+        *(path.stem for pattern in beside for path in ROOT.glob(pattern)),
+    }
     foreign = imported_by(folder) - own - set(sys.stdlib_module_names) - {"torch"}
     declared = {package for extra in EXTRAS_OF[folder] for package in EXTRAS[extra]}
     needed = {DISTRIBUTION.get(name, name) for name in foreign}

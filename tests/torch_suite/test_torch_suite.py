@@ -7,17 +7,15 @@ alone, with what it printed: ``python -m tests.torch_suite -v -k test_ddp_namedt
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads(Path(__file__).with_name("table.json").read_text())
 COMMAND = [sys.executable, "-m", "tests.torch_suite", "--world-size", str(TABLE["world_size"])]
 COMMAND += ["--timeout", "600"]  # seconds per test, on a busy machine
-BROKEN = "tests.torch_suite.broken_classes"
+BROKEN = "tests.torch_suite.unsynchronized"
 SHIPPED = "distributed_test.TestDistBackendWithSpawn"
 
 # What torch's DDP does and MiniDDP does not, with the error by which it says so.
@@ -146,40 +144,3 @@ def test_a_wrapper_that_never_averages_is_rejected_by_what_ships_and_by_a_file(
     assert broken.pop(AVERAGE)["outcome"] == "failed"
     assert {result["outcome"] for result in broken.values()} == {"failed"}
     assert all("Tensor-likes are not" in result["detail"] for result in broken.values())
-
-
-def forks_of(command_with: str) -> list[psutil.Process]:
-    """The tests and their ranks are forks of the command, and carry its command line."""
-    return [
-        p for p in psutil.process_iter(["cmdline"]) if command_with in (p.info["cmdline"] or [])
-    ]
-
-
-def hanging(seconds: int) -> list[str]:
-    return [
-        *("--class", f"{BROKEN}:Hanging", "--timeout", str(seconds)),
-        *("--file", "distributed_test", "-k", "test_DistributedDataParallelCPU_grad_is_view"),
-    ]
-
-
-@pytest.mark.slow
-def test_a_test_that_hangs_is_killed_with_all_its_ranks(tmp_path: Path) -> None:
-    results = run(tmp_path, *hanging(3))
-    assert [result["outcome"] for result in results.values()] == ["timeout"]
-    assert forks_of(str(tmp_path / "results.json")) == []
-
-
-@pytest.mark.slow
-def test_killing_the_command_leaves_no_rank_behind(tmp_path: Path) -> None:
-    file = str(tmp_path / "results.json")
-    command = subprocess.Popen([*COMMAND, "--json", file, *hanging(600)], cwd=ROOT)
-    deadline = time.monotonic() + 300
-    while len(forks_of(file)) < 2 + TABLE["world_size"] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(forks_of(file)) == 2 + TABLE["world_size"]
-    command.kill()
-    command.wait()
-    deadline = time.monotonic() + 60
-    while forks_of(file) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert forks_of(file) == []

@@ -1,6 +1,5 @@
-"""Two wrappers with a fault, to see that PyTorch's tests, run through this harness, reject them."""
+"""A wrapper with a fault, to see that PyTorch's tests, run through this harness, reject it."""
 
-import time
 from typing import Any
 
 from torch.nn.parallel.distributed import DistributedDataParallel
@@ -12,10 +11,3 @@ class Unsynchronized(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self.no_sync():
             return super().forward(*inputs, **kwargs)
-
-
-class Hanging(DistributedDataParallel):
-    """Does not come back from its forward."""
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        time.sleep(3600)

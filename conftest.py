@@ -9,7 +9,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from labkit.launch.at_once import run_at_once
+from labkit.launch.concurrency import workers
 from labkit.launch.forks import shared_server
 
 # One thread per process: each test starts processes that are as many as the cores, or more. Threads
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """As many as chapters of a book."""
-    return run_at_once()
+    return workers()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

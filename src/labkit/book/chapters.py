@@ -23,7 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
-from labkit.launch.at_once import run_at_once
+from labkit.launch.concurrency import workers
 from labkit.launch.forks import shared_server
 from labkit.launch.kernels import AsyncKernelThroughFiles
 from labkit.launch.scripts import project_root
@@ -173,7 +173,7 @@ def _run_all(jobs: Sequence[tuple[Path, Path]]) -> None:
             print(progress(next(finished), len(jobs), name, now - start, now - began), flush=True)
         return failure
 
-    with shared_server(), ThreadPoolExecutor(max_workers=run_at_once()) as pool:
+    with shared_server(), ThreadPoolExecutor(max_workers=workers()) as pool:
         failures = [failure for failure in pool.map(run, jobs) if failure]
     if failures:
         sys.exit("\n\n".join(failures))

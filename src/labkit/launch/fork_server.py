@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import NoReturn
 
-from labkit.launch import own_sockets
+from labkit.launch import user_sockets
 from labkit.launch.guard import adopt_orphans, kill_descendants, own_session
+from labkit.launch.inherited_state import adopt_outputs, open_outputs
 from labkit.launch.memory import gc_paused, use_huge_pages
-from labkit.launch.surroundings import adopt_outputs, open_outputs
 
 STARTED = "started"
 # torch's DDP and optimizers import torch._dynamo on first use, which would cost every rank of every
@@ -62,13 +62,13 @@ def _serve(listener: socket.socket, lifeline: socket.socket, address: str) -> No
     _lifeline = lifeline
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what it forks
     while lifeline not in wait([listener, lifeline]):
-        if (caller := own_sockets.accept(listener)) is None:
+        if (caller := user_sockets.accept(listener)) is None:
             continue
         with caller, contextlib.suppress(OSError):  # no more processes: the caller sees the end
             if os.fork() == 0:
                 listener.close()
                 _supervise(caller)
-    own_sockets.remove(address)
+    user_sockets.remove(address)
     os._exit(0)
 
 
@@ -82,8 +82,8 @@ def _supervise(connection: socket.socket) -> NoReturn:
         adopt_outputs(connection)
         caller = Connection(connection.detach())
         caller.send(STARTED)
-        if surroundings := caller.recv():
-            surroundings.adopt()
+        if state := caller.recv():
+            state.apply()
         target, args = caller.recv()
         target(caller, *args)
         code = 0
@@ -99,7 +99,7 @@ def _supervise(connection: socket.socket) -> NoReturn:
 def extend(caller: Connection, address: str, path: list[str], modules: Sequence[str]) -> None:
     """Make this fork of a shared server a server itself, which has more modules."""
     try:
-        listener = own_sockets.listen(address)
+        listener = user_sockets.listen(address)
     except OSError:  # another one does
         return
     with caller:

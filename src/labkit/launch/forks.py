@@ -37,10 +37,10 @@ from typing import Any
 
 import psutil
 
-from labkit.launch import own_sockets
+from labkit.launch import user_sockets
 from labkit.launch.fork_server import extend
 from labkit.launch.guard import die_with_parent, own_session
-from labkit.launch.surroundings import Surroundings, open_outputs, send_outputs
+from labkit.launch.inherited_state import InheritedState, open_outputs, send_outputs
 
 # Seconds in which a supervisor ends after its caller has left. It is not waited for any longer.
 _END_WITHIN = 20.0
@@ -166,13 +166,13 @@ class ForkServer:
         """Run `target(connection, *args)` in a new process; give the other end of the connection.
 
         `target` and `args` are pickled by name. The new process has from this one what a child
-        would have: `Surroundings`, and its standard output and error. On leaving, the connection is
+        would have: `InheritedState`, and its standard output and error. On leaving, the connection is
         closed and the end of the process is awaited. Raises NotStartedError if no process can be
         started.
         """
         ours = self._ask_for_a_fork()
         try:
-            ours.send(Surroundings.here())
+            ours.send(InheritedState.here())
             ours.send((target, args))
             yield ours
         finally:
@@ -196,7 +196,7 @@ class ForkServer:
                 self._lifeline = None
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=5)
-                own_sockets.remove(self._address)
+                user_sockets.remove(self._address)
 
     def _ask_for_a_fork(self) -> Connection:
         if not hasattr(os, "fork"):
@@ -215,9 +215,9 @@ class ForkServer:
 
     def _start(self) -> None:
         open_outputs()
-        self._address = own_sockets.new_address()
+        self._address = user_sockets.new_address()
         here, there = socket.socketpair()
-        with there, own_sockets.listen(self._address) as listener:
+        with there, user_sockets.listen(self._address) as listener:
             files = listener.fileno(), there.fileno()
             modules = [*self.modules, *_of_pytest()]
             arguments = (*files, self._address, modules)
@@ -283,7 +283,7 @@ def _shared_address() -> str:
 def _ask(address: str) -> Connection:
     """A new fork of the server there. Raises OSError or EOFError if it cannot be reached."""
     open_outputs()
-    with own_sockets.connect(address) as connection:
+    with user_sockets.connect(address) as connection:
         send_outputs(connection)
         ours = Connection(connection.detach())
     try:
@@ -304,7 +304,7 @@ def _ask_shared(address: str, modules: Sequence[str]) -> Connection:
     with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
         return _ask(extended)
     with _ask(address) as fork:
-        # The surroundings of the server: they will be those of other callers' forks.
+        # The state of the server: it will be that of other callers' forks.
         fork.send(None)
         fork.send((extend, (extended, sys.path, modules)))
         with contextlib.suppress(EOFError):  # another process was first

@@ -1,6 +1,6 @@
 """A kernel that is a fork: what `python -m ipykernel_launcher` would be, already loaded.
 
-matplotlib.pyplot is not loaded: it looks at its surroundings when it is.
+matplotlib.pyplot is not loaded: it looks at its environment when it is.
 """
 
 import atexit

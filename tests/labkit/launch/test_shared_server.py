@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 
-from labkit.launch import forks, own_sockets
+from labkit.launch import forks, user_sockets
 from labkit.launch.forked_process import ForkedProcess
 from labkit.launch.forks import (
     NOT_SHARED,
@@ -211,7 +211,7 @@ def test_a_fork_that_the_system_refuses_is_no_end_of_the_server(shared, monkeypa
     """A connection that closes at once is what an asker sees then."""
     address = os.environ[SHARED].partition(":")[2]
     for _ in range(10):
-        own_sockets.connect(address).close()
+        user_sockets.connect(address).close()
     with forked(modules_of_fork) as connection:
         assert connection.recv()[0] == shared.pid
 
@@ -250,12 +250,12 @@ def test_when_the_maker_is_killed_no_server_is_left(asked, maker, shared):
 
 
 def test_where_names_are_files_none_is_left(shared, monkeypatch, tmp_path):
-    monkeypatch.setattr(own_sockets, "_ABSTRACT", False)
+    monkeypatch.setattr(user_sockets, "_ABSTRACT", False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    address = own_sockets.new_address()
-    with own_sockets.listen(address) as listener, own_sockets.connect(address):
-        assert own_sockets.accept(listener) is not None
-    own_sockets.remove(address)
+    address = user_sockets.new_address()
+    with user_sockets.listen(address) as listener, user_sockets.connect(address):
+        assert user_sockets.accept(listener) is not None
+    user_sockets.remove(address)
     assert list(tmp_path.glob("labkit-*")) == []
 
 
@@ -288,15 +288,15 @@ def as_another_user(function) -> int:
 
 @needs_root
 def test_another_users_process_is_not_let_in():
-    address = own_sockets.new_address()
+    address = user_sockets.new_address()
 
     def refused() -> bool:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"\0{address[1:]}")
             return connection.recv(1) == b""
 
-    with own_sockets.listen(address) as listener, ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(own_sockets.accept, listener)
+    with user_sockets.listen(address) as listener, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(user_sockets.accept, listener)
         assert as_another_user(refused)
         assert accepted.result() is None
 
@@ -304,8 +304,8 @@ def test_another_users_process_is_not_let_in():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="namespaces are Linux's")
 def test_the_same_user_in_another_namespace_is_not_let_in():
     """Root in a container on this host's network, for example."""
-    address = own_sockets.new_address()
-    with own_sockets.listen(address) as listener:
+    address = user_sockets.new_address()
+    with user_sockets.listen(address) as listener:
         if (child := os.fork()) == 0:
             code = 2
             if ctypes.CDLL(None).unshare(_NEW_USER_NAMESPACE) == 0:
@@ -317,7 +317,7 @@ def test_the_same_user_in_another_namespace_is_not_let_in():
         select.select([listener, sentinel], [], [], 60)
         os.close(sentinel)
         listener.setblocking(False)
-        accepted = own_sockets.accept(listener)
+        accepted = user_sockets.accept(listener)
         if accepted:
             accepted.close()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -328,14 +328,14 @@ def test_the_same_user_in_another_namespace_is_not_let_in():
 
 @needs_root
 def test_another_users_server_is_not_asked():
-    address = own_sockets.new_address()
+    address = user_sockets.new_address()
 
     def refuses() -> bool:
         try:
-            own_sockets.connect(address)
+            user_sockets.connect(address)
         except PermissionError:
             return True
         return False
 
-    with own_sockets.listen(address):
+    with user_sockets.listen(address):
         assert as_another_user(refuses)

@@ -15,7 +15,7 @@ MEMORY_OF_ONE = 2e9  # bytes
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in each period, or "max"
 
 
-def run_at_once() -> int:
+def workers() -> int:
     """At least 1."""
     fit = int(available_memory() / MEMORY_OF_ONE)
     return max(1, min(_cores() + 1, fit))

@@ -13,7 +13,7 @@ _OUTPUTS = (1, 2)
 _LEFT_ALONE = {signal.SIGINT, signal.SIGCHLD, signal.SIGKILL, signal.SIGSTOP}
 
 
-class Surroundings(NamedTuple):
+class InheritedState(NamedTuple):
     """Everything but standard output and standard error, which are passed as open files."""
 
     path: list[str]  # sys.path
@@ -38,7 +38,7 @@ class Surroundings(NamedTuple):
             os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(),
         )
 
-    def adopt(self) -> None:
+    def apply(self) -> None:
         """Make them this process's."""
         import resource
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from labkit.launch import at_once
+from labkit.launch import concurrency
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ def test_the_number_follows_the_cores_the_container_and_the_memory(
     cores, quota, gigabytes, number, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    monkeypatch.setattr(at_once, "available_memory", lambda: int(gigabytes * 1e9))
-    monkeypatch.setattr(at_once, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(concurrency, "available_memory", lambda: int(gigabytes * 1e9))
+    monkeypatch.setattr(concurrency, "_QUOTA", tmp_path / "cpu.max")
     if quota:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    assert at_once.run_at_once() == number
+    assert concurrency.workers() == number

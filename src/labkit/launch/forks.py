@@ -166,8 +166,8 @@ class ForkServer:
         """Run `target(connection, *args)` in a new process; give the other end of the connection.
 
         `target` and `args` are pickled by name. The new process has from this one what a child
-        would have: `InheritedState`, and its standard output and error. On leaving, the connection is
-        closed and the end of the process is awaited. Raises NotStartedError if no process can be
+        would have: `InheritedState`, and its standard output and error. On leaving, the connection
+        is closed and the end of the process is awaited. Raises NotStartedError if no process can be
         started.
         """
         ours = self._ask_for_a_fork()

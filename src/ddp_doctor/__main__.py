@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ddp_doctor.facts.journal import alive, glance
+from ddp_doctor.facts.journal import alive, read_statuses
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import FOUND, UNCHECKED, Options, say
 from ddp_doctor.run.script import problem_with, run_script
@@ -168,8 +168,12 @@ def _verdict(path: Path) -> dict[str, Any] | None:
 def _without_verdict(session: Session) -> None:
     """No report in time. Right if other ranks still run: the last of them sees it and fails."""
     own = session.journal.name if session.journal else ""
-    others = [page for page in glance(session.run) if not page.ended and page.name != own]
-    if any(alive(page.pid) or not page.here for page in others):
+    others = [
+        journal
+        for journal in read_statuses(session.run)
+        if not journal.ended and journal.name != own
+    ]
+    if any(alive(journal.pid) or not journal.here for journal in others):
         say("--fail-on: other ranks are still running. The last one to end returns the exit code.")
         return
     say(f"--fail-on: nothing was checked: there is no report after {VERDICT_AFTER:g} s.")

@@ -6,7 +6,7 @@ from typing import Any, NotRequired, TypeVar, cast, get_origin, get_type_hints
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import Finding
 from ddp_doctor.explain.rules import examine
-from ddp_doctor.facts.journal import Now, Pages
+from ddp_doctor.facts.journal import ProcessJournal, Status
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import (
     BackwardFact,
@@ -91,28 +91,28 @@ def window(
     return fact(WindowFact, **{**given, **more})
 
 
-def pages_of(rank: int, world: int, now: Now, **facts: Any) -> Pages:
+def journal_of(rank: int, world: int, now: Status, **facts: Any) -> ProcessJournal:
     """What one rank's journal holds: `facts` by kind."""
     here = no_facts()
     here["process"] = [fact(ProcessFact)]
     here["group"] = [GroupFact(rank=rank, world=world)]
     assert facts.keys() <= here.keys()
     here.update(cast(Facts, facts))
-    return Pages(f"host-{rank}", here, now)
+    return ProcessJournal(f"host-{rank}", here, now)
 
 
 def run_of(windows: list[WindowFact], **facts: Any) -> Run:
     """A run with one window per rank. `facts`, by kind, are in every rank's journal."""
-    pages = []
+    journals = []
     for rank, one in enumerate(windows):
         kinds = {
             "window": [one | {"world": one["world"] or len(windows)}],
             "totals": [fact(TotalsFact, steps={"0": 1}, backwards=1)],
             "end": [fact(EndFact)],
         }
-        now = Now(0.0, 1, 1, True, "ended")
-        pages.append(pages_of(rank, len(windows), now, **deepcopy(kinds | facts)))
-    return Run.of(pages)
+        now = Status(0.0, 1, 1, True, "ended")
+        journals.append(journal_of(rank, len(windows), now, **deepcopy(kinds | facts)))
+    return Run.of(journals)
 
 
 def findings(run: Run) -> dict[str, Finding]:

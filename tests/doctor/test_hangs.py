@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from doctor.journals import pages_of
+from doctor.journals import journal_of
 
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import Finding
 from ddp_doctor.explain.rules.hangs import stuck
-from ddp_doctor.facts.journal import Now
+from ddp_doctor.facts.journal import Status
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import CALLS
 
@@ -24,11 +24,11 @@ def run_of(
     hung: bool = False,
 ) -> Run:
     """A run with one rank per text in `doing`."""
-    pages = []
+    journals = []
     for rank, text in enumerate(doing):
-        now = Now(0.0, 3, 3, text == "ended", text)
-        pages.append(pages_of(rank, len(doing), now, **(facts or {}).get(rank, {})))
-    return Run.of(pages, {f"host-{rank}" for rank in alive}, hung)
+        now = Status(0.0, 3, 3, text == "ended", text)
+        journals.append(journal_of(rank, len(doing), now, **(facts or {}).get(rank, {})))
+    return Run.of(journals, {f"host-{rank}" for rank in alive}, hung)
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -15,12 +15,15 @@ def test_what_was_written_is_read_back_in_order(tmp_path: Path) -> None:
     for number in range(5):
         one.write("batch", iterator=number)
     one.steps = 3
-    one.doing("all_reduce of shape [4] at train.py:7")
-    pages = read(tmp_path)
-    assert [fact["iterator"] for fact in pages[0].facts["batch"]] == list(range(5))
-    assert pages[0].now is not None
-    assert (pages[0].now.steps, pages[0].now.doing) == (3, "all_reduce of shape [4] at train.py:7")
-    assert not pages[0].now.ended
+    one.set_status("all_reduce of shape [4] at train.py:7")
+    journals = read(tmp_path)
+    assert [fact["iterator"] for fact in journals[0].facts["batch"]] == list(range(5))
+    assert journals[0].status is not None
+    assert (journals[0].status.steps, journals[0].status.doing) == (
+        3,
+        "all_reduce of shape [4] at train.py:7",
+    )
+    assert not journals[0].status.ended
 
 
 def test_a_journal_never_grows_beyond_its_bound_and_still_takes_its_end(
@@ -50,7 +53,7 @@ def test_a_forked_child_writes_nothing_into_its_parents_journal(tmp_path: Path) 
     child = os.fork()
     if child == 0:
         one.write("child")
-        one.doing("child")
+        one.set_status("child")
         os._exit(0)
     os.waitpid(child, 0)
     text = next(tmp_path.glob("*.jsonl")).read_text()

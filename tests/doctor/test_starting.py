@@ -114,7 +114,7 @@ def test_fail_on_leaves_it_to_the_last_rank_if_others_still_run(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = Journal(session.run)
-    other.doing("running")
+    other.set_status("running")
     for suffix in (".jsonl", ".now"):
         name = other.name.rsplit("-", 1)[0] + f"-{os.getppid()}{suffix}"
         (session.run / f"{other.name}{suffix}").rename(session.run / name)

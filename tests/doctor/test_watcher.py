@@ -33,7 +33,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
         with monkeypatch.context() as other:
             other.setattr(socket, "gethostname", lambda: "elsewhere")
             one = Journal(folder)
-        one.doing("all_reduce at train.py:7")
+        one.set_status("all_reduce at train.py:7")
         return one
 
     return write
@@ -72,9 +72,9 @@ def test_a_rank_of_another_host_that_still_writes_keeps_the_watcher_until_it_end
     thread = waiting(tmp_path, dead)
     for _ in range(16):
         time.sleep(0.3)
-        remote.doing("running")
+        remote.set_status("running")
         assert thread.is_alive()
-    remote.doing("ended", ended=True)
+    remote.set_status("ended", ended=True)
     thread.join(60.0)
     assert not thread.is_alive()
 
@@ -92,7 +92,7 @@ def names(folder: Path) -> set[str]:
 def test_a_run_with_the_address_and_id_of_an_earlier_one_does_not_read_that_ones_journals(
     tmp_path: Path, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere(tmp_path).doing("ended", ended=True)
+    elsewhere(tmp_path).set_status("ended", ended=True)
     age(tmp_path, 120)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: None)
     monkeypatch.setattr("atexit.register", lambda _: None)
@@ -112,12 +112,12 @@ def test_what_may_be_a_rank_of_this_run_is_never_removed(
 ) -> None:
     remote = elsewhere(tmp_path)
     here = Journal(tmp_path)
-    here.doing("running")
+    here.set_status("running")
     everything = names(tmp_path)
     age(tmp_path, 1800)  # the remote rank has waited for rank 0; the local one is alive
     journal.remove_old(tmp_path)
     assert names(tmp_path) == everything
-    remote.doing("ended", ended=True)  # just now
+    remote.set_status("ended", ended=True)  # just now
     journal.remove_old(tmp_path)
     assert names(tmp_path) == everything
 
@@ -127,11 +127,11 @@ def test_a_process_with_the_host_and_id_of_an_earlier_one_begins_an_empty_journa
 ) -> None:
     first = Journal(tmp_path)
     first.write("end", raised=True)
-    first.doing("ended", ended=True)
+    first.set_status("ended", ended=True)
     Journal(tmp_path).write("process")
-    (page,) = journal.read(tmp_path)
-    assert page.facts == no_facts() | {"process": [{}]}
-    assert not (page.now and page.now.ended)
+    (one,) = journal.read(tmp_path)
+    assert one.facts == no_facts() | {"process": [{}]}
+    assert not (one.status and one.status.ended)
 
 
 Lines = list[tuple[str, Any]]  # kind and fact
@@ -146,7 +146,7 @@ def write_run(folder: Path, facts: dict[int, Lines], doing: dict[int, str]) -> N
         one.write("group", **fact(GroupFact, rank=rank, world=2))
         for kind, given in facts.get(rank, []):
             one.write(kind, **given)
-        one.doing(doing[rank], ended=doing[rank] == "ended")
+        one.set_status(doing[rank], ended=doing[rank] == "ended")
         for suffix in (".jsonl", ".now"):
             path = folder / f"{one.name}{suffix}"
             path.rename(folder / f"{socket.gethostname()}-{pid}{suffix}")

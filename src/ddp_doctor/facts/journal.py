@@ -30,7 +30,7 @@ NOW = struct.Struct("<QdQQB255s")  # changes, since, optimizer steps, backwards,
 class Journal:
     """The files of this process. Raises OSError from the constructor only.
 
-    `write` costs one system call, `doing` another (a few microseconds each).
+    `write` costs one system call, `set_status` another (a few microseconds each).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +65,7 @@ class Journal:
         except OSError as error:
             self.problem = error
 
-    def doing(self, text: str, ended: bool = False) -> None:
+    def set_status(self, text: str, ended: bool = False) -> None:
         """Say what the main thread does from now on."""
         self._changes += 1
         self.text = text
@@ -82,7 +82,7 @@ class Journal:
 
 
 @dataclass(frozen=True)
-class Now:
+class Status:
     """What a process was doing when it last changed what it does."""
 
     since: float
@@ -93,12 +93,12 @@ class Now:
 
 
 @dataclass(frozen=True)
-class Pages:
+class ProcessJournal:
     """One process's files, as read by the merge."""
 
     name: str
     facts: Facts
-    now: Now | None
+    status: Status | None
 
     @property
     def pid(self) -> int:
@@ -111,18 +111,21 @@ class Pages:
 
     @property
     def ended(self) -> bool:
-        return self.now is not None and self.now.ended
+        return self.status is not None and self.status.ended
 
 
-def read(folder: Path) -> list[Pages]:
+def read(folder: Path) -> list[ProcessJournal]:
     """Every process that wrote into `folder`, by name. Half-written last lines are left out."""
-    return [replace(page, facts=_facts(folder / f"{page.name}.jsonl")) for page in glance(folder)]
+    return [
+        replace(journal, facts=_facts(folder / f"{journal.name}.jsonl"))
+        for journal in read_statuses(folder)
+    ]
 
 
-def glance(folder: Path) -> list[Pages]:
+def read_statuses(folder: Path) -> list[ProcessJournal]:
     """As `read`, without the facts: one read of a few hundred bytes per process."""
     return [
-        Pages(path.stem, no_facts(), read_now(path.with_suffix(".now")))
+        ProcessJournal(path.stem, no_facts(), status_of(path.with_suffix(".now")))
         for path in sorted(folder.glob("*.jsonl"))
     ]
 
@@ -149,11 +152,11 @@ def remove_old(folder: Path) -> None:
         clock.touch()
         now = clock.stat().st_mtime
         clock.unlink()
-        for page in glance(folder):
-            files = [folder / f"{page.name}.jsonl", folder / f"{page.name}.now"]
+        for journal in read_statuses(folder):
+            files = [folder / f"{journal.name}.jsonl", folder / f"{journal.name}.now"]
             age = now - max(file.stat().st_mtime for file in files)
-            over = page.ended or (page.here and not alive(page.pid))
-            if age > (OLD if over else OLD_ELSEWHERE) and (over or not page.here):
+            over = journal.ended or (journal.here and not alive(journal.pid))
+            if age > (OLD if over else OLD_ELSEWHERE) and (over or not journal.here):
                 for file in files:
                     file.unlink()
     except OSError:
@@ -178,7 +181,7 @@ def _facts(path: Path, containing: bytes = b"") -> Facts:
     return facts
 
 
-def read_now(path: Path) -> Now | None:
+def status_of(path: Path) -> Status | None:
     """The record of one `.now` file, or None as long as there is none."""
     try:
         data = path.read_bytes()
@@ -188,7 +191,7 @@ def read_now(path: Path) -> Now | None:
         return None
     _, since, steps, backwards, ended, text = NOW.unpack(data[: NOW.size])
     doing = text.rstrip(b"\0").decode(errors="replace")
-    return Now(since, steps, backwards, bool(ended), doing)
+    return Status(since, steps, backwards, bool(ended), doing)
 
 
 def alive(pid: int) -> bool:

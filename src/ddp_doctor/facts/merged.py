@@ -1,6 +1,6 @@
 """The journals of all ranks, side by side: what the rules and the equation read.
 
-Plain data, no torch. `Run.of` takes the pages of all processes; a process that never joined a
+Plain data, no torch. `Run.of` takes the journals of all processes; a process that never joined a
 group and never stepped an optimizer is not a rank.
 """
 
@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Self
 
 from ddp_doctor.facts.copies import copies_of, joined
-from ddp_doctor.facts.journal import Now, Pages
+from ddp_doctor.facts.journal import ProcessJournal, Status
 from ddp_doctor.facts.types import (
     ClipFact,
     CollectiveFact,
@@ -37,7 +37,7 @@ class Rank:
     rank: int
     world: int
     facts: Facts
-    now: Now | None
+    status: Status | None
     process: ProcessFact
     alive: bool = False
 
@@ -84,13 +84,13 @@ class Rank:
     def backwards(self) -> int:
         if self.totals:
             return self.totals["backwards"]
-        return self.now.backwards if self.now else 0
+        return self.status.backwards if self.status else 0
 
     @property
     def steps(self) -> int:
         if self.totals:
             return sum(self.totals["steps"].values())
-        return self.now.steps if self.now else 0
+        return self.status.steps if self.status else 0
 
 
 @dataclass
@@ -194,11 +194,14 @@ class Run:
     unchecked: list[str] = field(default_factory=list)  # rules that failed
 
     @classmethod
-    def of(cls, pages: list[Pages], alive: set[str] | None = None, hung: bool = False) -> Self:
+    def of(
+        cls, journals: list[ProcessJournal], alive: set[str] | None = None, hung: bool = False
+    ) -> Self:
         """Merge. The last process group that a process joined says which rank it is."""
         ranks: dict[int, Rank] = {}
-        for page in pages:
-            facts, groups, processes = page.facts, page.facts["group"], page.facts["process"]
+        for journal in journals:
+            facts = journal.facts
+            groups, processes = facts["group"], facts["process"]
             if not processes or not (groups or facts["window"] or facts["wrapper"]):
                 continue
             environment = processes[0]["environment"]
@@ -206,8 +209,8 @@ class Run:
                 number, world = groups[-1]["rank"], groups[-1]["world"]
             else:
                 number, world = int(environment.get("RANK", 0) or 0), 1
-            living = alive is not None and page.name in alive
-            rank = Rank(number, world, facts, page.now, processes[0], living)
+            living = alive is not None and journal.name in alive
+            rank = Rank(number, world, facts, journal.status, processes[0], living)
             # If a rank was restarted, the later process counts. A process that a rank started
             # inherits its RANK but joins no group, so its world is smaller.
             known = ranks.get(number)

@@ -49,7 +49,7 @@ class _Backwards:
         if session.journal is not None:
             session.journal.backwards += 1
         at = place() if recorder.on else ""
-        session.doing(f"backward at {at}" if at else "backward")
+        session.set_status(f"backward at {at}" if at else "backward")
         record: Backward = {"place": at, "reached": set()}
         if not recorder.on:
             return record, []
@@ -177,7 +177,7 @@ class _Backwards:
         record, nodes = token
         self._remove_hooks()
         self.record = None
-        recorder.session.doing("after backward")
+        recorder.session.set_status("after backward")
         # A hook may step an optimizer: observing can begin or end while backward runs.
         observed = recorder.on and "call" in record
         if observed:

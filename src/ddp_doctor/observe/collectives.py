@@ -74,7 +74,7 @@ class _Calls:
             at = place(sys._getframe(1))
             tensor = _tensor(args, kwargs)
             shape = "" if tensor is None else f" of shape {list(tensor.shape)}"
-            session.doing(f"{name}{shape} at {at}")
+            session.set_status(f"{name}{shape} at {at}")
             recorder.collective_counts[name] = recorder.collective_counts.get(name, 0) + 1
             what = self.note(name, at, tensor, args, kwargs) if recorder.on else {}
             look = recorder.on and recorder.backward_count and not _by_fsdp()
@@ -135,7 +135,7 @@ class _Calls:
             if reduced:
                 waits = result is None  # otherwise the result is not there yet
                 self.recorder.after_own_reduction(reduced, waits)
-            self.recorder.session.doing(doing or "running")
+            self.recorder.session.set_status(doing or "running")
 
     def waited(
         self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -91,13 +91,13 @@ class _Data:
         self.session.write("loader", **fact)
 
     def waiting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.session.doing("waiting for the data loader")
+        self.session.set_status("waiting for the data loader")
 
     def delivered(
         self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A loader has returned a batch."""
-        self.session.doing("running")
+        self.session.set_status("running")
         if not torch.is_grad_enabled():
             return
         key = self.iterators.of(args[0])
@@ -112,7 +112,7 @@ class _Data:
             self.session.write("batch", **BatchFact(iterator=key, size=size, rows=found))
 
     def over(self, error: BaseException) -> None:
-        self.session.doing("running")
+        self.session.set_status("running")
         if isinstance(error, StopIteration) and torch.is_grad_enabled() and self.ends < 50:
             self.ends += 1
             backwards = self.recorder.backward_count

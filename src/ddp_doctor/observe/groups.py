@@ -16,18 +16,18 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session.open()
         recorder.grouped = False
-        session.doing(f"init_process_group at {place()}")
+        session.set_status(f"init_process_group at {place()}")
 
     def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.open()
-        session.doing("running")
+        session.set_status("running")
 
     def destroying(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session.doing(f"destroy_process_group at {place()}")
+        session.set_status(f"destroy_process_group at {place()}")
 
     def destroyed(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.grouped = dist.is_initialized()  # False unless it was another group
-        session.doing("running")
+        session.set_status("running")
 
     if not dist.is_available():
         return

@@ -66,7 +66,7 @@ class _Steps:
             return False
         recorder.open()
         state = recorder.add_optimizer(optimizer)
-        recorder.session.doing(f"optimizer step {state.steps}")
+        recorder.session.set_status(f"optimizer step {state.steps}")
         if recorder.in_backward and recorder.holds_local_gradients(state):
             recorder.window["stepped_in_backward"] = place()
         if recorder.on:

@@ -424,7 +424,7 @@ class Recorder:
         self._clear()
         if sharded and any(state.pending for state in self.optimizers.values()):
             self.window["sharded"] = True  # another optimizer steps after the same backward
-        session.doing("between steps")
+        session.set_status("between steps")
 
     def _stale(self) -> StaleFact:
         """Parameters that got gradients and that no optimizer of this process holds."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddp_doctor.facts.journal import Journal, glance
+from ddp_doctor.facts.journal import Journal, read_statuses
 from ddp_doctor.facts.places import is_users, stack
 from ddp_doctor.facts.types import EndFact, ErrorFact, FailedFact, ProcessFact, StuckFact
 from ddp_doctor.options import Options, say
@@ -122,9 +122,9 @@ class Session:
         if self._journal.problem is not None:
             self.fail(self._journal.problem)
 
-    def doing(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         if self._journal is not None:
-            self._journal.doing(text)
+            self._journal.set_status(text)
 
     def open(self) -> None:
         """Open this process's journal: from now on it counts as one of the run's processes."""
@@ -169,7 +169,10 @@ class Session:
         self._inside.yes = False  # an observer calls this, and the last facts are wanted
         self.close()
         until = time.monotonic() + 10.0
-        while any(not page.ended for page in glance(self.run)) and time.monotonic() < until:
+        while (
+            any(not journal.ended for journal in read_statuses(self.run))
+            and time.monotonic() < until
+        ):
             time.sleep(0.05)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -193,7 +196,7 @@ class Session:
         if error is not None and not isinstance(error, SystemExit):
             fact["error"] = _described(error)
         self._journal.write("end", **fact)
-        self._journal.doing("ended", ended=True)
+        self._journal.set_status("ended", ended=True)
 
     def _watch_main_thread(self) -> None:
         """Write down where the main thread is once it has done the same thing for 3 seconds."""

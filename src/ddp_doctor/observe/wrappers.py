@@ -46,7 +46,7 @@ class _Wrappers:
     def forwarded(
         self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.recorder.session.doing("after forward")
+        self.recorder.session.set_status("after forward")
 
     def joining(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.recorder.open()
@@ -97,14 +97,14 @@ def _made(recorder: Recorder, wrapper: Any) -> None:
 def _called(
     recorder: Recorder, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    recorder.session.doing("forward")
+    recorder.session.set_status("forward")
     state = recorder.wrapper_of(getattr(wrapper, "module", None))
     if state is None or not torch.is_grad_enabled():
         return
     state.prepared = bool(getattr(wrapper, "require_backward_grad_sync", True))
     if recorder.on and len(recorder.window["forwards"]) < 64:
         at = place()
-        recorder.session.doing(f"forward at {at}")
+        recorder.session.set_status(f"forward at {at}")
         fact = ForwardFact(wrapper=state.index, sync=state.prepared, place=at)
         recorder.window["forwards"].append(fact)
         recorder.window["inputs"].append(_inputs(args, kwargs))

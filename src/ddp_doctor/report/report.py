@@ -137,11 +137,13 @@ def merge(run_folder: Path, live: bool = False, certificate: Certificate | None 
     has not ended counts as alive. `certificate`: what was measured; what contradicts it is left
     out.
     """
-    pages = read(run_folder)
+    journals = read(run_folder)
     living = {
-        page.name for page in pages if (alive(page.pid) if page.here else live and not page.ended)
+        journal.name
+        for journal in journals
+        if (alive(journal.pid) if journal.here else live and not journal.ended)
     }
-    run = Run.of(pages, living, live)
+    run = Run.of(journals, living, live)
     found = equation(run)
     findings = examine(run, found)
     if certificate is not None:
@@ -228,4 +230,4 @@ def _write_page(report: Report, path: Path) -> None:
 
 def _left_early(run_folder: Path) -> bool:
     """Whether an exception ended a process, SystemExit included: --help, an argument, an import."""
-    return any(end["raised"] for page in read(run_folder) for end in page.facts["end"])
+    return any(end["raised"] for journal in read(run_folder) for end in journal.facts["end"])

@@ -15,7 +15,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ddp_doctor.explain.findings import HANGS
-from ddp_doctor.facts.journal import Journal, Now, Pages, alive, glance, remove_old, world_size
+from ddp_doctor.facts.journal import (
+    Journal,
+    ProcessJournal,
+    Status,
+    alive,
+    read_statuses,
+    remove_old,
+    world_size,
+)
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options, say
 
@@ -51,7 +59,7 @@ def start_watcher(session: Session) -> None:
     def wait() -> None:
         if os.getpid() == leader:
             if session.journal is None and not session.over:  # it was no rank, and has ended, too
-                Journal(session.run).doing("ended", ended=True)
+                Journal(session.run).set_status("ended", ended=True)
             try:
                 process.wait(PATIENCE if "RANK" in os.environ else PATIENCE_ALONE)
             except subprocess.TimeoutExpired:
@@ -80,14 +88,14 @@ class _Silence:
     """For how long each process has written nothing, by the clock of this process."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[Now | None, float]] = {}
+        self._last: dict[str, tuple[Status | None, float]] = {}
 
-    def of(self, page: Pages) -> float:
-        """Seconds since `page` was first seen as it is now."""
+    def of(self, journal: ProcessJournal) -> float:
+        """Seconds since `journal` was first seen as it is now."""
         now = time.monotonic()
-        if page.name not in self._last or self._last[page.name][0] != page.now:
-            self._last[page.name] = page.now, now
-        return now - self._last[page.name][1]
+        if journal.name not in self._last or self._last[journal.name][0] != journal.status:
+            self._last[journal.name] = journal.status, now
+        return now - self._last[journal.name][1]
 
 
 def _wait(run: Path, options: Options, leader: int) -> bool:
@@ -101,16 +109,22 @@ def _wait(run: Path, options: Options, leader: int) -> bool:
     silence = _Silence()
     while True:
         time.sleep(0.15)
-        pages = glance(run)
-        silent = {page.name: silence.of(page) for page in pages}
-        running = [page for page in pages if not page.ended and (not page.here or alive(page.pid))]
-        leader_ended = any(page.here and page.pid == leader and page.ended for page in pages)
-        if (leader_ended or not alive(leader)) and not any(page.here for page in running):
+        journals = read_statuses(run)
+        silent = {journal.name: silence.of(journal) for journal in journals}
+        running = [
+            journal
+            for journal in journals
+            if not journal.ended and (not journal.here or alive(journal.pid))
+        ]
+        leader_ended = any(
+            journal.here and journal.pid == leader and journal.ended for journal in journals
+        )
+        if (leader_ended or not alive(leader)) and not any(journal.here for journal in running):
             if gone_since is None:
                 gone_since, world = time.monotonic(), world_size(run)
-            waiting = [page for page in running if silent[page.name] < GONE_AFTER]
+            waiting = [journal for journal in running if silent[journal.name] < GONE_AFTER]
             waited = time.monotonic() - gone_since
-            all_there = sum(page.ended for page in pages) >= world
+            all_there = sum(journal.ended for journal in journals) >= world
             if not waiting and (all_there or waited > 1.0):
                 return seemed_stuck
             if waiting and waited > 5.0 and not said:
@@ -123,7 +137,10 @@ def _wait(run: Path, options: Options, leader: int) -> bool:
             gone_since = None
         if running and not seemed_stuck and options.hang_after > 0:
             now = time.time()
-            stuck = all(page.now and now - page.now.since > options.hang_after for page in running)
+            stuck = all(
+                journal.status and now - journal.status.since > options.hang_after
+                for journal in running
+            )
             if stuck and now >= look_again:
                 look_again = now + options.hang_after / 2
                 # Slow is not stuck: ranks that import or load data wait for nobody.

@@ -64,7 +64,7 @@ def _missing_rank(run: Run, waiting: list[Rank]) -> Finding:
 def _doing(rank: Rank) -> tuple[str, str]:
     """(what, place): what a rank was doing when it stopped making progress."""
     end = rank.end
-    text = str(end["during"]) if end else rank.now.doing if rank.now else ""
+    text = str(end["during"]) if end else rank.status.doing if rank.status else ""
     what, _, place = text.partition(" at ")
     stack = [frame for fact in rank.facts["stuck"][-1:] for frame in fact["stack"]]
     users = [frame.split(" in ")[0] for frame in stack if "site-packages" not in frame]
@@ -87,11 +87,11 @@ def _waits(rank: Rank, hung: bool) -> bool:
             return False
         text = str(error["text"]).lower()
         return error["type"] == "KeyboardInterrupt" or any(word in text for word in WAITING)
-    if rank.now is None or not _blocking(rank.now.doing):
+    if rank.status is None or not _blocking(rank.status.doing):
         return False
     if rank.alive:
         return hung
-    return any(fact["since"] == rank.now.since for fact in rank.facts["stuck"][-1:])
+    return any(fact["since"] == rank.status.since for fact in rank.facts["stuck"][-1:])
 
 
 def _blocking(doing: str) -> bool:

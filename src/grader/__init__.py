@@ -12,7 +12,7 @@ The files, in the order in which an assignment and then a submission pass throug
     merge             of a notebook that was handed in, only the solutions, as Python
     batch             many submissions, in parallel, resumable
     grade             run a submission's checks; from nbval's verdicts to points and reasons
-    known             for one seed: the inputs, and what the key and the wrong answers return
+    answer_key        for one seed: the inputs, and what the key and the wrong answers return
     sandbox           one bubblewrap, and walls of its own for each submission in it
     outputs           what ranks returned, as text for nbval and as an observation for people
     judge             nbval, on a notebook that has stored what the key printed

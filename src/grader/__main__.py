@@ -5,9 +5,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from grader.answer_key import AnswerKey, AuthorError
 from grader.batch import grade_all
 from grader.grade import Result, fresh_seed
-from grader.known import AuthorError, Known
 from grader.preview import write_preview
 from grader.release import lint, write_release, write_student_package
 from grader.sandbox import SandboxError
@@ -97,10 +97,10 @@ def _release(options: argparse.Namespace) -> int:
     released = []
     for assignment in assignments:
         path = options.out if is_file else options.out / f"{assignment.name}.ipynb"
-        with Known(assignment, fresh_seed(), options.trust) as known:
-            if not _tried(known):
+        with AnswerKey(assignment, fresh_seed(), options.trust) as answer_key:
+            if not _tried(answer_key):
                 return 1
-            write_release(known, path, options.book)
+            write_release(answer_key, path, options.book)
         print(f"Released: {path} ({assignment.points:g} points)", flush=True)
         released.append(path)
     if options.package:
@@ -123,12 +123,12 @@ def _this_python() -> str:
     )
 
 
-def _tried(known: Known) -> bool:
+def _tried(answer_key: AnswerKey) -> bool:
     """Whether the key, the stubs, and the wrong answers earn what they should; prints each."""
-    number = len(known.assignment.wrong_answers) + 2
-    print(f"{known.assignment.title}: trying {number} solutions …", flush=True)
+    number = len(answer_key.assignment.wrong_answers) + 2
+    print(f"{answer_key.assignment.title}: trying {number} solutions …", flush=True)
     wrong = 0
-    for count, finding in enumerate(lint(known), start=1):
+    for count, finding in enumerate(lint(answer_key), start=1):
         mark = "ok  " if finding.right else "NOT "
         also = "" if finding.right else f", should be: {finding.expected}"
         print(f"[{count}/{number}] {mark} {finding.name}: {finding.found}{also}", flush=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from grader.answer_key import AnswerKey, AuthorError
 from grader.grade import Result, failed_by_the_grader, fresh_seed, grade_together
-from grader.known import AuthorError, Known
 from grader.merge import Submission, read_submission
 from grader.notebook_file import hash_of
 from grader.report import folder_name, read_results, write_csv, write_feedback, write_results
@@ -100,11 +100,11 @@ def _graded(
     parts = [waiting[first : first + each] for first in range(0, len(waiting), each)]
     stop = threading.Event()
     with (
-        Known(assignment, fresh_seed() if seed is None else seed, trust, stop) as known,
+        AnswerKey(assignment, fresh_seed() if seed is None else seed, trust, stop) as answer_key,
         ThreadPoolExecutor(jobs) as pool,
     ):
         try:
-            running = [pool.submit(_grade_part, part, known) for part in parts]
+            running = [pool.submit(_grade_part, part, answer_key) for part in parts]
             for done in as_completed(running):
                 yield from done.result()
         finally:
@@ -112,16 +112,18 @@ def _graded(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _grade_part(part: list[HandedIn], known: Known) -> list[Result]:
+def _grade_part(part: list[HandedIn], answer_key: AnswerKey) -> list[Result]:
     try:
-        return grade_together([(one.student, _read(one, known.assignment)) for one in part], known)
+        return grade_together(
+            [(one.student, _read(one, answer_key.assignment)) for one in part], answer_key
+        )
     except (StoppedError, SandboxError, AuthorError):
         raise
     except Exception as error:  # the grader's own fault: the other submissions must not suffer
         if len(part) > 1:
-            return [result for one in part for result in _grade_part([one], known)]
+            return [result for one in part for result in _grade_part([one], answer_key)]
         why = f"{type(error).__name__}: {error}"
-        return [failed_by_the_grader(part[0].student, known.assignment, why)]
+        return [failed_by_the_grader(part[0].student, answer_key.assignment, why)]
 
 
 def _read(one: HandedIn, assignment: Assignment) -> Submission:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from grader.answer_key import AnswerKey, Outcome, could_not_run, describe, run_check
 from grader.judge import judge
-from grader.known import Known, Outcome, could_not_run, run_check, told
 from grader.merge import Submission
 from grader.outputs import observation, same, text_of
 from grader.sandbox import Sandbox
@@ -68,7 +68,7 @@ def fresh_seed() -> int:
 
 
 def grade_together(
-    submissions: Sequence[tuple[str, Submission]], known: Known, teachers: bool = False
+    submissions: Sequence[tuple[str, Submission]], answer_key: AnswerKey, teachers: bool = False
 ) -> list[Result]:
     """Grade submissions, (student, what was read), in one run of nbval; in their order.
 
@@ -76,42 +76,46 @@ def grade_together(
     in the sandbox of the key. Raises AuthorError for a fault of the assignment, SandboxError, and
     StoppedError.
     """
-    own, results = known.assignment, []
-    runs = [_Run(one, known, None if teachers else known.sandbox()) for _, one in submissions]
+    own, results = answer_key.assignment, []
+    runs = [
+        _Run(one, answer_key, None if teachers else answer_key.sandbox()) for _, one in submissions
+    ]
     readable = [run for run in runs if not run.submission.unreadable]
-    verdicts, said = _judge(readable, known) if readable else (iter(()), "")
+    verdicts, said = _judge(readable, answer_key) if readable else (iter(()), "")
     for (student, one), run in zip(submissions, runs, strict=True):
         if one.unreadable:
             checks = [replace(_empty(check), sentence=one.unreadable) for check in own.checks]
         else:
             checks = [_judged(check, next(verdicts), run, said) for check in own.checks]
-        about = (known.seed, one.unreadable, one.notes)
+        about = (answer_key.seed, one.unreadable, one.notes)
         results.append(Result(student, own.name, own.title, own.points, checks, *about))
     return results
 
 
-def _judge(runs: list["_Run"], known: Known) -> tuple[Iterator[bool | None], str]:
+def _judge(runs: list["_Run"], answer_key: AnswerKey) -> tuple[Iterator[bool | None], str]:
     """nbval's verdict on each check of each run, None where it failed; and what it said then."""
-    checks = known.assignment.checks
+    checks = answer_key.assignment.checks
     with contextlib.ExitStack() as stack:
         for run in runs:
             stack.callback(run.end)
-        expected = [known.expected(check) for check in checks] * len(runs)
+        expected = [answer_key.expected(check) for check in checks] * len(runs)
         nbval = stack.enter_context(judge(expected))
         places = iter(range(len(expected)))
         for run in runs:
             for check in checks:
-                nbval.hear(next(places), run.check(check))
+                nbval.submit(next(places), run.check(check))
             run.end()
-        found, said = nbval.verdicts(known.stop)
+        found, said = nbval.verdicts(answer_key.stop)
     return map(found.get, range(len(expected))), said
 
 
 class _Run:
     """One submission in its sandbox: what its ranks did in each check."""
 
-    def __init__(self, submission: Submission, known: Known, sandbox: Sandbox | None) -> None:
-        self.submission, self.known, self._sandbox = submission, known, sandbox
+    def __init__(
+        self, submission: Submission, answer_key: AnswerKey, sandbox: Sandbox | None
+    ) -> None:
+        self.submission, self.answer_key, self._sandbox = submission, answer_key, sandbox
         self.outcomes: dict[str, list[Outcome]] = {}
         self.seconds: dict[str, float] = {}
         self._slow: set[str] = set()  # solutions that have taken too long
@@ -128,29 +132,33 @@ class _Run:
         self.seconds[check.name] = time.monotonic() - started
         if outcomes[-1].timed_out:
             self._slow |= set(check.solutions)
-        key = self.known.key(check)
+        key = self.answer_key.key(check)
         lines = [
             text_of(outcome.results, expected, check.tolerance)
             for outcome, expected in zip(outcomes, key, strict=False)
             if outcome.results is not None
         ]
         if outcomes[-1].results is None:
-            lines.append(f"{check.name}: {told(outcomes[-1], check)}")
+            lines.append(f"{check.name}: {describe(outcomes[-1], check)}")
         return "\n".join(lines)
 
     def _outcomes(self, check: CheckSource) -> list[Outcome]:
         if self._not_written(check):
             return [Outcome(stopped={"how": "raised", "type": "NotImplementedError"})]
         if self._sandbox is None:
-            return self.known.outcomes(check, self.submission.solutions)
-        cells = self.known.assignment.cells(check, self.submission.solutions)
+            return self.answer_key.outcomes(check, self.submission.solutions)
+        cells = self.answer_key.assignment.cells(check, self.submission.solutions)
         seconds = _LITTLE if self._slow & set(check.solutions) else None
-        inputs, seed, key = self.known.inputs(check), self.known.seed, self.known.key(check)
+        inputs, seed, key = (
+            self.answer_key.inputs(check),
+            self.answer_key.seed,
+            self.answer_key.key(check),
+        )
         return run_check(self._sandbox, check, cells, inputs, seed, seconds, key)
 
     def _not_written(self, check: CheckSource) -> bool:
         """Whether a solution is the stub that only raises: it need not be run."""
-        stubs, own = self.known.assignment.stubs(), self.submission.solutions
+        stubs, own = self.answer_key.assignment.stubs(), self.submission.solutions
         return any(
             own[name].strip() == stubs[name].strip() and "raise NotImplementedError" in stubs[name]
             for name in check.solutions
@@ -179,8 +187,10 @@ def _explain(result: CheckResult, check: CheckSource, run: _Run) -> None:
     last = outcomes[-1]
     broken = [could_not_run(cell, about) for cell, about in last.failed_cells.items()]
     if last.results is not None:
-        result.sentence = "; ".join(broken) or _named(check, outcomes, run.known) or check.concept
-        for outcome, key in zip(outcomes, run.known.key(check), strict=False):
+        result.sentence = (
+            "; ".join(broken) or _named(check, outcomes, run.answer_key) or check.concept
+        )
+        for outcome, key in zip(outcomes, run.answer_key.key(check), strict=False):
             result.observation = result.observation or _observed(outcome.results, key, check)
         return
     result.line = _line(last.stopped, run.submission)
@@ -189,7 +199,7 @@ def _explain(result: CheckResult, check: CheckSource, run: _Run) -> None:
     elif broken and last.stopped.get("type") in ("AttributeError", "NameError"):
         result.sentence = "; ".join(broken)
     else:
-        result.sentence = f"your code {told(last, check)}"
+        result.sentence = f"your code {describe(last, check)}"
 
 
 def _observed(results: list[Any] | None, key: list[Any], check: CheckSource) -> str:
@@ -199,12 +209,12 @@ def _observed(results: list[Any] | None, key: list[Any], check: CheckSource) -> 
         return ""
 
 
-def _named(check: CheckSource, outcomes: list[Outcome], known: Known) -> str:
+def _named(check: CheckSource, outcomes: list[Outcome], answer_key: AnswerKey) -> str:
     """The sentence of the wrong answer that returns the same in every group; empty if none does."""
-    for wrong in known.assignment.wrong_answers:
+    for wrong in answer_key.assignment.wrong_answers:
         if check.name not in wrong.loses or not wrong.says:
             continue
-        theirs = known.wrong(wrong, check)
+        theirs = answer_key.wrong(wrong, check)
         if len(theirs) == len(outcomes) and all(
             b.results is not None
             and len(a.results) == len(b.results)

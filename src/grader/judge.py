@@ -45,14 +45,14 @@ class Judge:
     def __init__(self, folder: Path, guard: subprocess.Popen[bytes], count: int) -> None:
         self._folder, self._guard, self._count = folder, guard, count
 
-    def hear(self, number: int, text: str) -> None:
+    def submit(self, number: int, text: str) -> None:
         """What cell `number` prints."""
         unfinished = self._folder / f"{number}.part"
         unfinished.write_text(text, encoding="utf-8", errors="replace")
         unfinished.rename(self._folder / f"{number}.txt")
 
     def verdicts(self, stop: threading.Event) -> tuple[dict[int, bool], str]:
-        """Whether each cell passed, after all have been heard; and what nbval said otherwise.
+        """Whether each cell passed, after all texts are there; and what nbval said otherwise.
 
         A verdict is missing where nbval failed. Raises StoppedError soon after `stop` is set.
         """

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import labkit
+from grader.answer_key import AnswerKey
 from grader.grade import Result, grade_together
 from grader.inside.values import pack
-from grader.known import Known
 from grader.merge import Submission
 from grader.report import sentence_of
 from grader.source import Assignment, CheckSource, kind_of, source_of
@@ -49,19 +49,19 @@ class Finding:
     reads: list[str]
 
 
-def lint(known: Known) -> Iterator[Finding]:
+def lint(answer_key: AnswerKey) -> Iterator[Finding]:
     """Grade the key, the stubs, and the wrong answers; yield the findings.
 
     Raises AuthorError, SandboxError.
     """
-    assignment = known.assignment
+    assignment = answer_key.assignment
     keys = assignment.keys()
     trials = [("the key", keys), ("the stubs", assignment.stubs())]
     for wrong in assignment.wrong_answers:
         trials.append((wrong.name, keys | {wrong.solution: wrong.source}))
     loses = {wrong.name: wrong.loses for wrong in assignment.wrong_answers}
     submissions = [(name, Submission(solutions)) for name, solutions in trials]
-    for result in grade_together(submissions, known, teachers=True):
+    for result in grade_together(submissions, answer_key, teachers=True):
         yield _finding(result, loses.get(result.student, ()))
 
 
@@ -115,14 +115,14 @@ def release(
     return {**assignment.notebook, "cells": cells, "metadata": metadata}
 
 
-def record_visible(known: Known) -> list[dict[str, Any]]:
+def record_visible(answer_key: AnswerKey) -> list[dict[str, Any]]:
     """Each visible check, with the inputs of SEED and what the key returns for them.
 
     The key is executed in the hidden checks, too, on inputs that the lint has not drawn. Raises
     AuthorError.
     """
-    shown, recorded = known.with_seed(SEED), []
-    for check in known.assignment.checks:
+    shown, recorded = answer_key.with_seed(SEED), []
+    for check in answer_key.assignment.checks:
         key = shown.key(check)
         if check.visible:
             record = base64.b64encode(pack({"inputs": shown.inputs(check), "key": key}))
@@ -130,10 +130,10 @@ def record_visible(known: Known) -> list[dict[str, Any]]:
     return recorded
 
 
-def write_release(known: Known, path: Path, book: str = "") -> None:
+def write_release(answer_key: AnswerKey, path: Path, book: str = "") -> None:
     """Write the students' notebook to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    notebook = release(known.assignment, record_visible(known), book)
+    notebook = release(answer_key.assignment, record_visible(answer_key), book)
     text = json.dumps(notebook, indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grader.answer_key import AuthorError, could_not_run, describe, draw, run_check
 from grader.inside.values import unpack
-from grader.known import AuthorError, could_not_run, draw, run_check, told
 from grader.merge import read_submission
 from grader.outputs import observation, text_of
 from grader.sandbox import Sandbox
@@ -76,7 +76,7 @@ def _verdict(
         f"\n{could_not_run(cell, about)}" for cell, about in outcomes[-1].failed_cells.items()
     )
     if outcomes[-1].results is None:
-        return Verdict(check, False, f"not yet. It {told(outcomes[-1], check)}.{broken}")
+        return Verdict(check, False, f"not yet. It {describe(outcomes[-1], check)}.{broken}")
     for outcome, key in zip(outcomes, known["key"], strict=True):
         if differs := observation(outcome.results, key, check.tolerance):
             return Verdict(check, False, f"not yet. {check.concept} {differs}{broken}")
@@ -169,6 +169,6 @@ def _check_cell(name: str, text: str) -> None:
             return
         for outcome in run_check(sandbox, one, cells, inputs, SEED):
             if outcome.results is None:
-                print(f"the code {told(outcome, one)}")
+                print(f"the code {describe(outcome, one)}")
             else:
                 print(text_of(outcome.results, None, one.tolerance))

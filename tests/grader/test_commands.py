@@ -96,14 +96,14 @@ def test_without_bubblewrap_nothing_is_run_unless_told_so(tmp_path, capfd, monke
     assert "bubblewrap is not installed, so nothing was run." in capfd.readouterr().err
 
 
-def test_nbval_judges_what_it_hears_and_its_kernel_needs_no_port():
+def test_nbval_judges_what_is_submitted_and_its_kernel_needs_no_port():
     """Another process may take a port before the kernel opens it."""
     with judge(["a", "b"]) as one:
-        one.hear(0, "a")
+        one.submit(0, "a")
         while (place := _place_of_a_kernel()) is None:
             time.sleep(0.05)
         assert json.loads(place.read_text())["transport"] == "ipc"
-        one.hear(1, "c")
+        one.submit(1, "c")
         assert one.verdicts(threading.Event()) == ({0: True, 1: False}, "")
 
 
@@ -122,7 +122,7 @@ def _judge_that_finds(verdict, printed):
     """An nbval that says `verdict` of every cell; None: it did not start."""
 
     class Judge:
-        def hear(self, number, text):
+        def submit(self, number, text):
             pass
 
         def verdicts(self, stop):
@@ -155,7 +155,7 @@ def one_check(path):
 def test_what_is_finished_is_not_graded_again_and_a_changed_file_is(tmp_path, monkeypatch):
     graded = []
 
-    def quick(submissions, known):
+    def quick(submissions, answer_key):
         graded.extend(name for name, _ in submissions)
         return [passed(name) for name, _ in submissions]
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from grader_notebooks import FIRST, cell, first_assignment, submission, write
 
+from grader.answer_key import AnswerKey, run_check
 from grader.batch import grade_all
 from grader.grade import Result, fresh_seed, grade_together
-from grader.known import Known, run_check
 from grader.merge import Submission
 from grader.report import sentence_of
 from grader.sandbox import FORKS, Forks, Sandbox
@@ -235,8 +235,10 @@ def test_what_is_wrong_earns_nothing_and_what_is_said():
         (name, Submission(own.keys() | {"each": source.replace("KEY", own.keys()["each"])}))
         for name, (source, _) in WRONG.items()
     ]
-    with Known(own, fresh_seed()) as known:
-        results = {one.student: one for one in grade_together(submissions, known, teachers=True)}
+    with AnswerKey(own, fresh_seed()) as answer_key:
+        results = {
+            one.student: one for one in grade_together(submissions, answer_key, teachers=True)
+        }
     assert {name: result.score for name, result in results.items()} == dict.fromkeys(WRONG, 0)
     said = {name: said_of(result) for name, result in results.items()}
     assert {name: said[name] for name, (_, why) in WRONG.items() if why not in said[name]} == {}
@@ -456,8 +458,10 @@ def test_what_a_check_leaves_in_its_processes_neither_costs_nor_earns_points_in_
         "the other cell is right": own.keys() | {"each": each},
         "the other cell is empty": own.keys() | {"each": each, "flat": ""},
     }
-    with Known(own, fresh_seed()) as known:
-        results = grade_together([(name, Submission(s)) for name, s in submissions.items()], known)
+    with AnswerKey(own, fresh_seed()) as answer_key:
+        results = grade_together(
+            [(name, Submission(s)) for name, s in submissions.items()], answer_key
+        )
     points = [[check.score for check in result.checks[1:]] for result in results]
     assert points == [[one.points for one in later], [0] * len(later)]
 
@@ -466,7 +470,7 @@ def test_a_check_that_fails_itself_is_no_verdict_on_a_student():
     assignment = first_assignment()
     broken = replace(assignment.checks[0], source="def draw(rng, ranks): return 1 / 0")
     with (
-        Known(replace(assignment, checks=(broken,)), 1, trust=True) as known,
+        AnswerKey(replace(assignment, checks=(broken,)), 1, trust=True) as answer_key,
         pytest.raises(RuntimeError, match=r"draw.* failed: ZeroDivisionError"),
     ):
-        known.inputs(broken)
+        answer_key.inputs(broken)

@@ -6,8 +6,8 @@ import pytest
 from grader_notebooks import ASSIGNMENTS
 
 from evaluation.grader.right_solutions import RIGHT
+from grader.answer_key import AnswerKey
 from grader.grade import fresh_seed
-from grader.known import Known
 from grader.merge import without_magics
 from grader.outputs import same
 from grader.source import Assignment, CheckSource, read_assignment
@@ -24,9 +24,9 @@ def on_three_ranks(assignment: Assignment) -> Assignment:
     return replace(assignment, checks=tuple(checks))
 
 
-def lost(known: Known, check: CheckSource, solutions: dict[str, str]) -> str:
+def lost(answer_key: AnswerKey, check: CheckSource, solutions: dict[str, str]) -> str:
     """What stopped the ranks, or what they returned; empty if that is what the key returns."""
-    [outcome], [key] = known.outcomes(check, solutions), known.key(check)
+    [outcome], [key] = answer_key.outcomes(check, solutions), answer_key.key(check)
     if outcome.results is not None and same(outcome.results, key, check.tolerance):
         return ""
     return str(outcome)
@@ -39,13 +39,13 @@ def test_right_solutions_pass_the_checks_of_their_task(number):
     assignment = on_three_ranks(read_assignment(SOURCES[number]))
     assert set(RIGHT[number]) == set(assignment.solutions)
     found = {}
-    with Known(assignment, fresh_seed(), trust=True) as known:
+    with AnswerKey(assignment, fresh_seed(), trust=True) as answer_key:
         for task, sources in RIGHT[number].items():
             checks = [check for check in assignment.checks if task in check.solutions]
             for name, source in sources.items():
                 solutions = assignment.keys() | {task: without_magics(source)[0]}
                 for check in checks:
-                    found[task, name, check.name] = lost(known, check, solutions)
+                    found[task, name, check.name] = lost(answer_key, check, solutions)
     assert {where: what for where, what in found.items() if what} == {}
 
 
@@ -54,6 +54,6 @@ def test_a_check_ends_at_the_first_group_of_ranks_that_loses_it_and_not_before()
     [check] = [one for one in assignment.checks if one.name == "each_average"]
     [sums] = [one for one in assignment.wrong_answers if one.name == "sum instead of average"]
     right = assignment.keys() | {"each": without_magics(next(iter(RIGHT[1]["each"].values())))[0]}
-    with Known(assignment, fresh_seed(), trust=True) as known:
-        assert len(known.wrong(sums, check)) == 1
-        assert len(known.outcomes(check, right)) == len(check.ranks) == 3
+    with AnswerKey(assignment, fresh_seed(), trust=True) as answer_key:
+        assert len(answer_key.wrong(sums, check)) == 1
+        assert len(answer_key.outcomes(check, right)) == len(check.ranks) == 3

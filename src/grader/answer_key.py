@@ -1,4 +1,4 @@
-"""What is known of an assignment for one seed: the inputs, and what the key and wrong answers do.
+"""The answer key of an assignment for one seed: the inputs, and what the key and wrong answers do.
 
 The key is executed first, on inputs drawn from the seed; what it returns is what is expected. All
 code here is the teacher's, so one sandbox serves for all of it.
@@ -116,7 +116,7 @@ def draw(sandbox: Sandbox, checks: Sequence[CheckSource], seed: int) -> dict[str
     return found
 
 
-class Known:
+class AnswerKey:
     """The inputs of `seed`, and what the key and the wrong answers return for them."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Known:
         """A new one, of the same kind and with the same stop as the key's."""
         return Sandbox(self.trust, self.stop)
 
-    def with_seed(self, seed: int) -> "Known":
+    def with_seed(self, seed: int) -> "AnswerKey":
         """The same of another seed, in the sandbox of this one: usable as long as this one is."""
         other = copy.copy(self)
         other.seed, other._inputs, other._outcomes = seed, {}, {}
@@ -160,7 +160,7 @@ class Known:
         """What the key returns, for each group of ranks. Raises AuthorError."""
         outcomes = self.outcomes(check, self.assignment.keys())
         if outcomes[-1].results is None:
-            raise AuthorError(f"check {check.name}: the key {told(outcomes[-1], check)}")
+            raise AuthorError(f"check {check.name}: the key {describe(outcomes[-1], check)}")
         return [outcome.results or [] for outcome in outcomes]
 
     def expected(self, check: CheckSource) -> str:
@@ -195,7 +195,7 @@ def _seed_of(seed: int, check: CheckSource, ranks: int) -> int:
     return random.Random(f"{seed} {check.name} {ranks}").getrandbits(62)
 
 
-def told(outcome: Outcome, check: CheckSource) -> str:
+def describe(outcome: Outcome, check: CheckSource) -> str:
     """What stopped the ranks, in words that follow a subject: "rank 1 raised …"."""
     about = outcome.stopped
     how, states = about.get("how"), str(about.get("states", ""))[:1000]

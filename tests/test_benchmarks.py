@@ -56,6 +56,7 @@ def report_on(*arguments: object) -> str:
 # 1. The race --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_contender_is_timed_in_every_cell_and_the_report_shows_them_all(tmp_path):
     for runs, cell in enumerate(RACED, start=1):
         model, ranks, link = CELLS[cell]

@@ -165,6 +165,7 @@ FULL_BATCH = ("Llama", "GPT-2, first label ignored", "VisionEncoderDecoder, own 
 FORMULAS = ("sum / N", "W · sum / N", "K · W · sum / N")
 
 
+@pytest.mark.slow
 def test_on_one_process_trainer_divides_by_the_window_where_the_model_lets_it():
     output = run_script("labs/mean_of_means_transformers.py")
     rows = rows_of_trainer(output)
@@ -221,6 +222,7 @@ def test_every_way_is_right_and_only_those_that_overlap_send_during_backward():
             assert first in ("1 of 12", "2 of 12")
 
 
+@pytest.mark.slow
 def test_with_torchs_caps_all_but_the_first_bucket_wait_for_the_end_of_backward(tmp_path):
     options = ("--steps", 1, "--gbit", 5, "--save", tmp_path)
     output = run_script("labs/buckets_that_overlap.py", *options, ranks=2)

@@ -279,6 +279,7 @@ def lost_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_under_torchrun_rank_0_reports_and_the_exit_code_is_the_scripts(
     lost_factor: Path,
 ) -> None:
@@ -313,6 +314,7 @@ def test_only_fail_on_makes_an_exit_code_of_the_verdict(
     assert exit_code(Certificate(verdict, "", error=error), worst, fail_on) == code
 
 
+@pytest.mark.slow
 def test_a_test_of_ones_own_can_ask_for_the_certificate(lost_factor: Path) -> None:
     certificate = ddp_doctor.certify("train.py")
     assert (certificate.verdict, certificate.factor, certificate.world) == ("scaled", "1/W", 2)

@@ -57,6 +57,7 @@ def test_if_the_doctor_comes_before_the_launcher_the_error_has_the_right_command
     assert problem_with(script, arguments).splitlines()[-1] == right
 
 
+@pytest.mark.slow
 def test_accelerate_launches_the_doctor_as_a_module(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     target = tmp_path / "report.json"

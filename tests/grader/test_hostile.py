@@ -364,6 +364,7 @@ def on_rank(student, given):
 """
 
 
+@pytest.mark.slow
 def test_a_sandbox_sees_nothing_of_another_one_and_a_check_no_process_of_the_last():
     check = replace(first_assignment().checks[0], source=LEAVES)
     with Sandbox() as one, Sandbox() as other:

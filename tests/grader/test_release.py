@@ -73,6 +73,7 @@ def test_a_package_holds_no_line_of_a_solution_no_hidden_check_and_no_wrong_answ
             assert not [name for name, text in files.items() if written in text], line
 
 
+@pytest.mark.slow
 def test_a_student_unpacks_the_package_and_runs_the_visible_checks(released, tmp_path):
     """In an environment that has torch, and nothing else of this project."""
     stem = FIRST.stem

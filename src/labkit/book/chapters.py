@@ -129,7 +129,8 @@ def execute_book(book: Path, out: Path) -> None:
     fails.
     """
     copy_pages(book, out)
-    jobs = [(chapter, out / chapter.relative_to(book)) for chapter in chapters_of(book)]
+    # The last parts have the longest chapters. They start first, so that no core is left with one.
+    jobs = [(chapter, out / chapter.relative_to(book)) for chapter in reversed(chapters_of(book))]
     for _, target in jobs:
         target.unlink(missing_ok=True)  # what is stale must not be rendered after an interruption
     _run_all(jobs)

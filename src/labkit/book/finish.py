@@ -5,9 +5,12 @@ from another host. This rewrites each page when all are built.
 """
 
 import base64
+import gc
 import io
+import multiprocessing
 import re
 import textwrap
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +38,21 @@ def finish(app: Sphinx, exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
     site = Path(app.outdir)
-    texts = []
-    for path in pages_of(site):
-        texts.append(finished(path.read_text(encoding="utf-8")))
-        path.write_text(texts[-1], encoding="utf-8")
-    _keep_used_icons(site, set(re.findall(r"\bfa-[\w-]+", "".join(texts))))
+    gc.freeze()  # no collection walks through all that Sphinx has loaded
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        icons = pool.map(_finish_page, pages_of(site))
+        _keep_used_icons(site, set().union(*icons))
     options = site / "_static" / "documentation_options.js"
     # A summary of each result is fetched from its page, which a browser refuses for files.
     offline = "SHOW_SEARCH_SUMMARY: location.protocol !== 'file:'"
     options.write_text(options.read_text().replace("SHOW_SEARCH_SUMMARY: true", offline))
+
+
+def _finish_page(path: Path) -> set[str]:
+    """Rewrite one page; the names of Font Awesome's icons that it has."""
+    text = finished(path.read_text(encoding="utf-8"))
+    path.write_text(text, encoding="utf-8")
+    return set(re.findall(r"\bfa-[\w-]+", text))
 
 
 def finished(text: str) -> str:

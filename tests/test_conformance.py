@@ -1,5 +1,6 @@
 """labs/conformance on the trainers that the book itself requires."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -30,6 +31,15 @@ def test_the_right_loops_are_equal_and_the_wrong_ones_are_not():
         "transformers-per-rank": ["1.04 ∠ 0.967", "1/W"],
     }
     assert "0.8272: 1 × mean of micro-batch means" in ended.stdout
+
+
+def test_the_page_prints_the_stored_results(monkeypatch):
+    monkeypatch.syspath_prepend(project_root() / "labs/conformance")
+    page = runpy.run_path(str(project_root() / "labs/conformance/page.py"), run_name="page")
+    rows = json.loads(page["STORED"].read_text())
+    shown = page["PAGE"].read_text().split(page["START"])[1].split(page["END"])[0]
+    assert shown == page["printed"](rows)
+    assert [row["trainer"] for row in rows] == list(page["TRAINERS"])
 
 
 @pytest.mark.parametrize("hangs", [True, False])

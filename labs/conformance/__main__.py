@@ -2,23 +2,15 @@
 
     python labs/conformance
     python labs/conformance --trainers plain transformers --properties W K WxK
+    python labs/conformance --store          # and print the results on the page of the book
 
-Every trainer takes a step with a tiny random model: 24 samples with 1 to 15 scored tokens. Its
-optimizer keeps the gradient. That is compared with one backward of one process, where each token
-has the weight that the trainer's documentation promises. The properties:
-
-  W            2 ranks, one micro-batch each
-  K            1 process, 3 micro-batches
-  WxK          2 ranks, 3 micro-batches each
-  order        as WxK with the samples dealt differently: compared with its own WxK
-  padding      as W, padded to 32 tokens: compared with its own W
-  last-window  1 process; the last step has 2 micro-batches instead of 3
-  generation   1 process; samples are generated for two steps at once (reinforcement learning)
-  empty-rank   as W, and no sample of rank 1 has a scored token
-
+Every trainer takes a step with a tiny random model. Its optimizer keeps the gradient. That is
+compared with one backward of one process, which computes what the trainer's documentation promises.
 A cell says equal, or what the gradient is multiplied by: W = 2, K = 3, k/K = 2/3 (the last window),
 G = 2 steps per generation, N/N_G (tokens of the step, and of the generation). Where no factor
 repairs it, the cell has the ratio and the cosine. A trainer that is not installed is named.
+
+The properties:
 """
 
 import argparse
@@ -30,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cases import CASES, Case
+from families import FAMILIES, PROPERTIES, properties
 from labkit.launch.arguments import parse_arguments
 from labkit.launch.scripts import ScriptError, run_script
 from labkit.tables import table
@@ -49,30 +41,35 @@ class Cell(NamedTuple):
 
 
 Key = tuple[str, str]  # trainer, property
+Judged = dict[Key, Cell]
 
 
 def arguments_of_this_lab() -> argparse.Namespace:
+    listed = "".join(f"  {name:12} {text}\n" for name, (text, _) in PROPERTIES.items())
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=f"{__doc__}\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     some: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    for option, names in (("--trainers", list(TRAINERS)), ("--properties", list(CASES))):
+    for option, names in (("--trainers", list(TRAINERS)), ("--properties", properties())):
         text = f"default: all of {', '.join(names)}"
         parser.add_argument(option, **some, choices=names, default=names, help=text)
-    return parse_arguments(parser)
+    parser.add_argument("--store", action="store_true", help="needs all properties")
+    given = parse_arguments(parser)
+    if given.store and given.properties != properties():
+        parser.error("--store replaces whole rows: leave --properties out.")
+    return given
 
 
-def main(trainers: Sequence[str], properties: Sequence[str]) -> None:
-    needed = dict.fromkeys([*properties, *(CASES[one].base or one for one in properties)])
+def main(trainers: Sequence[str], properties: Sequence[str], store: bool) -> None:
     keys = [
         (name, one)
         for name in trainers
-        for one in needed
-        if not TRAINERS[name].missing() and one not in TRAINERS[name].without
+        for one in needed(name, properties)
+        if not TRAINERS[name].missing()
     ]
     jobs: dict[tuple[str, int], list[Key]] = defaultdict(list)
     for key in keys:
-        jobs[TRAINERS[key[0]].adapter.partition(":")[0], CASES[key[1]].world].append(key)
+        jobs[TRAINERS[key[0]].adapter.partition(":")[0], case_of(key).world].append(key)
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
     with tempfile.TemporaryDirectory() as name:
         folder, failures = Path(name), {}
@@ -80,11 +77,25 @@ def main(trainers: Sequence[str], properties: Sequence[str]) -> None:
             failures |= run_job(job, world, folder)
         judged = {key: judge(key, folder, failures) for key in keys}
     print(report(trainers, properties, judged))
+    if store:
+        from page import store_rows
+
+        store_rows(judged)
+
+
+def needed(name: str, properties: Sequence[str]) -> list[str]:
+    """Those that the trainer has, and those with which they are compared."""
+    cases = {one: TRAINERS[name].family.cases[one] for one in properties if TRAINERS[name].has(one)}
+    return list(dict.fromkeys([*cases, *(case.base or one for one, case in cases.items())]))
+
+
+def case_of(key: Key) -> Any:
+    return TRAINERS[key[0]].family.cases[key[1]]
 
 
 def stem(key: Key) -> str:
     """What a cell's files begin with."""
-    return f"{list(TRAINERS).index(key[0])}-{list(CASES).index(key[1])}"
+    return f"{list(TRAINERS).index(key[0])}-{properties().index(key[1])}"
 
 
 def run_job(job: list[Key], world: int, folder: Path) -> dict[Key, str]:
@@ -119,7 +130,7 @@ def judge(key: Key, folder: Path, failures: dict[Key, str]) -> Cell:
 
     from labkit.testing.verdict import verdicts
 
-    case = CASES[key[1]]
+    case = case_of(key)
     base = (key[0], case.base)
     if why := failures.get(key) or failures.get(base):
         name = why.partition(":")[0]
@@ -147,7 +158,7 @@ def judge(key: Key, folder: Path, failures: dict[Key, str]) -> Cell:
     return Cell(f"{ratio:.2f} ∠ {cosine:.3f}", f"{first.comparison}{next(related, '')}")
 
 
-def named(ratio: float, case: Case) -> str:
+def named(ratio: float, case: Any) -> str:
     """The factor by name, in terms of ranks, micro-batches, and counts; or the number."""
     from ddp_doctor.certificate.measure import called
 
@@ -155,25 +166,35 @@ def named(ratio: float, case: Case) -> str:
     return called(ratio, case.world) or next(counts, f"{ratio:.3f}")
 
 
-def report(trainers: Sequence[str], properties: Sequence[str], judged: dict[Key, Cell]) -> str:
-    rows, details, used = [], [], ["torch"]
-    for name in trainers:
-        trainer = TRAINERS[name]
-        cells = [judged.get((name, one), Cell("–")) for one in properties]
-        missing = " ".join(trainer.missing())
-        promise = f"not installed: pip install {missing}" if missing else trainer.promise
-        rows.append([name, promise, *(cell.text for cell in cells)])
-        for one, cell in zip(properties, cells, strict=True):
-            if cell.detail:
-                details.append([name, one, " ".join(cell.detail.split())[:90]])
-        used += [one for one in trainer.needs if version(one)]
-    versions = ", ".join(f"{one} {version(one)}" for one in dict.fromkeys(used))
-    parts = [versions, table(["trainer", "promises", *properties], rows)]
+def report(trainers: Sequence[str], properties: Sequence[str], judged: Judged) -> str:
+    """The versions, a table per family, and what was measured where a cell is not equal."""
+    used = dict.fromkeys(["torch", *(one for name in trainers for one in TRAINERS[name].needs)])
+    parts = [", ".join(f"{one} {version(one)}" for one in used if version(one))]
+    for family in FAMILIES.values():
+        members = [name for name in trainers if TRAINERS[name].family == family]
+        columns = [one for one in properties if one in family.cases]
+        if members and columns:
+            parts.append(table_of(members, columns, judged))
+    details = [
+        [*key, " ".join(cell.detail.split())[:90]]
+        for key, cell in judged.items()
+        if cell.detail and key[1] in properties
+    ]
     if details:
         parts.append(table(["trainer", "property", "measured"], details))
     return "\n\n".join(parts)
 
 
+def table_of(trainers: Sequence[str], columns: Sequence[str], judged: Judged) -> str:
+    rows = []
+    for name in trainers:
+        trainer = TRAINERS[name]
+        missing = " ".join(trainer.missing())
+        promise = f"not installed: pip install {missing}" if missing else trainer.promise
+        rows.append([name, promise, *(judged.get((name, one), Cell("–")).text for one in columns)])
+    return table(["trainer", "promises", *columns], rows)
+
+
 if __name__ == "__main__":
     arguments = arguments_of_this_lab()
-    main(arguments.trainers, arguments.properties)
+    main(arguments.trainers, arguments.properties, arguments.store)

@@ -9,32 +9,37 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cases import CASES, wanted
 from labkit.launch.lab import leave_group
-from tiny import gradient_of
 from trainers import TRAINERS
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def cell(name: str, property_: str, stem: Path) -> None:
-    trainer, case = TRAINERS[name], CASES[property_]
-    if RANK == 0:
-        relatives = wanted(case, trainer.promise)
-        found = {of: gradient_of(weighted) for of, weighted in relatives.items()}
-        torch.save(found, f"{stem}.wanted.pt")
-    file, function = trainer.adapter.split(":")
+    trainer = TRAINERS[name]
+    case = trainer.family.cases[property_]
     try:
-        adapter = getattr(importlib.import_module(file), function)
+        if RANK == 0:
+            references = function(trainer.family.reference)
+            torch.save(references(case, trainer.promise), f"{stem}.wanted.pt")
+        adapter = function(trainer.adapter)
         torch.save(adapter(case, RANK, *trainer.options), f"{stem}.{RANK}.pt")
     except Exception as error:
         Path(f"{stem}.{RANK}.error").write_text(f"{type(error).__name__}: {error}")
         raise
+
+
+def function(name: str) -> Callable[..., Any]:
+    """The one that is called "file:function"."""
+    file, _, own = name.partition(":")
+    return getattr(importlib.import_module(file), own)
 
 
 def main(folder: str, *words: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cases import EOS, PAD, VOCABULARY, Case, Sample
+from cases import EOS, PAD, VOCABULARY, Case, Sample, wanted
 from labkit.testing import verdict
 
 IGNORED = -100
@@ -52,6 +52,11 @@ def gradient_of(weighted: list[tuple[Sample, float]]) -> list[Tensor]:
     batch = collate([one for one, _ in weighted])
     weights = torch.tensor([weight for _, weight in weighted])
     return verdict.gradient_of(model(), lambda net: (losses(net, batch).sum(1) * weights).sum())
+
+
+def references(case: Case, promise: str) -> dict[str, list[Tensor]]:
+    """The promised gradient, and those of the two usual means of means."""
+    return {name: gradient_of(weighted) for name, weighted in wanted(case, promise).items()}
 
 
 class NoStepError(Exception):

@@ -1,18 +1,41 @@
-// A field that hides the symptoms of this page that lack one of the words in it: its innermost
-// sections, or where it has none, the rows of its tables. Without JavaScript the page is a plain
-// list. The words may also come in the address: ?words=hangs+epoch
+// A field that hides what lacks one of the words in it: the innermost sections of this page, or
+// where it has none, the rows of its tables. `data-rows` names other elements. With `data-unequal`,
+// the words of a row include "unequal" and the heads of those columns in which it is neither equal
+// nor empty. Without JavaScript the page is a plain list. The words may also come in the address:
+// ?words=hangs+epoch
+const given = {
+  rows: "",
+  label: "What do you see?",
+  placeholder: "hangs, clipping, learning rate …",
+  unit: "symptoms",
+  ...document.currentScript.dataset,
+};
+
+const wordsOf = (row) => {
+  const words = [row.textContent];
+  const table = row.closest("table");
+  if (table && "unequal" in given) {
+    [...row.cells].forEach((cell, i) => {
+      if (i > 1 && !["equal", "–"].includes(cell.textContent.trim())) {
+        words.push("unequal", table.rows[0].cells[i].textContent);
+      }
+    });
+  }
+  return words.join(" ").toLowerCase();
+};
+
 document.addEventListener("DOMContentLoaded", () => {
   const all = (selector) => [...document.querySelectorAll(`.bd-article ${selector}`)];
   const inner = all("section section section");
-  const symptoms = inner.length ? inner : all("table tbody tr");
-  const texts = symptoms.map((symptom) => symptom.textContent.toLowerCase());
+  const rows = all(given.rows || (inner.length ? "section section section" : "table tbody tr"));
+  const texts = rows.map(wordsOf);
 
   const label = document.createElement("label");
   label.className = "filter-rows";
-  label.append("What do you see? ");
+  label.append(`${given.label} `);
   const field = document.createElement("input");
   field.type = "search";
-  field.placeholder = "hangs, clipping, learning rate …";
+  field.placeholder = given.placeholder;
   const count = document.createElement("span");
   count.setAttribute("role", "status");
   label.append(field);
@@ -20,14 +43,14 @@ document.addEventListener("DOMContentLoaded", () => {
 
   const apply = () => {
     const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
-    symptoms.forEach((symptom, i) => {
-      symptom.hidden = !words.every((word) => texts[i].includes(word));
+    rows.forEach((row, i) => {
+      row.hidden = !words.every((word) => texts[i].includes(word));
     });
-    const shown = symptoms.filter((symptom) => !symptom.hidden);
+    const shown = rows.filter((row) => !row.hidden);
     for (const section of all("section section:not(section section section)")) {
-      section.hidden = words.length > 0 && !shown.some((symptom) => section.contains(symptom));
+      section.hidden = words.length > 0 && !shown.some((row) => section.contains(row));
     }
-    count.textContent = words.length ? `${shown.length} of ${symptoms.length} symptoms` : "";
+    count.textContent = words.length ? `${shown.length} of ${rows.length} ${given.unit}` : "";
   };
   field.addEventListener("input", apply);
   field.value = new URLSearchParams(location.search).get("words") ?? "";

@@ -1,0 +1,111 @@
+"""Stored results, and how the page of the book shows them.
+
+python labs/conformance/page.py          # print the stored results on the page again
+"""
+
+import datetime
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from families import FAMILIES, PROPERTIES, Family
+from notes import NOTES
+from trainers import TRAINERS, version
+
+STORED = Path(__file__).resolve().parents[2] / "book/reference/trainers.json"
+PAGE = STORED.with_suffix(".md")
+START, END = "% The next lines are written by labs/conformance.\n", "% Until here.\n"
+NOT_IMPORTED = "ModuleNotFoundError", "ImportError"
+Row = Mapping[str, Any]
+
+
+def store_rows(judged: Mapping[tuple[str, str], tuple[str, str]]) -> None:
+    """Store the rows of the trainers that could be imported, and print all rows on the page."""
+    rows = {one["trainer"]: one for one in json.loads(STORED.read_text())}
+    broken = {name for (name, _), cell in judged.items() if cell[0] in NOT_IMPORTED}
+    for name in dict.fromkeys(name for name, _ in judged if name not in broken):
+        rows[name] = {
+            "trainer": name,
+            "date": datetime.date.today().isoformat(),
+            "versions": {one: version(one) for one in ("torch", *TRAINERS[name].needs)},
+            "cells": {
+                property_: {"text": cell[0], "detail": cell[1]}
+                for (of, property_), cell in judged.items()
+                if of == name
+            },
+        }
+    kept = [rows[name] for name in TRAINERS if name in rows]
+    STORED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    write_page()
+
+
+def write_page() -> None:
+    before, rest = PAGE.read_text().split(START)
+    rows = json.loads(STORED.read_text())
+    PAGE.write_text(before + START + printed(rows) + END + rest.split(END)[1])
+
+
+def printed(rows: list[Row]) -> str:
+    """A section per family: its table, and what is not equal."""
+    return "\n".join(line for kind in FAMILIES for line in section(kind, rows))
+
+
+def section(kind: str, rows: list[Row]) -> list[str]:
+    family = FAMILIES[kind]
+    own = [row for row in rows if TRAINERS[row["trainer"]].kind == kind]
+    if not own:
+        return []
+    lines = [f"(trainers-{kind})=", f"## {family.title}", "", family.chapter, ""]
+    heads = (f"[{name}]({PROPERTIES[name][1]})" for name in family.cases)
+    lines += [
+        f"| trainer | promises | {' | '.join(heads)} |",
+        "|---" * (2 + len(family.cases)) + "|",
+    ]
+    lines += [line_of(row, family) for row in own]
+    lines += ["", measured_on(own), ""]
+    notes = [note(row, family) for row in own if unequal(row)]
+    return [*lines, *(["What is not equal:", "", *notes, ""] if notes else [])]
+
+
+def line_of(row: Row, family: Family) -> str:
+    """The name leads to what is not equal."""
+    name = row["trainer"]
+    trainer = TRAINERS[name]
+    shown = f"[{name}](trainer-{name})" if unequal(row) else name
+    promise = f"{trainer.promise} ({trainer.source})"
+    cells = [row["cells"].get(one, {"text": "–"})["text"] for one in family.cases]
+    return f"| {' | '.join([shown, promise, *cells])} |"
+
+
+def measured_on(rows: list[Row]) -> str:
+    dates = sorted({row["date"] for row in rows})
+    versions = sorted({f"{name} {one}" for row in rows for name, one in row["versions"].items()})
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return f"Measured on {when}, on a CPU: {', '.join(versions)}."
+
+
+def unequal(row: Row) -> dict[str, Row]:
+    return {name: cell for name, cell in row["cells"].items() if cell["text"] != "equal"}
+
+
+def note(row: Row, family: Family) -> str:
+    """Its smallest setting is the first column that is not equal."""
+    name = row["trainer"]
+    property_, cell = next((one, unequal(row)[one]) for one in family.cases if one in unequal(row))
+    known = NOTES[name]
+    tried = (
+        f"It ran: [{known.tried}](trainers-{TRAINERS[known.tried].kind})."
+        if known.tried in TRAINERS
+        else known.tried
+    )
+    measured = f"{property_} ({PROPERTIES[property_][0]}): {cell['text']}"
+    return (
+        f"- (trainer-{name})=\n  **{name}**: {known.cause}\n"
+        f"  *Smallest setting:* {measured}. *Not equal in:* {', '.join(unequal(row))}.\n"
+        f"  *Report:* {known.report} *Fix:* {known.fix} {tried}"
+    )
+
+
+if __name__ == "__main__":
+    write_page()

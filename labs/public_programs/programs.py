@@ -76,6 +76,28 @@ def conversations(folder: Path) -> None:
     (folder / "sft.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
+def gradient_garden(folder: Path) -> None:
+    """Random token ids below 64, a tokenizer of 64 words, and a small configuration."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(64)}, "w0"))
+    special = {"bos_token": "w1", "eos_token": "w2", "pad_token": "w3"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder / "words")
+    for split in ("train", "val"):
+        (folder / f"datasets/training/{split}").mkdir(parents=True)
+        np.save(folder / f"datasets/training/{split}/data_0.npy", _ids(8192).astype(np.uint16))
+    model = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "multiple_of": 32}
+    configuration = {
+        "runtime": {"training_precision": "fp32"},
+        "model": model | {"max_seq_len": 32},
+        "tokenizer": {"checkpoint_path": "./words"},
+        "training": {"total_batch_size": 256, "micro_batch_size": 2, "max_steps": 24},
+    }
+    (folder / "small.yaml").write_text(json.dumps(configuration))
+
+
 def images(folder: Path) -> None:
     """16 random images of 32 × 32 pixels."""
     from matplotlib.image import imsave
@@ -124,6 +146,12 @@ TRANSFORMER = {
     "command": "train.py --batch_size 4 --seq_len 24 --d_model 32 --num_epochs 1",
     "shims": ("datasets.py", "wandb.py"),
     "report": f"{GITHUB}/hkproj/pytorch-transformer-distributed/pull/3",
+}
+PICOTRON = {
+    "repository": "huggingface/picotron",
+    "commit": "59714b1bf25541dbeb6f5a721ed15f6d0768e786",
+    "paths": "picotron train.py",
+    "shims": ("train_picotron.py",),
 }
 PROGRAMS = (
     Program(
@@ -261,5 +289,33 @@ PROGRAMS = (
         folder="trainer",
         shims=("datasets.py",),
         data=conversations,
+    ),
+    Program(
+        name="gradient-garden",
+        repository="ruimalheiro/gradient-garden",
+        commit="3c3d680a905f20b0afb8668a277ce8ac9dd3d50b",
+        command="train.py --pretraining --config small.yaml",
+        shims=("pydantic_settings.py", "wandb.py", "datasets.py"),
+        data=gradient_garden,
+    ),
+    Program(
+        name="picotron, `DataParallelBucket`",
+        command="train_picotron.py DataParallelBucket",
+        **PICOTRON,
+    ),
+    Program(
+        name="picotron, `DataParallelNaive`",
+        command="train_picotron.py DataParallelNaive",
+        known="the hook gets the parameter, not its gradient; a reader asks whether that is meant",
+        report=f"{GITHUB}/huggingface/picotron/issues/39",
+        **PICOTRON,
+    ),
+    Program(
+        name="lejepa's sliced Epps-Pulley test",
+        repository="rbalestr-lab/lejepa",
+        commit="eddffdd857a19726342ef6526e01021fb3c32cae",
+        command="train_lejepa.py",
+        paths="lejepa",
+        shims=("train_lejepa.py",),
     ),
 )

@@ -19,7 +19,7 @@ import ddp_doctor
 from ddp_doctor.certificate.measure import HALF, compare
 from ddp_doctor.certificate.plan import DEAL, LATER, OWN
 from ddp_doctor.certificate.premises import parted, same_rows
-from ddp_doctor.certificate.program import exit_code
+from ddp_doctor.certificate.program import exit_code, keep_output
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.explain.agreement import contradicted
 from ddp_doctor.facts.certificate import Certificate, Property
@@ -894,6 +894,15 @@ def test_a_script_that_ends_with_an_error_is_not_said_to_combine_nothing(tmp_pat
     found = written(tmp_path, failed="RuntimeError: no at train.py:3", **{OWN: own})
     assert found.verdict == "not judged"
     assert "RuntimeError: no at train.py:3" in found.why
+
+
+def test_what_the_ranks_printed_is_kept_though_one_process_was_never_started(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "ranks" / "output").mkdir(parents=True)
+    (tmp_path / "ranks" / "output" / "0.txt").write_text("ValueError: no")
+    keep_output(tmp_path, tmp_path / "kept")
+    assert (tmp_path / "kept" / "output" / "ranks" / "0.txt").read_text() == "ValueError: no"
 
 
 def pairs_of(out: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:

@@ -710,7 +710,7 @@ def test_an_optimizer_that_combines_the_ranks_in_its_step_is_not_called_checked(
 ) -> None:
     report = look(server, script, IN_STEP)
     assert "inside of its step" in report["equation"]["lines"][0]
-    assert "of 4 parameters" in report["equation"]["lines"][0]
+    assert "of 4 parameters" in report["equation"]["lines"][1]
     assert len(report["unchecked"]) == 1
 
 
@@ -749,6 +749,43 @@ def test_what_a_piece_of_a_flat_gradient_contains_is_compared_with_what_backward
         assert seen["equation"]["combination"] == kind
         assert ("other_than_average" in seen["found"]) == (kind == "unknown")
         assert seen["found"] == {} or kind != "averaged"
+
+
+FLAT_PARAMETERS = """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+model = FSDP(net, device_id=torch.device("cpu"))
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(3):
+    loss_of(model, batch()).backward()
+    opt.step()
+    opt.zero_grad()
+"""
+PIECES_IN_STEP = """
+class Pieces(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self):
+        [p] = self.param_groups[0]["params"]
+        rows = list(p.grad.chunk(world))
+        mine = torch.empty_like(rows[0])
+        dist.reduce_scatter(mine, rows, async_op=True).wait()
+        dist.all_gather(rows, mine)
+        p.sub_(0.01 * torch.cat(rows) / world)
+opt = Pieces([net[0].weight], lr=0.01)
+for step in range(3):
+    opt.zero_grad()
+    loss_of(net, batch()).backward()
+    opt.step()
+"""
+
+
+def test_what_a_library_or_an_optimizer_scatters_is_measured_as_far_as_it_is_seen(
+    server: Server, script: Write
+) -> None:
+    flat = look(server, script, FLAT_PARAMETERS)
+    assert (flat["found"], flat["equation"]["combination"]) == ({}, "averaged")
+    inside = look(server, script, PIECES_IN_STEP)
+    assert inside["equation"]["lines"][1].endswith("computed of 1 parameters")
+    assert inside["unchecked"]
 
 
 SPLIT_SEQUENCE = """

@@ -302,9 +302,7 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
             return 0
         result = explained(command, folder, certificate, ranks, options.cpu)
         if certificate.verdict == "not judged":
-            for part in ("ranks", "one"):
-                kept = Path(options.folder) / "output" / part
-                shutil.copytree(folder / part / "output", kept, dirs_exist_ok=True)
+            keep_output(folder, Path(options.folder))
     from ddp_doctor.report.report import written
 
     silent = options.quiet and certificate.verdict == "equal" and not result.findings
@@ -312,6 +310,13 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
     if certificate.verdict == "not judged":
         say(f"what the script printed is in {Path(options.folder) / 'output'}")
     return exit_code(certificate, result.worst, options.fail_on)
+
+
+def keep_output(folder: Path, kept: Path) -> None:
+    """Copy what the script printed in each start that there was."""
+    for output in folder.glob("*/output"):
+        if output.parent.name != "observed":
+            shutil.copytree(output, kept / "output" / output.parent.name, dirs_exist_ok=True)
 
 
 def exit_code(certificate: "Certificate", worst: str | None, fail_on: str | None) -> int:

@@ -291,11 +291,11 @@ def equation(run: Run) -> Equation:
                 "how the ranks are combined. The optimizer does it inside of its step, at "
                 + inside[0]["combined_in_step"]
             )
-            seen += _in_step(run)
+        more = _in_step(run) if inside and not windows else []
         seen = seen if run.complete else "no complete optimizer step"
         if not run.complete and any(window.cut for window in run.windows):
             seen = "the steps have too many backward passes to record"
-        return Equation(None, [], run.world, False, [f"Not seen: {seen}."])
+        return Equation(None, [], run.world, False, [f"Not seen: {seen}.", *more])
     signature = Counter(_signature(step) for step in steps)
     usual = signature.most_common(1)[0][0]
     step = next(step for step in steps if _signature(step) == usual)
@@ -306,16 +306,16 @@ def equation(run: Run) -> Equation:
     return Equation(step, steps, run.world, right, _lines(step, right))
 
 
-def _in_step(run: Run) -> str:
+def _in_step(run: Run) -> list[str]:
     """What is known of reductions in an optimizer's step: not what it does with the result."""
     factors = [factor for window in run.complete if (factor := through_reductions(window)[0])]
     if len(factors) < len(run.complete) or not alike(factors):
-        return ""
-    names = run.complete[0].ranks[min(run.complete[0].ranks)].get("reduced", {})
-    return (
-        f". All that backward computed of {len(names)} parameters is in its reductions, whose "
-        f"result is the ranks' sum × {number(factors[0])}"
-    )
+        return []
+    sent = {name for window in run.complete for _, f in window for name in f.get("reduced", {})}
+    return [
+        f"sent      all that backward computed of {len(sent)} parameters",
+        f"result    the sum of the ranks' gradients × {number(factors[0])}; the rest is not seen",
+    ]
 
 
 def _divides_by_counts(windows: list[Window], factors: list[float]) -> bool:

@@ -161,6 +161,8 @@ class _Backwards:
         value = projection(gradient)
         if value is None:
             return
+        if getattr(parameter, "_is_flat_param", False):
+            recorder.arrived[key] = gradient.detach()
         grad = parameter.grad
         own = None if grad is None else dense(grad)
         fresh = grad is None or own is None or (grad.layout == torch.strided and not own.any())
@@ -220,6 +222,7 @@ class _Backwards:
         for handle in self.recorder.hooks:
             handle.remove()
         self.recorder.hooks = []
+        self.recorder.arrived.clear()
 
 
 def _whole(group: Any) -> Iterator[tuple[Tensor, float]]:

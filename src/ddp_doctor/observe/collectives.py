@@ -79,6 +79,8 @@ class _Calls:
             what = self.note(name, at, tensor, args, kwargs) if recorder.on else {}
             look = recorder.on and recorder.backward_count and not _by_fsdp()
             sent = self.reductions.before(name, args, kwargs) if look else None
+            if sent is not None and recorder.in_step:
+                recorder.combined_in_step(at)
             return doing, what, sent
 
         return before

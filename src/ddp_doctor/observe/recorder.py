@@ -72,6 +72,8 @@ class Recorder:
         # Leaves of the graph that no optimizer holds, as where it steps pieces of a flat tensor.
         self.others: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.outputs: list[tuple[int, float, float]] = []  # of this step's own reductions
+        # FSDP1 takes the whole gradient of its flat parameter away before it reduces it.
+        self.arrived: dict[int, Tensor] = {}
         self.keys_of_reduced: dict[str, int] = {}  # ids of the parameters in the window's `reduced`
         self.by_fsdp: set[int] = set()  # parameters whose whole local gradient fully_shard has had
         self.waiting: dict[int, float] = {}  # of a whole gradient that fully_shard has not reduced
@@ -182,13 +184,20 @@ class Recorder:
         A snapshot that was taken before, by `unscale_` or a clip, is of local gradients.
         """
         if self.in_step:
-            self.window["combined_in_step"] = place()
+            self.combined_in_step(place())
         for state in self.optimizers.values():
             if optimizer in (None, state.index):
                 state.snapshot = None
                 state.reduced |= (
                     {name} if name else {parameter for parameter, _ in self.parameters_of(state)}
                 )
+
+    def combined_in_step(self, at: str) -> None:
+        """An optimizer combines gradients itself: what it was given is no gradient of all ranks."""
+        self.window["combined_in_step"] = at
+        for state in self.optimizers.values():
+            if state.optimizer() is not None and id(state.optimizer()) in self.in_step:
+                state.snapshot = None
 
     def mark_reduced_loss(self, node: Any, fact: CollectiveFact) -> None:
         """A loss goes through a collective: whether a later backward needs it will be seen there.

@@ -22,6 +22,7 @@ ARGUMENTS = {
     "all_reduce": ("tensor",),
     "reduce": ("tensor",),
     "reduce_scatter_tensor": ("output", "input"),
+    "reduce_scatter_single": ("output", "input"),
     "reduce_scatter": ("output", "input_list"),
 }
 FEW = 16  # elements: such a tensor is a statistic, unless it is a gradient
@@ -133,15 +134,20 @@ class Reductions:
         """Find the gradients that are there now."""
         recorder = self.recorder
         now = [recorder.session.step_count, recorder.backward_count]
-        parameters = [p for p in recorder.all_trained() if p.grad is not None]
+        arrived = recorder.arrived
+        parameters = [p for p in recorder.all_trained() if p.grad is not None or id(p) in arrived]
         if self.moment == now and len(parameters) == len(self.held) and not recorder.in_backward:
             return
         self.moment = now
         names = recorder.names.of(parameters, recorder.wrappers)
-        found = [
-            (name, id(p), _read(p.grad))
+        held = [
+            (name, id(p), arrived.get(id(p), p.grad))
             for name, p in zip(names, parameters, strict=True)
-            if p.grad is not None and not hasattr(p.grad, "placements")
+        ]
+        found = [
+            (name, key, _read(grad))
+            for name, key, grad in held
+            if grad is not None and not hasattr(grad, "placements")
         ]
         self.held = [Held(name, key, flat) for name, key, flat in found if flat is not None]
 

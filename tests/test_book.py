@@ -7,9 +7,10 @@ import nbformat
 import pytest
 import yaml
 
+from labkit.book import predict
 from labkit.book.chapters import chapters_of, normalize
+from labkit.book.passage import passage
 from labkit.launch.scripts import project_root
-from when_to_multiply import NO_FACTOR, TREE
 
 ROOT = project_root()
 BOOK = ROOT / "book"
@@ -86,6 +87,16 @@ def test_every_chapter_has_three_exercises_with_solutions_and_one_to_predict(cha
     assert "Predict before you run" in text
 
 
+PREDICT = re.compile(r"```\{predict\} (\S+)\n((?::\w+: [^\n]*\n)*)(.*?)\n```", re.DOTALL)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
+def test_what_a_reader_predicts_is_what_the_solution_prints(chapter):
+    for solution, options, rows in PREDICT.findall(text_of(chapter)):
+        given = dict(re.findall(r"(?m)^:(\w+): (.*)$", options))
+        assert predict.answers(chapter, solution, rows.splitlines(), given)
+
+
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
 def test_a_stub_fails_its_check_and_the_folded_solution_passes_it(chapter):
     cells = code_cells(chapter)
@@ -102,21 +113,22 @@ def test_a_stub_fails_its_check_and_the_folded_solution_passes_it(chapter):
 def test_the_front_page_shows_the_digits_that_the_chapter_prints():
     cells = code_cells(BOOK / "puzzles" / "accumulate_vs_ddp.ipynb")
     printed = [output.text for cell in cells for output in cell.outputs if "text" in output]
-    (table,) = (text for text in printed if text.startswith("norm            the thread"))
+    (table,) = (text for text in printed if text.startswith("norm            forum"))
     rows = [line.split() for line in table.splitlines()[2:6]]
     front = re.findall(
         r"^\| `(\S+)` \| (\S+) \| (\S+) \| (\S+) \|$", (BOOK / "index.md").read_text(), re.M
     )
     assert [list(row) for row in front] == [
-        [name, thread, accumulated, ddp] for name, thread, accumulated, _, ddp in rows
+        [name, forum, accumulated, ddp] for name, forum, accumulated, _, ddp in rows
     ]
 
 
-def test_the_factors_on_one_page_are_those_of_the_trees_leaves():
-    leaves = [end for answers in TREE.values() for ends in answers.values() for _, end in ends]
-    page = (BOOK / "reference" / "one_page.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| .* \| ([^|]+) \|$", page, re.M)
-    assert [number for number, _ in rows] == [str(1 + leaf) for leaf in range(len(leaves))]
-    for (number, factor), leaf in zip(rows, leaves, strict=True):
-        said = NO_FACTOR if factor.startswith("no factor") else f"×{factor}"
-        assert said == leaf, f"leaf {number}"
+def test_every_passage_that_a_page_repeats_is_marked_once():
+    repeated = [
+        found
+        for page in pages()
+        for found in re.findall(r"```\{passage\} (\S+) (\S+)\n", text_of(page))
+    ]
+    assert len(repeated) >= 6
+    for page, name in repeated:
+        assert passage(BOOK / page, name)

@@ -14,7 +14,7 @@ from labkit.launch.scripts import project_root
 BOOK = project_root() / "book" / "surprises"
 
 # The number of surprises in each chapter; each has a cell tagged with its name.
-CHAPTERS = {"in_the_step": 16, "in_the_data": 7, "in_the_loss": 8, "museum": 6}
+CHAPTERS = {"in_the_step": 9, "in_the_wrapper": 7, "in_the_data": 7, "in_the_loss": 8, "museum": 6}
 BUGS = {"direction bug", "scale bug", "not finite"}
 # What a cell prints that does not show a bug beside what is right.
 OTHERS = {

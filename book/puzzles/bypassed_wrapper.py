@@ -10,7 +10,7 @@
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -178,18 +178,10 @@ def one_step(rank: int, x: Tensor, y: Tensor, fix: WorkingFix) -> Communication:
 
 
 Cause = Literal["nothing", "converted", "unfrozen", "loaded on rank 1", "step skipped"]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with learning rate 0.1."""
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def replicas(
-    rank: int, cause: Cause, steps: int, optimizer_of: MakeOptimizer = plain_sgd
-) -> list[Tensor]:
-    """This rank's weights after each step, flattened, as a function for `run_ranks`.
+def replicas(rank: int, cause: Cause, steps: int) -> list[Tensor]:
+    """This rank's weights after each step of SGD, flattened, for `run_ranks`.
 
     Args:
         cause: one of
@@ -199,7 +191,6 @@ def replicas(
             - "unfrozen": a parameter is frozen while the model is wrapped
             - "loaded on rank 1": rank 1 loads other weights after wrapping
             - "step skipped": rank 1 leaves out its second optimizer step
-        optimizer_of: makes the optimizer from the parameters.
     """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -210,7 +201,7 @@ def replicas(
         module.double()
     if cause == "loaded on rank 1" and rank == 1:
         module.load_state_dict({k: v + 0.1 for k, v in module.state_dict().items()})
-    optimizer = optimizer_of(module.parameters())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     torch.manual_seed(10 + rank)
     copies = []
     for step in range(steps):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bypassed_wrapper import draw_samples, train_bypassing
 from in_the_data import _noise
-from in_the_step import TwoBranches
+from in_the_wrapper import TwoBranches
 from labkit.book.chapters import chapters_of
 from labkit.launch import ScriptError, project_root, run_ranks
 from labkit.scenarios.padded_captioner import count_tokens, draw_captions, seeded_captioner

@@ -18,6 +18,7 @@ BY_HAND = "puzzles/by_hand_or_ddp.html"
 MEANS = "puzzles/mean_of_means.html"
 SUMS = "puzzles/sum_or_average.html"
 STEP = "surprises/in_the_step.html"
+WRAPPER = "surprises/in_the_wrapper.html"
 DATA = "surprises/in_the_data.html"
 LOSS = "surprises/in_the_loss.html"
 FAILS = "scale/when_a_node_fails.html"
@@ -29,7 +30,7 @@ REPORTS = "reference/reports.html"
 # code: (severity unless the rule says otherwise, title, page)
 CATALOG: dict[str, tuple[Severity, str, str]] = {
     "wrapper_bypassed": ("error", "The forward bypasses the wrapper", BYPASSED),
-    "two_backwards": ("error", "Two backwards run through one forward", STEP),
+    "two_backwards": ("error", "Two backwards run through one forward", WRAPPER),
     "wrapper_lost": ("error", "No wrapper combines the gradients", BYPASSED),
     "model_changed_after_wrapping": ("error", "The model changed after it was wrapped", BYPASSED),
     "optimizer_on_other_parameters": ("error", "The optimizer holds other parameters", REPORTS),
@@ -62,8 +63,8 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "gather_without_gradient": ("hint", "The gathered features carry no gradient", LOSS),
     "own_reduction_sums": ("hint", "The all-reduce sums the gradients", SUMS),
     "other_than_average": ("error", "The optimizer gets another gradient than the average", STEP),
-    "last_micro_batch_unsynced": ("error", "The last micro-batch is not synchronized", STEP),
-    "no_sync_without_forward": ("note", "no_sync has no effect", STEP),
+    "last_micro_batch_unsynced": ("error", "The last micro-batch is not synchronized", WRAPPER),
+    "no_sync_without_forward": ("note", "no_sync has no effect", WRAPPER),
     "every_micro_batch_synced": ("note", "Every micro-batch is synchronized", ACCUMULATE),
     "rank_skipped_step": ("error", "A rank took fewer optimizer steps", STEP),
     "clipped_before_sync": ("error", "Gradients are clipped before they are averaged", STEP),
@@ -77,7 +78,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     ),
     "scaler_scales_differ": ("error", "The ranks' loss scales differ", STEP),
     "scheduler_steps_per_rank": ("warning", "The scheduler steps once per rank", STEP),
-    "static_graph_with_no_sync": ("error", "static_graph conflicts with no_sync", STEP),
+    "static_graph_with_no_sync": ("error", "static_graph conflicts with no_sync", WRAPPER),
     "replicas_differ_at_start": ("error", "The replicas differ before the first step", BYPASSED),
     "replicas_drift": ("error", "The replicas diverge", BYPASSED),
     "hyperparameters_differ": ("error", "The ranks' hyperparameters differ", STEP),
@@ -92,7 +93,7 @@ CATALOG: dict[str, tuple[Severity, str, str]] = {
     "padded_evaluation": ("hint", "The evaluation counts some samples twice", DATA),
     "hang_missing_rank": ("error", "Ranks wait for a missing rank", FAILS),
     "mismatched_collectives": ("error", "Ranks are in different collectives", FAILS),
-    "unused_parameters": ("error", "Parameters take no part in the loss", STEP),
+    "unused_parameters": ("error", "Parameters take no part in the loss", WRAPPER),
     "saved_tensor_overwritten": ("error", "A saved tensor was overwritten", SYMPTOMS),
 }
 

@@ -23,6 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
+from labkit.book import minutes
 from labkit.launch.concurrency import workers
 from labkit.launch.forks import shared_server
 from labkit.launch.kernels import AsyncKernelThroughFiles
@@ -137,8 +138,9 @@ def execute_book(book: Path, out: Path) -> None:
 
 
 def update(chapters: Sequence[Path]) -> None:
-    """Run chapters in place and store their outputs."""
+    """Run chapters in place, store their outputs, and write their minutes."""
     _run_all([(chapter, chapter) for chapter in chapters])
+    minutes.write([*chapters, project_root() / "book" / "index.md"])
 
 
 def progress(done: int, jobs: int, name: str, seconds: float, elapsed: float) -> str:

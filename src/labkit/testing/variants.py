@@ -49,6 +49,22 @@ class Tried(NamedTuple):
         rows = [[v.variant, v.ranks, *v.comparison, v.kind, *notes] for v, notes in lines]
         return table(["variant", "ranks", "ratio", "cosine", "verdict", *headers], rows, digits)
 
+    def brief(self, *headers: str) -> str:
+        """One line per variant: where the ranks differ, their smallest and largest numbers.
+
+        The verdict and the notes are those of the last rank.
+        """
+        lines: dict[str, list[Cell]] = {}
+        for verdict, notes in zip(self.verdicts, self.notes, strict=True):
+            found = [v for v in self.verdicts if v.variant == verdict.variant]
+            columns = zip(*(v.comparison for v in found), strict=True)
+            ranges = [f"{min(numbers):.4f} to {max(numbers):.4f}" for numbers in columns]
+            agree = verdict.ranks == "all"
+            numbers = ["all", *verdict.comparison] if agree else ["differ", *ranges]
+            lines[verdict.variant] = [verdict.variant, *numbers, verdict.kind, *notes]
+        all_headers = ["variant", "ranks", "ratio", "cosine", "verdict", *headers]
+        return table(all_headers, list(lines.values()))
+
 
 def try_variants(
     model: nn.Module,

@@ -23,10 +23,10 @@ def code_of(chapter):
     return [re.sub(r"^%.*$", "", c.source, flags=re.M) for c in cells if c.cell_type == "code"]
 
 
-def definitions(chapter):
-    """The source of every class and function of a page; of equal names, the first."""
+def definitions(file):
+    """The source of every class and function of a page or module; of equal names, the first."""
     found = {}
-    for cell in code_of(chapter):
+    for cell in code_of(file) if file.suffix == ".ipynb" else [file.read_text()]:
         for node in ast.parse(cell).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 found.setdefault(node.name, ast.unparse(node))
@@ -35,7 +35,7 @@ def definitions(chapter):
 
 def test_the_wrapper_begins_with_the_reducer_of_the_page_before_it():
     page_2 = definitions(BUILD / "buckets_that_overlap.ipynb")
-    page_3 = definitions(BUILD / "the_wrapper.ipynb")
+    page_3 = definitions(BUILD / "the_wrapper.py")
     shared = ("pack", "Bucket", "Buckets", "Launching", "Reducer")
     assert {name: page_3[name] for name in shared} == {name: page_2[name] for name in shared}
 

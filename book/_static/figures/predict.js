@@ -19,9 +19,7 @@
 
   function open(solution) {
     const folded = document.getElementById(solution);
-    const details = folded?.matches("details") ? folded : folded?.closest("details");
-    if (details) details.open = true;
-    else if (folded?.classList.contains("toggle-hidden")) folded.querySelector("button")?.click();
+    if (folded?.classList.contains("toggle-hidden")) folded.querySelector("button")?.click();
   }
 
   function check(form) {
@@ -41,9 +39,9 @@
       const as_predicted = field.matches("select")
         ? field.value === answer : agrees(field.value, answer);
       right += as_predicted;
-      const output = field.nextElementSibling;
-      output.className = as_predicted ? "right" : "wrong";
-      output.textContent = as_predicted ? "✓" : `✗ ${answer}`;
+      const mark = field.nextElementSibling;
+      mark.className = `mark ${as_predicted ? "right" : "wrong"}`;
+      mark.textContent = as_predicted ? "✓" : `✗ ${answer}`;
     }
     status.textContent = `${right} of ${fields.length} as predicted. The solution is open below.`;
     open(form.dataset.solution);

@@ -23,7 +23,13 @@ CHECKS = [
 ]
 
 # These start no ranks, and take less than a second each. All others together take minutes.
-QUICK = {"choosing_buckets", "in_the_data", "sum_or_average", "ten_thousand_ranks"}
+QUICK = {
+    "choosing_buckets",
+    "in_the_data",
+    "in_the_optimizer",
+    "sum_or_average",
+    "ten_thousand_ranks",
+}
 TRIED = [
     pytest.param(*pair, marks=() if pair[0].stem in QUICK else pytest.mark.slow) for pair in CHECKS
 ]

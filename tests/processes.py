@@ -1,8 +1,20 @@
-"""Find the processes that a test started, by a marker in their environment."""
+"""Wait for what other processes do, and find those that a test started."""
 
+import contextlib
 import time
+from collections.abc import Callable, Iterable
 
 import psutil
+
+
+def becomes(condition: Callable[[], object], within: float = 60.0) -> bool:
+    """Whether `condition()` becomes true within that many seconds."""
+    deadline = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def processes_with(marker: str) -> list[psutil.Process]:
@@ -19,9 +31,16 @@ def processes_with(marker: str) -> list[psutil.Process]:
 
 def all_gone(marker: str, within: float = 60.0) -> bool:
     """Whether the last of them ends within that many seconds."""
-    deadline = time.monotonic() + within
-    while processes_with(marker):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+    return becomes(lambda: not processes_with(marker), within)
+
+
+def all_end(pids: Iterable[int], within: float = 60.0) -> bool:
+    """Whether each of these processes ends; a zombie has ended."""
+
+    def runs(pid: int) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    left = list(pids)
+    return becomes(lambda: not any(map(runs, left)), within)

@@ -21,6 +21,7 @@ from grader_notebooks import FIRST, cell, first_assignment, submission, write
 from nbclient import NotebookClient
 from nbformat import read
 from nbformat.v4 import new_notebook
+from processes import all_gone
 
 from grader import batch
 from grader.__main__ import main
@@ -216,17 +217,4 @@ def test_ctrl_c_ends_soon_and_leaves_no_process(tmp_path):
     _, said = run.communicate(timeout=300)
     assert run.returncode == 130
     assert "the same command continues" in said
-    deadline = time.monotonic() + 60
-    while (left := _marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert left == []
-
-
-def _marked(mark):
-    """The processes that have inherited `mark` in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get("GRADER_TEST") == mark:
-                found.append(process)
-    return found
+    assert all_gone(mark)

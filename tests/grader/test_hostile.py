@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from grader_notebooks import FIRST, cell, first_assignment, submission, write
+from processes import becomes
 
 from grader.answer_key import AnswerKey, run_check
 from grader.batch import grade_all
@@ -268,10 +268,7 @@ def test_nothing_is_left(graded):
     tops = ("/tmp", "/dev/shm", "/var/tmp", os.getcwd())
     left = [folder for top in tops for folder, _, names in os.walk(top) if TRACE in names]
     assert left == []
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (still := servers_below()):
-        time.sleep(0.2)
-    assert still == []
+    assert becomes(lambda: not servers_below())
 
 
 def servers_below() -> list[psutil.Process]:

@@ -10,9 +10,8 @@ import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import psutil
 import pytest
-from processes import all_gone, processes_with
+from processes import all_end, all_gone, becomes, processes_with
 
 from labkit.launch import forks
 from labkit.launch.forks import (
@@ -56,10 +55,7 @@ def start_others_and_wait() -> None:
 
 
 def wait_for(text: str, file: Path) -> None:
-    deadline = time.monotonic() + 100
-    while not (file.exists() and text in file.read_text()):
-        assert time.monotonic() < deadline, f"{file} has no {text!r}"
-        time.sleep(0.05)
+    assert becomes(lambda: file.exists() and text in file.read_text(), 100), f"no {text!r}"
 
 
 def test_to_stop_a_fork_ends_what_it_started_in_whichever_session(tmp_path):
@@ -87,7 +83,7 @@ def test_a_fork_of_the_server_has_loaded_torch_and_leaves_nothing_when_it_ends()
     with forked(fork_and_end, marker := uuid.uuid4().hex) as connection:
         pid, loaded = connection.recv()
     assert loaded
-    assert ends(pid)
+    assert all_end([pid])
     assert processes_with(marker) == []
 
 
@@ -98,21 +94,12 @@ def be_killed(caller: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def ends(pid: int, within: float = 60) -> bool:
-    deadline = time.monotonic() + within
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_fork_ends_when_its_parent_is_killed():
     with forked(be_killed) as connection:
         child = connection.recv()
         with pytest.raises(EOFError):
             connection.recv()
-    assert ends(child)
+    assert all_end([child])
 
 
 CHECKS_ITS_PARENT = """
@@ -132,9 +119,9 @@ def test_without_the_systems_help_too():
         [sys.executable, "-c", CHECKS_ITS_PARENT], stdout=subprocess.PIPE, text=True
     ) as parent:
         child = int(parent.stdout.readline())
-        assert not ends(child, within=0.1)
+        assert not all_end([child], within=0.1)
         parent.kill()
-        assert ends(child)
+        assert all_end([child])
 
 
 def answer(caller: Connection, *names: str) -> None:
@@ -159,7 +146,7 @@ def test_a_server_of_its_own_has_more_modules_and_is_replaced_after_it_was_kille
         assert server.pid != killed
     finally:
         server.stop()
-    assert ends(server.pid)
+    assert all_end([server.pid])
 
 
 def test_if_no_server_can_be_started_the_reason_is_given(without_a_shared_server, monkeypatch):

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 
 import pytest
-from processes import all_gone, processes_with
+from processes import all_gone, becomes, processes_with
 
 from labkit.launch.guard import run_guarded
 
@@ -67,10 +66,8 @@ def test_nothing_is_left_when_the_caller_is_killed():
         env={**os.environ, "M": marker},
         start_new_session=True,
     )
-    deadline = time.monotonic() + 100
-    while len(processes_with(marker)) < 4:  # caller, guard, command, sleep
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    # The caller, the guard, the command, and its sleep.
+    assert becomes(lambda: len(processes_with(marker)) >= 4, 100)
     os.killpg(caller.pid, signal.SIGKILL)
     caller.wait()
     assert all_gone(marker)

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import psutil
 import pytest
 from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import LocalPortCache
+from processes import all_end, becomes
 
 from labkit.launch.forked_process import ForkedProcess
 from labkit.launch.forks import SHARED
@@ -77,10 +77,7 @@ class Running:
     def ends(self) -> int:
         """Wait for its end; the exit code."""
         process = self.manager.provisioner.process
-        deadline = time.monotonic() + 60
-        while process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert becomes(lambda: process.poll() is not None)
         assert not self.manager.is_alive()
         return process.returncode
 
@@ -147,10 +144,7 @@ def test_a_forked_kernel_can_be_interrupted_with_what_it_runs_and_goes_on(kernel
     message = kernel.client.execute(
         "import pathlib, time; pathlib.Path('began').touch(); time.sleep(300)"
     )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "began").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert becomes((tmp_path / "began").exists)
     kernel.manager.interrupt_kernel()
     reply = kernel.client._recv_reply(message, timeout=60)
     assert reply["content"]["ename"] == "KeyboardInterrupt"
@@ -196,5 +190,4 @@ def test_when_its_manager_is_killed_a_forked_kernel_ends_with_what_it_started():
         below = [kernel, *kernel.children(recursive=True)]
         assert len(below) == 2
         manager.kill()
-        _, left = psutil.wait_procs(below, timeout=60)
-    assert [one for one in left if one.status() != psutil.STATUS_ZOMBIE] == []
+        assert all_end(one.pid for one in below)

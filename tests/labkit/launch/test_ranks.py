@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from processes import all_gone, processes_with
+from processes import all_end, all_gone, becomes, processes_with
 
 from labkit.launch.rank_states import STARTING
 from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
@@ -575,20 +575,18 @@ def test_no_process_is_left_when_the_calling_script_ends_in_the_middle(tmp_path)
     try:
         for (name, send, end), ready in zip(ends, all_ready, strict=True):
             files = [ready.with_name(f"{ready.name}-{rank}") for rank in range(3)]
-            deadline = time.monotonic() + 300
-            while not all(file.exists() and file.read_text().endswith("\n") for file in files):
-                assert callers.poll() is None, name
-                assert time.monotonic() < deadline, name
-                time.sleep(0.05)
-            ranks = [psutil.Process(int(file.read_text())) for file in files]
+            assert becomes(
+                lambda files=files: all(f.exists() and f.read_text()[-1:] == "\n" for f in files),
+                300,
+            ), name
+            ranks = [int(file.read_text()) for file in files]
             [caller] = psutil.Process(callers.pid).children()
             marker = str(ready)
             assert len(processes_with(marker)) >= 3, name  # what the ranks started
             send(caller.pid, end)
             caller.wait(timeout=60)
             assert all_gone(marker), name
-            _, left = psutil.wait_procs(ranks, timeout=60)
-            assert [rank for rank in left if rank.status() != psutil.STATUS_ZOMBIE] == [], name
+            assert all_end(ranks), name
     finally:
         callers.kill()
         output, _ = callers.communicate()

@@ -1,10 +1,9 @@
 """Scripts that chapters run: their output, their errors, and what is left of them."""
 
-import contextlib
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import all_end
 
 from labkit.launch.scripts import ScriptError, project_root, run_script
 
@@ -105,6 +104,4 @@ def test_a_late_script_with_lightning_is_stopped_with_all_that_it_started(script
         run_script(name, timeout=5)
     ended = [int(word) for word in caught.value.said.split()]
     assert len(ended) == 2
-    for pid in ended:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert all_end(ended, within=0)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 
 import psutil
 import pytest
+from processes import all_end, becomes
 
 from labkit.launch import forks, user_sockets
 from labkit.launch.forked_process import ForkedProcess
@@ -104,12 +105,7 @@ def asks(program: str, **options: object) -> subprocess.Popen[str]:
 
 
 def nothing_runs_below(server: psutil.Process) -> bool:
-    deadline = time.monotonic() + 60
-    while server.children(recursive=True):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    return becomes(lambda: not server.children(recursive=True))
 
 
 def test_four_processes_get_200_forks_of_one_server(shared):
@@ -154,10 +150,7 @@ with forked(in_a_fork.start_others) as connection:
     assert len(shared.children(recursive=True)) == 6
     askers[0].kill()
     askers[0].wait()
-    deadline = time.monotonic() + 60
-    while len(shared.children(recursive=True)) > 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert becomes(lambda: len(shared.children(recursive=True)) <= 3)
     askers[1].kill()
     askers[1].wait()
     assert nothing_runs_below(shared)
@@ -240,13 +233,12 @@ def test_a_variable_turns_sharing_off(monkeypatch):
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_when_the_maker_is_killed_no_server_is_left(asked, maker, shared):
-    servers = [shared]
+    servers = [shared.pid]
     if asked:
         with ForkServer("wave").forked(modules_of_fork) as connection:
-            servers += [psutil.Process(connection.recv()[0])]
+            servers += [connection.recv()[0]]
     maker.kill()
-    _, alive = psutil.wait_procs(servers, timeout=60)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    assert all_end(servers)
 
 
 def test_where_names_are_files_none_is_left(shared, monkeypatch, tmp_path):

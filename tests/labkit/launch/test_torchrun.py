@@ -4,13 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
-import psutil
 import pytest
-from processes import all_gone, processes_with
+from processes import all_end, all_gone, becomes, processes_with
 
 from labkit.launch import nodes
 from labkit.launch.guard import run_guarded
@@ -234,10 +232,7 @@ def test_a_command_that_is_killed_leaves_no_agent_and_no_rank(name, script, tmp_
         stderr=subprocess.DEVNULL,
     ) as command:
         ranks = 4 if name == "run_script on two nodes" else 2
-        deadline = time.monotonic() + 300
-        while len(list(seen.iterdir())) < ranks and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(list(seen.iterdir())) == ranks
+        assert becomes(lambda: len(list(seen.iterdir())) == ranks, 300)
         command.kill()
     assert all_gone(str(seen))
 
@@ -262,8 +257,4 @@ def test_if_the_supervisor_itself_is_killed_no_agent_and_no_rank_stays(
     )
     with pytest.raises(ScriptError, match="137"):
         run_script(name, ranks=2, nodes=nodes)
-    pids = json.loads(found.read_text())
-    _, running = psutil.wait_procs(
-        [one for one in psutil.process_iter() if one.pid in pids], timeout=60
-    )
-    assert running == []
+    assert all_end(json.loads(found.read_text()))

@@ -634,6 +634,21 @@ for step in range(5):
     dist.broadcast(noise, 0)
     update((model(prompts * noise) - noise[:, :4]).pow(2).mean())
 """,
+    "gradients that are views of one buffer": """
+model = model.module
+flat = [torch.zeros(p.numel()) for p in model.parameters()]
+for p, part in zip(model.parameters(), flat):
+    p.grad = part.view_as(p)
+for step in range(6):
+    x = torch.randn(8, 6)
+    cross_entropy(model(x), x.argmax(1) % 4).backward()
+    for part in flat:
+        dist.all_reduce(part)
+        part /= dist.get_world_size()
+    optimizer.step()
+    for part in flat:
+        part.zero_()
+""",
     "one input from rank 0, and one from a loader": """
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -805,7 +820,7 @@ def written(folder: Path, failed: str = "", **of_the_ranks: list[dict[str, Any]]
     usual |= {"weights": {"0.0": torch.ones(4)}, "rates": [0.1], "cleared": True}
     usual |= {"foreign": [], "delivered": [], "half": False, "filled": False, "seen": SEEN}
     for part in ("ranks", "one"):
-        (folder / part).mkdir()
+        (folder / part).mkdir(exist_ok=True)
     for turn, (kind, facts) in enumerate(of_the_ranks.items()):
         for rank, one in enumerate(facts):
             all_facts = usual | {"turn": turn, "rank": rank, "kind": kind.replace("_", " ")} | one
@@ -862,6 +877,16 @@ def test_another_deal_is_not_judged_where_one_process_could_not_join_the_samples
     found = written(tmp_path, **{OWN: [own, {}], DEAL: [dealt | {"one": of_one}, dealt]})
     assert found.verdict == "not judged"
     assert "train.py:30 cannot be joined" in found.why
+
+
+def test_an_optimizer_whose_step_calls_collectives_is_not_said_to_apply_different_gradients(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "combines").touch()
+    found = written(tmp_path, **{OWN: [{}, {"gradients": {"0.0": torch.arange(4.0)}}]})
+    assert found.verdict == "not judged"
+    assert "combined in its step" in found.why
 
 
 def test_learning_rates_that_differ_are_different(tmp_path: Path) -> None:

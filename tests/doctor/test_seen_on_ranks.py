@@ -197,6 +197,23 @@ for step in range(3):
     opt.step()
     opt.zero_grad()
 """,
+    "halves of a step that are reduced and added up by the script": """
+opt = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(3):
+    kept = []
+    for half in range(2):
+        (loss_of(net, batch()) / 2).backward()
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world
+        kept.append([p.grad for p in net.parameters()])
+        for p in net.parameters():
+            p.grad = None
+    for p, one, other in zip(net.parameters(), *kept):
+        p.grad = one + other
+    opt.step()
+    opt.zero_grad()
+""",
     "two optimizers on sharded parameters clip nothing": """
 from torch.distributed.fsdp import fully_shard
 fully_shard(net)

@@ -32,7 +32,9 @@ from ddp_doctor.certificate.fixed import Fixed
 from ddp_doctor.certificate.plan import LATER, PLAN, PLAN_AHEAD, USUAL, WATCHED, Part
 from ddp_doctor.certificate.premises import Premises
 from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded
+from ddp_doctor.facts.types import CALLS
 
+COMBINES = "combines"  # a file: an optimizer's step calls a collective
 TINY = 0.02  # standard deviation of the values that replace zeros
 
 
@@ -92,6 +94,7 @@ class Steps:
         self.cleared = False  # whether the script has called zero_grad
         self.turn = 0  # steps of all optimizers
         self.filled = False  # whether a weight was zero
+        self.combines = False  # whether an optimizer's step calls a collective
         self.half = False  # whether half precision takes part
         self.premises = Premises()
         self.ends.append(self.premises.clear)
@@ -108,6 +111,7 @@ class Steps:
         self._keys: dict[int, str] = {}  # of the trained parameters, by their ids
         guard = self.ours.guard
         nn.modules.module.register_module_forward_pre_hook(guard(self._before_forward))
+        self._note_collectives_in_steps()
         self._note_reductions()
         register_optimizer_step_pre_hook(guard(self._before))
         register_optimizer_step_post_hook(guard(self._after))
@@ -121,6 +125,21 @@ class Steps:
         handed = self.handed
         mixed = [place for place, _ in handed.mixed] if handed and not handed.marked else []
         self.unjoined += [f"{place[0]}:{place[1]}" for place in mixed if place[-1] == FORWARD]
+
+    def _note_collectives_in_steps(self) -> None:
+        """An optimizer that calls one combines the ranks itself."""
+
+        def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(call)
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                self.combines |= self._nested > 0
+                return call(*args, **kwargs)
+
+            return collective
+
+        for name in CALLS if dist.is_available() else ():
+            if hasattr(dist, name):
+                setattr(dist, name, noted(getattr(dist, name)))
 
     def _note_reductions(self) -> None:
         all_reduce = dist.all_reduce if dist.is_available() else None
@@ -206,7 +225,7 @@ class Steps:
         if not torch.is_grad_enabled() or not self._made:
             return
         while self._used:
-            self._used.pop().grad = None
+            _clear(self._used.pop())
         if self._started:
             return
         self._started = True
@@ -339,6 +358,8 @@ class Steps:
             for buffer, value in self._buffers.values() if self._kept else ():
                 buffer.copy_(value)
         self._buffers.clear()
+        if self.combines and not self.part.path(COMBINES).exists():
+            self.part.path(COMBINES).touch()
         self._taken[id(optimizer)] += 1
         self.turn += 1
         if id(optimizer) == next(iter(self._taken)):
@@ -378,6 +399,17 @@ def _of_all(part: Part, world: int, rank: int = 0) -> Handed | None:
     if not paths or not wait_for(paths):
         return None
     return Handed(part, rank, [Recorded(**read(path)) for path in paths])
+
+
+def _clear(parameter: Tensor) -> None:
+    """Leave no gradient; one that is a view of a buffer of the script's stays there and is zero."""
+    grad = parameter.grad
+    plain = type(grad) is Tensor and grad.layout == torch.strided
+    part = plain and (grad._is_view() or grad.untyped_storage().nbytes() > grad.nbytes)
+    if grad is not None and part:
+        grad.detach().zero_()
+    else:
+        parameter.grad = None
 
 
 @torch.no_grad()

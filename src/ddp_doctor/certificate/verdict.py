@@ -125,7 +125,9 @@ def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
         counts = (first[0]["world"], max(1, int(first[0]["backwards"])))
         return Certificate("not judged", why, world=counts[0], micro_batches=counts[1])
     world_in_script = (folder / "one" / "world-in-script").exists()
-    certificate = Judge(ranks, one, (failed_ranks, failed_one), world_in_script).certificate
+    combines = (folder / "ranks" / "combines").exists()
+    failed = (failed_ranks, failed_one)
+    certificate = Judge(ranks, one, failed, world_in_script, combines).certificate
     if _all_the_same(folder / "ranks"):
         certificate.notes.append(SAME_SAMPLES)
     return certificate
@@ -141,11 +143,17 @@ class Judge:
     """Compares steps of the two parts; `certificate` is the result."""
 
     def __init__(
-        self, ranks: Part, one: Part, failed: tuple[str, str], world_in_script: bool
+        self,
+        ranks: Part,
+        one: Part,
+        failed: tuple[str, str],
+        world_in_script: bool,
+        combines: bool = False,
     ) -> None:
         self.ranks, self.one = ranks, one
         self.failed_ranks, self.failed_one = failed
         self.world_in_script = world_in_script
+        self.combines = combines  # whether an optimizer's step calls a collective
         self.own = ranks[0, 0, OWN]
         self.world, self.micros = int(self.own["world"]), max(1, int(self.own["backwards"]))
         self.names: dict[str, str] = {}
@@ -414,13 +422,15 @@ class Judge:
         return p1, "One process with all samples of a step computes the same gradient."
 
     def _stays_equal(self) -> bool:
-        """Whether all ranks have the same weights at every later step."""
+        """Whether all ranks have the same weights at every later step, which was seen or is what
+        an optimizer's step that calls collectives is for.
+        """
         later = [
             not _apart(facts["weights"], self.ranks[0, optimizer, kind]["weights"])
             for (rank, optimizer, kind), facts in self.ranks.items()
             if rank and kind.startswith(LATER) and (0, optimizer, kind) in self.ranks
         ]
-        return len(later) > 1 and all(later)
+        return all(later) and (self.combines or len(later) > 1)
 
     def _averaged(self) -> str:
         """Whether ranks that had different parameters get equal ones at a later step."""

@@ -15,7 +15,7 @@ OTHER_SCALE = {"scaled_by_world_size"}
 OF_ONE_STEP = {
     *("unequal_denominators_accumulation", "loss_reduced_before_backward", "clipped_before_sync"),
     *("manual_all_reduce_skips_none", "optimizer_in_backward", "parameters_averaged"),
-    *("replicas_differ_at_start", "static_graph_with_no_sync"),
+    *("replicas_differ_at_start", "static_graph_with_no_sync", "other_than_average"),
 }
 OTHER_DIRECTION = {
     *("unequal_denominators", "local_negatives"),

@@ -57,7 +57,7 @@ def combination(window: Window, clipped: bool = False, run: Run | None = None) -
             factor = _by_fsdp(window, len(run.readers))
             factor = factor if factor is None or clipped else factor * rescaled(window)
     if factor is None:
-        return Combination("unknown", None, residual)
+        return Combination("unknown", None, 0.0 if _added_up(window) else residual)
     if run is not None and run.apart:
         return Combination("apart", factor, residual)
     return _named(window, factor, residual)
@@ -103,6 +103,12 @@ def through_reductions(window: Window) -> tuple[float | None, float]:
         whole = sum(got) if facts[0]["pieces"] > 1 else got[0]
         pairs.append((whole, sum(local)))
     return measured(pairs)
+
+
+def _added_up(window: Window) -> bool:
+    """Whether the script reduces what each backward computes and adds it up itself."""
+    reduced = [one for _, fact in window for one in fact.get("reduced", {}).values()]
+    return any(one["times"] > 1 and one["whole"] for one in reduced)
 
 
 def _unread(window: Window) -> bool:

@@ -128,6 +128,7 @@ class ReducedFact(TypedDict):
     local: float | None  # what backward has computed on this rank by the end of the step
     pieces: int  # how many ranks have one of what came back
     times: int  # how often it was sent in this step
+    whole: bool  # whether each time it was what backward had computed since it was cleared
 
 
 class ForwardFact(TypedDict):

@@ -116,13 +116,17 @@ class Reductions:
     def _note(self, one: Held, part: Tensor, sent: Sent) -> None:
         reduced = self.recorder.window.setdefault("reduced", {})
         times = reduced[one.name]["times"] if one.name in reduced else 0
+        value = projection_of(part, 0, len(part))
+        local = self.recorder.local.get(one.key)
+        whole = local is not None and abs(value - local) <= OFF * abs(local)
         self.recorder.keys_of_reduced[one.name] = one.key
         reduced[one.name] = ReducedFact(
-            sent=projection_of(part, 0, len(part)),
+            sent=value,
             got=None,
             local=None,
             pieces=sent.ranks if sent.scattered else 1,
             times=times + 1,
+            whole=whole and (not times or reduced[one.name]["whole"]),
         )
 
     def _as_large(self, numel: int) -> bool:

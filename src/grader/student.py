@@ -26,7 +26,7 @@ class Released(NamedTuple):
 
     assignment: Assignment
     points: float  # of the whole assignment
-    known: dict[str, dict[str, Any]]  # inputs and the key's results, by visible check
+    records: dict[str, dict[str, Any]]  # inputs and the key's results, by visible check
 
 
 class Verdict(NamedTuple):
@@ -44,11 +44,11 @@ def read_release(path: Path) -> Released:
         own = notebook["metadata"]["grader"]
         checks = [CheckSource(**one["check"]) for one in own["visible"]]
         records = [unpack(base64.b64decode(one["record"])) for one in own["visible"]]
-        known = {check.name: one for check, one in zip(checks, records, strict=True)}
+        by_check = {check.name: one for check, one in zip(checks, records, strict=True)}
         solutions = {name: Solution(name, stub, stub) for name, stub in own["stubs"].items()}
         name, title, givens = own["assignment"], own["title"], tuple(own["givens"])
         assignment = Assignment(name, title, notebook, givens, solutions, tuple(checks), ())
-        return Released(assignment, own["points"], known)
+        return Released(assignment, own["points"], by_check)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise SourceError(
             f"{path} is not a released assignment: the release's own metadata are missing. "
@@ -70,14 +70,14 @@ def validate(path: Path) -> Iterator[Verdict]:
 def _verdict(
     check: CheckSource, released: Released, solutions: dict[str, str], sandbox: Sandbox
 ) -> Verdict:
-    cells, known = released.assignment.cells(check, solutions), released.known[check.name]
-    outcomes = run_check(sandbox, check, cells, known["inputs"], SEED)
+    cells, record = released.assignment.cells(check, solutions), released.records[check.name]
+    outcomes = run_check(sandbox, check, cells, record["inputs"], SEED)
     broken = "".join(
         f"\n{could_not_run(cell, about)}" for cell, about in outcomes[-1].failed_cells.items()
     )
     if outcomes[-1].results is None:
         return Verdict(check, False, f"not yet. It {describe(outcomes[-1], check)}.{broken}")
-    for outcome, key in zip(outcomes, known["key"], strict=True):
+    for outcome, key in zip(outcomes, record["key"], strict=True):
         if differs := observation(outcome.results, key, check.tolerance):
             return Verdict(check, False, f"not yet. {check.concept} {differs}{broken}")
     return Verdict(check, True, "passed")

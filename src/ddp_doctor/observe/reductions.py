@@ -71,8 +71,8 @@ class Reductions:
             return None
         self._look()
         starts = [0]
-        for one in read:
-            starts.append(starts[-1] + len(one))
+        for tensor in read:
+            starts.append(starts[-1] + len(tensor))
         flat = read[0] if len(read) == 1 else torch.cat(read)
         parts, complete = _parts(flat, starts, self.held)
         if not complete and len(flat) > FEW and (parts or self._as_large(len(flat))):

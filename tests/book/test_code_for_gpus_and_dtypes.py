@@ -6,9 +6,12 @@ import re
 import nbformat
 import pytest
 import torch
+import torch.distributed as dist
 from exercise_cells import state_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from labkit.book.chapters import chapters_of
 from labkit.launch import project_root, run_ranks
@@ -94,3 +97,93 @@ def test_a_new_tensor_that_is_sent_names_its_device(chapter):
         for node in ast.walk(ast.parse(cell)):
             if isinstance(node, ast.FunctionDef):
                 assert not new_on_the_cpu(node), f"{chapter.stem}, {node.name}"
+
+
+class OnAnotherDevice(TorchFunctionMode):
+    """As if everything that exists were on a GPU: what is made here, or only from that, is not.
+
+    Unless a device was named. Collectives then refuse it, as NCCL refuses a tensor on the CPU.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.backward:  # its hooks make tensors, too
+            with self:
+                return torch.autograd.Variable._execution_engine.run_backward(
+                    args, (torch.ones_like(args[0]),), False, False, (), True, accumulate_grad=True
+                )
+        result = function(*args, **kwargs)
+        named = any(isinstance(leaf, torch.device) for leaf in tree_leaves((args, kwargs)))
+        left = not named and all(one.left_on_the_cpu for one in tensors_in((args, kwargs)))
+        for tensor in tensors_in(result):
+            tensor.left_on_the_cpu = left
+        return result
+
+
+def refusing(collective):
+    def run(*args, **kwargs):
+        sent = tensors_in((args, kwargs))
+        assert not any(tensor.left_on_the_cpu for tensor in sent), "a tensor on the CPU is sent"
+        return collective(*args, **kwargs)
+
+    return run
+
+
+def tensors_in(tree):
+    found = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    for tensor in found:
+        tensor.left_on_the_cpu = getattr(tensor, "left_on_the_cpu", False)
+    return found
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, skip):
+        x = self.always(x)
+        return x if skip else self.rare(x)
+
+
+def two_passes(rank, world_size, average, after_backward, skip):
+    torch.manual_seed(0)
+    model, x = TwoLayers(), torch.ones(2, 4) + rank
+    for name in ("all_reduce", "broadcast", "all_gather"):
+        setattr(dist, name, refusing(getattr(dist, name)))
+    with OnAnotherDevice():
+        averager = model if after_backward else average(model)
+        for _ in range(2):
+            model.zero_grad()
+            call = averager if callable(averager) else model
+            call(x, skip and rank == 1).square().sum().backward()
+            if after_backward:
+                average(model)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+SENDING = {  # chapter, check, what averages, whether after backward, whether rank 1 skips a layer
+    "flags": ("average_by_hand", "check_none", "average_with_flags", True, True),
+    "one message": ("average_by_hand", "check_none", "average_gradients", True, True),
+    "reducer": ("buckets_that_overlap", "check_views", "Reducer", False, False),
+    "wrapper": ("the_wrapper", "check_plan", "DDP", False, False),
+    "unused": ("the_wrapper", "check_plan", "lambda module: DDP(module, True)", False, True),
+}
+
+
+@pytest.mark.parametrize("case", SENDING)
+def test_the_pages_code_sends_only_what_is_on_the_models_device(case, monkeypatch):
+    chapter, check, average, *how = SENDING[case]
+    monkeypatch.chdir(BUILD)
+    state = state_for(BUILD / f"{chapter}.ipynb", check, [average])
+    first, second = run_ranks(two_passes, 2, eval(average, state), *how)
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_new_tensor_without_a_device_is_refused():
+    def without_a_device(model):
+        used = torch.tensor([float(p.grad is not None) for p in model.parameters()])
+        dist.all_reduce(used / 2)
+
+    with pytest.raises(AssertionError, match="a tensor on the CPU is sent"):
+        run_ranks(two_passes, 2, without_a_device, True, False)

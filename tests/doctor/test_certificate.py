@@ -945,6 +945,8 @@ def test_the_same_rows_in_another_order_or_with_more_padding_are_the_same_sample
     assert same_rows([torch.ones(2, 3)] * 2, [torch.ones(2, 3)])
     assert not same_rows([rows[:2], rows[2:]], [rows[[0, 0, 2, 3]]])
     assert not same_rows([rows[:2], rows[2:]], [rows[:2]])
+    assert not same_rows([rows[:2]], [rows])
+    assert same_rows([rows[:2]], [torch.nn.functional.pad(rows[:2], (0, 0, 0, 2))])
 
 
 def test_other_rows_and_labels_that_came_apart_are_named_with_their_line() -> None:

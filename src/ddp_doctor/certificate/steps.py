@@ -385,7 +385,9 @@ class Steps:
             self.recorded.written(self.part.path(f"samples.{rank}.pt"))
             self.handed = _of_all(self.part, world, rank)
             if self.handed is None:
-                raise TimeoutError(f"the other ranks took no first step within {PATIENCE:g} s")
+                said = f"TimeoutError: another rank took no first step within {PATIENCE:g} s"
+                sys.stderr.write(f"{said}\n")
+                leave(1)
             self.handed.shards = not self._comparable
             self._note_calls()
         self.fixed.as_it_is = self.now in (USUAL, LATER)

@@ -1,27 +1,26 @@
 """For prove_it.ipynb: certify a script, and the figure of the three properties.
 
-The command starts new interpreters. Here each process is a fork of one that has loaded
-torch: the same certificate in a tenth of the time.
+The command starts a new interpreter. Here each process is a fork of one that has loaded
+torch: the same certificate in less time.
 """
 
-import atexit
-import multiprocessing.process
 import os
+import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from ddp_doctor.certificate import child, program
-from ddp_doctor.certificate.plan import Part
+from ddp_doctor.certificate import program
+from ddp_doctor.certificate.forks import Forks
 from labkit.book import figures
-from labkit.launch.forks import forked, start_forked, stop_forked
+from labkit.launch.forks import forked
 
 PANELS = {  # name: (samples of each rank, samples on the other side)
     "P1: the number of ranks": ([[1, 2, 3], [4, 5, 6]], [[1, 2, 3, 4, 5, 6]]),
@@ -52,53 +51,27 @@ def _prove(caller: Connection, script: str, folder: Path) -> None:
     os.chdir(folder)
     Path("train.py").write_text(script)
     command = ["train.py"]
-    certificate = program.measure(command, folder, 2, False, ForkedStart)
-    report = program.explained(command, folder, certificate, 2, False, ForkedStart)
+    certificate = program.measure(command, folder, 2, False, Forks)
+    report = program.explained(command, folder, certificate, 2, False, Forks)
     text = certificate.as_text(80) + "\n"
     text += report.as_text(80) if report.run.ranks else ""
     caller.send((certificate.verdict, certificate.why, text))
 
 
-class ForkedStart(program.Start):
-    """Processes that need not import torch."""
-
-    def process(
-        self, part: Part, command: Any, environment: dict[str, str], at: int
-    ) -> "Process":
-        output = self.output / f"{at}.txt"
-        environment = self.environment(part, environment)
-        return Process(
-            start_forked(_run, list(command), stdout=output, environment=environment)
+def run_test(text: str) -> str:
+    """What pytest prints of test_gradients.py: without folder, seconds, and colors."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "test_gradients.py").write_text(text)
+        options = ["--quiet", "--tb=line", "-rN"]
+        options += ["-p", "no:cacheprovider", "-c", os.devnull]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, "test_gradients.py"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
         )
-
-
-class Process:
-    """What `Start` asks of a `subprocess.Popen`."""
-
-    def __init__(self, started: BaseProcess) -> None:
-        self.started = started
-        self.pid = started.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.started.exitcode
-
-    def poll(self) -> int | None:
-        return self.started.exitcode
-
-    def wait(self) -> None:
-        stop_forked(self.started)
-
-
-def _run(command: list[str]) -> None:
-    import torch
-
-    atexit._clear()
-    multiprocessing.process._parent_process = None
-    sys.path.insert(0, "")
-    torch.set_num_threads(1)
-    sys.argv = ["child", *command]
-    child.main()
+    printed = done.stdout.replace(f"{os.path.realpath(folder)}/", "")
+    return re.sub(r" in [\d.]+s( \(.*\))?|\x1b\[\d+m", "", printed)
 
 
 def three_properties() -> Figure:

@@ -6,11 +6,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ddp_doctor.certificate.forks import Forks
 from ddp_doctor.certificate.program import measure
 from evaluation.doctor.runs import QUIET, SOURCES
 from evaluation.doctor.scripts import Script
 from labkit.launch.forks import ForkServer
-from prove_it import ForkedStart
 
 
 def certified(
@@ -25,11 +25,22 @@ def certified(
         path = Path(name) / f"{script.name}.py"
         path.write_text(script.text)
         ranks = script.ranks if script.launch == "torchrun" else None
-        command = [str(path), *arguments]
-        with server.forked(_certify, command, Path(name), ranks, cpu) as connection:
-            if not connection.poll(timeout):
-                raise TimeoutError(f"no certificate of {script.name} after {timeout:g} s")
-            return dict(connection.recv())
+        return certified_command(server, [str(path), *arguments], Path(name), ranks, timeout, cpu)
+
+
+def certified_command(
+    server: ForkServer,
+    command: list[str],
+    folder: Path,
+    ranks: int | None,
+    timeout: float = 600.0,
+    cpu: bool = False,
+) -> dict[str, Any]:
+    """The same for any command, with its files in a new folder."""
+    with server.forked(_certify, command, folder, ranks, cpu) as connection:
+        if not connection.poll(timeout):
+            raise TimeoutError(f"no certificate of {command[0]} after {timeout:g} s")
+        return dict(connection.recv())
 
 
 def _certify(
@@ -39,5 +50,5 @@ def _certify(
         os.environ.pop(name, None)
     os.environ.update(QUIET | {"PYTHONPATH": str(SOURCES)})
     os.chdir(folder)
-    certificate = measure(command, folder, ranks, cpu, start=ForkedStart)
+    certificate = measure(command, folder, ranks, cpu, start=Forks)
     caller.send(None if certificate is None else certificate.as_json())

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ddp_doctor.certificate.program import launched
+from ddp_doctor.certificate.starts import launched
 from labkit.launch.forks import start_forked, stop_forked
 from labkit.launch.guard import has_children
 from labkit.launch.nodes import reserved_port

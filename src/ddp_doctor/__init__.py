@@ -4,6 +4,7 @@
     python -m ddp_doctor --certify train.py     # measure its gradient against one process's
     python -m ddp_doctor train.py          # a script that starts its own ranks, or one process
     import ddp_doctor; ddp_doctor.watch()  # one line at the top of a script
+    from ddp_doctor.testing import assert_certified  # in a test
 
 A fact goes through the rooms from the top to the bottom:
 
@@ -17,7 +18,8 @@ A fact goes through the rooms from the top to the bottom:
 `report`          the terminal, JSON, and a page
 ================  =================================================================================
 
-`__main__` is the command line, and `options` what can be set on it.
+`__main__` is the command line, `options` what can be set on it, and `testing` a certificate in a
+test.
 
 Importing this package imports neither torch nor anything of the user's: the watcher has to start
 in a tenth of a second.
@@ -26,15 +28,15 @@ in a tenth of a second.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddp_doctor.certificate.apart import certify
     from ddp_doctor.certificate.marks import batch
-    from ddp_doctor.certificate.program import certify
     from ddp_doctor.run.start import watch
 
 __all__ = ["batch", "certify", "watch"]
 
 _HOMES = {
     "batch": "certificate.marks",
-    "certify": "certificate.program",
+    "certify": "certificate.apart",
     "watch": "run.start",
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_doctor.facts.journal import alive, read_statuses
 from ddp_doctor.observe.session import Session
-from ddp_doctor.options import FOUND, UNCHECKED, Options, say
+from ddp_doctor.options import FOUND, LEVELS, UNCHECKED, Options, say
 from ddp_doctor.run.script import problem_with, run_script
 from ddp_doctor.run.start import start
 from ddp_doctor.run.watcher import VERDICT
@@ -32,6 +32,12 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--folder", default="ddp-doctor", help="where report.html goes (ddp-doctor)")
     add("--json", metavar="PATH", help="also write the report as JSON")
+    add(
+        "--junit",
+        metavar="PATH",
+        help="also write it as JUnit XML: a test case per property and finding, which fails where "
+        "--fail-on (error) would",
+    )
     add(
         "--fail-on",
         choices=["error", "warning"],
@@ -144,8 +150,7 @@ def _close(
         raise SystemExit(UNCHECKED)
     if session.journal is not None:
         result = _verdict(session.run / VERDICT)
-        levels = {"error": ["error"], "warning": ["error", "warning"]}[options.fail_on]
-        if result is not None and result["worst"] in levels:
+        if result is not None and result["worst"] in LEVELS[options.fail_on]:
             raise SystemExit(FOUND)
         if result is not None and (problems := result["unchecked"]):
             say(f"--fail-on: not everything was checked: {'; '.join(problems)}.")

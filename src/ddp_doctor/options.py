@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 
 FOUND, UNCHECKED = 3, 4  # exit codes of --fail-on
+LEVELS = {"error": ("error",), "warning": ("error", "warning")}  # what --fail-on fails for
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,7 @@ class Options:
 
     folder: str = "ddp-doctor"
     json: str | None = None
+    junit: str | None = None
     fail_on: str | None = None
     first: int = 6
     every: int = 50

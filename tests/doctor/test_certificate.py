@@ -136,6 +136,18 @@ def test_labels_that_are_positions_among_all_ranks_samples_are_not_dealt(
     assert wrong["verdict"] == "different"
 
 
+def test_ranks_that_seed_nothing_draw_other_samples_though_they_are_forks(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    unseeded = START.replace("torch.manual_seed(dist.get_rank() + 1)\n", "").replace(
+        "torch.manual_seed(0)\n", ""
+    )
+    steps = "for step in range(5):\n    update(model(torch.randn(6, 6)).pow(4).mean())\n"
+    found = certified(forks, script(unseeded + steps))
+    assert found["verdict"] == "equal"
+    assert not any("same samples" in note for note in found["notes"])
+
+
 TRIPLETS = (
     START
     + """

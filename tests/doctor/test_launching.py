@@ -14,7 +14,7 @@ from doctor.journals import run_of, window
 from nbclient import NotebookClient
 from torch.distributed import TCPStore
 
-from ddp_doctor.certificate.program import all_launched
+from ddp_doctor.certificate.starts import all_launched
 from ddp_doctor.options import Options
 from ddp_doctor.report.report import report
 from ddp_doctor.run.script import problem_with

@@ -2,8 +2,12 @@
 
 ================  =================================================================================
 `plan`            which samples each step of each run gets
-`program`         starts the runs: `certify`
+`program`         starts the runs
+`apart`           the same in a process of its own: `certify`
+`starts`          one start: its processes and their environments
+`forks`           the same processes as forks of one that has loaded torch
 `child`           what a process of such a run does first
+`functions`       a script made of three functions
 `fixed`           what is off: dropout, clipping, batch statistics, compilation
 `files`           what the processes hand to one another: data, and no code
 `steps`           the gradients that the optimizer receives, always from the same weights

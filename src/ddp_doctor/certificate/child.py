@@ -28,7 +28,7 @@ def install() -> None:
     if part is None or os.getpid() in _installed:
         return
     _installed.append(os.getpid())
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # `program` asks where this one is
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # `starts` asks where this one is
     _keep_groups()
     if part.kind == "observed":
         from ddp_doctor.options import Options

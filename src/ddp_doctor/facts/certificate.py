@@ -3,7 +3,7 @@
 import math
 import textwrap
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 VERSION = 1
 INDENT = " " * 8
@@ -63,6 +63,13 @@ class Certificate:
         """A plain dict; see `VERSION`."""
         return {"version": VERSION, **asdict(self)}
 
+    @classmethod
+    def of_json(cls, given: dict[str, Any]) -> Self:
+        """What `as_json` returned."""
+        properties = [Property(**_with_worst(one)) for one in given["properties"]]
+        kept = {name: value for name, value in given.items() if name != "version"}
+        return cls(**_with_worst(kept) | {"properties": properties})
+
     def as_text(self, width: int = 100) -> str:
         """The certificate on a terminal, about ten lines."""
         out = ["─" * width, f"ddp-doctor certificate: {self.verdict.upper()}"]
@@ -87,6 +94,11 @@ class Certificate:
             out.append(f"  noise: less than {10 ** math.ceil(math.log10(max(self.noise, 1e-6))):g}")
         out += ["", *[line for note in self.notes for line in textwrap.wrap(note, width)]]
         return "\n".join([*out, "─" * width])
+
+
+def _with_worst(given: dict[str, Any]) -> dict[str, Any]:
+    worst = given["worst"]
+    return given | {"worst": Worst(**worst) if worst else None}
 
 
 def _numbers(ratio: float, factor: str | None, cosine: float) -> str:

@@ -16,6 +16,7 @@ from ddp_doctor.facts.certificate import Certificate
 from ddp_doctor.facts.journal import alive, read
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.options import Options, say, tell
+from ddp_doctor.report.junit import as_junit
 
 VERSION = 1
 NOTHING = (
@@ -199,10 +200,18 @@ def written(result: Report, options: Options, folder: Path, silent: bool = False
         except OSError as error:
             say(f"could not write the page ({error}).")
     if options.json:
-        try:
-            Path(options.json).write_text(json.dumps(result.as_json(), indent=2) + "\n")
-        except OSError as error:
-            say(f"could not write {options.json} ({error}).")
+        _write(Path(options.json), json.dumps(result.as_json(), indent=2) + "\n")
+    if options.junit:
+        unchecked = result.verdict()["unchecked"]
+        text = as_junit(result.certificate, result.findings, unchecked, options.fail_on)
+        _write(Path(options.junit), text)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        say(f"could not write {path} ({error}).")
 
 
 def _write_page(report: Report, path: Path) -> None:

@@ -1,0 +1,78 @@
+"""Certify in a process of its own, which can be forked, whatever is loaded in this one."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp_doctor.certificate.forks import cheapest
+from ddp_doctor.certificate.program import explained, measure
+from ddp_doctor.certificate.starts import HERE, LAUNCHED, said
+from ddp_doctor.facts.certificate import Certificate
+
+RESULT = "result.json"  # the certificate, and the report that explains it
+
+
+def certify(
+    script: str | Path, *arguments: str, ranks: int | None = None, cpu: bool = False
+) -> Certificate:
+    """Measure whether `ranks` processes of a script compute the gradient that one process computes.
+
+    Starts the script twice: as ranks for at most 16 steps of each optimizer, and as one process
+    that gets all their samples, for four. `ranks`: 2 if the script expects a launcher; a script
+    that starts its own ranks decides. `cpu`: run a script that was written for GPUs on CPU ranks.
+    Nothing that the script does later happens. Raises FileNotFoundError if there is no such script,
+    and RuntimeError if the doctor fails. Cost: a new interpreter, two starts in forks of it, and a
+    copy of the gradients on disk per rank and step.
+    """
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"there is no script {str(script)!r} here ({Path.cwd()}).")
+    return certify_apart([str(script), *arguments], ranks, cpu)[0]
+
+
+def certify_apart(
+    command: Sequence[str], ranks: int | None, cpu: bool, explain: bool = False
+) -> tuple[Certificate, str]:
+    """The certificate of a script, and the rules' report as text.
+
+    The report is made if `explain`, and only if the ranks are not equal: for it, the script starts
+    once more. Raises RuntimeError if the doctor fails.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as folder:
+        arguments = [folder, json.dumps(ranks), json.dumps(cpu), json.dumps(explain), *command]
+        done = subprocess.run(
+            [sys.executable, "-m", "ddp_doctor.certificate.apart", *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        result = Path(folder) / RESULT
+        if not result.exists():
+            raise RuntimeError(f"The doctor failed: {said(done.stderr)}.")
+        found, text = json.loads(result.read_text())
+    return Certificate.of_json(found), text
+
+
+def main(name: str, *words: str) -> None:
+    """Certify, and write the result to a folder."""
+    folder = Path(name)
+    ranks, cpu, explain = map(json.loads, words[:3])
+    start = cheapest()
+    certificate = measure(words[3:], folder, ranks, cpu, start)
+    assert certificate is not None
+    text = ""
+    if explain and certificate.verdict in ("scaled", "different"):
+        report = explained(words[3:], folder, certificate, ranks, cpu, start)
+        text = report.as_text(80) if report.run.ranks else ""
+    (folder / RESULT).write_text(json.dumps([certificate.as_json(), text]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

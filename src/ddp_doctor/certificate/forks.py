@@ -1,0 +1,145 @@
+"""Processes of a certificate that are forks of this one, which has loaded torch and nothing else.
+
+A new interpreter takes four seconds of processor time to import torch, and what a step imports of
+it; a fork takes milliseconds.
+"""
+
+import atexit
+import contextlib
+import functools
+import importlib
+import multiprocessing.util
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ddp_doctor.certificate import child
+from ddp_doctor.certificate.plan import Part
+from ddp_doctor.certificate.starts import Start
+
+LOADED = ("torch._dynamo", "torch.distributed.tensor")  # DDP and optimizers import the first, later
+
+
+class Fork:
+    """What `Start` asks of a `subprocess.Popen`."""
+
+    returncode: int | None = None
+
+    def __init__(self, command: Sequence[str], output: Path, environment: dict[str, str]) -> None:
+        self.pid = os.fork()
+        if not self.pid:
+            _run(command, output, environment)
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Kill it, and wait for its end: its session may not have been there to be killed."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+        return self._reap(0)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+class Forks(Start):
+    """One start of the script, in forks of this process."""
+
+    def process(
+        self, part: Part, command: Sequence[str], environment: dict[str, str], at: int
+    ) -> Fork:
+        """Fork this process."""
+        _torchs_threads()
+        output = self.output / f"{at}.txt"
+        return Fork(command, output, self.environment(part, environment))
+
+
+def cheapest() -> type[Start]:
+    """Forks, where this process can be forked: it has one thread, and torch is not loaded yet.
+
+    Modules of the script must not be loaded, either: they would keep what `child` replaces.
+    """
+    alone = threading.active_count() == 1 and "torch" not in sys.modules
+    return Forks if alone and sys.platform == "linux" else Start
+
+
+@functools.cache
+def _torchs_threads() -> int:
+    """Load torch. Returns its number of threads; here it has one.
+
+    A fork of a process with a pool of threads would wait for them for ever.
+    """
+    torch = importlib.import_module("torch")
+    for name in LOADED:
+        importlib.import_module(name)
+    number = int(torch.get_num_threads())
+    torch.set_num_threads(1)
+    return number
+
+
+def _run(command: Sequence[str], output: Path, environment: dict[str, str]) -> NoReturn:
+    """Be the process that a new interpreter would be."""
+    code: int | str | None = 1
+    try:
+        os.setsid()
+        _redirected(output)
+        os.environ.clear()
+        os.environ.update(environment)
+        tempfile.tempdir = None  # as TMPDIR says
+        atexit._clear()
+        atexit.register(multiprocessing.util._exit_function)
+        _fresh_torch(int(environment.get("OMP_NUM_THREADS", _torchs_threads())))
+        if sys.path[0] not in ("", os.getcwd()):
+            sys.path.insert(0, os.getcwd())
+        sys.argv = ["child", *command]
+        child.main()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        _end(code)
+
+
+def _redirected(output: Path) -> None:
+    """Read nothing, and write to a file, line by line."""
+    files = (os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT))
+    for number, file in ((0, files[0]), (1, files[1]), (2, files[1])):
+        os.dup2(file, number)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        options = {"encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
+        stream = os.fdopen(number, "w", buffering=1, **options)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _fresh_torch(threads: int) -> None:
+    """As in a new interpreter: threads, and seeds of its own. Python's generator needs no help."""
+    torch = sys.modules["torch"]
+    torch.seed()
+    torch.set_num_threads(threads)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _end(code: int | str | None) -> NoReturn:
+    """What an interpreter does at its end."""
+    with contextlib.suppress(BaseException):
+        if isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))

@@ -8,7 +8,7 @@ micro-batches.
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PAD, EOS, FIRST_WORD, VOCABULARY = 0, 1, 2, 48
 BETA = 0.5  # of DPO
@@ -53,6 +53,14 @@ class Case(NamedTuple):
         return [
             self.samples[j * self.size : (j + 1) * self.size]
             for j in range(rank, len(self.samples) // self.size, self.world)
+        ]
+
+    def own(self, rank: int) -> list[dict[str, Any]]:
+        """The samples of `rank` in their order, as plain data, with the tokens of their step."""
+        return [
+            one._asdict() | {"step_tokens": self.tokens(i // self.steps)}
+            for i, batch in enumerate(self.batches(rank))
+            for one in batch
         ]
 
     def window(self, number: int) -> list[list[tuple[Sample, ...]]]:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cases import Case
 from hugging_face import trainer
-from tiny import IGNORED, Watched, collate, model
+from tiny import IGNORED, Watched, loader, model
 
 CHUNKS = 8  # of the logits, along the tokens
 
@@ -32,14 +32,14 @@ def torchtune_recipe(case: Case, rank: int) -> list[Tensor]:
     def chunks(tokens: Tensor, mask: Tensor) -> list[Tensor]:
         return list(net(input_ids=tokens, attention_mask=mask).logits.chunk(CHUNKS, dim=1))
 
-    batches = [collate(batch, case.pad) for batch in case.batches(rank)]
-    names = {"input_ids": "tokens", "attention_mask": "mask", "labels": "labels"}
-    loader = mock.MagicMock()
-    loader.__iter__.return_value = [{names[n]: t for n, t in b.items()} for b in batches]
+    names = {"tokens": "input_ids", "mask": "attention_mask", "labels": "labels"}
+    renamed = ({to: batch[name] for to, name in names.items()} for batch in loader(case, rank))
+    batches = mock.MagicMock()
+    batches.__iter__.return_value = renamed
     recipe = mock.MagicMock(
         _model=mock.MagicMock(side_effect=chunks, parameters=net.parameters),
         _optimizer=optimizer,
-        _dataloader=loader,
+        _dataloader=batches,
         _loss_fn=CEWithChunkedOutputLoss(CHUNKS),
         _device=torch.device("cpu"),
         ignore_labels_cache=torch.full((case.size, 1), IGNORED),

@@ -2,6 +2,7 @@
 
 import tempfile
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from accelerate import Accelerator
@@ -37,8 +38,13 @@ def trainer(case: Case, rank: int, average: bool, net: nn.Module | None = None) 
     with tempfile.TemporaryDirectory() as folder:
         given = TrainingArguments(**arguments(case, folder), average_tokens_across_devices=average)
         parts = {"data_collator": partial(collate, pad=case.pad), "optimizers": (optimizer, None)}
-        Trainer(net, given, train_dataset=list(case.samples), **parts).train()
+        Trainer(net, given, train_dataset=rows(case), **parts).train()
     return optimizer.judged(case)
+
+
+def rows(case: Case) -> list[dict[str, Any]]:
+    """All samples as plain data: these trainers deal them themselves."""
+    return [one._asdict() for one in case.samples]
 
 
 def accelerate_loop(case: Case, rank: int) -> list[Tensor]:
@@ -46,11 +52,10 @@ def accelerate_loop(case: Case, rank: int) -> list[Tensor]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.steps)
     net = model()
     watched = Watched(net)
-    loader = DataLoader(list(case.samples), case.size, collate_fn=partial(collate, pad=case.pad))
+    loader = DataLoader(rows(case), case.size, collate_fn=partial(collate, pad=case.pad))
     net, optimizer, loader = accelerator.prepare(net, watched, loader)
-    batches = list(loader)
-    for start in range(0, len(batches), case.steps):
-        window = batches[start : start + case.steps]
+    batches = iter(loader)
+    while window := list(islice(batches, case.steps)):
         count = sum((batch["labels"] != IGNORED).sum() for batch in window)
         count = accelerator.gather(count).sum().item()
         for batch in window:

@@ -5,15 +5,15 @@ from typing import Any
 from lightning_fabric import Fabric
 from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from cases import Case
-from tiny import Watched, collate, losses, model
+from tiny import IGNORED, Watched, loader, losses, model
 
 
 class Module(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, case: Case, counted: bool) -> None:
         super().__init__()
+        self.case, self.counted = case, counted
         self.net = model()
         self.watched = Watched(self.net)
 
@@ -21,15 +21,15 @@ class Module(LightningModule):
         return self.watched
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        return losses(self.net, batch).sum() * batch["scale"]
+        return losses(self.net, batch).sum() * scale(batch, self.case, self.counted)
 
 
 def trainer(case: Case, rank: int, counted: bool) -> list[Tensor]:
-    module = Module()
+    module = Module(case, counted)
     shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     off = dict.fromkeys(("use_distributed_sampler", *shown), False)
     trainer = Trainer(**where(case), accumulate_grad_batches=case.steps, max_epochs=1, **off)
-    trainer.fit(module, own_batches(case, rank, counted))
+    trainer.fit(module, loader(case, rank))
     return module.watched.judged(case)
 
 
@@ -40,11 +40,11 @@ def fabric(case: Case, rank: int, counted: bool) -> list[Tensor]:
     net = model()
     watched = Watched(net)
     net, optimizer = fabric.setup(net, watched)
-    loader = own_batches(case, rank, counted)
-    for i, batch in enumerate(loader):
-        accumulating = (i + 1) % case.steps != 0 and i + 1 < len(loader)
+    batches = loader(case, rank)
+    for i, batch in enumerate(batches):
+        accumulating = (i + 1) % case.steps != 0 and i + 1 < len(batches)
         with fabric.no_backward_sync(net, enabled=accumulating):
-            loss = losses(net, batch).sum() * batch["scale"]
+            loss = losses(net, batch).sum() * scale(batch, case, counted)
             fabric.backward(loss / case.steps if counted else loss)
         if not accumulating:
             optimizer.step()
@@ -57,11 +57,8 @@ def where(case: Case) -> dict[str, Any]:
     return {"accelerator": "cpu", "devices": case.world, "strategy": strategy}
 
 
-def own_batches(case: Case, rank: int, counted: bool) -> DataLoader:
-    """Batches with a `scale` for summed losses: 1 / own tokens, or W × K / tokens of the step."""
-    batches = []
-    for i, samples in enumerate(case.batches(rank)):
-        factor = case.world * case.steps / case.tokens(i // case.steps)
-        own = 1 / max(1, sum(one.count for one in samples))
-        batches.append(collate(samples, case.pad) | {"scale": factor if counted else own})
-    return DataLoader(batches, batch_size=None)
+def scale(batch: dict[str, Any], case: Case, counted: bool) -> float:
+    """What a sum of losses is multiplied by: W × K / tokens of the step, or 1 / own tokens."""
+    if counted:
+        return case.world * case.steps / int(batch["step_tokens"])
+    return 1 / max(1, int((batch["labels"] != IGNORED).sum()))

@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cases import Case
 from miniddp.training import accumulation_windows, loss_scale
-from tiny import IGNORED, Watched, collate, losses, model
+from tiny import IGNORED, Watched, loader, losses, model
 
 
 def loop(case: Case, rank: int, counted: bool) -> list[Tensor]:
@@ -15,8 +15,7 @@ def loop(case: Case, rank: int, counted: bool) -> list[Tensor]:
     """
     net = DistributedDataParallel(model()) if case.world > 1 else model()
     optimizer = Watched(net)
-    batches = [collate(batch, case.pad) for batch in case.batches(rank)]
-    for window, tokens in accumulation_windows(batches, case.steps, count):
+    for window, tokens in accumulation_windows(loader(case, rank), case.steps, count):
         optimizer.zero_grad()
         scale = loss_scale(tokens) if case.world > 1 else 1 / tokens
         for batch in window:

@@ -1,12 +1,14 @@
 """The tiny model, its batches, the optimizer that keeps gradients, and the wanted gradient."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cases import EOS, PAD, VOCABULARY, Case, Sample, wanted
@@ -25,8 +27,23 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**tokens, **sizes, **blocks, initializer_range=0.3))
 
 
-def collate(samples: Sequence[Sample], pad: int = 0) -> dict[str, Tensor]:
-    """A right-padded batch (B, T); labels are -100 but for the tokens that are scored."""
+def loader(case: Case, rank: int) -> DataLoader:
+    """The micro-batches of `rank`, with `step_tokens`: the scored tokens of their step."""
+    return DataLoader(case.own(rank), case.size, collate_fn=partial(collate_counted, pad=case.pad))
+
+
+def collate_counted(rows: Sequence[dict[str, Any]], pad: int) -> dict[str, Tensor]:
+    tokens = max(one["step_tokens"] for one in rows)
+    return collate(rows, pad) | {"step_tokens": torch.tensor(tokens)}
+
+
+def collate(samples: Sequence[Any], pad: int = 0) -> dict[str, Tensor]:
+    """A right-padded batch (B, T); labels are -100 but for the tokens that are scored.
+
+    A sample is a Sample, or a dict with its fields.
+    """
+    names = Sample._fields
+    samples = [Sample(*(of[n] for n in names)) if isinstance(of, dict) else of for of in samples]
     tokens = [torch.tensor([*one.prompt, *one.completion]) for one in samples]
     labels = [of.clone() for of in tokens]
     for of, one in zip(labels, samples, strict=True):

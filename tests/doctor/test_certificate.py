@@ -17,7 +17,7 @@ from processes import all_gone, processes_with
 
 import ddp_doctor
 from ddp_doctor.certificate.measure import HALF, compare
-from ddp_doctor.certificate.plan import DEAL, LATER, OWN
+from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN
 from ddp_doctor.certificate.premises import parted, same_rows
 from ddp_doctor.certificate.program import exit_code, keep_output
 from ddp_doctor.certificate.verdict import judge
@@ -630,6 +630,34 @@ data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(
 for (x,) in DataLoader(data, 6, sampler=DistributedSampler(data)):
     update(model(x).pow(4).mean())
 """,
+    "a criterion that counts its calls, and draws a seeded direction per feature": """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+class Sketch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, out):
+        generator = torch.Generator().manual_seed(int(self.steps))
+        directions = torch.randn(4, 2, generator=generator)
+        directions /= directions.norm(dim=0)
+        self.steps = self.steps + 1
+        return (out @ directions).pow(4).mean()
+
+sketch = Sketch()
+data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(0)))
+for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data)):
+    update(sketch(model(x)))
+""",
+    "a grid of ranks in which each finds itself": """
+grid = torch.arange(dist.get_world_size()).view(-1, 1, 1)
+row, column, layer = (grid == dist.get_rank()).nonzero().flatten().tolist()
+assert (row, column, layer) == (dist.get_rank(), 0, 0)
+for step in range(5):
+    x = torch.randn(8, 6)
+    update(cross_entropy(model(x), x.argmax(1) % 4))
+""",
     "noise that rank 0 draws for all, beside the samples of a loader": """
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -762,6 +790,37 @@ def test_a_step_that_moves_the_weights_before_its_second_pass_has_no_reference(
     assert "other weights" in found["why"]
 
 
+OWN_RULE = """
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) / 3, requires_grad=False)
+
+    def forward(self, x):
+        out = torch.tanh(x @ self.weight)
+        with torch.no_grad():
+            change = x.T @ out / len(x)
+            self.weight.add_(change, alpha=0.05)
+        return out
+
+torch.manual_seed(0)
+model = DDP(nn.Sequential(Layer(), nn.Linear(6, 4)))
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+for step in range(5):
+    x = torch.randn(8, 6)
+    update(cross_entropy(model(x), x.argmax(1) % 4))
+"""
+
+
+def test_a_local_rule_that_a_forward_applies_on_each_rank_is_different(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    found = certified(forks, script(START + OWN_RULE))
+    assert found["verdict"] == "different"
+    assert "0.weight is not rank 0's" in found["why"]
+
+
 UNMARKED = """
 import random
 
@@ -831,6 +890,7 @@ def written(folder: Path, failed: str = "", **of_the_ranks: list[dict[str, Any]]
     usual |= {"gradients": {"0.0": torch.ones(4)}, "unjoined": [], "replaced": []}
     usual |= {"weights": {"0.0": torch.ones(4)}, "rates": [0.1], "cleared": True}
     usual |= {"foreign": [], "delivered": [], "half": False, "filled": False, "seen": SEEN}
+    usual["untrained"] = {}
     for part in ("ranks", "one"):
         (folder / part).mkdir(exist_ok=True)
     for turn, (kind, facts) in enumerate(of_the_ranks.items()):
@@ -899,6 +959,16 @@ def test_an_optimizer_whose_step_calls_collectives_is_not_said_to_apply_differen
     found = written(tmp_path, **{OWN: [{}, {"gradients": {"0.0": torch.arange(4.0)}}]})
     assert found.verdict == "not judged"
     assert "combined in its step" in found.why
+
+
+@pytest.mark.parametrize(("start", "verdict"), [(1.0, "different"), (2.0, "equal")])
+def test_untrained_parameters_that_differ_only_after_a_step_are_different(
+    start: float, verdict: str, tmp_path: Path
+) -> None:
+    ours, theirs, first = ({"untrained": {"book": torch.ones(4) * n}} for n in (1.0, 2.0, start))
+    found = written(tmp_path, **{OWN: [ours, first], COPIES: [ours, theirs]})
+    assert found.verdict == verdict
+    assert ("rank 1's book is not rank 0's" in found.why) == (verdict == "different")
 
 
 def test_learning_rates_that_differ_are_different(tmp_path: Path) -> None:

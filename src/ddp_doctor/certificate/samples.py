@@ -143,6 +143,12 @@ class Handed:
         turns = [one.samples[k] for one in self.of for k in one.samples if k[0] == key[0]]
         return alike(turns)
 
+    def drawn_alike(self, key: Key) -> bool:
+        """Whether ranks that have other samples drew the same tensor: noise, or no samples."""
+        every = self.everyones(key) or []
+        others = self.of[1:]
+        return len(every) > 1 and alike(every) and not any(same(self.of[0], o) for o in others)
+
     def of_sizes(self, key: Key) -> bool:
         """Whether a tensor's values are alike as far as its sizes are: positions, or a mask."""
         every = self.everyones(key) or []

@@ -88,7 +88,7 @@ class Steps:
         self.count = 0
         self.ends: list[Callable[[], None]] = []  # called at the end of each step
         self.unjoined: list[str] = []  # places whose samples could not be joined
-        self.delivered: list[str] = []  # places at which what one rank sent was planned otherwise
+        self.delivered: list[str] = []  # places of what all ranks have, where it was not planned so
         self.unlike: Callable[[], bool] = lambda: False  # whether the places are not the first's
         self.backwards = 0
         self.cleared = False  # whether the script has called zero_grad
@@ -103,7 +103,9 @@ class Steps:
         self._nested = 0
         self._comparable = False  # whether the ranks' gradients are worth a look after the plan
         self._kept: list[tuple[Tensor, Tensor]] = []
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # as they were before this step
+        # (id of a module, name): the module, the buffer, and its value before this step.
+        self._buffers: dict[tuple[int, str], tuple[nn.Module, Tensor, Tensor]] = {}
+        self._untrained: dict[str, Tensor] = {}  # parameters at the first forward of this step
         # Gradients that the next forward clears. What follows a step may still read them.
         self._used: list[Tensor] = []
         self._started = False
@@ -247,10 +249,11 @@ class Steps:
                         local.copy_(weights[key])  # of one process, a shard is the whole
 
     def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Write down what a model that is trained is given, and its buffers."""
+        """Write down what a model that is trained is given, and the buffers of each module."""
         if not torch.is_grad_enabled():
             return
         self._before_forward(module, args)  # from the weights with which the forward starts
+        self._note_buffers(module)
         if not self._keys:
             self._keys = {id(parameter): key for parameter, key in self._parameters()}
         trained = [p for p in module.parameters() if id(p) in self._keys]
@@ -262,8 +265,17 @@ class Steps:
                 float(part @ torch.arange(1, len(part) + 1).cos().double()) for part in plain
             )
             self.premises.model(min(self._keys[id(p)] for p in trained), (args, kwargs), weights)
-            for buffer in module.buffers():
-                self._buffers.setdefault(id(buffer), (buffer, buffer.detach().clone()))
+            for name, parameter in module.named_parameters():
+                plain_float = type(parameter.data) is Tensor and parameter.is_floating_point()
+                if plain_float and not parameter.requires_grad and id(parameter) not in self._keys:
+                    self._untrained.setdefault(name.removeprefix("module."), sampled(parameter))
+
+    def _note_buffers(self, module: nn.Module) -> None:
+        """A criterion may have one, too: a count of steps that seeds what it draws."""
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and (id(owner), name) not in self._buffers:
+                    self._buffers[id(owner), name] = owner, buffer, buffer.detach().clone()
 
     def _parameters(self) -> list[tuple[Tensor, str]]:
         """All that is trained, with its keys."""
@@ -332,6 +344,7 @@ class Steps:
             "batch_norm": self.fixed.batch_norm,
             "replaced": list(self.fixed.replaced),
             "weights": {k: sampled(p) for k, _, p in listed if not hasattr(p, "full_tensor")},
+            "untrained": dict(self._untrained),
             "rates": [float(rate) for rate in rates],
             "half": self.half,
             "filled": self.filled,
@@ -355,8 +368,9 @@ class Steps:
             for parameter, value in self._kept:
                 parameter.copy_(value)
                 self._used.append(parameter)
-            for buffer, value in self._buffers.values() if self._kept else ():
+            for (_, name), (owner, buffer, value) in self._buffers.items() if self._kept else ():
                 buffer.copy_(value)
+                owner._buffers[name] = buffer  # the script may have assigned another
         self._buffers.clear()
         if self.combines and not self.part.path(COMBINES).exists():
             self.part.path(COMBINES).touch()
@@ -376,6 +390,7 @@ class Steps:
         self.backwards = 0
         self.fixed.norms.clear()
         self.delivered.clear()
+        self._untrained.clear()
         for end in self.ends:
             end()
         rank, world = rank_and_world()

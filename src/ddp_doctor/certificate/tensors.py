@@ -50,6 +50,7 @@ MADE = {  # functions that make samples where the script's own lines call them
     *("tensor", "as_tensor", "from_numpy", "stack", "cat", "index_select", "__getitem__"),
 }
 LEFT_ALONE = {"backward", "size", "dim", "__len__", "detach_", "requires_grad_", "__get__"}
+POSITIONS = {"nonzero", "argwhere"}
 TAKES = {"index_select", "narrow", "select", "masked_select", "take"}  # some of the rows
 CHOOSES = TAKES | {"__getitem__"}
 PAIRS_NO_ROWS = {"matmul", "__matmul__", "__rmatmul__", "mm", "linear"}
@@ -273,7 +274,9 @@ class Tensors(TorchFunctionMode):
         return result
 
     def _follow(self, name: str, args: Any, inputs: list[Tensor], result: Tensor) -> None:
-        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+        if name in POSITIONS:  # not as many as samples, and they follow from what they are in
+            self.planned[id(result)] = result
+        elif (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             self.planned.pop(id(result), None)
             self.loaded.pop(id(result), None)
         elif name in TAKES | DRAWN or (name == "__getitem__" and not _all_rows(args[1])):
@@ -344,6 +347,8 @@ class Tensors(TorchFunctionMode):
         every = handed.everyones(key)
         if self._known(value):
             return value
+        if self.steps.now == DEAL and place[-1] in DRAWN and handed.drawn_alike(key):
+            self.steps.delivered.append(f"{place[0]}:{place[1]}")
         if not is_marked(key) and (every is None or self._left_alone(key, value, replaced)):
             return value
         wanted = self._wanted(handed, key, value)

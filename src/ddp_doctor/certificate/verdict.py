@@ -83,10 +83,14 @@ NEVER_CLEARED = (
     "not measured."
 )
 SENT = (
-    "At {}, one rank sends a tensor to all. Whether its rows belong to the samples, and move with "
-    "them, is not known."
+    "At {}, all ranks have the same tensor: one rank sends it, or all draw it alike. Whether its "
+    "rows belong to the samples, and move with them, is not known."
 )
 WEIGHTS = "the ranks' weights differ: rank {}'s are not rank 0's."
+UNTRAINED = (
+    "Before optimizer step {}, a parameter without requires_grad differs: rank {}'s {} is not "
+    "rank 0's. What a forward changes has to be combined over the ranks."
+)
 FILLED = "Weights that start at zero have small values here: else nothing behind them is compared."
 SAME_SAMPLES = (
     "All ranks have the same samples in the first step. That is right only if they split layers; "
@@ -170,6 +174,8 @@ class Judge:
         self.noise, self.in_order = self._noise()
         self.tolerance = max(self.base, 2 * (self.noise or 0.0))
         replicas = self._replicas()
+        if not any(one.judged and one.verdict != "equal" for one in replicas):
+            replicas += self._untrained()
         whole, copies = self._against_one("P1", OWN), self._against_one("P3", COPIES)
         every = [whole, self._deal(), copies, self._usual(), *replicas]
         properties = {one.name: one for one in every if one is not None}
@@ -280,6 +286,21 @@ class Judge:
             if found.kind != "equal":
                 return [self._not_rank_0(facts, kind == OWN, found)]
         return [] if sharded or self.world == 1 else [Property("later", "equal", TITLES["later"])]
+
+    def _untrained(self) -> list[Property]:
+        """Whether parameters that no optimizer has start alike on the ranks, and differ later."""
+        for (rank, optimizer, kind), facts in self.ranks.items():
+            start = self.ranks.get((rank, optimizer, OWN))
+            first = self.ranks.get((0, optimizer, kind))
+            if start is None or first is None:
+                continue
+            for name, value in facts["untrained"].items():
+                now, others = {name: value}, start["untrained"]
+                alike = name in others and not _apart({name: others[name]}, self.own["untrained"])
+                if alike and _apart(now, first["untrained"]):
+                    why = UNTRAINED.format(facts["turn"] + 1, rank, name)
+                    return [Property("later", "different", why)]
+        return []
 
     def _not_rank_0(self, facts: Mapping[str, Any], first: bool, found: Comparison) -> Property:
         since = "T" if first else f"From optimizer step {facts['turn'] + 1} on, t"

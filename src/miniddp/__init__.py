@@ -6,8 +6,8 @@ The core, in reading order, one idea per file; a file imports only what comes be
 =================  =============================================================================
 `manual`           average the gradients by hand, after backward
 `comm`             the group, and waiting for a collective
-`replicas`         verify that all ranks hold the same model, then broadcast one rank's values
 `buckets`          which parameter goes into which bucket: pure functions
+`replicas`         verify that all ranks hold the same model, then broadcast one rank's values
 `bucket`           one flat buffer: copy in and divide, copy out
 `autograd_graph`   when a gradient arrives, and when a backward is over
 `ladder`           five strategies, from one all-reduce per parameter to overlapped buckets

@@ -35,7 +35,7 @@ def replace_tensors(value: Any, replacements: Iterator[Tensor]) -> Any:
     return replaced
 
 
-def cast(value: Any, dtype: torch.dtype | None) -> Any:
+def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:
     """`value` with every floating-point tensor in `dtype`; unchanged if that is None."""
     if dtype is None:
         return value

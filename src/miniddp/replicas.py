@@ -7,7 +7,7 @@ Cost: one all-gather of 32 bytes per rank, and one broadcast per 250 MiB of each
 Source: _verify_param_shape_across_processes and _sync_module_states in torch/distributed/utils.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from miniddp import errors
+from miniddp.buckets import arrival_plan, sizes_of
 from miniddp.comm import wait_for
 
 BROADCAST_BYTES = 250 * 2**20
@@ -117,7 +118,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
                 f"a parameter or buffer of shape {tuple(tensor.shape)} is expanded: its elements "
                 "share memory, so it cannot be overwritten. Register its clone()"
             )
-    for chunk in _chunks([tensor.data for tensor in tensors]):
+    for chunk in chunks_of([tensor.data for tensor in tensors]):
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
         if flat.numel() == 0:
             continue
@@ -128,19 +129,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: 
                 tensor.copy_(part.view(tensor.shape))
 
 
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def chunks_of(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Lists of tensors of one dtype and device, of about `BROADCAST_BYTES` each."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for of_kind in kinds.values():
-        chunk: list[Tensor] = []
-        nbytes = 0
-        for tensor in of_kind:
-            chunk.append(tensor)
-            nbytes += tensor.nbytes
-            if nbytes >= BROADCAST_BYTES:
-                yield chunk
-                chunk, nbytes = [], 0
-        if chunk:
-            yield chunk
+    plan = arrival_plan(sizes_of(tensors), range(len(tensors)), (BROADCAST_BYTES,))
+    return [[tensors[index] for index in bucket] for bucket in plan]

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from miniddp.comm import this_group
+from miniddp.replicas import chunks_of
 
 
 class LocalSGD:
@@ -138,13 +139,10 @@ class DiLoCo(LocalSGD):
 
 
 def average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace `tensors` by their averages over the ranks: one all-reduce per dtype and device."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for of_kind in kinds.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in of_kind]) / group.size()
+    """Replace `tensors` by their averages over the ranks: few all-reduces per dtype and device."""
+    for chunk in chunks_of(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in chunk]) / group.size()
         dist.all_reduce(flat, group=group)
-        parts = flat.split([tensor.numel() for tensor in of_kind])
-        for tensor, part in zip(of_kind, parts, strict=True):
+        parts = flat.split([tensor.numel() for tensor in chunk])
+        for tensor, part in zip(chunk, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))

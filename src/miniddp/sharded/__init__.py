@@ -8,7 +8,8 @@
 `reduction`          gradients reduced to the ranks that hold their rows
 `param_group`        what moves together: an all-gather and a reduce-scatter
 `fully_sharded`      `fully_shard`: what it accepts, and what it adds to a module
-`schedule`, `hooks`  when the groups of a model move; what one module does then
+`schedule`           when the groups of a model move
+`fsdp_state`         what one module does then: its hooks
 `state`, `clip`      whole state dicts from shards; the norm of a gradient in pieces
 `muon`               Muon, which needs whole matrices: two right ways and a wrong one
 ===================  ============================================================================

@@ -20,12 +20,14 @@ Cost for Ψ bytes of parameters on W ranks: each sends 3(W−1)/W·Ψ per step, 
 
 The names are those of torch.distributed.fsdp (FSDP2), the source. Differences: the parameters are
 ordinary tensors instead of DTensors; rank 0's values are broadcast at the start; gradients are
-divided here instead of by NCCL. Like torch, it has no second derivatives: backward frees what they
-need. With float16, scale the loss by torch's `ShardedGradScaler`, because `GradScaler` looks for
-infinities in this rank's rows only.
+divided here instead of by NCCL. Left out: offloading, an int for `reshard_after_forward`,
+`unshard`, `reshard`, `register_fsdp_forward_method`, and FSDPModule's other setters. Like torch, it
+has no second derivatives: backward frees what they need. With float16, scale the loss by torch's
+`ShardedGradScaler`: `GradScaler` looks for infinities in this rank's rows only.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -35,11 +37,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from miniddp.comm import this_group
 from miniddp.replicas import broadcast_tensors, verify_same_model
-from miniddp.sharded.hooks import FSDPState
+from miniddp.sharded.fsdp_state import FSDPState
 from miniddp.sharded.param import FSDPParam, Owner
 from miniddp.sharded.param_group import FSDPParamGroup
 from miniddp.sharded.schedule import states_of
-from miniddp.sharded.sharding import Sharding, refuse_optimizers_of_whole_tensors
+from miniddp.sharded.sharding import Sharding, install_refusal_of_shards
 
 
 class FSDPModule:
@@ -50,7 +52,10 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether the next backwards reduce. If not, whole gradients accumulate on each rank."""
+        """Whether the next backwards reduce. If not, whole gradients accumulate on each rank.
+
+        As in torch, `zero_grad` does not clear those: the next reduction includes them.
+        """
         for state in states_of(cast(nn.Module, self), recurse):
             state.group.requires_gradient_sync = requires_gradient_sync
 
@@ -69,7 +74,7 @@ class FSDPModule:
         self.fsdp_state.group.reshard()
         super()._apply(fn, recurse)  # type: ignore[misc]
         for param in self.fsdp_state.group.params:
-            param.allocate()
+            param.make_unsharded()
         return self
 
     def __deepcopy__(self, memo: dict) -> "FSDPModule":
@@ -105,21 +110,25 @@ def fully_shard(
     RuntimeError on every rank if the ranks' modules differ.
     """
     _check_callable(module)
-    refuse_optimizers_of_whole_tensors()
-    group, replicas = _groups_of(mesh)
+    install_refusal_of_shards()
+    groups = _groups_of(mesh)
     owners = _owners_of(module)
-    for members in (group, replicas):
-        if members is not None:
-            _make_equal(module, owners, members)
+    _make_equal(module, owners, groups)
     policy = mp_policy or MixedPrecisionPolicy()
     params = [
-        FSDPParam(parameter, places, Sharding(parameter.shape, group, replicas), policy)
+        FSDPParam(parameter, places, Sharding(parameter.shape, *groups), policy)
         for parameter, places in owners.items()
     ]
-    param_group, kind = FSDPParamGroup(params, group, replicas), type(module)
-    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-    module.fsdp_state = FSDPState(module, param_group, policy, reshard_after_forward)
+    group = FSDPParamGroup(params, *groups)
+    module.__class__ = _sharded_class(type(module))
+    module.fsdp_state = FSDPState(module, group, policy, reshard_after_forward)
     return module
+
+
+@cache
+def _sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `kind` with the methods of `FSDPModule`."""
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
 def _check_callable(module: Any) -> None:
@@ -134,32 +143,37 @@ def _check_callable(module: Any) -> None:
 
 
 def _make_equal(
-    module: nn.Module, owners: dict[nn.Parameter, list[Owner]], group: dist.ProcessGroup
+    module: nn.Module, owners: dict[nn.Parameter, list[Owner]], groups: list[dist.ProcessGroup]
 ) -> None:
-    """Take the parameters of the group's rank 0, if all its ranks have the same module."""
+    """Take the parameters of the groups' first ranks, if all ranks have the same module."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     named = {names[parameter]: parameter for parameter in owners}
     problem = _problem_with(named)
-    verify_same_model(named, group, {"class": type(module).__name__}, problem)
-    broadcast_tensors(list(owners), group, src=0)
+    for group in groups:
+        try:
+            verify_same_model(named, group, {"class": type(module).__name__}, problem)
+        except Exception as error:  # the ranks of the next group wait for this one, and learn of it
+            problem = error
+    if problem is not None:
+        raise problem
+    for group in groups:
+        broadcast_tensors(list(owners), group, src=0)
 
 
-def _groups_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The ranks that divide a parameter, and those that hold the same part of it."""
+def _groups_of(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """The ranks that divide a parameter, and with HSDP those that hold the same part of it."""
     if mesh is None:
-        return this_group(None), None
-    if mesh.ndim == 1:
-        return mesh.get_group(0), None
-    if mesh.ndim == 2:
-        return mesh.get_group(1), mesh.get_group(0)
-    raise ValueError(f"the mesh has {mesh.ndim} dimensions: use one, or two for HSDP")
+        return [this_group(None)]
+    if mesh.ndim > 2:
+        raise ValueError(f"the mesh has {mesh.ndim} dimensions: use one, or two for HSDP")
+    return [mesh.get_group(dimension) for dimension in reversed(range(mesh.ndim))]
 
 
 def _owners_of(module: nn.Module) -> dict[nn.Parameter, list[Owner]]:
     """The parameters that are not yet sharded, with the places in which they are registered."""
     owners: dict[nn.Parameter, list[Owner]] = {}
     for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             if not hasattr(parameter, "sharding"):
                 owners.setdefault(parameter, []).append((part, name))
     return owners

@@ -75,7 +75,7 @@ class FSDPParam(ShardedParam):
         policy: MixedPrecisionPolicy,
     ):
         self.owners, self.policy = owners, policy
-        self.on_gradient: Callable[[Tensor], None]  # called with the unsharded parameter
+        self.on_gradient: Callable[[Tensor], None]  # set by FSDPState; gets the unsharded parameter
         shard = sharding.shard(parameter.detach()).clone()
         # Integers, and gradients of them, do not exist; quantized frozen weights do.
         differentiable = shard.is_floating_point() or shard.is_complex()
@@ -87,19 +87,19 @@ class FSDPParam(ShardedParam):
         sharded_param.sharding = sharding
         parameter.sharded_as = sharded_param  # found if it is tied to a module outside
         super().__init__(sharded_param.requires_grad_(parameter.requires_grad), unsharded_param)
-        self.allocate()
+        self.make_unsharded()
 
-    def allocate(self) -> None:
+    def make_unsharded(self) -> None:
         """Shape the unsharded parameter, without memory, for the sharded one's dtype and device."""
         floating = self.sharded_param.is_floating_point()
         dtype = (floating and self.policy.param_dtype) or self.sharded_param.dtype
-        shape = (self.sharding.group.size(), self.sharding.padded_numel)
+        shape = (self.sharding.group.size(), self.sharding.chunk_numel)
         # One chunk per rank; the unsharded parameter is a view of it.
         self.all_gather_output = self.sharded_param.new_empty(shape, dtype=dtype)
         # `.data` has a version counter of its own: autograd does not take filling for a change.
         self.unsharded_param.data = self.sharding.from_chunks(self.all_gather_output).data
         self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
-        self.reduce_dtype = self.policy.reduce_dtype or dtype
+        self.reduce_dtype = (floating and self.policy.reduce_dtype) or dtype
         self.to_sharded()
 
     def refuse_gradient(self, gradient: Tensor) -> None:
@@ -107,7 +107,7 @@ class FSDPParam(ShardedParam):
         module, name = self.owners[0]
         raise used_while_sharded(f"{type(module).__name__}.{name}")
 
-    def register(self, parameter: nn.Parameter, instead_of: nn.Parameter) -> None:
+    def let_modules_use(self, parameter: nn.Parameter, instead_of: nn.Parameter) -> None:
         """Let the modules use `parameter`, frozen if the one that they used before is."""
         parameter.requires_grad_(instead_of.requires_grad)
         for module, name in self.owners:
@@ -116,7 +116,7 @@ class FSDPParam(ShardedParam):
     @property
     def all_gather_bytes(self) -> int:
         """Bytes of one rank's chunk in an all-gather."""
-        return self.sharding.padded_numel * self.all_gather_output.dtype.itemsize
+        return self.sharding.chunk_numel * self.all_gather_output.dtype.itemsize
 
     def all_gather_input(self) -> Tensor:
         """This rank's rows in `param_dtype`, as bytes: one message may hold several dtypes."""
@@ -128,11 +128,11 @@ class FSDPParam(ShardedParam):
         output = self.all_gather_output
         output.untyped_storage().resize_(output.nbytes)
         output.view(torch.uint8).copy_(gathered)
-        self.register(self.unsharded_param, instead_of=self.sharded_param)
+        self.let_modules_use(self.unsharded_param, instead_of=self.sharded_param)
 
     def to_sharded(self) -> None:
         """Free the unsharded parameter, and register the sharded one."""
-        self.register(self.sharded_param, instead_of=self.unsharded_param)
+        self.let_modules_use(self.sharded_param, instead_of=self.unsharded_param)
         self.all_gather_output.untyped_storage().resize_(0)
 
     def accumulate_unsharded(self) -> None:

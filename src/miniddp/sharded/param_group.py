@@ -8,13 +8,12 @@ A profile shows the ranges miniddp.all_gather, .wait, .copy_out, .copy_in, and .
 with the module's name. Source: torch's _fsdp_param_group.py and _fsdp_collectives.py.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum, auto
-from hashlib import sha256
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.profiler import record_function
 
 from miniddp.comm import wait_for
@@ -34,6 +33,9 @@ class ShardedState(Enum):
     UNSHARDED = auto()
 
 
+CALLS: Counter[str] = Counter()  # of `fully_shard`, by the process group that all its ranks share
+
+
 class FSDPParamGroup:
     """The parameters of one call of `fully_shard`.
 
@@ -47,18 +49,16 @@ class FSDPParamGroup:
         self,
         params: Sequence[FSDPParam],
         group: dist.ProcessGroup,
-        replicas: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None = None,
     ):
         self.params, self.group, self.replicas = list(params), group, replicas
         self.sharded_state = ShardedState.SHARDED
         self.requires_gradient_sync = True
         self.gradient_divide_factor: float | None = None
         self.reductions: list[Reduction] = []  # under way
-        self.set_name("")
-
-    def set_name(self, name: str) -> None:
-        """Name the group's module. Each all-gather begins with a hash of the name."""
-        self.name, self.label = name, [*sha256(name.encode()).digest()[:8]]
+        self.name = ""  # of the module, given by the first forward
+        self.number = CALLS[group.group_name]  # each all-gather begins with it
+        CALLS[group.group_name] += 1
 
     def profiled(self, phase: str) -> record_function:
         """A profiler range for one phase of this group."""
@@ -73,7 +73,8 @@ class FSDPParamGroup:
             return
         with self.profiled("all_gather"):
             inputs = [param.all_gather_input() for param in self.params]
-            chunk = torch.cat([inputs[0].new_tensor(self.label), *inputs])
+            label = inputs[0].new_full((1,), self.number, dtype=torch.int64).view(torch.uint8)
+            chunk = torch.cat([label, *inputs])
             self.gathered = chunk.new_empty(self.group.size(), chunk.numel())
             self.work = all_gather_single(
                 self.gathered.view(-1), chunk, group=self.group, async_op=True
@@ -86,24 +87,21 @@ class FSDPParamGroup:
         if self.sharded_state is ShardedState.GATHERING:
             with self.profiled("wait"):
                 wait_for(self.work)
-            sizes = [len(self.label), *(param.all_gather_bytes for param in self.params)]
+            sizes = [torch.int64.itemsize, *(param.all_gather_bytes for param in self.params)]
             labels, *outputs = self.gathered.split(sizes, dim=1)
             self.sharded_state = ShardedState.SHARDED
-            self.check_labels(labels)
+            # Not on a GPU: the CPU, which runs ahead of it, would have to wait for the message.
+            if not labels.is_cuda and bool((labels != labels[self.group.rank()]).any()):
+                raise self.other_ranks_gather_another()
             with self.profiled("copy_out"):
                 for param, output in zip(self.params, outputs, strict=True):
                     param.to_unsharded(output)
             del self.gathered, self.work
             self.sharded_state = ShardedState.UNSHARDED
 
-    def check_labels(self, labels: Tensor) -> None:
-        """Raise RuntimeError if other ranks gather another group.
-
-        Not on a GPU: the CPU, which runs ahead of it, would have to wait for the message.
-        """
-        if labels.is_cuda or bool((labels == labels[self.group.rank()]).all()):
-            return
-        raise RuntimeError(
+    def other_ranks_gather_another(self) -> RuntimeError:
+        """The error for groups that run in different orders."""
+        return RuntimeError(
             f"Rank {self.group.rank()} is all-gathering {self.name} while another rank is "
             "all-gathering a different module. Every rank must run the same sharded modules in the "
             "same order: call fully_shard only on the module that chooses between them"
@@ -123,7 +121,7 @@ class FSDPParamGroup:
         """Whether a gradient of this rank waits to be reduced."""
         return any(param.has_gradient() for param in self.params)
 
-    def reduce(self) -> None:
+    def launch_reduce_scatter(self) -> None:
         """Launch the reduction of all gradients: one message per dtype, usually one."""
         by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
         for param in self.params:

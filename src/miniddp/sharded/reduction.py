@@ -6,6 +6,7 @@ foreach_reduce in torch's _fsdp_collectives.py, which lets NCCL divide (AVG).
 """
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from miniddp.sharded.sharding import reduce_scatter_single
 class Reduction:
     """Gradients on their way: to the ranks that hold their rows, and then to the replicas.
 
-    Call `copy_in`, `launch`, `wait_for_reduce_scatter`, and `finish`, in this order, on every rank.
+    Call `copy_in`, `launch`, `wait`, and `finish` on every rank. `wait_for_reduce_scatter` frees
+    the message earlier and, with HSDP, starts the all-reduce.
 
     A parameter without a gradient on this rank counts as zeros. The end of each rank's chunk counts
     the ranks that have a gradient. Where none has one, none is written, because zeros would let
@@ -43,7 +45,8 @@ class Reduction:
     ):
         self.params, self.group, self.replicas = params, group, replicas
         self.divisor, self.divide_first = divisor, divide_first
-        self.sizes = [*(param.sharding.padded_numel for param in params), len(params)]
+        self.here: list[bool] = []  # which parameters have a gradient on this rank
+        self.sizes = [*(param.sharding.chunk_numel for param in params), len(params)]
         self.input: Tensor | None = None  # of the reduce-scatter: a chunk for each rank
         self.output: Tensor  # this rank's chunk of the sum
         self.work: dist.Work | None = None
@@ -55,9 +58,10 @@ class Reduction:
         shape = (self.group.size(), sum(self.sizes))
         self.input = first.sharded_param.new_empty(shape, dtype=first.reduce_dtype)
         *columns, exists = self.input.split(self.sizes, dim=1)
+        self.here = [param.has_gradient() for param in self.params]
         for index, (param, column) in enumerate(zip(self.params, columns, strict=True)):
-            exists[:, index] = param.has_gradient()
-            if param.has_gradient():
+            exists[:, index] = self.here[index]
+            if self.here[index]:
                 column.copy_(param.sharding.to_chunks(param.take_gradient()))
                 if self.divide_first:
                     column.div_(self.divisor)
@@ -92,9 +96,9 @@ class Reduction:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait, and add this rank's rows of the average to its sharded parameters' gradients."""
-        self.wait()
+        """Add this rank's rows of the average to its sharded parameters' gradients."""
         *chunks, exists = self.output.split(self.sizes)
-        for param, chunk, anywhere in zip(self.params, chunks, (exists != 0).tolist(), strict=True):
-            if anywhere:
-                param.accumulate_sharded(chunk if self.divide_first else chunk.div_(self.divisor))
+        # Asked for only if it is needed: on a GPU, the CPU would have to wait for the message.
+        anywhere = self.here if all(self.here) else (exists != 0).tolist()
+        for param, chunk in compress(zip(self.params, chunks, strict=True), anywhere):
+            param.accumulate_sharded(chunk if self.divide_first else chunk.div_(self.divisor))

@@ -34,14 +34,13 @@ IN_BACKWARD = (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
 
 
 class Scheduled(Protocol):
-    """One sharded module, as its schedule sees it: a `miniddp.sharded.hooks.FSDPState`."""
+    """One sharded module, as its schedule sees it: a `miniddp.sharded.fsdp_state.FSDPState`."""
 
     group: FSDPParamGroup
     training_state: TrainingState
     schedule: "Schedule | None"
 
-    def reduce(self) -> None:
-        """Free the parameters, and reduce their gradients or keep them whole."""
+    def reshard_and_reduce(self) -> None: ...
 
 
 def states_of(module: nn.Module, recurse: bool = True) -> Iterator[Scheduled]:
@@ -62,27 +61,27 @@ class Schedule:
         for name, part in module.named_modules():
             for state in states_of(part, recurse=False):
                 state.schedule = self
-                state.group.set_name(f"{name or 'the model'} ({type(part).__name__})")
+                state.group.name = f"{name or 'the model'} ({type(part).__name__})"
         self.root = root  # of the last forward: a part of the model may be called alone
         self.forward_order: list[Scheduled] = []  # of this forward
         self.last_forward_order: list[Scheduled] = []
-        # Forwards that have not had their backward; a module may be among them more than once.
-        self.post_forward_order: list[Scheduled] = []
+        self.post_forward_order: list[Scheduled] = []  # of this forward: in which modules ended
+        self.place = 0  # in it, of the module that began its backward last
         self.reducing: list[FSDPParamGroup] = []
 
     # 1. Forward -----------------------------------------------------------------------------------
 
     def begin_forward(self, root: Scheduled) -> None:
-        """`root` is the outermost module. Forget a backward that raised."""
+        """`root` is the outermost module. A step with a backward that raised is lost, all of it."""
         self.root = root
         self.forward_order, self.last_forward_order = [], self.forward_order
+        self.post_forward_order, self.place = [], 0
         for state in self.states:
             # Whole since a forward without a backward: the optimizer may have stepped in between.
             state.group.reshard()
         if self.backward_has_begun():
-            for state in self.states:
-                for param in state.group.params:
-                    param.take_gradient()
+            for param in [param for state in self.states for param in state.group.params]:
+                param.take_gradient()
             self.forget_backward()
         self.check_parameters()
 
@@ -110,7 +109,7 @@ class Schedule:
         """Whether a gradient has arrived since the last end of a backward."""
         return any(state.training_state in IN_BACKWARD for state in self.states)
 
-    def begin_backward(self, state: Scheduled) -> None:
+    def note_backward(self, state: Scheduled) -> None:
         """A gradient has arrived at `state`. The first one queues the end of backward."""
         if state.training_state in IN_BACKWARD:
             return
@@ -121,17 +120,18 @@ class Schedule:
     def prefetch_in_backward(self, state: Scheduled) -> None:
         """Gather for the module whose forward was the last one before `state`'s."""
         order = self.post_forward_order
-        if state in order:
-            place = len(order) - 1 - order[::-1].index(state)
-            del order[place]
-            if place > 0:
-                order[place - 1].group.unshard()
+        places = [place for place, other in enumerate(order) if other is state]
+        if places:
+            # If there is none before: the backward of an earlier, equal forward begins.
+            self.place = max([place for place in places if place < self.place] or places)
+            if self.place > 0:
+                order[self.place - 1].group.unshard()
 
-    def reduce(self, group: FSDPParamGroup) -> None:
+    def launch_reduction(self, group: FSDPParamGroup) -> None:
         """Launch the reduction of a group's gradients. One message at a time has memory."""
         for earlier in self.reducing:
             earlier.wait_for_reduce_scatter()
-        group.reduce()
+        group.launch_reduce_scatter()
         if group not in self.reducing:
             self.reducing.append(group)
 
@@ -144,7 +144,7 @@ class Schedule:
         for state in self.states:
             computing = state.training_state is TrainingState.PRE_BACKWARD
             if computing or state.group.has_gradient():
-                state.reduce()
+                state.reshard_and_reduce()
         for group in self.reducing:
             group.finish_reduction()
         for state in self.states:
@@ -156,4 +156,4 @@ class Schedule:
         for state in self.states:
             state.training_state = TrainingState.IDLE
             state.group.reductions = []
-        self.post_forward_order, self.reducing = [], []
+        self.place, self.reducing = 0, []

@@ -30,7 +30,7 @@ class Sharding:
     """The division of one parameter; a sharded parameter has it as its attribute `sharding`.
 
     Args:
-        size: the shape of the whole parameter, with at least one dimension.
+        size: the shape of the whole parameter. A scalar counts as one row; fully_shard refuses it.
         group: the ranks that divide it.
         replicas: with HSDP, the ranks that hold the same rows as this one; otherwise None.
     """
@@ -40,7 +40,7 @@ class Sharding:
     replicas: dist.ProcessGroup | None = None
 
     @property
-    def rows_per_rank(self) -> int:
+    def chunk_rows(self) -> int:
         """The rows of a chunk, padding included."""
         return -(-self.total_rows // self.group.size())
 
@@ -50,15 +50,15 @@ class Sharding:
         return self.size[0] if self.size else 1
 
     @property
-    def padded_numel(self) -> int:
+    def chunk_numel(self) -> int:
         """The elements of a chunk, padding included."""
-        return self.rows_per_rank * self.size[1:].numel()
+        return self.chunk_rows * self.size[1:].numel()
 
     @property
     def local_rows(self) -> slice:
         """This rank's rows; none, if the ranks before it hold them all."""
-        first = min(self.rows_per_rank * self.group.rank(), self.total_rows)
-        return slice(first, min(first + self.rows_per_rank, self.total_rows))
+        first = min(self.chunk_rows * self.group.rank(), self.total_rows)
+        return slice(first, min(first + self.chunk_rows, self.total_rows))
 
     def shard(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor of the whole shape: a view."""
@@ -66,7 +66,7 @@ class Sharding:
 
     def pad(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """This rank's chunk of a message, flat: its rows, and zeros."""
-        chunk = shard.new_zeros(self.padded_numel, dtype=dtype)
+        chunk = shard.new_zeros(self.chunk_numel, dtype=dtype)
         chunk[: shard.numel()] = shard.reshape(-1)
         return chunk
 
@@ -77,9 +77,9 @@ class Sharding:
         return chunk[: shape.numel()].view(shape)
 
     def to_chunks(self, whole: Tensor) -> Tensor:
-        """A tensor of the whole shape as a message of shape (W, `padded_numel`)."""
+        """A tensor of the whole shape as a message of shape (W, `chunk_numel`)."""
         flat = whole.reshape(-1)
-        missing = self.padded_numel * self.group.size() - flat.numel()
+        missing = self.chunk_numel * self.group.size() - flat.numel()
         if missing:
             flat = nn.functional.pad(flat, (0, missing))
         return flat.view(self.group.size(), -1)
@@ -95,7 +95,7 @@ class Sharding:
 
 def local_shard(parameter: Tensor, group: dist.ProcessGroup) -> nn.Parameter:
     """This rank's rows of `parameter`, for an optimizer: a view, which has a `sharding`."""
-    refuse_optimizers_of_whole_tensors()
+    install_refusal_of_shards()
     sharding = Sharding(parameter.shape, group)
     rows = nn.Parameter(sharding.shard(parameter.detach()))
     rows.sharding = sharding
@@ -118,7 +118,7 @@ def gather_all(shards: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[
 
 
 @cache
-def refuse_optimizers_of_whole_tensors() -> None:
+def install_refusal_of_shards() -> None:
     """From now on, no optimizer of this process may take a shard for a whole matrix."""
     register_optimizer_step_pre_hook(_refuse_shards)
 

@@ -23,10 +23,10 @@ from miniddp.sharded.schedule import states_of
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` with whole parameters, in their own dtype and on their device."""
-    return {
-        name: value.sharding.gather(value.detach()) if hasattr(value, "sharding") else value
-        for name, value in _sharded(module).state_dict(keep_vars=True).items()
-    }
+    state = _sharded(module).state_dict(keep_vars=True)
+    plain = {n: v.detach() if isinstance(v, Tensor) else v for n, v in state.items()}
+    shards = {name: value for name, value in state.items() if hasattr(value, "sharding")}
+    return plain | {name: shard.sharding.gather(plain[name]) for name, shard in shards.items()}
 
 
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> None:

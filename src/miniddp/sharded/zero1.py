@@ -116,15 +116,15 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Raises ValueError if it is that of other rows.
         """
-        self.inner.load_state_dict(state_dict)
-        for shard, values in self.inner.state.items():
-            for name, value in values.items():
+        for index, shard in enumerate(p for g in self.inner.param_groups for p in g["params"]):
+            for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and value.ndim and value.shape != shard.shape:
                     raise ValueError(
                         f"{name} has the shape {tuple(value.shape)}, and this rank's rows have "
                         f"{tuple(shard.shape)}: another number of ranks saved it. Save and load by "
                         "full_optimizer_state_dict and load_full_optimizer_state_dict"
                     )
+        self.inner.load_state_dict(state_dict)
         self._copy_options(self.inner, self)
 
     @staticmethod

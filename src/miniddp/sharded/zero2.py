@@ -43,7 +43,7 @@ class ShardedBucket(Bucket):
         self.buffer, self.views = self.parameters[0].new_empty(0), []
 
     def copy_in(self, divisor: int) -> None:
-        """Divide the gradients, as in DDP, copy them into a message, and forget them."""
+        """Divide by W (DDP multiplies by 1/W, which rounds differently), and copy to a message."""
         self.reduction = Reduction(self.params, self.group, None, divisor, divide_first=True)
         self.reduction.copy_in()
 

@@ -9,15 +9,12 @@ Source: torch/nn/parallel/distributed.py (_inside_ddp_forward), torch/_dynamo/co
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from miniddp.ddp import not_compiled
-
-
-def _as_written(function: Any) -> Any:
-    return not_compiled(function, recursive=False)
 
 
 def active_wrapper() -> Any:
@@ -26,7 +23,7 @@ def active_wrapper() -> Any:
 
 
 @contextmanager
-@_as_written
+@partial(not_compiled, recursive=False)
 def active(wrapper: Any) -> Iterator[None]:
     """Tell Dynamo which wrapper's forward is running."""
     outer = DistributedDataParallel._active_ddp_module

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from miniddp.autograd_graph import at_end_of_backward
-from miniddp.nested import cast
+from miniddp.nested import cast_floating
 
 
 class MixedPrecision:
@@ -70,7 +70,7 @@ class MixedPrecision:
 
     def cast(self, inputs: Any) -> Any:
         """`inputs`, however nested, with every floating-point tensor in `param_dtype`."""
-        return cast(inputs, self.settings.param_dtype)
+        return cast_floating(inputs, self.settings.param_dtype)
 
     def restore_full_precision(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Give `parameters` (all of them when None) their data back, and cast their gradients."""

@@ -1,13 +1,19 @@
 """What `fully_shard` sends and holds; labs/in_pieces.py counts the other ways."""
 
 import gc
+import warnings
+import weakref
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from labkit.launch.ranks import run_ranks
-from labkit.profiling.step_cost import StepCost, step_cost
+from labkit.profiling.step_cost import StepCost, ring_bytes, step_cost
+from labkit.testing.watch import RecordedCollectives
 from miniddp.sharded import fully_shard
 
 SIZE = 4 * (24 * 12 + 24 * 24)  # bytes of the parameters, which 2 and 4 ranks share evenly
@@ -31,24 +37,82 @@ def test_one_group_is_kept_whole_until_backward_as_torch_keeps_it(world_size):
         assert all(share <= part <= share + 64 for part in held)
 
 
-def whole_gradients_on_their_way(rank: int) -> int:
-    """How many tensors of a layer's size and more there are when backward reaches the input."""
-    model = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(4)))
-    layer = 4 * 24 * 24
-    for part in (*model, model):
-        fully_shard(part)
+class Pairs(nn.Module):
+    """Pairs of layers, each a group of its own; `reentrant`: how pairs are checkpointed, if so."""
+
+    def __init__(self, how: Any, reentrant: bool | None = None):
+        super().__init__()
+        layers = [nn.Linear(40, 40, bias=False) for _ in range(6)]
+        self.pairs = nn.ModuleList(map(nn.Sequential, layers[::2], layers[1::2]))
+        self.reentrant = reentrant
+        for layer in layers:
+            how(layer)
+        how(self)
+
+    def forward(self, x):
+        for pair in self.pairs:
+            if self.reentrant is None:
+                x = pair(x)
+            else:
+                x = checkpoint(pair, x, use_reentrant=self.reentrant)
+        return x
+
+
+LAYER = 4 * 40 * 40
+WAYS = ["once", "after a forward without a backward", "twice", "checkpointed", "reentrant"]
+
+
+def cost_of_backward(rank: int, way: str, how: Any) -> tuple[int, float]:
+    """Tensors of a layer's size and more when backward reaches the input; layers sent in a step."""
+    model = Pairs(how, {"checkpointed": False, "reentrant": True}.get(way))
     found: list[int] = []
 
-    def count(_gradient: torch.Tensor) -> None:
-        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    def count(_gradient: Tensor) -> None:
+        tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        found.append(sum(size > layer for size in sizes.values()))  # a message also has flags
+        found.append(sum(size >= LAYER for size in sizes.values()))
 
-    inputs = torch.randn(5, 24, requires_grad=True)
-    inputs.register_hook(count)
-    model(inputs).pow(2).mean().backward()
-    return found[0]
+    kept = []
+    gc.collect()
+    for _ in range(2):  # in the first step, nothing is prefetched in forward
+        inputs = torch.randn(5, 40, requires_grad=True)
+        inputs.register_hook(count)
+        with RecordedCollectives() as recorded:
+            if way == "after a forward without a backward":
+                kept = [model(inputs)]
+            # The backward of the second forward is over before that of the first one begins.
+            first = model(inputs.detach()) if way == "twice" else 0
+            (first + model(inputs)).pow(2).mean().backward()
+        kept.clear()
+    return found[1], 2 * ring_bytes(recorded.launched, 2) / LAYER
 
 
-def test_backward_holds_the_whole_gradients_of_one_layer_at_a_time():
-    assert run_ranks(whole_gradients_on_their_way, 2) == [1, 1]
+def compare_costs(rank: int) -> dict[str, tuple[tuple[int, float], tuple[int, float]]]:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    hows = (fully_shard, torchs_fully_shard)
+    return {way: tuple(cost_of_backward(rank, way, how) for how in hows) for way in WAYS}
+
+
+def test_backward_holds_and_sends_no_more_than_torchs():
+    for found in run_ranks(compare_costs, 2):
+        for way, ((held, sent), (torchs_held, torchs_sent)) in found.items():
+            assert held <= torchs_held, way
+            # Gathers have a label. A rank cannot know that no rank has a gradient after the second
+            # forward's backward; torch's does not reduce then.
+            assert sent <= torchs_sent + 0.5 + (6 if way == "twice" else 0), way
+
+
+def alive_after_a_forward(rank: int, how: Any) -> int:
+    """Outputs of layers that no garbage collection has found, and nothing needs."""
+    model, outputs = Pairs(how), []
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda *call: outputs.append(weakref.ref(call[-1])))
+    gc.disable()
+    model(torch.randn(5, 40))
+    gc.enable()
+    return sum(output() is not None for output in outputs)
+
+
+def test_a_forward_without_a_backward_keeps_no_activations():
+    assert run_ranks(alive_after_a_forward, 2, fully_shard) == [0, 0]

@@ -56,9 +56,21 @@ class InPlace(nn.Module):
         return self.block(self.stem(x))
 
 
+class TwoNames(nn.Module):
+    """One parameter has two names in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = self.again = nn.Parameter(torch.randn(3, 12))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight) * nn.functional.linear(x, self.again)
+
+
 ALL = MODELS | {
     "lora": Model(Lora, MODELS["mlp"].batch),
     "in place": Model(InPlace, MODELS["mlp"].batch),
+    "two names": Model(TwoNames, MODELS["mlp"].batch),
 }
 # A scalar has no rows, and a message of gradients has no complex numbers or gaps.
 REFUSED = {"odd shapes", "convolution", "complex"}

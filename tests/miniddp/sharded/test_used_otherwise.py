@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -140,11 +141,13 @@ def what_is_said(rank: int) -> dict[str, str]:
     divided = nn.Linear(2, 2)
     mesh = init_device_mesh("cpu", (2,))
     divided.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
+    experts = [fully_shard(nn.Linear(2, 2)) for _ in range(2)]  # in no sharded module
     attempts = {
         "used while sharded": lambda: net.logits(torch.ones(2, 12)),
         "a Linear was used while": lambda: net.forward(torch.ones(2, 12)),
         "Linear.weight was used": lambda: net.right.weight.sum().backward(),
         "is all-gathering a different module": lambda: net(torch.ones(2, 12), rank == 0),
+        "is all-gathering the model (FSDPLinear)": lambda: experts[rank](torch.ones(1, 2)),
         "head.bias was added": lambda: late(torch.ones(2, 12)),
         "weight is a DTensor": lambda: fully_shard(divided),
         "is never called": lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])),
@@ -165,27 +168,77 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank():
         assert [expected for expected, text in said.items() if expected not in text] == []
 
 
+def different_on_rank_1(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2))
+    try:
+        fully_shard(nn.Linear(2, 3 if rank == 1 else 2), mesh=mesh)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_module_that_differs_on_one_rank_is_refused_on_all_ranks_of_a_mesh():
+    for said in run_ranks(different_on_rank_1, 4):
+        assert "same model" in said
+
+
 def steps_of_hooks(rank: int) -> list[tuple[int, ...]]:
     net, shapes = fully_shard(nn.Linear(12, 4)), []
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: shapes.append(tuple(p.grad.shape)))
-    net(torch.ones(2, 12)).sum().backward()
+    one, other = 2 * torch.ones(2, 2, 12, requires_grad=True)
+    (net(one) + net(other)).sum().backward()
     return shapes
 
 
-def test_hooks_of_a_sharded_parameter_run_when_its_gradient_is_there():
+def test_hooks_of_a_sharded_parameter_run_once_when_its_gradient_is_there():
     assert run_ranks(steps_of_hooks, 2) == [[(2, 12), (2,)]] * 2
 
 
-def saved_without_rows(rank: int) -> dict[str, Tensor]:
-    net = nn.Linear(12, 4)
-    net.nothing = nn.Parameter(torch.empty(0, 12))
-    return full_state_dict(fully_shard(net))
+def saved(rank: int) -> tuple[dict[str, Tensor], bool]:
+    """What is saved of a sharded module in one that is not; whether any of it is a parameter."""
+    net = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 2))
+    net[0].nothing = nn.Parameter(torch.empty(0, 12))
+    fully_shard(net[0])
+    state = full_state_dict(net)
+    return state, any(value.requires_grad for value in state.values())
 
 
-def test_a_parameter_without_elements_is_saved():
-    for saved in run_ranks(saved_without_rows, 2):
-        assert saved["nothing"].shape == (0, 12)
+def test_plain_values_are_saved_of_all_parameters_also_without_elements():
+    for state, trainable in run_ranks(saved, 2):
+        assert state["0.nothing"].shape == (0, 12)
+        assert state["1.weight"].shape == (2, 4)
+        assert not trainable
+
+
+class Rotation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turns = nn.Parameter(torch.tensor([1 + 2j, 3 + 4j, 5 + 6j]))
+
+    def forward(self, x):
+        return (self.turns * x).imag.sum()
+
+
+def complex_gradient(rank: int) -> Tensor:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    net = fully_shard(Rotation(), mp_policy=policy)
+    net((rank + 1) * torch.ones(3)).backward()
+    return net.turns.sharding.gather(net.turns.grad)
+
+
+def test_complex_gradients_are_reduced_as_they_are():
+    for found in run_ranks(complex_gradient, 2):
+        assert found.tolist() == [1.5j, 1.5j, 1.5j]
+
+
+def classes(rank: int) -> tuple[bool, bool]:
+    one, other, third = (fully_shard(kind(2, 2)) for kind in (nn.Linear, nn.Linear, nn.RNN))
+    return type(one) is type(other), type(one) is type(third)
+
+
+def test_modules_of_one_class_still_have_one_class():
+    assert run_ranks(classes, 1) == [(True, False)]
 
 
 def norms(rank: int, world_size: int) -> list[tuple[float, float]]:

@@ -160,6 +160,7 @@ def load_rows(rank: int, saved: list[dict]) -> str:
     try:
         optimizer.load_state_dict(saved[rank % 2])
     except ValueError as error:
+        assert not optimizer.inner.state  # nothing of it has been loaded
         return str(error)
     return ""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader
 
 from ddp_doctor.facts import journal
@@ -52,6 +53,17 @@ def test_a_dict_in_an_object_may_grow_during_the_walk_and_may_be_large() -> None
     inside.update({at: Counted(inside) for at in range(10 * MAX_VALUES)})
     assert tensors_in((Pair("x", inside), Pair("y", [Counted(inside)] * 1000))) == []
     assert 0 < Counted.looked <= MAX_VALUES
+
+
+def test_a_scaler_with_methods_of_its_own_is_observed(tmp_path: Path) -> None:
+    session = Session(Options(), tmp_path)
+    patches = install(session)
+    try:
+        scaler = ShardedGradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        assert session.recorder.scales == 4.0  # type: ignore[union-attr]
+    finally:
+        patches.undo()
 
 
 def test_batches_without_a_tensor_are_written_down_as_seldom_as_rows(

@@ -16,10 +16,12 @@ import torch
 from processes import all_gone, processes_with
 
 import ddp_doctor
+from ddp_doctor.certificate.fixed import Fixed
 from ddp_doctor.certificate.measure import HALF, compare
-from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN
+from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, Part
 from ddp_doctor.certificate.premises import parted, same_rows
 from ddp_doctor.certificate.program import exit_code, keep_output
+from ddp_doctor.certificate.starts import Start
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.explain.agreement import contradicted
 from ddp_doctor.facts.certificate import Certificate, Property
@@ -27,6 +29,7 @@ from evaluation.doctor.certify import certified
 from evaluation.doctor.runs import QUIET, SOURCES
 from evaluation.doctor.scripts import Script, corpus
 from labkit.launch.forks import ForkServer
+from labkit.launch.ranks import run_ranks
 from prove_it import prove
 
 SCRIPTS = {script.name: script for script in corpus()}
@@ -847,6 +850,33 @@ def test_a_gradient_is_not_judged_if_the_model_is_not_seen_to_get_the_same_sampl
 ) -> None:
     found = certified(forks, script(START + UNMARKED))
     assert found["verdict"] == "not judged", found
+
+
+def what_is_fixed(rank: int) -> tuple[bool, float]:
+    """Whether SyncBatchNorm uses its running statistics; the largest gradient, as clipping says."""
+    fixed = Fixed()
+    inputs = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(rank))
+    normal = torch.nn.SyncBatchNorm(3)(inputs)
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    norm = torch.nn.utils.clip_grad_norm_([weight], 1.0, float("inf"))
+    as_running = torch.allclose(normal, inputs, atol=1e-4) and not fixed.batch_norm
+    return as_running, float(norm)
+
+
+def test_synchronized_batch_norm_and_clipping_by_another_norm_are_fixed_too() -> None:
+    assert run_ranks(what_is_fixed, 2) == [(True, 4.0)] * 2
+
+
+class Killed(Start):
+    def process(self, *_: Any) -> "subprocess.Popen[bytes]":
+        (self.output / "0.txt").write_text("step 1\n")
+        return subprocess.Popen(["sh", "-c", "kill -KILL $$"], start_new_session=True)
+
+
+def test_one_process_that_is_killed_has_failed(tmp_path: Path) -> None:
+    said = Killed(Part(str(tmp_path), "one"), [], [{}]).wait()
+    assert said == "step 1 (it was ended by SIGKILL)"
 
 
 def test_a_script_that_fails_in_its_first_step_is_not_judged_and_the_line_is_named(

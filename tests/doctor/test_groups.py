@@ -206,6 +206,17 @@ def test_ranks_that_shard_a_model_and_read_the_same_data_do_the_work_of_one() ->
     assert "same_data_on_ranks" in findings(run)
 
 
+def test_equal_data_of_some_ranks_are_found() -> None:
+    """As with a sampler that is given LOCAL_RANK: two hosts read the same."""
+    steps = [[*step(), *step()] for _ in range(3)]
+    for n, windows in enumerate(steps):
+        for rank, one in enumerate(windows):
+            one["backwards"][0]["terms"][0] |= {"target": 7 + 10 * n + rank % 2, "input": 4}
+    evidence = findings(run_with_steps(steps))["same_data_on_ranks"].evidence
+    assert "ranks 0, 2 and ranks 1, 3 computed the loss from bitwise equal inputs" in evidence
+    assert "4 ranks do the work of 2" in evidence
+
+
 def test_equal_data_of_ranks_that_exchange_activations_are_a_hint() -> None:
     """They may split one sequence or one graph: no error, and nothing that is called measured."""
     call = fact(CollectiveFact, op="all_gather", through_autograd=True, what="activation")

@@ -11,7 +11,7 @@ import pytest
 
 import ddp_doctor
 from ddp_doctor import __main__ as program
-from ddp_doctor.facts.journal import Journal
+from ddp_doctor.facts.journal import Journal, read
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options
 
@@ -134,6 +134,16 @@ def test_fail_on_fails_if_the_doctor_could_not_start(
 
 def test_fail_on_keeps_the_scripts_own_exit_code(session: Session) -> None:
     program._close(session, session.options, None, 7)
+
+
+def test_an_error_that_was_shown_before_is_not_the_runs(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "last_value", ZeroDivisionError(), raising=False)  # IPython sets it
+    session.open()
+    session.close()
+    (page,) = read(session.run)
+    assert [fact["raised"] for fact in page.facts["end"]] == [False]
 
 
 @pytest.mark.parametrize("optimizers", [1, 2, 60])

@@ -6,6 +6,7 @@ third step, BatchNorm and clipping act as the script has them.
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 OFF = "Dropout is off, clipping is off, BatchNorm uses its running statistics, nothing is compiled."
 DROPOUT = (
@@ -37,6 +39,7 @@ class Fixed:
         F.scaled_dot_product_attention = _without_dropout(F.scaled_dot_product_attention)
         nn.RNNBase.__init__ = _without_rnn_dropout(nn.RNNBase.__init__)
         F.batch_norm = self._batch_norm(F.batch_norm)
+        nn.SyncBatchNorm.forward = self._sync_batch_norm(nn.SyncBatchNorm.forward)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             clip = self._clip(getattr(nn.utils, name))
             setattr(nn.utils.clip_grad, name, clip)
@@ -60,6 +63,20 @@ class Fixed:
 
         return batch_norm
 
+    def _sync_batch_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """It computes with the statistics of all ranks, and does not call `F.batch_norm`."""
+
+        @functools.wraps(original)
+        def forward(module: Any, input: Any) -> Any:  # noqa: A002
+            if self.as_it_is or not module.track_running_stats:
+                return original(module, input)
+            own = self.batch_norm  # whether there is one that uses each rank's own samples
+            result = _BatchNorm.forward(module, input)
+            self.batch_norm = own
+            return result
+
+        return forward
+
     def _clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +85,9 @@ class Fixed:
                 return original(parameters, *args, **kwargs)
             listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             gradients = [p.grad for p in listed if p.grad is not None]
-            norm = nn.utils.get_total_norm(gradients) if gradients else torch.tensor(0.0)
+            given = inspect.signature(original).bind(parameters, *args, **kwargs).arguments
+            kind = given.get("norm_type", 2.0)
+            norm = nn.utils.get_total_norm(gradients, kind) if gradients else torch.tensor(0.0)
             self.norms.append(float(getattr(norm, "full_tensor", lambda: norm)()))
             return norm
 

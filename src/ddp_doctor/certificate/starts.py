@@ -74,10 +74,13 @@ class Start:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if failed is None:
-            failed = next((at for at, p in enumerate(self.processes) if p.returncode > 0), None)
+        if failed is None:  # what was late has been killed here
+            ended = [at for at in range(len(self.processes)) if at not in late]
+            failed = next((at for at in ended if self.processes[at].returncode), None)
         if failed is not None:
-            return said(self._output(failed))
+            code = self.processes[failed].returncode or 0
+            killed = f" (it was ended by {signal.Signals(-code).name})" if code < 0 else ""
+            return said(self._output(failed)) + killed
         return f"it did not end within {LIMIT:g} s{where}" if late else ""
 
     def _output(self, at: int) -> str:

@@ -41,7 +41,24 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     from torch.amp import GradScaler
 
-    patches.observe(GradScaler, "scale", after=scaled)
-    patches.observe(GradScaler, "unscale_", unscale)
+    observers: Any = {
+        "scale": (None, scaled),
+        "unscale_": (unscale, None),
+        "update": (None, updated),
+    }
+    known: set[type] = set()
+
+    def observe(kind: type) -> None:
+        """Those methods that a class has itself: ShardedGradScaler's do not call GradScaler's."""
+        known.add(kind)
+        for name in observers.keys() & vars(kind).keys():
+            patches.observe(kind, name, *observers[name])
+
+    def made(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for kind in type(args[0]).__mro__:
+            if issubclass(kind, GradScaler) and kind not in known:
+                observe(kind)
+
+    observe(GradScaler)
     patches.observe(GradScaler, "step", before_step, after_step)
-    patches.observe(GradScaler, "update", after=updated)
+    patches.observe(GradScaler, "__init__", made)

@@ -39,7 +39,7 @@ class Record(Protocol):
 
 
 class Session:
-    """The doctor in one process. One object per process, made by `starting.start`.
+    """The doctor in one process. One object per process, made by `run.start.start`.
 
     Errors inside observers never reach the run: `guard` catches them, says one line, and ends the
     observation.
@@ -142,11 +142,11 @@ class Session:
         for kind, fact in self._facts_before:
             journal.write(kind, **fact)
         self._facts_before.clear()
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         if (
             multiprocessing.parent_process() is not None
         ):  # a forked one leaves without exit handlers
-            multiprocessing.util.Finalize(None, self.close, exitpriority=10)
+            multiprocessing.util.Finalize(None, self._close_at_exit, exitpriority=10)
         threading.Thread(target=self._watch_main_thread, name="ddp-doctor", daemon=True).start()
 
     def next_step(self, optimizers: int, full: bool = False) -> None:
@@ -182,13 +182,15 @@ class Session:
         """Observe the next steps, whatever is due: something has changed."""
         self._look_until = self.step_count + LOOK_AGAIN
 
+    def _close_at_exit(self) -> None:
+        """Close, with the exception that ends the process."""
+        self.close(getattr(sys, "last_value", None) or _of_a_started_process())
+
     def close(self, error: BaseException | None = None) -> None:
-        """Write the last facts. Idempotent; called by `__main__`, or at exit."""
+        """Write the last facts. Idempotent; `error` is what ended the training."""
         if self._closed or self._journal is None or self._journal.process != os.getpid():
             return
         self._closed = True
-        if error is None:
-            error = getattr(sys, "last_value", None) or _of_a_started_process()
         if not self.over and self.recorder is not None:
             self.guard(self.recorder.finish)()
         journal = self._journal

@@ -10,7 +10,7 @@ from ddp_doctor.facts.types import LoaderFact, SamplerFact, WindowFact
 
 
 def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
-    """Two ranks compute their loss from the same inputs and targets, step after step.
+    """Some ranks compute their loss from the same inputs and targets, step after step.
 
     Right if the ranks split the batch after the forward's inputs are made: the targets or losses
     differ then. Right too if they split a model instead of data, or train models of their own. A
@@ -22,17 +22,19 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
         return
     if run.models_differ and not any(window.sharded for window in windows):
         return
-    same = []
-    for window in windows:
-        seen = [data_of(window.ranks[rank]) for rank in readers]
-        same.append(bool(seen[0]) and all(data == seen[0] for data in seen))
-    if all(same):
+    seen = {rank: [data_of(window.ranks[rank]) for window in windows] for rank in readers}
+    known = [rank for rank in readers if all(seen[rank])]
+    sets = [[rank for rank in known if seen[rank] == seen[first]] for first in known]
+    sets = [ranks for ranks, first in zip(sets, known, strict=True) if ranks[0] == first]
+    if len(known) == len(readers) > len(sets):
         loader = run.loader
+        alike = " and ".join(f"ranks {', '.join(map(str, r))}" for r in sets[:8] if len(r) > 1)
         yield finding(
             "same_data_on_ranks",
-            f"In all {len(same)} observed steps the {run.world} ranks computed the loss from "
+            f"In all {len(windows)} observed steps "
+            f"{alike if len(sets) > 1 else f'the {run.world} ranks'} computed the loss from "
             f"bitwise equal inputs and targets: {run.world} ranks do the work of "
-            f"{run.world // len(readers)}.",
+            f"{len(sets) * run.world // len(readers)}.",
             loader["place"] if loader else _where(windows[0].ranks[0]),
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), and call "
             "sampler.set_epoch(epoch) in every epoch.",

@@ -30,7 +30,7 @@ def test_a_prediction_is_asked_for_checked_and_followed_by_the_solution(
     page.keyboard.type("1")
     page.keyboard.press("Enter")
     expect(status).to_contain_text("3 of 4 as predicted.")
-    assert form.locator(".mark").all_text_contents() == ["✓", "✓", "✗ 3.00", "✓"]
+    assert form.locator(".verdict").all_text_contents() == ["✓", "✓", "✗ 3.00", "✓"]
     expect(printed).to_be_visible()
     assert opened.wider_by() == 0
     assert opened.violations() == []

@@ -39,9 +39,9 @@
       const as_predicted = field.matches("select")
         ? field.value === answer : agrees(field.value, answer);
       right += as_predicted;
-      const mark = field.nextElementSibling;
-      mark.className = `mark ${as_predicted ? "right" : "wrong"}`;
-      mark.textContent = as_predicted ? "✓" : `✗ ${answer}`;
+      const verdict = field.nextElementSibling;
+      verdict.className = `verdict ${as_predicted ? "right" : "wrong"}`;
+      verdict.textContent = as_predicted ? "✓" : `✗ ${answer}`;
     }
     status.textContent = `${right} of ${fields.length} as predicted. The solution is open below.`;
     open(form.dataset.solution);

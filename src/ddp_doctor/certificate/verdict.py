@@ -440,7 +440,8 @@ class Judge:
             return Property("P1", "not judged", why), why
         if usual is not None and usual.verdict in ("scaled", "different"):
             return self._as_it_is(p1, usual)
-        return p1, "One process with all samples of a step computes the same gradient."
+        many = f", in {self.micros} micro-batches too," if self.micros > 1 else ""
+        return p1, f"One process with all samples of a step{many} computes the same gradient."
 
     def _stays_equal(self) -> bool:
         """Whether all ranks have the same weights at every later step, which was seen or is what

@@ -166,7 +166,7 @@ def _cell(name: str, choices: Sequence[str], answer: str) -> str:
         field = f"<select {named}>{options}</select>"
     else:
         field = f'<input {named} inputmode="decimal" autocomplete="off" size="6">'
-    return f'<td>{field}<span class="mark"></span></td>'
+    return f'<td>{field}<span class="verdict"></span></td>'
 
 
 def _visit(translator: Any, node: Prediction) -> None:

@@ -18,6 +18,19 @@ A fact goes through the rooms from the top to the bottom:
 `report`          the terminal, JSON, and a page
 ================  =================================================================================
 
+How a fact gets from a step into a report:
+
+1. `run.start` makes a `Session`; `observe.install` patches torch; the leader starts the watcher.
+2. An observer builds a typed fact. It writes the fact at once, or adds it to the recorder's window,
+   which the hook after an optimizer's step writes as one `WindowFact`.
+3. `Session.write` appends it as a JSON line to this process's journal.
+4. When all ranks have ended or look stuck, the watcher reads all journals, and `Run.of` puts the
+   ranks side by side.
+5. `equation` measures, `examine` runs the rules, and the report prints.
+
+The certificate compares files of its own (`certificate.files`). Only its last start, which says why
+gradients are not equal, goes this way.
+
 `__main__` is the command line, `options` what can be set on it, and `testing` a certificate in a
 test.
 

@@ -21,12 +21,13 @@ def certify(
 ) -> Certificate:
     """Measure whether `ranks` processes of a script compute the gradient that one process computes.
 
-    Starts the script twice: as ranks for at most 16 steps of each optimizer, and as one process
-    that gets all their samples, for four. `ranks`: 2 if the script expects a launcher; a script
-    that starts its own ranks decides. `cpu`: run a script that was written for GPUs on CPU ranks.
-    Nothing that the script does later happens. Raises FileNotFoundError if there is no such script,
-    and RuntimeError if the doctor fails. Cost: a new interpreter, two starts in forks of it, and a
-    copy of the gradients on disk per rank and step.
+    Usually starts the script twice: as ranks for at most 16 steps of each optimizer, and as one
+    process that gets all their samples, for four. Either may need another start. `ranks`: 2 if the
+    script expects a launcher; a script that starts its own ranks decides. `cpu`: run a script that
+    was written for GPUs on CPU ranks. Nothing that the script does later happens. Raises
+    FileNotFoundError if there is no such script, and RuntimeError if the doctor fails. Cost: a new
+    interpreter, two to five starts in forks of it, and a copy of the gradients on disk per rank and
+    step.
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {str(script)!r} here ({Path.cwd()}).")

@@ -16,7 +16,7 @@ from ddp_doctor.facts.types import Groups, WindowFact, no_snapshot
 class Combination:
     """How the ranks' gradients became one. `factor` is α; None where it could not be measured."""
 
-    kind: str  # averaged, summed, scaled, not combined, in groups, unknown, alone
+    kind: str  # averaged, summed, scaled, not combined, in groups, apart, unknown, alone
     factor: float | None
     residual: float = 0.0  # the part of the gradients that no factor explains
 

@@ -111,6 +111,11 @@ class Window:
         """Whether every rank's record is there."""
         return len(self.ranks) == self.world
 
+    @property
+    def first(self) -> WindowFact:
+        """The record of the first rank that has one."""
+        return self.ranks[min(self.ranks)]
+
     def __iter__(self) -> Iterator[tuple[int, WindowFact]]:
         return iter(sorted(self.ranks.items()))
 
@@ -385,7 +390,7 @@ class Run:
             window.n + 1
             for window in self.complete
             if window.optimizer == 0  # as the starts are
-            for fact in [window.ranks[min(window.ranks)]]
+            for fact in [window.first]
             if 2 * len(window.differing_parameters) >= len(fact["after"]["parameters"]) > 0
         ]
         differed = min(most, default=None)

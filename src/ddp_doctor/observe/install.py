@@ -1,6 +1,7 @@
 """`install` replaces torch's functions by observed ones.
 
-An observer costs nothing visible on a step that is not observed: one comparison per call.
+What a step costs that is not observed: a comparison per tensor operation; a few microseconds and a
+write per collective, backward, and batch; and a checksum of a few parameters.
 """
 
 from ddp_doctor.observe import (

@@ -112,7 +112,10 @@ class Session:
         return self._journal
 
     def write(self, kind: str, **fact: Any) -> None:
-        """Write a fact. A process that is not a rank (no group, no step) never opens a file."""
+        """Write a fact. A process that is not a rank (no group, no step) never opens a file.
+
+        Before the journal is open, the first 100 facts and the last 100 are kept.
+        """
         if self._journal is None:
             self._facts_before.append((kind, fact))
             if len(self._facts_before) > 200:

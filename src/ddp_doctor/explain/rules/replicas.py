@@ -32,7 +32,7 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
         values = [rank.start["values"] for rank in run.ranks if rank.start]
         off = max(_spread([of.get(name) for of in values]) for name in differing)
         window = run.complete[0] if run.complete else None
-        where = window.ranks[min(window.ranks)]["step_place"] if window else ""
+        where = window.first["step_place"] if window else ""
         yield finding(
             "replicas_differ_at_start",
             f"Before the first optimizer step {len(differing)} of {len(names)} parameters differ "
@@ -126,7 +126,7 @@ def drift(run: Run, equation: Equation) -> Iterator[Finding]:
     equal = {name for name, groups in run.copies.items() if _equal_at_start(run, name, groups)}
     yield from _norms_drift(run)
     for window in run.complete:
-        fact = window.ranks[min(window.ranks)]
+        fact = window.first
         names = [name for name in window.differing_parameters if name in equal]
         of_no_model = [name for name in names if name.startswith("parameter ")]
         if not names or (fact["optimizer"] and names == of_no_model):
@@ -219,7 +219,7 @@ def buffers_differ(run: Run, equation: Equation) -> Iterator[Finding]:
         names = [name for name in names if not name.endswith(STATISTICS)]
     if not names:
         return
-    fact = window.ranks[min(window.ranks)]
+    fact = window.first
     why = "Each rank evaluates, and rank 0 saves, a different model"
     why += " (broadcast_buffers=False)." if run.wrappers else " (no wrapper broadcasts them)."
     if broadcast:
@@ -245,7 +245,7 @@ def local_batch_norm(run: Run, equation: Equation) -> Iterator[Finding]:
     if run.world < 2 or not run.complete:
         return
     window = run.complete[0]
-    count = window.ranks[min(window.ranks)]["batch_norms"]
+    count = window.first["batch_norms"]
     if count:
         yield finding(
             "local_batch_norm",

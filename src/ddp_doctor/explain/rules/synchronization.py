@@ -157,7 +157,7 @@ def no_sync_without_forward(run: Run, equation: Equation) -> Iterator[Finding]:
 
 
 def _flags(fact: WindowFact) -> list[bool]:
-    """For each backward that reached the first wrapper: whether it was synchronized."""
+    """For each backward that reached a wrapper: whether it was synchronized in the first one."""
     flags = []
     for backward in fact["backwards"]:
         for index, reached in backward.get("wrappers", {}).items():
@@ -200,7 +200,7 @@ def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
         listed = ", ".join(f"rank {rank}: {steps}" for rank, steps in list(counts.items())[:8])
         evidence = f"Optimizer steps taken: {listed}."
     windows = run.windows
-    where = windows[0].ranks[min(windows[0].ranks)]["step_place"] if windows else ""
+    where = windows[0].first["step_place"] if windows else ""
     yield finding(
         "rank_skipped_step",
         evidence + " The replicas differ from then on.",
@@ -320,7 +320,7 @@ def clipped_local_shards(run: Run, equation: Equation) -> Iterator[Finding]:
                 "clipped_local_shards",
                 f"Step {window.n}: the parameters are sharded, and between backward and the update "
                 f"each rank scaled its shards by a factor of its own ({shown}).",
-                clip or window.ranks[min(window.ranks)]["step_place"],
+                clip or window.first["step_place"],
                 CLIP_SHARDS,
             )
             return
@@ -365,13 +365,11 @@ def manual_all_reduce_skips_none(run: Run, equation: Equation) -> Iterator[Findi
         everywhere = missing[0].intersection(*missing)
         disagree = missing[0].union(*missing) - everywhere
         if disagree and len({tuple(call) for call in sent.values()}) > 1:
-            yield _skips(run, window.n, sorted(disagree), sent, _first_gradient_place(window))
+            yield _skips(window.n, sorted(disagree), sent, _first_gradient_place(window))
             return
 
 
-def _skips(
-    run: Run, step: int, names: list[str], sent: dict[int, list[str]], where: str
-) -> Finding:
+def _skips(step: int, names: list[str], sent: dict[int, list[str]], where: str) -> Finding:
     listed = ", ".join(f"rank {rank}: {len(call)}" for rank, call in list(sent.items())[:8])
     return finding(
         "manual_all_reduce_skips_none",

@@ -211,7 +211,7 @@ def test_on_a_phone_a_figure_fits_and_a_tap_opens_it(site: Path, open_page: Open
     page.wait_for_url(re.compile(r"_images/.*\.png$"))
 
 
-WIDE = {"puzzles/accumulate_vs_ddp": 0, "start/when_to_multiply": 0, "speed/choosing_buckets": 2}
+WIDE = {"puzzles/accumulate_vs_ddp": 0, "speed/choosing_buckets": 2}
 
 
 @pytest.mark.parametrize("name", WIDE)

@@ -42,6 +42,29 @@ def test_the_page_prints_the_stored_results(monkeypatch):
     assert [row["trainer"] for row in rows] == list(page["TRAINERS"])
 
 
+def test_the_page_prints_the_stored_certificates(monkeypatch):
+    monkeypatch.syspath_prepend(project_root() / "labs/conformance")
+    lab = runpy.run_path(str(project_root() / "labs/conformance/certified.py"), run_name="lab")
+    shown = lab["PAGE"].read_text().split(lab["START"])[1].split(lab["END"])[0]
+    assert shown == lab["printed"]()
+
+
+@pytest.mark.parametrize(
+    ("texts", "verdict", "said"),
+    [
+        (["equal", "equal"], "equal", "yes"),
+        (["equal", "0.67 ∠ 0.837"], "different", "yes"),
+        (["equal", "0.67 ∠ 0.837"], "equal", "**no**"),
+        (["equal", "equal"], "scaled", "**no**"),
+        (["equal", "equal"], "not judged", "–"),
+    ],
+)
+def test_a_certificate_agrees_only_if_both_say_equal_or_neither(texts, verdict, said, monkeypatch):
+    monkeypatch.syspath_prepend(project_root() / "labs/conformance")
+    lab = runpy.run_path(str(project_root() / "labs/conformance/certified.py"), run_name="lab")
+    assert lab["agree"](texts, {"verdict": verdict}) == said
+
+
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_cell_that_fails_is_named_and_the_cells_after_it_run(tmp_path, monkeypatch, hangs):
     lab = runpy.run_path(str(project_root() / "labs/conformance"), run_name="lab")

@@ -1,0 +1,110 @@
+"""Measure the trainers a second time: by a certificate, which shares no code with the suite.
+
+    python labs/conformance/certified.py [TRAINER …]    # certify, store, print on the page
+
+The suite compares a trainer's gradient with that of its promise. The certificate knows no promise:
+it compares the ranks of a script with one process of the same script (`as_script`). Both are run on
+2 ranks × 3 micro-batches.
+"""
+
+import argparse
+import datetime
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ddp_doctor
+from trainers import TRAINERS, version
+
+STORED = Path(__file__).resolve().parents[2] / "book/reference/trainers_certified.json"
+RESULTS = STORED.with_name("trainers.json")  # of the suite
+PAGE = RESULTS.with_suffix(".md")
+START = "% The next lines are written by labs/conformance/certified.py.\n"
+END = "% Until here, by certified.py.\n"
+COMPARED = "WxK", "order"  # the cells that have the certificate's setting
+SCRIPT = Path(__file__).with_name("as_script.py")
+AT_A_TIME = 2
+GROUPS = (
+    "P1 and P3 are equal. P2 deals single samples, but the advantages of GRPO need the copies of a"
+    " prompt side by side. So another order of the samples is another gradient, by design."
+)
+# Why the two do not agree.
+EXPLAINED = dict.fromkeys(("trl-grpo", "trl-bnpo", "trl-dr_grpo", "trl-dapo"), GROUPS)
+Row = Mapping[str, Any]
+
+
+def certified(name: str) -> dict[str, Any]:
+    """The row of one trainer."""
+    certificate = ddp_doctor.certify(SCRIPT, name, ranks=2)
+    return {
+        "trainer": name,
+        "date": datetime.date.today().isoformat(),
+        "versions": {one: version(one) for one in ("torch", *TRAINERS[name].needs)},
+        "verdict": certificate.verdict,
+        "why": certificate.why,
+        "ratio": certificate.ratio,
+        "cosine": certificate.cosine,
+        "factor": certificate.factor,
+        "properties": {one.name: one.verdict for one in certificate.properties},
+    }
+
+
+def stored() -> dict[str, Row]:
+    rows = json.loads(STORED.read_text()) if STORED.exists() else []
+    return {row["trainer"]: row for row in rows}
+
+
+def store(row: Row) -> None:
+    """Replace one row, and print the page's table; both keep the order of the trainers."""
+    rows = stored() | {row["trainer"]: row}
+    kept = [rows[name] for name in TRAINERS if name in rows]
+    STORED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    write_page()
+
+
+def write_page() -> None:
+    before, rest = PAGE.read_text().split(START)
+    PAGE.write_text(before + START + printed() + END + rest.split(END)[1])
+
+
+def printed() -> str:
+    """A table of the certified trainers: both verdicts, and whether they agree."""
+    cells = {row["trainer"]: row["cells"] for row in json.loads(RESULTS.read_text())}
+    agreeing, notes = [], []
+    lines = [f"| trainer | {' | '.join(COMPARED)} | certificate | agree |", "|---|---|---|---|---|"]
+    for name, row in stored().items():
+        texts = [cells[name][one]["text"] for one in COMPARED]
+        numbers = "" if row["ratio"] is None else f" {row['ratio']:.2f} ∠ {row['cosine']:.3f}"
+        verdict = row["verdict"].upper() + (numbers if row["verdict"] == "different" else "")
+        agreeing.append(agree(texts, row))
+        lines.append(f"| {name} | {' | '.join(texts)} | {verdict} | {agreeing[-1]} |")
+        if agreeing[-1] != "yes":
+            notes.append(f"- **{name}**: {row['why']} {EXPLAINED.get(name, '')}".rstrip())
+    counted = f"{len(agreeing)} trainers were certified. {agreeing.count('yes')} agree."
+    return "\n".join([*lines, "", counted, *(["", *notes] if notes else []), ""])
+
+
+def agree(texts: list[str], row: Row) -> str:
+    """Whether the suite's cells and the certificate say the same: equal, or not."""
+    if row["verdict"] == "not judged":
+        return "–"
+    return "yes" if (set(texts) == {"equal"}) == (row["verdict"] == "equal") else "**no**"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    here = [name for name, trainer in TRAINERS.items() if not trainer.missing()]
+    parser.add_argument("trainers", nargs="*", metavar="TRAINER", help=f"default: {' '.join(here)}")
+    names = parser.parse_args().trainers or here
+    os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for row in pool.map(certified, names):
+            store(row)
+            print(f"{row['trainer']}: {row['verdict'].upper()}. {row['why']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

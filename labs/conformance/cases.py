@@ -1,4 +1,4 @@
-"""What every trainer is given: 12 prompts with two completions each, dealt in eight ways.
+"""What every trainer is given: 12 prompts with two completions each, dealt in several ways.
 
 A trainer for supervised fine-tuning takes each completion as a sample. DPO prefers the first
 completion of a prompt, and GRPO takes both as a group with rewards. The completions of the first
@@ -52,7 +52,7 @@ class Case(NamedTuple):
         """The micro-batches of `rank`."""
         return [
             self.samples[j * self.size : (j + 1) * self.size]
-            for j in range(rank, len(self.samples) // self.size, self.world)
+            for j in range(rank, -(-len(self.samples) // self.size), self.world)
         ]
 
     def own(self, rank: int) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def draw() -> list[Sample]:
 
 
 def all_cases() -> dict[str, Case]:
-    """The eight properties."""
+    """The deals, by property."""
     samples = tuple(draw())
     half = len(samples) // 2
     unscored = tuple(one._replace(scored=False) for one in samples[half:])
@@ -112,6 +112,7 @@ def all_cases() -> dict[str, Case]:
         "last-window": Case(1, 3, 4, samples[:20]),
         "generation": Case(1, 3, 4, samples, generated=2),
         "empty-rank": Case(2, 1, 12, samples[:half] + unscored),
+        "short-batch": Case(1, 3, 8, samples[:20]),
     }
 
 
@@ -125,6 +126,8 @@ PROMISES: dict[str, Callable[[Sample, int, int], float]] = {
     "pair mean": lambda one, n, tokens: BETA / n * (1 if one.reward > 0 else -1),
     "A × token mean": lambda one, n, tokens: one.reward / tokens,
     "A × sequence mean": lambda one, n, tokens: one.reward / n / len(one.completion),
+    "sample mean": lambda one, n, tokens: 1 / n / len(one.completion),
+    "A × sequence sum": lambda one, n, tokens: one.reward / n,
     "A × constant": lambda one, n, tokens: one.reward / n / LONGEST,
 }
 

@@ -11,19 +11,24 @@ A case has at least `world`, `base`, and `factors()`: see `cases.Case`.
 from typing import Any, NamedTuple
 
 from cases import CASES
+from union_cases import UNION_CASES
 
 
 class Family(NamedTuple):
     """`reference`, "file:function", gets a case and a promise. It returns gradients by name: the
-    one that is wanted, and what trainers are known to compute instead.
-
-    `chapter` is what the page of the book says of it.
+    one that is wanted, and what trainers are known to compute instead. It is empty where a trainer
+    is only compared with itself. `chapter` is what the page of the book says of the family.
     """
 
     title: str
     cases: dict[str, Any]
     reference: str
     chapter: str
+
+    @property
+    def columns(self) -> list[str]:
+        """Its properties. The other cases are only compared with."""
+        return [name for name in self.cases if name in PROPERTIES]
 
 
 # What is tried, and where the book explains what can go wrong.
@@ -41,6 +46,13 @@ PROPERTIES = {
         "1 process; samples are generated for two steps at once (reinforcement learning)",
         "generation-window",
     ),
+    "short-batch": (
+        "as K, but the third micro-batch has 4 samples instead of 8",
+        "the-last-window",
+    ),
+    "W=2": ("2 ranks", "gathered-items-averaged"),
+    "W=3": ("3 ranks", "gathered-items-averaged"),
+    "mixed": ("2 ranks; each has every second sample", "gathered-items-averaged"),
     "empty-rank": ("as W, and no sample of rank 1 has a scored token", "count-the-step"),
 }
 
@@ -65,9 +77,31 @@ FAMILIES = {
         "The same completions, as pairs or as groups of two. A is the advantage."
         " [Six losses](six-losses) has the formulas.",
     ),
+    "pairs": Family(
+        "Losses over pairs of samples",
+        UNION_CASES,
+        "",
+        "12 samples with two views each. Whatever it promises, each row is compared with itself in"
+        " one process with all samples: the loss of the union batch."
+        " [The loss sees samples of all ranks](gathered-items-averaged) explains what goes wrong.",
+    ),
+    "counts": Family(
+        "Detection: losses over boxes",
+        UNION_CASES,
+        "",
+        "12 images with 0 to 6 boxes. Each row is compared with itself in one process with all"
+        " images. [Reports](report-detection) has more.",
+    ),
+    "loops": Family(
+        "General loops",
+        some("W", "K", "WxK", "order", "last-window", "short-batch"),
+        "tiny:references",
+        "The loss is the mean over the samples of a micro-batch, as users write it. A sample's own"
+        " loss is its token mean. So micro-batches with equally many samples have equal counts.",
+    ),
 }
 
 
 def properties() -> list[str]:
     """All properties of all families."""
-    return list(dict.fromkeys(name for family in FAMILIES.values() for name in family.cases))
+    return list(dict.fromkeys(name for family in FAMILIES.values() for name in family.columns))

@@ -6,12 +6,12 @@ from importlib.metadata import distribution
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import Case
 from hugging_face import trainer
+from plain import own_group
 from tiny import IGNORED, Watched, loader, model
 
 CHUNKS = 8  # of the logits, along the tokens
@@ -24,8 +24,7 @@ def torchtune_recipe(case: Case, rank: int) -> list[Tensor]:
     """
     from torchtune.modules.loss import CEWithChunkedOutputLoss
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    own_group()
     net = DistributedDataParallel(model())
     optimizer = Watched(net)
 

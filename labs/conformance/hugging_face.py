@@ -6,11 +6,13 @@ from itertools import islice
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from cases import Case
+from plain import own_group
 from tiny import IGNORED, Watched, collate, losses, model
 
 
@@ -36,7 +38,8 @@ def trainer(case: Case, rank: int, average: bool, net: nn.Module | None = None) 
     net = net or model()
     optimizer = Watched(net)
     with tempfile.TemporaryDirectory() as folder:
-        given = TrainingArguments(**arguments(case, folder), average_tokens_across_devices=average)
+        given = arguments(case, folder) | {"average_tokens_across_devices": average}
+        given = TrainingArguments(**given)
         parts = {"data_collator": partial(collate, pad=case.pad), "optimizers": (optimizer, None)}
         Trainer(net, given, train_dataset=rows(case), **parts).train()
     return optimizer.judged(case)
@@ -47,9 +50,19 @@ def rows(case: Case) -> list[dict[str, Any]]:
     return [one._asdict() for one in case.samples]
 
 
-def accelerate_loop(case: Case, rank: int) -> list[Tensor]:
-    """As in the guide: summed losses × K × W / N, with N gathered before the first backward."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.steps)
+def accelerate_loop(case: Case, rank: int, sharded: bool = False) -> list[Tensor]:
+    """As in the guide: summed losses × K × W / N, with N gathered before the first backward.
+
+    With `sharded`, Accelerate is told to use FSDP2: on CPUs it takes DDP whatever plugin it gets.
+    """
+    plugin = None
+    if sharded:
+        own_group()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.steps, fsdp_plugin=plugin)
+    if plugin:
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
     net = model()
     watched = Watched(net)
     loader = DataLoader(rows(case), case.size, collate_fn=partial(collate, pad=case.pad))
@@ -63,4 +76,4 @@ def accelerate_loop(case: Case, rank: int) -> list[Tensor]:
             accelerator.backward(loss * case.steps * accelerator.num_processes / count)
         optimizer.step()
         optimizer.zero_grad()
-    return watched.judged(case)
+    return watched.judged(case, sharded)

@@ -67,4 +67,129 @@ NOTES = {
         "Leave `steps_per_generation` at its default, as in the other columns.",
         "It ran: see the other columns.",
     ),
+    "open-clip": Note(
+        "Every rank computes the loss of all pairs, and only its own features carry gradient."
+        " Averaging divides by W once too often. The README says that `--local-loss` with"
+        " `--gather-with-grad` gives one-to-one the numerical results of this naive method. They"
+        " differ by the factor W.",
+        "[#616](https://github.com/mlfoundations/open_clip/issues/616) has the factor of the two"
+        " gathers. [Contrastive losses](report-contrastive) has more.",
+        "Use both options, as its maintainers do.",
+        "open-clip-local-grad",
+    ),
+    "open-clip-local": Note(
+        "Each rank computes the rows of its own samples. What it gathered from other ranks carries"
+        " no gradient, so samples get no gradient as others' negatives.",
+        "[#894](https://github.com/mlfoundations/open_clip/issues/894): both options belong"
+        " together. The code allows this one alone, and does not warn.",
+        "Add `--gather-with-grad`.",
+        "open-clip-local-grad",
+    ),
+    "lightly-barlow": Note(
+        "Each rank normalizes with the mean and the standard deviation of its own batch, and then"
+        " the correlations are summed over all ranks. The docstring promises only the sum. The loss"
+        " of the union batch has the statistics of the union.",
+        "[#1977](https://github.com/lightly-ai/lightly/issues/1977) is about a factor 1/W, which is"
+        " repaired. We found no report of the statistics.",
+        "Normalize with the statistics of all ranks, for example with SyncBatchNorm without"
+        " parameters.",
+    ),
+    "metric-learning-efficient": Note(
+        "`efficient=True`. The documentation says that its gradients differ from those of"
+        " non-distributed code.",
+        "Documented.",
+        "`efficient=False`, the default.",
+        "metric-learning",
+    ),
+    "sentence-transformers": Note(
+        "By default each rank takes its negatives from its own batch. More ranks do not give more"
+        " negatives. The documentation recommends gathering on several GPUs.",
+        "[#2831](https://github.com/huggingface/sentence-transformers/issues/2831) asked for it.",
+        "`gather_across_devices=True`.",
+        "sentence-transformers-gather",
+    ),
+    "transformers-detr": Note(
+        "Two causes. The number of boxes is averaged over the ranks (the default of Accelerate's"
+        " `reduce`), and then divided by W again: the box losses are W times too large. And the"
+        " classification loss divides by the weights of the rank's own images. The paper divides"
+        " all losses by the objects of all sub-batches.",
+        "[#28309](https://github.com/huggingface/transformers/issues/28309) proposed the call. We"
+        " found no report of the factor.",
+        '`reduce(num_boxes, reduction="sum")` repairs the box losses. The classification loss needs'
+        " the sum of the weights over all ranks.",
+        "The first part ran: [transformers-deformable-detr-sum](trainers-counts). The second part"
+        " was not run.",
+    ),
+    "transformers-deformable-detr": Note(
+        "As transformers-detr, but here all losses are divided by the number of boxes. So the"
+        " gradient is W times too large, and the direction is right.",
+        "[#28309](https://github.com/huggingface/transformers/issues/28309) proposed the call. We"
+        " found no report of the factor.",
+        '`reduce(num_boxes, reduction="sum")`.',
+        "transformers-deformable-detr-sum",
+    ),
+    "ultralytics-rtdetr": Note(
+        "The box losses are divided by the boxes of the rank's own batch. Nothing in the code"
+        " promises more.",
+        "[Detection losses](report-detection).",
+        "Divide by the boxes of all ranks, and multiply by W.",
+    ),
+    "torchvision-fcos": Note(
+        "The losses are divided by the matched boxes of the rank's own batch. Nothing in the code"
+        " promises more.",
+        "[Detection losses](report-detection).",
+        "Divide by the matched boxes of all ranks, and multiply by W.",
+    ),
+    "plain-samples": Note(
+        "The loop of many tutorials: `loss / K`, and a step after the last micro-batch. A last"
+        " window of k micro-batches is still divided by K, and a sample of a short micro-batch"
+        " weighs more.",
+        "[The last window](report-last-window).",
+        "Divide the sum of the losses by the number of samples in the step.",
+        "plain",
+    ),
+    "accelerate-accumulate": Note(
+        "`accumulate` divides by K in every window. It steps at the end of the data, where a window"
+        " may have fewer micro-batches. The guide's longer loop counts.",
+        "[The last window](report-last-window). We found no report for Accelerate.",
+        "Use the guide's loop for losses with counts.",
+        "accelerate",
+    ),
+    "ignite": Note(
+        "`gradient_accumulation_steps` steps at every K-th iteration only, so an epoch's last"
+        " window is completed by the first micro-batches of the next one. A sample of a short"
+        " micro-batch weighs more.",
+        "We found none for the last window.",
+        "Drop the rest of the data, or call `optimizer.step()` in a handler of EPOCH_COMPLETED.",
+    ),
+    "skorch": Note(
+        "The class of the FAQ steps at every K-th batch only, so an epoch's last window is not"
+        " stepped. A sample of a short micro-batch weighs more.",
+        "We found none.",
+        "Also step at the last batch of the epoch.",
+    ),
+    "speechbrain": Note(
+        "`fit_batch` steps at every K-th batch only, so an epoch's last window is not stepped. A"
+        " sample of a short micro-batch weighs more.",
+        "We found none.",
+        "Drop the rest of the data.",
+    ),
+    "mmengine": Note(
+        "The last window is divided by its own number of micro-batches, as promised. A sample of a"
+        " short micro-batch weighs more.",
+        "[The last window](report-last-window) has reports about other trainers.",
+        "Drop the short micro-batch.",
+    ),
+    "fastai": Note(
+        "`n_acc` counts samples, and every batch gets its share. But a step is only taken when"
+        " `n_acc` samples have been seen, so an epoch's last window is not stepped.",
+        "We found none.",
+        "Choose `n_acc` so that it divides the number of samples.",
+    ),
+    "trl-cispo": Note(
+        "As in trl-dapo: the generation's count, scaled.",
+        "[#6024](https://github.com/huggingface/trl/pull/6024), as for trl-dapo.",
+        "Leave `steps_per_generation` at its default, as in the other columns.",
+        "It ran: see the other columns.",
+    ),
 }

@@ -26,7 +26,7 @@ def cell(name: str, property_: str, stem: Path) -> None:
     trainer = TRAINERS[name]
     case = trainer.family.cases[property_]
     try:
-        if RANK == 0:
+        if RANK == 0 and trainer.family.reference:
             references = function(trainer.family.reference)
             torch.save(references(case, trainer.promise), f"{stem}.wanted.pt")
         adapter = function(trainer.adapter)

@@ -57,10 +57,10 @@ def section(kind: str, rows: list[Row]) -> list[str]:
     if not own:
         return []
     lines = [f"(trainers-{kind})=", f"## {family.title}", "", family.chapter, ""]
-    heads = (f"[{name}]({PROPERTIES[name][1]})" for name in family.cases)
+    heads = (f"[{name}]({PROPERTIES[name][1]})" for name in family.columns)
     lines += [
         f"| trainer | promises | {' | '.join(heads)} |",
-        "|---" * (2 + len(family.cases)) + "|",
+        "|---" * (2 + len(family.columns)) + "|",
     ]
     lines += [line_of(row, family) for row in own]
     lines += ["", measured_on(own), ""]
@@ -74,8 +74,13 @@ def line_of(row: Row, family: Family) -> str:
     trainer = TRAINERS[name]
     shown = f"[{name}](trainer-{name})" if unequal(row) else name
     promise = f"{trainer.promise} ({trainer.source})"
-    cells = [row["cells"].get(one, {"text": "–"})["text"] for one in family.cases]
+    cells = [shown_cell(row["cells"].get(one)) for one in family.columns]
     return f"| {' | '.join([shown, promise, *cells])} |"
+
+
+def shown_cell(cell: Row | None) -> str:
+    """A ratio stays on the line of its sign."""
+    return cell["text"].replace(" ∠", "\N{NO-BREAK SPACE}∠") if cell else "–"
 
 
 def measured_on(rows: list[Row]) -> str:
@@ -92,17 +97,18 @@ def unequal(row: Row) -> dict[str, Row]:
 def note(row: Row, family: Family) -> str:
     """Its smallest setting is the first column that is not equal."""
     name = row["trainer"]
-    property_, cell = next((one, unequal(row)[one]) for one in family.cases if one in unequal(row))
+    wrong = unequal(row)
+    property_ = next(one for one in family.columns if one in wrong)
     known = NOTES[name]
     tried = (
         f"It ran: [{known.tried}](trainers-{TRAINERS[known.tried].kind})."
         if known.tried in TRAINERS
         else known.tried
     )
-    measured = f"{property_} ({PROPERTIES[property_][0]}): {cell['text']}"
+    measured = f"{property_} ({PROPERTIES[property_][0]}): {wrong[property_]['text']}"
     return (
         f"- (trainer-{name})=\n  **{name}**: {known.cause}\n"
-        f"  *Smallest setting:* {measured}. *Not equal in:* {', '.join(unequal(row))}.\n"
+        f"  *Smallest setting:* {measured}. *Not equal in:* {', '.join(wrong)}.\n"
         f"  *Report:* {known.report} *Fix:* {known.fix} {tried}"
     )
 

@@ -30,3 +30,24 @@ AXOLOTL = Source("argument num_items_in_batch")
 TRL_SFT = Source("code")
 TRL_DPO = Source("code")
 TRL_GRPO = Source("documentation", f"{HUGGING_FACE}/trl/main/en/grpo_trainer")
+VERL = Source("docstring of agg_loss")
+OPENRLHF = Source("docstring of aggregate_loss")
+OPEN_CLIP = Source("README", "https://github.com/mlfoundations/open_clip")
+OPEN_CLIP_CODE = Source("code")
+LIGHTLY = Source("docstring", "https://docs.lightly.ai/self-supervised-learning/")
+METRIC_LEARNING = Source(
+    "documentation", "https://kevinmusgrave.github.io/pytorch-metric-learning/distributed/"
+)
+SBERT_LOSSES = Source(
+    "documentation", "https://sbert.net/docs/package_reference/sentence_transformer/losses.html"
+)
+# In these, the loss is the user's: the promise is the larger effective batch.
+IGNITE = Source("argument gradient_accumulation_steps", "https://docs.pytorch.org/ignite/")
+MONAI = Source("code")
+SKORCH = Source("FAQ", "https://skorch.readthedocs.io/en/stable/user/FAQ.html")
+SPEECHBRAIN = Source("argument grad_accumulation_factor")
+MMENGINE = Source("docstring of OptimWrapper")
+FASTAI = Source("GradientAccumulation", "https://docs.fast.ai/callback.training.html")
+DETR = Source("paper of DETR", "https://arxiv.org/abs/2005.12872")
+ULTRALYTICS = Source("code; nothing about ranks")
+TORCHVISION = Source("code; nothing about ranks")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -80,6 +81,11 @@ class NoStepError(Exception):
     """The optimizer was called more or less often than the case has windows."""
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A copy; if the tensor is sharded, of all shards."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
 class Watched(torch.optim.SGD):
     """Keeps what each step receives, in `seen`, and leaves the weights as they are."""
 
@@ -90,12 +96,17 @@ class Watched(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         loss = closure() if closure else None
         parameters = [p for group in self.param_groups for p in group["params"]]
-        got = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+        got = [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
         self.seen.append(got)
         return loss
 
-    def judged(self, case: Case) -> list[Tensor]:
-        """The gradient of the judged step. Raises NoStepError if it was not taken."""
+    def judged(self, case: Case, sharded: bool = False) -> list[Tensor]:
+        """The gradient of the judged step. Raises NoStepError if it was not taken, and TypeError if
+        the parameters should be `sharded` and are not.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if sharded and not all(isinstance(p, DTensor) for p in parameters):
+            raise TypeError("the parameters of the optimizer are not sharded")
         if len(self.seen) != case.windows:
             raise NoStepError(f"{len(self.seen)} steps were taken, not {case.windows}")
         return self.seen[case.judged]

@@ -7,14 +7,30 @@ from families import FAMILIES, Family
 from sources import (
     ACCELERATE,
     AXOLOTL,
+    DETR,
     FABRIC,
+    FASTAI,
+    IGNITE,
+    LIGHTLY,
     LIGHTNING,
+    METRIC_LEARNING,
+    MMENGINE,
+    MONAI,
+    OPEN_CLIP,
+    OPEN_CLIP_CODE,
+    OPENRLHF,
     OURS,
+    SBERT_LOSSES,
+    SKORCH,
+    SPEECHBRAIN,
     TORCHTUNE,
+    TORCHVISION,
     TRANSFORMERS,
     TRL_DPO,
     TRL_GRPO,
     TRL_SFT,
+    ULTRALYTICS,
+    VERL,
     Source,
 )
 
@@ -54,9 +70,18 @@ def version(distribution: str) -> str:
         return ""
 
 
-def _tokens(adapter: str, needs: str, source: Source, *options: Any) -> Trainer:
+ONE_PROCESS = "K", "last-window"
+GATHER: dict[str, Any] = {"gather_distributed": True}
+ACROSS: dict[str, Any] = {"gather_across_devices": True}
+CACHED = ACROSS | {"mini_batch_size": 2}
+
+
+def _tokens(
+    adapter: str, needs: str, source: Source, *options: Any, without: tuple[str, ...] = ()
+) -> Trainer:
     """The model is one of transformers, so that is needed, too."""
-    return Trainer(adapter, (needs, "transformers"), options, "tokens", "token mean", source)
+    needed = (needs, "transformers")
+    return Trainer(adapter, needed, options, "tokens", "token mean", source, without)
 
 
 def _grpo(loss_type: str, promise: str) -> Trainer:
@@ -65,10 +90,39 @@ def _grpo(loss_type: str, promise: str) -> Trainer:
     return Trainer("trl_trainers:grpo", needs, (loss_type,), "rl", f"A × {promise}", TRL_GRPO)
 
 
-TRAINERS = {
+def _aggregation(name: str, source: Source, option: Any, promise: str) -> Trainer:
+    """A function of an RL library in our own loop, which generates for one step."""
+    needs = name, "transformers"
+    adapter = f"rl_losses:{name}"
+    return Trainer(adapter, needs, (option,), "rl", f"A × {promise}", source, ("generation",))
+
+
+def _pairs(
+    adapter: str, needs: str, source: Source, *options: Any, promise: str = "union batch"
+) -> Trainer:
+    """Whatever it promises, it is compared with the union batch."""
+    needed = (needs, "transformers")
+    return Trainer(f"contrastive:{adapter}", needed, options, "pairs", promise, source)
+
+
+def _counts(adapter: str, needs: str, source: Source, *options: Any) -> Trainer:
+    needed = (needs, "transformers")
+    return Trainer(f"detection:{adapter}", needed, options, "counts", "box mean", source)
+
+
+def _loop(adapter: str, needs: str, source: Source, without: tuple[str, ...] = ()) -> Trainer:
+    needed = (needs, "transformers")
+    return Trainer(f"loops:{adapter}", needed, (), "loops", "sample mean", source, without)
+
+
+TOKENS = {
     "plain": _tokens("plain:loop", "torch", OURS, True),
     "plain-wrong": _tokens("plain:loop", "torch", OURS, False),
+    "plain-fsdp2": _tokens("plain:loop", "torch", OURS, True, True),
     "accelerate": _tokens("hugging_face:accelerate_loop", "accelerate", ACCELERATE),
+    "accelerate-fsdp2": _tokens(
+        "hugging_face:accelerate_loop", "accelerate", ACCELERATE, True, without=ONE_PROCESS
+    ),
     "transformers": _tokens("hugging_face:trainer", "accelerate", TRANSFORMERS, True),
     "transformers-per-rank": _tokens("hugging_face:trainer", "accelerate", TRANSFORMERS, False),
     "lightning": _tokens("lightning_loops:trainer", "pytorch-lightning", LIGHTNING, False),
@@ -78,6 +132,8 @@ TRAINERS = {
     "torchtune-recipe": _tokens("further:torchtune_recipe", "torchtune", TORCHTUNE),
     "axolotl-loss": _tokens("further:axolotl_loss", "axolotl", AXOLOTL),
     "trl-sft": _tokens("trl_trainers:sft", "trl", TRL_SFT),
+}
+RL = {
     "trl-dpo": Trainer(
         "trl_trainers:dpo",
         ("trl", "transformers"),
@@ -88,7 +144,71 @@ TRAINERS = {
         without=("generation", "empty-rank"),
     ),
     "trl-grpo": _grpo("grpo", "sequence mean"),
+    "trl-sapo": _grpo("sapo", "sequence mean"),
+    "trl-luspo": _grpo("luspo", "sequence sum"),
     "trl-bnpo": _grpo("bnpo", "token mean"),
     "trl-dr_grpo": _grpo("dr_grpo", "constant"),
     "trl-dapo": _grpo("dapo", "token mean"),
+    "trl-cispo": _grpo("cispo", "token mean"),
+    "verl-tokens": _aggregation("verl", VERL, "token-mean", "token mean"),
+    "verl-sequences": _aggregation("verl", VERL, "seq-mean-token-mean", "sequence mean"),
+    "openrlhf-tokens": _aggregation("openrlhf", OPENRLHF, True, "token mean"),
+    "openrlhf-sequences": _aggregation("openrlhf", OPENRLHF, False, "sequence mean"),
 }
+CLIP, SBERT, PML = "open-clip-torch", "sentence-transformers", "pytorch-metric-learning"
+MNRL = "MultipleNegativesRankingLoss"
+PAIRS = {
+    "open-clip": _pairs("open_clip", CLIP, OPEN_CLIP, {}),
+    "open-clip-local": _pairs(
+        "open_clip", CLIP, OPEN_CLIP_CODE, {"local_loss": True}, promise="nothing alone"
+    ),
+    "open-clip-grad": _pairs("open_clip", CLIP, OPEN_CLIP, {"gather_with_grad": True}),
+    "open-clip-local-grad": _pairs(
+        "open_clip", CLIP, OPEN_CLIP, {"local_loss": True, "gather_with_grad": True}
+    ),
+    "open-clip-siglip": _pairs("open_clip_siglip", CLIP, OPEN_CLIP_CODE, {}),
+    "lightly-ntxent": _pairs("lightly", "lightly", LIGHTLY, "NTXentLoss", GATHER),
+    "lightly-dcl": _pairs("lightly", "lightly", LIGHTLY, "DCLLoss", GATHER),
+    "lightly-barlow": _pairs(
+        "lightly", "lightly", LIGHTLY, "BarlowTwinsLoss", GATHER, promise="summed correlations"
+    ),
+    "lightly-vicreg": _pairs("lightly", "lightly", LIGHTLY, "VICRegLoss", GATHER),
+    "lightly-sigreg": _pairs("lightly_sigreg", "lightly", LIGHTLY, GATHER),
+    "metric-learning": _pairs("metric_learning", PML, METRIC_LEARNING, False),
+    "metric-learning-efficient": _pairs("metric_learning", PML, METRIC_LEARNING, True),
+    "sentence-transformers": _pairs(
+        "sentence_transformers", SBERT, SBERT_LOSSES, MNRL, {}, promise="own batch"
+    ),
+    "sentence-transformers-gather": _pairs(
+        "sentence_transformers", SBERT, SBERT_LOSSES, MNRL, ACROSS
+    ),
+    "sentence-transformers-cached": _pairs(
+        "sentence_transformers",
+        SBERT,
+        SBERT_LOSSES,
+        f"Cached{MNRL}",
+        ACROSS | {"mini_batch_size": 2},
+    ),
+}
+COUNTS = {
+    "transformers-detr": _counts("transformers_detr", "accelerate", DETR, "detr"),
+    "transformers-deformable-detr": _counts(
+        "transformers_detr", "accelerate", DETR, "deformable-detr"
+    ),
+    "transformers-deformable-detr-sum": _counts(
+        "transformers_detr", "accelerate", DETR, "deformable-detr", True
+    ),
+    "ultralytics-rtdetr": _counts("ultralytics_rtdetr", "ultralytics", ULTRALYTICS),
+    "torchvision-fcos": _counts("torchvision_fcos", "torchvision", TORCHVISION),
+}
+LOOPS = {
+    "plain-samples": _loop("plain", "torch", OURS),
+    "accelerate-accumulate": _loop("accelerate_accumulate", "accelerate", ACCELERATE),
+    "ignite": _loop("ignite", "pytorch-ignite", IGNITE),
+    "monai": _loop("monai", "monai", MONAI, ("K", "WxK", "order", "last-window", "short-batch")),
+    "skorch": _loop("skorch", "skorch", SKORCH),
+    "speechbrain": _loop("speechbrain", "speechbrain", SPEECHBRAIN),
+    "mmengine": _loop("mmengine", "mmengine", MMENGINE),
+    "fastai": _loop("fastai", "fastai", FASTAI),
+}
+TRAINERS = TOKENS | RL | PAIRS | COUNTS | LOOPS

@@ -90,6 +90,12 @@ def grpo(case: Case, rank: int, loss_type: str) -> list[Tensor]:
         "beta": 0.0,
         "shuffle_dataset": False,
     }
+    # As its documentation recommends.
+    recommended: dict[str, dict[str, Any]] = {
+        "luspo": {"importance_sampling_level": "sequence"},
+        "cispo": {"epsilon_high": 5.0},
+    }
+    settings |= recommended.get(loss_type, {})
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         pairs = zip(prompts, map(tuple, completion_ids), strict=True)

@@ -1,0 +1,112 @@
+"""Losses over pairs of samples, each in the same loop: one forward, one backward, one step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tiny import Watched
+from union_cases import SAMPLES, Deal
+
+WIDTH = 8
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
+
+
+def views() -> tuple[Tensor, Tensor]:
+    """Two noisy views of each sample, (SAMPLES, WIDTH)."""
+    draws = torch.Generator().manual_seed(1)
+    first = torch.randn(SAMPLES, WIDTH, generator=draws)
+    return first, first + 0.3 * torch.randn(SAMPLES, WIDTH, generator=draws)
+
+
+def step(case: Deal, rank: int, loss_of: Loss) -> list[Tensor]:
+    """`loss_of` gets the embeddings of both views, and the numbers of the samples."""
+    net = encoder()
+    watched = Watched(net)
+    own = torch.tensor(case.ranks[rank])
+    wrapped = DistributedDataParallel(net) if case.world > 1 else net
+    embeddings = wrapped(torch.cat([view[own] for view in views()]))
+    torch.manual_seed(2)  # some losses draw random directions
+    loss_of(*embeddings.chunk(2), own).backward()
+    watched.step()
+    return watched.judged(case)
+
+
+def open_clip(case: Deal, rank: int, options: dict[str, Any]) -> list[Tensor]:
+    from open_clip.loss import ClipLoss
+
+    loss = ClipLoss(rank=rank, world_size=case.world, **options)
+    scale = torch.tensor(10.0)
+    return step(case, rank, lambda a, b, _: loss(F.normalize(a), F.normalize(b), scale))
+
+
+def open_clip_siglip(case: Deal, rank: int, options: dict[str, Any]) -> list[Tensor]:
+    from open_clip.loss import SigLipLoss
+
+    loss = SigLipLoss(rank=rank, world_size=case.world, **options)
+    scale, bias = torch.tensor(10.0), torch.tensor(-10.0)
+    return step(case, rank, lambda a, b, _: loss(F.normalize(a), F.normalize(b), scale, bias))
+
+
+def lightly(case: Deal, rank: int, name: str, options: dict[str, Any]) -> list[Tensor]:
+    from lightly import loss as losses
+
+    loss = getattr(losses, name)(**options)
+    return step(case, rank, lambda a, b, _: loss(a, b))
+
+
+def lightly_sigreg(case: Deal, rank: int, options: dict[str, Any]) -> list[Tensor]:
+    """A regularizer of one view."""
+    from lightly.loss.lejepa_loss import SIGReg
+
+    loss = SIGReg(num_vectors=16, **options)
+    return step(case, rank, lambda a, b, _: loss(a))
+
+
+def metric_learning(case: Deal, rank: int, efficient: bool) -> list[Tensor]:
+    """Both views of a sample have its number as their class."""
+    from pytorch_metric_learning import losses
+    from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
+
+    loss = losses.NTXentLoss()
+    if case.world > 1:
+        loss = DistributedLossWrapper(loss, efficient=efficient)
+    return step(case, rank, lambda a, b, own: loss(torch.cat([a, b]), own.repeat(2)))
+
+
+def sentence_transformers(
+    case: Deal, rank: int, name: str, options: dict[str, Any]
+) -> list[Tensor]:
+    """The loss calls the model, once per view and, if it is cached, per part of the batch."""
+    from sentence_transformers import SentenceTransformer, losses
+    from sentence_transformers.models import Module
+
+    class Encoder(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = encoder()
+
+        def forward(self, features: dict[str, Tensor], **_: Any) -> dict[str, Tensor]:
+            return features | {"sentence_embedding": self.net(features["x"])}
+
+        def save(self, *_: Any, **__: Any) -> None:
+            raise NotImplementedError
+
+    net = SentenceTransformer(modules=[Encoder()], device="cpu")
+    watched = Watched(net)
+    loss = getattr(losses, name)(net, **options)
+    if case.world > 1:
+        loss.model = DistributedDataParallel(net)
+    own = torch.tensor(case.ranks[rank])
+    columns = [{"x": view[own], "attention_mask": torch.ones(len(own), 1)} for view in views()]
+    loss(columns, None).backward()
+    watched.step()
+    return watched.judged(case)

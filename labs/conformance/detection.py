@@ -1,0 +1,119 @@
+"""Detection losses, each in the same loop. The images have 0 to 6 boxes.
+
+The detector is one linear layer: it gives every image 8 boxes with scores.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tiny import Watched
+from union_cases import SAMPLES, Deal
+
+BOXES = [1, 0, 2, 1, 3, 1, 5, 4, 2, 6, 3, 1]
+QUERIES, CLASSES, WIDTH = 8, 5, 8
+Target = dict[str, Tensor]  # class_labels (n,), boxes (n, 4) as center, width, and height
+Loss = Callable[[Tensor, Tensor, list[Target]], Tensor]
+
+
+def images() -> tuple[Tensor, list[Target]]:
+    draws = torch.Generator().manual_seed(1)
+    features = torch.randn(SAMPLES, WIDTH, generator=draws)
+    targets = [
+        {
+            "class_labels": torch.randint(CLASSES, (count,), generator=draws),
+            "boxes": 0.3 + 0.4 * torch.rand(count, 4, generator=draws),
+        }
+        for count in BOXES
+    ]
+    return features, targets
+
+
+def step(case: Deal, rank: int, scores: int, loss_of: Loss) -> list[Tensor]:
+    """`loss_of` gets logits (B, QUERIES, scores), boxes (B, QUERIES, 4), and targets."""
+    torch.manual_seed(0)
+    net = nn.Linear(WIDTH, QUERIES * (scores + 4))
+    watched = Watched(net)
+    wrapped = DistributedDataParallel(net) if case.world > 1 else net
+    features, targets = images()
+    own = list(case.ranks[rank])
+    found = wrapped(features[own]).unflatten(1, (QUERIES, -1))
+    logits, boxes = found[..., :scores], found[..., scores:].sigmoid()
+    loss_of(logits, boxes, [targets[i] for i in own]).backward()
+    watched.step()
+    return watched.judged(case)
+
+
+def transformers_detr(case: Deal, rank: int, name: str, summed: bool = False) -> list[Tensor]:
+    """With an Accelerator, as in its Trainer: the loss asks its state for the world size.
+
+    If `summed`, Accelerate's `reduce` sums the numbers of boxes. By default it averages them.
+    """
+    import accelerate
+    from transformers.loss import loss_deformable_detr, loss_for_object_detection
+
+    accelerate.Accelerator(cpu=True)
+    found = {
+        "detr": (CLASSES + 1, loss_for_object_detection.ForObjectDetectionLoss),
+        "deformable-detr": (CLASSES, loss_deformable_detr.DeformableDetrForObjectDetectionLoss),
+    }
+    scores, function = found[name]
+    costs = {"class_cost": 1, "bbox_cost": 5, "giou_cost": 2, "eos_coefficient": 0.1}
+    weights = {"bbox_loss_coefficient": 5, "giou_loss_coefficient": 2, "focal_alpha": 0.25}
+    config = SimpleNamespace(num_labels=CLASSES, auxiliary_loss=False, **costs, **weights)
+
+    def loss(logits: Tensor, boxes: Tensor, targets: list[Target]) -> Tensor:
+        reduce = partial(accelerate.utils.reduce, reduction="sum" if summed else "mean")
+        with mock.patch.object(loss_for_object_detection, "reduce", reduce):
+            return function(logits, targets, logits.device, boxes, config)[0]
+
+    return step(case, rank, scores, loss)
+
+
+def ultralytics_rtdetr(case: Deal, rank: int) -> list[Tensor]:
+    """The losses of a batch are summed, as its model does."""
+    from ultralytics.models.utils.loss import RTDETRDetectionLoss
+
+    criterion = RTDETRDetectionLoss(nc=CLASSES, use_vfl=True, aux_loss=False)
+
+    def loss(logits: Tensor, boxes: Tensor, targets: list[Target]) -> Tensor:
+        batch: dict[str, Any] = {
+            "cls": torch.cat([one["class_labels"] for one in targets]),
+            "bboxes": torch.cat([one["boxes"] for one in targets]),
+            "gt_groups": [len(one["boxes"]) for one in targets],
+        }
+        return torch.stack(list(criterion((boxes[None], logits[None]), batch).values())).sum()
+
+    return step(case, rank, CLASSES, loss)
+
+
+def torchvision_fcos(case: Deal, rank: int) -> list[Tensor]:
+    """Box q of an image is matched with its q-th target, if there is one."""
+    from torchvision.models.detection.fcos import FCOSHead
+
+    head = FCOSHead(32, 1, CLASSES)  # groups of 32 channels; only its loss is used
+    anchors = torch.tensor([[0.0, 0.0, 1.0, 1.0]]).repeat(QUERIES, 1)
+
+    def loss(logits: Tensor, boxes: Tensor, targets: list[Target]) -> Tensor:
+        outputs = {
+            "cls_logits": logits[..., :CLASSES],
+            "bbox_ctrness": logits[..., CLASSES:],
+            "bbox_regression": boxes,
+        }
+        corners = [
+            {"labels": one["class_labels"], "boxes": torch.cat([b[:, :2] - 0.3, b[:, :2] + 0.3], 1)}
+            for one in targets
+            for b in [one["boxes"]]
+        ]
+        order = torch.arange(QUERIES)
+        matched = [order.where(order < len(one["boxes"]), -1) for one in targets]
+        found = head.compute_loss(corners, outputs, [anchors] * len(targets), matched)
+        return torch.stack(list(found.values())).sum()
+
+    return step(case, rank, CLASSES + 1, loss)

@@ -1,0 +1,218 @@
+"""General loops: the loss is the mean over the samples of a micro-batch, as users write it.
+
+Every sample's loss is its own token mean, so micro-batches of equal size have equal counts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from cases import Case
+from tiny import IGNORED, Watched, collate, losses, model
+
+Batch = dict[str, Tensor]
+
+
+class SampleLosses(nn.Module):
+    """From a batch to the loss of each sample, (B,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, batch: Batch) -> Tensor:
+        counts = (batch["labels"] != IGNORED).sum(1).clamp(min=1)
+        return losses(self.net, batch).sum(1) / counts
+
+
+class Pairs(Dataset):
+    """Batches, each with targets that no loss reads."""
+
+    def __init__(self, own: DataLoader) -> None:
+        self.own = list(own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getitem__(self, i: int) -> tuple[Batch, Tensor]:
+        return self.own[i], torch.zeros(len(self.own[i]["labels"]))
+
+
+def batches(case: Case, rank: int) -> DataLoader:
+    own = [collate(batch, case.pad) for batch in case.batches(rank)]
+    return DataLoader(own, batch_size=None)
+
+
+def parallel(case: Case, net: nn.Module) -> nn.Module:
+    return DistributedDataParallel(net) if case.world > 1 else net
+
+
+def plain(case: Case, rank: int) -> list[Tensor]:
+    """Every micro-batch's mean over K: the loop of many tutorials."""
+    net = SampleLosses()
+    watched = Watched(net)
+    wrapped, loader = parallel(case, net), batches(case, rank)
+    for i, batch in enumerate(loader):
+        (wrapped(batch).mean() / case.steps).backward()
+        if (i + 1) % case.steps == 0 or i + 1 == len(loader):
+            watched.step()
+            watched.zero_grad()
+    return watched.judged(case)
+
+
+def accelerate_accumulate(case: Case, rank: int) -> list[Tensor]:
+    """The short loop of its guide, with `accelerator.accumulate`."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.steps)
+    net = SampleLosses()
+    watched = Watched(net)
+    loader = DataLoader(list(case.samples), case.size, collate_fn=collate)
+    net, optimizer, loader = accelerator.prepare(net, watched, loader)
+    for batch in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return watched.judged(case)
+
+
+def ignite(case: Case, rank: int) -> list[Tensor]:
+    from ignite.engine import create_supervised_trainer
+
+    net = SampleLosses()
+    watched = Watched(net)
+    engine = create_supervised_trainer(
+        parallel(case, net),
+        watched,
+        lambda found, _: found.mean(),
+        prepare_batch=lambda batch, **_: (batch, None),
+        gradient_accumulation_steps=case.steps,
+    )
+    engine.run(batches(case, rank), max_epochs=1)
+    return watched.judged(case)
+
+
+def monai(case: Case, rank: int) -> list[Tensor]:
+    from monai.engines import SupervisedTrainer
+
+    net = SampleLosses()
+    watched = Watched(net)
+    SupervisedTrainer(
+        device=torch.device("cpu"),
+        max_epochs=1,
+        train_data_loader=batches(case, rank),
+        network=parallel(case, net),
+        optimizer=watched,
+        loss_function=lambda found, _: found.mean(),
+        prepare_batch=lambda batch, *_, **__: (batch, None),
+    ).run()
+    return watched.judged(case)
+
+
+def skorch(case: Case, rank: int) -> list[Tensor]:
+    """As in its FAQ: get_loss divides by K, and train_step steps at every K-th batch."""
+    from skorch import NeuralNet
+
+    class Keywords(SampleLosses):
+        def forward(self, **batch: Tensor) -> Tensor:
+            return super().forward(batch)
+
+    class Accumulating(NeuralNet):
+        def get_loss(self, y_pred: Tensor, *_: Any, **__: Any) -> Tensor:
+            return y_pred.mean() / case.steps
+
+        def train_step(self, batch: Any, **parameters: Any) -> Any:
+            step = self.train_step_single(batch, **parameters)
+            if len(self.history[-1, "batches"]) % case.steps == 0:
+                self.optimizer_.step()
+                self.optimizer_.zero_grad()
+            return step
+
+    net = Keywords()
+    watched = Watched(net)
+    Accumulating(
+        parallel(case, net),
+        nn.MSELoss,
+        optimizer=lambda *_, **__: watched,
+        max_epochs=1,
+        batch_size=None,
+        train_split=None,
+        callbacks=None,
+        verbose=0,
+    ).fit(Pairs(batches(case, rank)), None)
+    return watched.judged(case)
+
+
+def speechbrain(case: Case, rank: int) -> list[Tensor]:
+    from speechbrain import Brain
+
+    class Own(Brain):
+        def compute_forward(self, batch: Batch, stage: Any) -> Tensor:
+            return self.modules.net(batch)
+
+        def compute_objectives(self, predictions: Tensor, batch: Batch, stage: Any) -> Tensor:
+            return predictions.mean()
+
+    net = SampleLosses()
+    watched = Watched(net)
+    options = {
+        "device": "cpu",
+        "grad_accumulation_factor": case.steps,
+        "max_grad_norm": float("inf"),
+        "distributed_launch": case.world > 1,
+        "distributed_backend": "gloo",
+    }
+    own = Own({"net": net}, lambda _: watched, run_opts=options)
+    own.fit(range(1), batches(case, rank), progressbar=False)
+    return watched.judged(case)
+
+
+def mmengine(case: Case, rank: int) -> list[Tensor]:
+    """`train_step` of its models, as its loops call it."""
+    from mmengine.model import BaseModel, MMDistributedDataParallel
+    from mmengine.optim import OptimWrapper
+
+    class Own(BaseModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = SampleLosses()
+
+        def forward(self, batch: Batch, mode: str = "loss") -> dict[str, Tensor]:
+            return {"loss": self.net(batch).mean()}
+
+    net = Own()
+    watched = Watched(net)
+    wrapper = OptimWrapper(watched, accumulative_counts=case.steps)
+    loader = batches(case, rank)
+    trained = MMDistributedDataParallel(net) if case.world > 1 else net
+    wrapper.initialize_count_status(trained, 0, len(loader))
+    for batch in loader:
+        trained.train_step({"batch": batch}, wrapper)
+    return watched.judged(case)
+
+
+def fastai(case: Case, rank: int) -> list[Tensor]:
+    """`n_acc` counts samples."""
+    from fastai.callback.training import GradientAccumulation
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner
+    from fastai.optimizer import OptimWrapper
+
+    net = SampleLosses()
+    watched = Watched(net)
+    loader = DataLoader(Pairs(batches(case, rank)), batch_size=None)
+    learner = Learner(
+        DataLoaders(loader, []),
+        parallel(case, net),
+        loss_func=lambda found, _: found.mean(),
+        opt_func=lambda *_, **__: OptimWrapper(opt=watched),
+        cbs=[GradientAccumulation(case.steps * case.size)],
+        train_bn=False,
+    )
+    with learner.no_bar(), learner.no_logging():
+        learner.fit(1)
+    return watched.judged(case)

@@ -120,7 +120,7 @@ def _gather(momenta: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Te
 
 
 def _on_owner(momenta: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
-    """Matrix i belongs to rank i mod W, its owner, which alone orthogonalizes it."""
+    """Rank i mod W, the owner of matrix i, orthogonalizes it. In turns: this saves no time."""
     updates = []
     for index, (rows, sharding) in enumerate(zip(momenta, shardings, strict=True)):
         group, owner = sharding.group, index % sharding.group.size()

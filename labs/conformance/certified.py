@@ -32,7 +32,10 @@ GROUPS = (
     " prompt side by side. So another order of the samples is another gradient, by design."
 )
 # Why the two do not agree.
-EXPLAINED = dict.fromkeys(("trl-grpo", "trl-bnpo", "trl-dr_grpo", "trl-dapo"), GROUPS)
+EXPLAINED = dict.fromkeys(("trl-grpo", "trl-bnpo", "trl-dr_grpo", "trl-dapo"), GROUPS) | {
+    "torchtune-recipe": "The recipe makes a column of ignored labels as long as one rank's batch."
+    " P2, another deal on the ranks, is equal."
+}
 Row = Mapping[str, Any]
 
 

@@ -122,7 +122,9 @@ NOTES = {
     ),
     "transformers-deformable-detr": Note(
         "As transformers-detr, but here all losses are divided by the number of boxes. So the"
-        " gradient is W times too large, and the direction is right.",
+        " gradient is W times too large, and the direction is right. (The number is at least 1, so"
+        " with very few boxes the factor is smaller.) MaskFormer, Mask2Former, OneFormer, and EoMT"
+        " have the same lines for masks: read, not run.",
         "[#28309](https://github.com/huggingface/transformers/issues/28309) proposed the call. We"
         " found no report of the factor.",
         '`reduce(num_boxes, reduction="sum")`.',

@@ -128,6 +128,7 @@ PROMISES: dict[str, Callable[[Sample, int, int], float]] = {
     "A × sequence mean": lambda one, n, tokens: one.reward / n / len(one.completion),
     "sample mean": lambda one, n, tokens: 1 / n / len(one.completion),
     "A × sequence sum": lambda one, n, tokens: one.reward / n,
+    "leave-one-out A × sequence sum": lambda one, n, tokens: 2 * one.reward / n,
     "A × constant": lambda one, n, tokens: one.reward / n / LONGEST,
 }
 

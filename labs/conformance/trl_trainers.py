@@ -10,7 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
-from trl.trainer import grpo_trainer
+from trl.trainer import grpo_trainer, rloo_trainer
 
 from cases import BETA, EOS, FIRST_WORD, LONGEST, PAD, VOCABULARY, Case, Sample
 from hugging_face import arguments
@@ -70,32 +70,40 @@ def dpo(case: Case, rank: int) -> list[Tensor]:
 
 
 def grpo(case: Case, rank: int, loss_type: str) -> list[Tensor]:
+    # As its documentation recommends.
+    recommended: dict[str, dict[str, Any]] = {
+        "luspo": {"importance_sampling_level": "sequence"},
+        "cispo": {"epsilon_high": 5.0},
+    }
+    settings = {"loss_type": loss_type, "scale_rewards": "none"}
+    return online("GRPO", case, settings | recommended.get(loss_type, {}))
+
+
+def rloo(case: Case, rank: int) -> list[Tensor]:
+    """A completion's advantage is its reward minus that of the other one."""
+    return online("RLOO", case, {})
+
+
+def online(kind: str, case: Case, settings: dict[str, Any]) -> list[Tensor]:
     """`generate` returns the case's completions, and nothing shuffles them. Rewards are not scaled.
 
     Completions of samples that are not scored are truncated: they do not end.
     """
     net = model()
     net.generate = partial(completed, case.samples)
-    grpo_trainer.shuffle_sequence_dict = lambda batch: batch
+    for module in (grpo_trainer, rloo_trainer):
+        module.shuffle_sequence_dict = lambda batch: batch
     dealt = [one for of in range(case.world) for batch in case.batches(of) for one in batch]
     rewards = {(text(one.prompt), one.completion): one.reward for one in case.samples}
-    settings = {
-        "loss_type": loss_type,
+    settings |= {
         "num_generations": 2,
         "steps_per_generation": case.steps * case.generated,
         "max_steps": case.windows,
         "max_completion_length": LONGEST,
         "mask_truncated_completions": True,
-        "scale_rewards": "none",
         "beta": 0.0,
         "shuffle_dataset": False,
     }
-    # As its documentation recommends.
-    recommended: dict[str, dict[str, Any]] = {
-        "luspo": {"importance_sampling_level": "sequence"},
-        "cispo": {"epsilon_high": 5.0},
-    }
-    settings |= recommended.get(loss_type, {})
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         pairs = zip(prompts, map(tuple, completion_ids), strict=True)
@@ -103,7 +111,7 @@ def grpo(case: Case, rank: int, loss_type: str) -> list[Tensor]:
 
     data = Dataset.from_list([{"prompt": text(one.prompt)} for one in dealt[::2]])
     parts = {"model": net, "train_dataset": data, "reward_funcs": reward}
-    return run("GRPO", case, settings, **parts)
+    return run(kind, case, settings, **parts)
 
 
 def completed(samples: tuple[Sample, ...], input_ids: Tensor, **_: Any) -> Tensor:

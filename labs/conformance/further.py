@@ -1,15 +1,16 @@
-"""torchtune's recipe and Axolotl's loss, without what is around them."""
+"""torchtune's recipe, litgpt's `fit`, and Axolotl's loss, without what is around them."""
 
 import importlib
 import runpy
 from importlib.metadata import distribution
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import Case
+from cases import LONGEST, Case
 from hugging_face import trainer
 from plain import own_group
 from tiny import IGNORED, Watched, loader, model
@@ -65,3 +66,54 @@ def axolotl_loss(case: Case, rank: int) -> list[Tensor]:
     net.loss_function = chunked.get_causal_lm_loss(CHUNKS)
     with torch.compiler.set_stance("force_eager"):
         return trainer(case, rank, True, net)
+
+
+class OnlyTokens(nn.Module):
+    """From tokens (B, T) to logits. Batches are padded on the right, so no mask is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+        self.config = SimpleNamespace(block_size=LONGEST)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(input_ids=tokens).logits
+
+
+def litgpt_fit(case: Case, rank: int) -> list[Tensor]:
+    """`fit` of its full fine-tuning, with stubs around it. There is no validation."""
+    # Its requirements name another torch, so it is in no extra of this project.
+    full = importlib.import_module("litgpt.finetune.full")
+    strategy = "ddp" if case.world > 1 else "auto"
+    fabric = full.L.Fabric(accelerator="cpu", devices=case.world, strategy=strategy)
+    fabric.launch()
+    net = OnlyTokens()
+    watched = Watched(net)
+    state = {"iter_num": 0, "step_count": 0, "scheduler": mock.MagicMock()}
+    state["model"], state["optimizer"] = fabric.setup(net, watched)
+    names = "raw", "raw_plus_prompt_template"
+    counts = {"token_counts": {name: torch.zeros(1, dtype=torch.long) for name in names}}
+    train = mock.MagicMock(
+        max_steps=None, max_seq_length=None, epochs=1, log_interval=10**9, save_interval=None
+    )
+    train.gradient_accumulation_iters.return_value = case.steps
+    evaluated = full.EvalArgs(interval=10**9)
+    stubs = dict.fromkeys(("Tokenizer", "ConcatDataset", "validate"), mock.MagicMock())
+    stubs["get_longest_seq_length"] = lambda _: (LONGEST, 0)
+    loaded = mock.MagicMock()
+    loaded.__iter__.side_effect = lambda: (batch | counts for batch in loader(case, rank))
+    with mock.patch.multiple(full, **stubs):
+        full.fit(
+            fabric,
+            state,
+            loaded,
+            mock.MagicMock(),
+            case.world,
+            False,
+            None,
+            None,
+            train,
+            evaluated,
+            None,
+        )
+    return watched.judged(case)

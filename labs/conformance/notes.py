@@ -54,6 +54,13 @@ NOTES = {
         "[#2745](https://github.com/meta-pytorch/torchtune/pull/2745), open.",
         "Also step if `idx + 1 == len(self._dataloader)`.",
     ),
+    "litgpt-fit": Note(
+        "The loss is the mean over the micro-batch's tokens, divided by K. The argument promises"
+        " a larger batch, and nothing about tokens. With `epochs=1`, an epoch's last window gets no"
+        " step.",
+        "[Unequal denominators](report-ranks) has reports about other trainers.",
+        "Divide the sum of the losses by the tokens of the step, and multiply by W.",
+    ),
     "trl-bnpo": Note(
         "It does what its documentation says: a mean over the *local* batch.",
         "[TRL's documentation](https://huggingface.co/docs/trl/main/en/grpo_trainer) says so.",

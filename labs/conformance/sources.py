@@ -25,6 +25,7 @@ LIGHTNING = Source(
 FABRIC = Source(
     "guide", "https://lightning.ai/docs/fabric/stable/advanced/gradient_accumulation.html"
 )
+LITGPT = Source("argument global_batch_size")
 TORCHTUNE = Source("comments in the recipe")
 AXOLOTL = Source("argument num_items_in_batch")
 TRL_SFT = Source("code")

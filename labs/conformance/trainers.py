@@ -13,6 +13,7 @@ from sources import (
     IGNITE,
     LIGHTLY,
     LIGHTNING,
+    LITGPT,
     METRIC_LEARNING,
     MMENGINE,
     MONAI,
@@ -131,6 +132,7 @@ TOKENS = {
     "fabric-counted": _tokens("lightning_loops:fabric", "pytorch-lightning", FABRIC, True),
     "torchtune-recipe": _tokens("further:torchtune_recipe", "torchtune", TORCHTUNE),
     "axolotl-loss": _tokens("further:axolotl_loss", "axolotl", AXOLOTL),
+    "litgpt-fit": _tokens("further:litgpt_fit", "litgpt", LITGPT),
     "trl-sft": _tokens("trl_trainers:sft", "trl", TRL_SFT),
 }
 RL = {

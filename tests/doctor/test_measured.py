@@ -163,11 +163,38 @@ def test_replicas_of_local_steps_that_never_had_one_start_are_found() -> None:
         for rank in run.ranks:
             own = {"weight": rank.rank + 1.0, "bias": rank.rank + 1.0}
             held = {"weight": rank.rank + 1, "bias": rank.rank + 1}
-            rank.facts["start"] = [fact(StartFact, parameters=held, values=own)]
+            start = fact(
+                StartFact, parameters=held, values=own, shapes={"weight": [3], "bias": [3]}
+            )
+            rank.facts["start"] = [start]
         return run
 
     assert "replicas_differ_at_start" in findings(apart(collectives=[averages]))
     assert "replicas_differ_at_start" not in findings(apart())  # models of their own
+
+
+def test_parts_of_a_model_beside_norms_that_are_combined_are_no_replicas() -> None:
+    """Ranks that split a sequence hold pieces of the layers, and sum the gradients of the norms."""
+    shapes = {"norm": [8], "up": [16, 8], "down": [8, 16]}
+
+    def reduced(*names: str) -> list[str]:
+        calls = [
+            fact(CollectiveFact, op="all_reduce", what="like a gradient", shape=shapes[name])
+            for name in names
+        ]
+        windows = [window([4], [1.0], mine, mine, collectives=calls) for mine in OWN]
+        run = run_with_steps([windows] * 2)
+        for rank in run.ranks:
+            held = {"norm": 5, "up": rank.rank + 1, "down": rank.rank + 1}
+            values = {name: float(value) for name, value in held.items()}
+            start = fact(StartFact, parameters=held, values=values, constant=["norm"])
+            rank.facts["start"] = [{**start, "shapes": shapes}]
+        found = findings(run)
+        return [found[code].evidence for code in found if code == "replicas_differ_at_start"]
+
+    assert reduced("norm") == []
+    assert reduced("norm", "up") == []
+    assert "2 of 3 parameters differ" in reduced("norm", "up", "down")[0]
 
 
 def test_replicas_that_are_reduced_before_the_last_micro_batch_are_named_with_their_flag() -> None:

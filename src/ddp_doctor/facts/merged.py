@@ -63,10 +63,11 @@ class Rank:
         starts = self.facts["start"]
         if not starts:
             return None
-        merged = StartFact(parameters={}, values={}, buffers={}, shards={}, rows=[], constant=[])
+        merged = StartFact(parameters={}, values={}, shapes={}, shards={}, rows=[], constant=[])
         for start in reversed(starts):
             merged["parameters"] |= start["parameters"]
             merged["values"] |= start["values"]
+            merged["shapes"] |= start["shapes"]
             merged["shards"] |= start["shards"]
             merged["constant"] += start["constant"]
             merged["rows"] += start["rows"]

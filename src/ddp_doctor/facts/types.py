@@ -145,17 +145,23 @@ class DroppedFact(TypedDict):
     targets: list[int]
 
 
-class ReplicaFact(TypedDict):
-    """Hashes and projections of the parameters, hashes of the buffers."""
+class ParametersFact(TypedDict):
+    """Hashes and projections of an optimizer's parameters."""
 
     parameters: dict[str, int]
     values: Projections
+
+
+class ReplicaFact(ParametersFact):
+    """What a step has left: hashes of the buffers, too."""
+
     buffers: dict[str, int]
 
 
-class StartFact(ReplicaFact):
+class StartFact(ParametersFact):
     """An optimizer's parameters before its first step."""
 
+    shapes: dict[str, list[int]]
     shards: dict[str, list[int]]
     rows: list[list[int]]  # ranks that hold all shards of a parameter together
     constant: list[str]

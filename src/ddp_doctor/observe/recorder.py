@@ -28,6 +28,7 @@ from ddp_doctor.facts.types import (
     GroupFact,
     OpenFact,
     OptimizerFact,
+    ParametersFact,
     Projections,
     ReplicaFact,
     SettingsFact,
@@ -448,14 +449,9 @@ class Recorder:
 
     def replica(self, state: OptimizerState) -> ReplicaFact:
         """Hashes of the optimizer's parameters and of the buffers of their module."""
-        parameters = self.parameters_of(state)
-        return {
-            "parameters": {name: checksum(parameter) for name, parameter in parameters},
-            "values": _rounded({name: projection(parameter) for name, parameter in parameters}),
-            "buffers": {
-                name: checksum(buffer) for name, buffer in self.names.buffers(self.wrappers)[:200]
-            },
-        }
+        buffers = self.names.buffers(self.wrappers)[:200]
+        its = {name: checksum(buffer) for name, buffer in buffers}
+        return {**_as_fact(self.parameters_of(state)), "buffers": its}
 
     def _held(self, state: OptimizerState) -> StartFact:
         """The optimizer's parameters: which shard each is, and which are constants.
@@ -465,7 +461,8 @@ class Recorder:
         shards: dict[str, list[int]] = {}
         rows: set[tuple[int, ...]] = set()
         constant = []
-        for name, parameter in self.parameters_of(state):
+        parameters = self.parameters_of(state)
+        for name, parameter in parameters:
             if hasattr(parameter, "placements"):
                 mesh = parameter.device_mesh
                 split = [d for d, p in enumerate(parameter.placements) if not p.is_replicate()]
@@ -477,7 +474,13 @@ class Recorder:
             if data is not None and (data.numel() < 2 or bool((data == data.flatten()[0]).all())):
                 constant.append(name)
         listed = [list(row) for row in sorted(rows)]
-        return {**self.replica(state), "shards": shards, "rows": listed, "constant": constant}
+        return {
+            **_as_fact(parameters),
+            "shapes": {name: list(parameter.shape) for name, parameter in parameters},
+            "shards": shards,
+            "rows": listed,
+            "constant": constant,
+        }
 
     def finish(self) -> None:
         """The process ends: write down what is only known then."""
@@ -500,6 +503,13 @@ def ranks() -> int:
     """The size of the default process group; 1 without one."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if there else 1
+
+
+def _as_fact(parameters: list[tuple[str, Tensor]]) -> ParametersFact:
+    return {
+        "parameters": {name: checksum(parameter) for name, parameter in parameters},
+        "values": _rounded({name: projection(parameter) for name, parameter in parameters}),
+    }
 
 
 def _rounded(values: Projections) -> Projections:

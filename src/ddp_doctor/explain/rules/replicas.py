@@ -1,5 +1,6 @@
 """Replicas: the parameters and buffers of all ranks are meant to be equal."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from ddp_doctor.explain.equation import Equation
@@ -21,13 +22,14 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
 
     A wrapper broadcasts rank 0's parameters. Right for models, or parts of one, that are different
     on purpose: tensor or pipeline parallelism, experts. Ranks with copies of a parameter step with
-    the same gradient.
+    the same gradient, or all-reduce tensors of its shape.
     """
     names = list(run.copies) if _replicas(run) else []
     apart = [name for name in names if not _equal_at_start(run, name, [list(range(run.world))])]
     differing = [name for name in apart if not _equal_at_start(run, name, run.copies[name])]
-    if run.world > 1 and run.models_differ and _averages_all(run):
-        names = differing = list(run.copies)
+    if run.models_differ and names:
+        combined = _combined_by_all(run)
+        differing = [name for name in apart if name in combined]
     if differing and 2 * len(differing) > len(apart):
         values = [rank.start["values"] for rank in run.ranks if rank.start]
         off = max(_spread([of.get(name) for of in values]) for name in differing)
@@ -44,20 +46,24 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
         )
 
 
-def _averages_all(run: Run) -> bool:
-    """Whether all ranks all-reduce tensors like most parameters: they are replicas."""
-    kinds = ("parameter", "like a gradient")
-    for rank in run.ranks:
-        for fact in rank.windows:
-            sent = [
-                call.get("what")
-                for call in fact["collectives"]
-                if call["op"] == "all_reduce" and "group" not in call
-            ]
-            count = sum(what in kinds for what in sent)
-            if "flat" in sent or 2 * count >= len(run.copies) > 0:
-                return True
-    return False
+def _combined_by_all(run: Run) -> set[str]:
+    """The parameters that all ranks combine: they all-reduce as many tensors of the same shape."""
+    starts = [rank.start["shapes"] for rank in run.ranks if rank.start]
+    shapes = {name: str(shape) for start in starts for name, shape in start.items()}
+    needed = Counter(shapes.values())
+    found: set[str] = set()
+    for fact in (fact for rank in run.ranks for fact in rank.windows):
+        calls = [
+            call
+            for call in fact["collectives"]
+            if call["op"] == "all_reduce" and "group" not in call and not call["through_autograd"]
+        ]
+        if any(call.get("what") == "flat" for call in calls):
+            return set(shapes)
+        alike = [call for call in calls if call.get("what") in ("parameter", "like a gradient")]
+        sent = Counter(str(call.get("shape")) for call in alike)
+        found |= {name for name, shape in shapes.items() if sent[shape] >= needed[shape]}
+    return found
 
 
 def _equal_at_start(run: Run, name: str, groups: Groups) -> bool:

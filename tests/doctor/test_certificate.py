@@ -942,14 +942,19 @@ def test_weights_that_differ_at_a_later_step_are_different_though_the_gradient_i
     assert "At optimizer step 2, the ranks' weights differ: rank 1's" in found.why
 
 
-@pytest.mark.parametrize("weights", [1.0, 1.5])
+@pytest.mark.parametrize(
+    ("weights", "optimizer", "verdict"),
+    [(1.0, 0, "not judged"), (1.5, 0, "different"), (1.0, 1, "different")],
+)
 def test_ranks_whose_weights_stay_equal_combine_their_gradients_after_the_optimizer_got_them(
-    weights: float, tmp_path: Path
+    weights: float, optimizer: int, verdict: str, tmp_path: Path
 ) -> None:
+    """What another optimizer's weights do, as those of a GAN's other half, shows nothing."""
     own = [{}, {"gradients": {"0.0": torch.arange(4.0)}}]
-    later = [own[0], own[1] | {"weights": {"0.0": torch.ones(4) * weights}}]
-    found = written(tmp_path, **{OWN: own, f"{LATER}_7": later, f"{LATER}_8": later})
-    assert found.verdict == ("not judged" if weights == 1.0 else "different")
+    seen = [{"optimizer": optimizer}, {"optimizer": optimizer} | own[1]]
+    seen[1]["weights"] = {"0.0": torch.ones(4) * weights}
+    found = written(tmp_path, **{OWN: own, f"{LATER}_7": seen, f"{LATER}_8": seen})
+    assert found.verdict == verdict
 
 
 @pytest.mark.parametrize("control", ["equal", "different"])

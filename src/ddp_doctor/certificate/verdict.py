@@ -444,15 +444,20 @@ class Judge:
         return p1, f"One process with all samples of a step{many} computes the same gradient."
 
     def _stays_equal(self) -> bool:
-        """Whether all ranks have the same weights at every later step, which was seen or is what
-        an optimizer's step that calls collectives is for.
+        """Whether each optimizer that gets another gradient on each rank has the same weights on
+        all at every later step, which was seen or is what a step that calls collectives is for.
         """
-        later = [
-            not _apart(facts["weights"], self.ranks[0, optimizer, kind]["weights"])
-            for (rank, optimizer, kind), facts in self.ranks.items()
-            if rank and kind.startswith(LATER) and (0, optimizer, kind) in self.ranks
-        ]
-        return all(later) and (self.combines or len(later) > 1)
+        equal: dict[int, list[bool]] = {}
+        for (rank, optimizer, kind), facts in self.ranks.items():
+            ours = self.ranks.get((0, optimizer, kind))
+            if rank and ours and kind.startswith(LATER):
+                same_weights = not _apart(facts["weights"], ours["weights"])
+                equal.setdefault(optimizer, []).append(same_weights)
+            elif rank and ours and kind == OWN:
+                both = facts["gradients"], ours["gradients"]
+                if compare(*both, self.names, self.tolerance).kind != "equal":
+                    equal.setdefault(optimizer, [])
+        return all(all(each) and (self.combines or len(each) > 1) for each in equal.values())
 
     def _averaged(self) -> str:
         """Whether ranks that had different parameters get equal ones at a later step."""

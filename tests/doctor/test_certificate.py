@@ -653,14 +653,6 @@ data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(
 for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data)):
     update(sketch(model(x)))
 """,
-    "a grid of ranks in which each finds itself": """
-grid = torch.arange(dist.get_world_size()).view(-1, 1, 1)
-row, column, layer = (grid == dist.get_rank()).nonzero().flatten().tolist()
-assert (row, column, layer) == (dist.get_rank(), 0, 0)
-for step in range(5):
-    x = torch.randn(8, 6)
-    update(cross_entropy(model(x), x.argmax(1) % 4))
-""",
     "noise that rank 0 draws for all, beside the samples of a loader": """
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -728,6 +720,28 @@ def test_a_right_script_is_certified_however_it_makes_its_samples(
 ) -> None:
     right = certified(forks, script(f"{START}{RIGHT[how]}"))
     assert right["verdict"] == "equal", right
+
+
+GRID = """
+grid = torch.arange(dist.get_world_size()).view(-1, 1, 1)
+own = grid == dist.get_rank()
+found = [own.nonzero().flatten().tolist(), torch.argwhere(own).flatten().tolist()]
+for axes in (torch.where(own), own.nonzero(as_tuple=True)):
+    found.append([axis.item() for axis in axes])
+assert found == [[dist.get_rank(), 0, 0]] * 4
+for step in range(5):
+    x = torch.randn(8, 6)
+    count = (x > 0).sum()  # of this process's samples: the model must not be the first to get them
+    dist.all_reduce(count)
+    update(model(x).logsumexp(1).sum() * dist.get_world_size() / count)
+"""
+
+
+def test_positions_of_a_rank_in_a_grid_of_ranks_are_no_samples(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    found = certified(forks, script(START + GRID))
+    assert {one["verdict"] for one in found["properties"]} == {"equal"}, found
 
 
 BEHIND_A_ZERO = """

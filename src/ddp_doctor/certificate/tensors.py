@@ -258,6 +258,10 @@ class Tensors(TorchFunctionMode):
 
     def _followed(self, name: str, args: Any, result: Any) -> Any:
         """Remember what kind of tensor a result is."""
+        if name in POSITIONS or (name == "where" and len(args) == 1):
+            # Not as many as samples, and they follow from what they are in.
+            self.planned.update((id(one), one) for one in tree_leaves(result))
+            return result
         if not isinstance(result, Tensor) or result.requires_grad:
             return result
         inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
@@ -274,9 +278,7 @@ class Tensors(TorchFunctionMode):
         return result
 
     def _follow(self, name: str, args: Any, inputs: list[Tensor], result: Tensor) -> None:
-        if name in POSITIONS:  # not as many as samples, and they follow from what they are in
-            self.planned[id(result)] = result
-        elif (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             self.planned.pop(id(result), None)
             self.loaded.pop(id(result), None)
         elif name in TAKES | DRAWN or (name == "__getitem__" and not _all_rows(args[1])):

@@ -24,6 +24,7 @@ from ddp_doctor.facts.types import (
     SamplerFact,
     SnapshotFact,
     StartFact,
+    WrapperFact,
 )
 from ddp_doctor.observe.data import _content
 from ddp_doctor.report.report import Report
@@ -171,6 +172,21 @@ def test_replicas_of_local_steps_that_never_had_one_start_are_found() -> None:
 
     assert "replicas_differ_at_start" in findings(apart(collectives=[averages]))
     assert "replicas_differ_at_start" not in findings(apart())  # models of their own
+
+
+def test_saved_buffers_that_differ_are_a_warning_with_the_step() -> None:
+    def after(rank: int, n: int) -> ReplicaFact:
+        buffers = {"steps": n, "running_mean": 7 + rank * (n >= 2), "codes": 5}
+        return fact(ReplicaFact, parameters=dict.fromkeys(SAME, n), buffers=buffers)
+
+    steps = [step(after=(after(0, n), after(1, n))) for n in range(4)]
+    start = fact(StartFact, parameters={"weight": 1, "bias": 2})
+    found = findings(run_with_steps(steps, start=[start]))["buffers_differ"]
+    assert found.severity == "warning"
+    assert "1 buffers differ between the ranks, first running_mean, since step 2." in found.evidence
+    # The wrapper overwrites the statistics with rank 0's before each forward.
+    wrapper = fact(WrapperFact, world=2, of=2, broadcast_buffers=True)
+    assert "buffers_differ" not in findings(run_with_steps(steps, start=[start], wrapper=[wrapper]))
 
 
 def test_parts_of_a_model_beside_norms_that_are_combined_are_no_replicas() -> None:

@@ -59,9 +59,10 @@ def parser() -> argparse.ArgumentParser:
         "--certify",
         action="store_true",
         help="measure whether the ranks compute the gradient of one process; with --fail-on, exit "
-        "with 3 if they do not, and 4 if it cannot be judged. Starts the script three times: as "
-        "ranks for at most 16 steps, as one process for four, and as ranks that the rules observe "
-        "for six",
+        "with 3 if they do not, and 4 if it cannot be judged. Usually starts the script three "
+        "times: as ranks for at most 16 steps per optimizer, as one process for four, and as ranks "
+        "that the rules observe for six or 16. At most six times: without --ranks, to see whether "
+        "it starts its own ranks; or if one process needs other samples or another WORLD_SIZE",
     )
     add("--ranks", type=int, help="with --certify and no launcher: start so many ranks (2)")
     module = "run a module, as python -m does"

@@ -1,10 +1,11 @@
 """What the runs of a certificate do: which samples each of four optimizer steps gets.
 
-The script is usually started twice, and once more if the rules are asked. The *ranks* are the
-script as the user runs it; *one* is the same script as a single process. Either is started again if
-it needs another environment. The last start is only *observed*: it takes six ordinary steps, and
-the rules say why the two differ, and what their steps do not show. No update is kept in the steps
-of the plan, so all start from the same weights, and two steps differ only in their samples:
+The script is usually started twice, and once more if the rules are asked; at most six times. The
+*ranks* are the script as the user runs it; *one* is the same script as a single process. Either is
+started again if it needs another environment. The last start is only *observed*: it takes six
+ordinary steps, or 16, and the rules say why the two differ, and what their steps do not show. No
+update is kept in the steps of the plan, so all start from the same weights, and two steps differ
+only in their samples:
 
     step    the ranks get                        one process gets
     own     their own samples                    all of these samples (their union)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def divides_micro_batches(folder: Path, world: str) -> bool:
     """Whether one process made as many backward passes as all ranks together, as a script does that
-    divides their number by WORLD_SIZE. Then it is started again, and told the number of ranks.
+    divides their number by WORLD_SIZE.
     """
     from ddp_doctor.certificate.plan import OWN
     from ddp_doctor.certificate.verdict import read
@@ -36,9 +36,7 @@ def divides_micro_batches(folder: Path, world: str) -> bool:
 
 
 def are_mixed_up(folder: Path) -> bool:
-    """Whether one process did not get the samples of all ranks, or not with what belongs to them.
-    Then it gets its samples where the ranks' models get them.
-    """
+    """Whether one process lacks samples of the ranks, or has them with other targets or inputs."""
     from ddp_doctor.certificate.premises import MARK
     from ddp_doctor.certificate.verdict import judge
 
@@ -98,12 +96,13 @@ def measure(
         failed_one = start(as_one, command, [environment]).wait()
         nothing = failed_one and not any(as_one.path("").glob("step.0.*.pt"))
         if nothing or are_mixed_up(folder):
-            # A script may expect one rank's batch where samples are made, but not in the model.
+            # A script may expect one rank's batch where samples are made, but not in the model:
+            # one process gets its samples where the ranks' models get them.
             shutil.rmtree(as_one.path(""))
             as_one = replace(as_one, late=True)
             failed_one = start(as_one, command, [environment]).wait() and failed_one
         if by_launcher and not failed_one and divides_micro_batches(folder, world.read_text()):
-            as_one.path(WORLD_IN_SCRIPT).touch()
+            as_one.path(WORLD_IN_SCRIPT).touch()  # it is started again, and told the number
             environment["WORLD_SIZE"] = world.read_text()
             failed_one = start(as_one, command, [environment]).wait()
     return judge(folder, failed, failed_one)

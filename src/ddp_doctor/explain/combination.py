@@ -6,17 +6,22 @@ all parameters. No trust in the wrapper's class is needed.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ddp_doctor.explain.numbers import alike, near
 from ddp_doctor.facts.merged import Run, Window
 from ddp_doctor.facts.types import Groups, WindowFact, no_snapshot
+
+Kind = Literal[
+    "averaged", "summed", "scaled", "not combined", "in groups", "apart", "unknown", "alone"
+]
 
 
 @dataclass(frozen=True)
 class Combination:
     """How the ranks' gradients became one. `factor` is α; None where it could not be measured."""
 
-    kind: str  # averaged, summed, scaled, not combined, in groups, apart, unknown, alone
+    kind: Kind
     factor: float | None
     residual: float = 0.0  # the part of the gradients that no factor explains
 

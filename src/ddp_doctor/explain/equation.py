@@ -14,7 +14,7 @@ the ranks are combined. The wrapper multiplies by α (1/W if it averages). So
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from ddp_doctor.explain.combination import (
@@ -235,19 +235,23 @@ class Equation:
     steps: list[Step]
     world: int
     right: bool
-    lines: list[str]
+    about: list[str]  # lines: what was seen
+    weights: list[str] = field(default_factory=list)  # lines
+    wrong: bool = False  # whether `weights` shows a wrong sum
     weighed: bool = True  # whether the weights are those of the whole loss
+
+    @property
+    def lines(self) -> list[str]:
+        return self.about + self.weights
 
     def contradicts(self, findings: list[Finding]) -> bool:
         """Whether it shows a wrong sum of weights that no finding is about."""
-        wrong = any(line.endswith("wanted: 1") for line in self.lines)
         said = any(one.severity != "note" or "_denominators" in one.code for one in findings)
-        return wrong and not said
+        return self.wrong and not said
 
-    def saying(self, line: str, right: bool = False) -> Self:
+    def saying(self, line: str) -> Self:
         """The same, with `line` instead of what one term tells about the weights."""
-        kept = [each for each in self.lines if not each.startswith(("weight", "sum"))]
-        return replace(self, lines=[*kept, line], right=right, weighed=False)
+        return replace(self, weights=[line], right=False, wrong=False, weighed=False)
 
     def as_json(self) -> dict[str, Any]:
         """The numbers, for `--json`."""
@@ -303,7 +307,9 @@ def equation(run: Run) -> Equation:
     step = worst if worst.spread > 1 + TOLERANCE else step
     right = near(step.total, 1.0) and step.spread <= 1 + TOLERANCE and not step.leftover
     right = right and step.combination.kind not in ("unknown", "not combined", "in groups")
-    return Equation(step, steps, run.world, right, _lines(step, right))
+    said = _instead_of_a_sum(step, right)
+    weights = [said] if said else _weights(step)
+    return Equation(step, steps, run.world, right, _about(step), weights, wrong=not said)
 
 
 def _in_step(run: Run) -> list[str]:
@@ -332,7 +338,8 @@ def _signature(step: Step) -> tuple[Any, ...]:
     return (step.optimizer, step.micros, kind, step.leftover, f"{step.total:.1g}")
 
 
-def _lines(step: Step, right: bool) -> list[str]:
+def _about(step: Step) -> list[str]:
+    """What was seen: items, the loss, its factors, and how the ranks are combined."""
     counts = [entry.count for entry in step.entries]
     count = (
         number(counts[0]) if alike(counts, 0.0) else f"{number(min(counts))}–{number(max(counts))}"
@@ -364,22 +371,27 @@ def _lines(step: Step, right: bool) -> list[str]:
         "alone": f"one rank{scaled}",
         "apart": "nothing: each rank has a model, or a part of one, of its own",
     }
-    return [*lines, f"combine   {combines[step.combination.kind]}", *_weighing(step, right)]
+    return [*lines, f"combine   {combines[step.combination.kind]}"]
 
 
-def _weighing(step: Step, right: bool) -> list[str]:
-    """What is said of the weights, and of their sum."""
+def _instead_of_a_sum(step: Step, right: bool) -> str:
+    """What is said of the weights if their sum is 1, or tells nothing; empty if it is wrong."""
     if step.combination.local:
         where = "in its group" if step.combination.kind == "in groups" else "on its own rank"
-        return [f"weight    each item counts {where} only"]
+        return f"weight    each item counts {where} only"
     if step.combination.kind == "unknown" and step.combination.residual > 0.05:
-        return ["weight    not measured"]
+        return "weight    not measured"
     if step.leftover:
-        return ["weight    the gradients of earlier steps are in this one, too"]
+        return "weight    the gradients of earlier steps are in this one, too"
     if right:
-        return ["weight    every item weighs 1/N"]
+        return "weight    every item weighs 1/N"
     if step.several:
-        return ["weight    several calls compute a loss each, and their gradients are added"]
+        return "weight    several calls compute a loss each, and their gradients are added"
+    return ""
+
+
+def _weights(step: Step) -> list[str]:
+    """Weights that are not 1/N, or whose sum is not 1."""
     values = [weight for _, weight in step.weights()] or [0.0]
     said = f"every item weighs {number(values[0])}"
     if not alike(values):

@@ -24,7 +24,7 @@ from ddp_doctor.facts.types import Facts, listed, no_facts
 MAX_BYTES = 8 << 20
 OLD = 60.0  # seconds after which a process that has ended is an earlier run's
 OLD_ELSEWHERE = 3600.0  # the same, if only its silence says so: longer than any group's timeout
-NOW = struct.Struct("<QdQQB255s")  # changes, since, optimizer steps, backwards, ended, doing
+NOW = struct.Struct("<dQQB255s")  # since, optimizer steps, backwards, ended, doing
 
 
 class Journal:
@@ -42,7 +42,6 @@ class Journal:
         self._facts = os.open(folder / f"{self.name}.jsonl", flags | os.O_APPEND, 0o644)
         self._now = os.open(folder / f"{self.name}.now", flags, 0o644)
         self._written = 0
-        self._changes = 0
         self.problem: OSError | None = None
         self.cut = False  # whether facts did not fit
         self.steps = 0
@@ -67,14 +66,11 @@ class Journal:
 
     def set_status(self, text: str, ended: bool = False) -> None:
         """Say what the main thread does from now on."""
-        self._changes += 1
         self.text = text
         self.since = time.time()
         if self.problem is not None or os.getpid() != self.process:
             return
-        record = NOW.pack(
-            self._changes, self.since, self.steps, self.backwards, ended, text.encode()[:255]
-        )
+        record = NOW.pack(self.since, self.steps, self.backwards, ended, text.encode()[:255])
         try:
             os.pwrite(self._now, record, 0)
         except OSError as error:
@@ -189,7 +185,7 @@ def status_of(path: Path) -> Status | None:
         return None
     if len(data) < NOW.size:
         return None
-    _, since, steps, backwards, ended, text = NOW.unpack(data[: NOW.size])
+    since, steps, backwards, ended, text = NOW.unpack(data[: NOW.size])
     doing = text.rstrip(b"\0").decode(errors="replace")
     return Status(since, steps, backwards, bool(ended), doing)
 

@@ -51,7 +51,6 @@ class BackwardFact(TypedDict):
     terms: NotRequired[list[TermFact]]
     values: NotRequired[list[float]]
     leftover: NotRequired[dict[str, int]]  # by optimizer: gradients of the step before
-    used: NotRequired[bool]
     no_sync_too_late: NotRequired[bool]  # entered after the forward that prepared this backward
 
 
@@ -325,7 +324,6 @@ class TotalsFact(TypedDict):
 
 class StuckFact(TypedDict):
     since: float
-    doing: str
     stack: list[str]
 
 

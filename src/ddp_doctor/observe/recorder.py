@@ -41,7 +41,7 @@ from ddp_doctor.facts.types import (
 )
 from ddp_doctor.observe.models import Names
 from ddp_doctor.observe.session import Session
-from ddp_doctor.observe.states import Backward, OptimizerState, WrapperState
+from ddp_doctor.observe.states import Backward, OptimizerState, WrapperState, as_facts
 
 MAX_WINDOWS = 80
 MAX_PARAMETERS = 400
@@ -404,7 +404,7 @@ class Recorder:
                 n=session.step_count,
                 optimizer=state.index,
                 skipped=skipped,
-                backwards=[*state.pending],
+                backwards=as_facts(state.pending),
                 snapshot=snapshot,
                 left=state.left,
                 after=self.replica(state),
@@ -484,12 +484,12 @@ class Recorder:
 
     def finish(self) -> None:
         """The process ends: write down what is only known then."""
-        for record in self.all_backwards():
-            record.pop("reached", None)
         pending = next((state.pending for state in self.optimizers.values() if state.pending), [])
         if self.written < MAX_WINDOWS and (pending or any(self.window.values())):
             step = self.session.step_count
-            self.session.write("open", **OpenFact(n=step, backwards=[*pending], **self.window))
+            self.session.write(
+                "open", **OpenFact(n=step, backwards=as_facts(pending), **self.window)
+            )
         totals = TotalsFact(
             steps={str(s.index): s.steps for s in self.optimizers.values()},
             backwards=self.backward_count,

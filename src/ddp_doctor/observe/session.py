@@ -214,7 +214,7 @@ class Session:
                 continue
             written = since
             frame = sys._current_frames().get(main) if main is not None else None
-            fact = StuckFact(since=since, doing=self._journal.text, stack=stack(frame, 30))
+            fact = StuckFact(since=since, stack=stack(frame, 30))
             self._journal.write("stuck", **fact)
 
 

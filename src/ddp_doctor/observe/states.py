@@ -1,7 +1,7 @@
 """What is remembered of the run's own objects, without keeping any of them alive."""
 
 import weakref
-from typing import Any, NotRequired
+from typing import Any, NotRequired, cast
 
 import torch
 from torch import Tensor
@@ -25,9 +25,16 @@ class Numbers:
 
 
 class Backward(BackwardFact):
-    """A backward, and the parameters that it has reached, by id, until it is written down."""
+    """A backward with what is not written down."""
 
-    reached: NotRequired[set[int]]
+    reached: NotRequired[set[int]]  # parameters, by id
+    used: NotRequired[bool]  # by the step of an optimizer
+
+
+def as_facts(records: list[Backward]) -> list[BackwardFact]:
+    """What is written down."""
+    kept = [{k: v for k, v in one.items() if k not in ("reached", "used")} for one in records]
+    return cast(list[BackwardFact], kept)
 
 
 class OptimizerState:

@@ -2,8 +2,8 @@
 
     python -m ddp_doctor --certify --ranks 2 labs/conformance/as_script.py transformers
 
-2 ranks × 3 micro-batches, as in the properties WxK and order. The samples repeat, so that there are
-as many steps as a certificate looks at. One process has the same number of micro-batches.
+2 ranks, in the first of `SETTINGS` that the trainer has. The samples repeat, so that there are as
+many steps as a certificate looks at.
 """
 
 import importlib
@@ -11,17 +11,31 @@ import logging
 import os
 import sys
 import warnings
+from typing import Any
 
-from cases import CASES
 from trainers import TRAINERS
+from union_cases import Deal
 
+SETTINGS = "WxK", "W", "W=2"
 PASSES = 17
+
+
+def several_steps(case: Any, world: int) -> Any:
+    """The case with its samples again and again, for its ranks, or for one process: that has as
+    many micro-batches, with the samples of all ranks.
+    """
+    if isinstance(case, Deal):
+        joined = (sum(case.ranks, ()),)
+        return case._replace(ranks=case.ranks if world > 1 else joined, windows=PASSES)
+    size = case.size * case.world // world
+    return case._replace(world=world, size=size, samples=case.samples * PASSES)
 
 
 def main(name: str) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    trainer, case = TRAINERS[name], CASES["WxK"]
+    trainer = TRAINERS[name]
+    case = trainer.family.cases[next(one for one in SETTINGS if trainer.has(one))]
     file, function = trainer.adapter.split(":")
     adapter = getattr(importlib.import_module(file), function)
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -29,7 +43,7 @@ def main(name: str) -> None:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
-    adapter(case._replace(world=world, samples=case.samples * PASSES), rank, *trainer.options)
+    adapter(several_steps(case, world), rank, *trainer.options)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python labs/conformance/certified.py [TRAINER …]    # certify, store, print on the page
 
 The suite compares a trainer's gradient with that of its promise. The certificate knows no promise:
-it compares the ranks of a script with one process of the same script (`as_script`). Both are run on
-2 ranks × 3 micro-batches.
+it compares the ranks of a script with one process of the same script (`as_script`). Both run in
+the same setting.
 """
 
 import argparse
@@ -24,7 +24,8 @@ RESULTS = STORED.with_name("trainers.json")  # of the suite
 PAGE = RESULTS.with_suffix(".md")
 START = "% The next lines are written by labs/conformance/certified.py.\n"
 END = "% Until here, by certified.py.\n"
-COMPARED = "WxK", "order"  # the cells that have the certificate's setting
+# The cells that have the certificate's setting, or W for a trainer that has none of these.
+COMPARED = "WxK", "order", "W=2", "mixed"
 SCRIPT = Path(__file__).with_name("as_script.py")
 AT_A_TIME = 2
 GROUPS = (
@@ -74,20 +75,32 @@ def write_page() -> None:
 
 
 def printed() -> str:
-    """A table of the certified trainers: both verdicts, and whether they agree."""
-    cells = {row["trainer"]: row["cells"] for row in json.loads(RESULTS.read_text())}
+    """A table of the certified trainers: both verdicts, and whether they agree. Which are not."""
+    rows = stored()
     agreeing, notes = [], []
-    lines = [f"| trainer | {' | '.join(COMPARED)} | certificate | agree |", "|---|---|---|---|---|"]
-    for name, row in stored().items():
-        texts = [cells[name][one]["text"] for one in COMPARED]
+    lines = ["| trainer | tables above | certificate | agree |", "|---|---|---|---|"]
+    for name, row in rows.items():
+        texts = compared(name)
         numbers = "" if row["ratio"] is None else f" {row['ratio']:.2f} ∠ {row['cosine']:.3f}"
         verdict = row["verdict"].upper() + (numbers if row["verdict"] == "different" else "")
-        agreeing.append(agree(texts, row))
-        lines.append(f"| {name} | {' | '.join(texts)} | {verdict} | {agreeing[-1]} |")
+        agreeing.append(agree(list(texts.values()), row))
+        shown = ", ".join(f"{one}: {text}" for one, text in texts.items())
+        lines.append(f"| {name} | {shown} | {verdict} | {agreeing[-1]} |")
         if agreeing[-1] != "yes":
             notes.append(f"- **{name}**: {row['why']} {EXPLAINED.get(name, '')}".rstrip())
-    counted = f"{len(agreeing)} trainers were certified. {agreeing.count('yes')} agree."
-    return "\n".join([*lines, "", counted, *(["", *notes] if notes else []), ""])
+    counted = (
+        f"{len(rows)} of {len(TRAINERS)} trainers were certified. {agreeing.count('yes')} agree."
+    )
+    left = ", ".join(name for name in TRAINERS if name not in rows)
+    lines += ["", counted + (f" No certificate: {left}." if left else "")]
+    return "\n".join([*lines, *(["", *notes] if notes else []), ""])
+
+
+def compared(name: str) -> dict[str, str]:
+    """What the suite stored in the certificate's setting."""
+    rows = {row["trainer"]: row["cells"] for row in json.loads(RESULTS.read_text())}
+    names = [one for one in COMPARED if TRAINERS[name].has(one)] or ["W"]
+    return {one: rows[name][one]["text"] for one in names}
 
 
 def agree(texts: list[str], row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Losses over pairs of samples, each in the same loop: one forward, one backward, one step."""
+"""Losses over pairs of samples, each in the same loop: one forward and one backward per step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tiny import Watched
+from tiny import Watched, union_loader
 from union_cases import SAMPLES, Deal
 
 WIDTH = 8
@@ -20,23 +20,24 @@ def encoder() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
 
 
-def views() -> tuple[Tensor, Tensor]:
-    """Two noisy views of each sample, (SAMPLES, WIDTH)."""
+def samples() -> list[tuple[Tensor, Tensor, int]]:
+    """Two noisy views of each sample, (WIDTH,), and its number."""
     draws = torch.Generator().manual_seed(1)
     first = torch.randn(SAMPLES, WIDTH, generator=draws)
-    return first, first + 0.3 * torch.randn(SAMPLES, WIDTH, generator=draws)
+    second = first + 0.3 * torch.randn(SAMPLES, WIDTH, generator=draws)
+    return list(zip(first, second, range(SAMPLES), strict=True))
 
 
-def step(case: Deal, rank: int, loss_of: Loss) -> list[Tensor]:
+def steps(case: Deal, rank: int, loss_of: Loss) -> list[Tensor]:
     """`loss_of` gets the embeddings of both views, and the numbers of the samples."""
     net = encoder()
     watched = Watched(net)
-    own = torch.tensor(case.ranks[rank])
     wrapped = DistributedDataParallel(net) if case.world > 1 else net
-    embeddings = wrapped(torch.cat([view[own] for view in views()]))
-    torch.manual_seed(2)  # some losses draw random directions
-    loss_of(*embeddings.chunk(2), own).backward()
-    watched.step()
+    for *views, own in union_loader(case, rank, samples()):
+        torch.manual_seed(2)  # some losses draw random directions
+        watched.zero_grad()
+        loss_of(*wrapped(torch.cat(views)).chunk(2), own).backward()
+        watched.step()
     return watched.judged(case)
 
 
@@ -45,7 +46,7 @@ def open_clip(case: Deal, rank: int, options: dict[str, Any]) -> list[Tensor]:
 
     loss = ClipLoss(rank=rank, world_size=case.world, **options)
     scale = torch.tensor(10.0)
-    return step(case, rank, lambda a, b, _: loss(F.normalize(a), F.normalize(b), scale))
+    return steps(case, rank, lambda a, b, _: loss(F.normalize(a), F.normalize(b), scale))
 
 
 def open_clip_siglip(case: Deal, rank: int, options: dict[str, Any]) -> list[Tensor]:
@@ -53,14 +54,14 @@ def open_clip_siglip(case: Deal, rank: int, options: dict[str, Any]) -> list[Ten
 
     loss = SigLipLoss(rank=rank, world_size=case.world, **options)
     scale, bias = torch.tensor(10.0), torch.tensor(-10.0)
-    return step(case, rank, lambda a, b, _: loss(F.normalize(a), F.normalize(b), scale, bias))
+    return steps(case, rank, lambda a, b, _: loss(F.normalize(a), F.normalize(b), scale, bias))
 
 
 def lightly(case: Deal, rank: int, name: str, options: dict[str, Any]) -> list[Tensor]:
     from lightly import loss as losses
 
     loss = getattr(losses, name)(**options)
-    return step(case, rank, lambda a, b, _: loss(a, b))
+    return steps(case, rank, lambda a, b, _: loss(a, b))
 
 
 def lightly_sigreg(case: Deal, rank: int, options: dict[str, Any]) -> list[Tensor]:
@@ -68,7 +69,7 @@ def lightly_sigreg(case: Deal, rank: int, options: dict[str, Any]) -> list[Tenso
     from lightly.loss.lejepa_loss import SIGReg
 
     loss = SIGReg(num_vectors=16, **options)
-    return step(case, rank, lambda a, b, _: loss(a))
+    return steps(case, rank, lambda a, b, _: loss(a))
 
 
 def metric_learning(case: Deal, rank: int, efficient: bool) -> list[Tensor]:
@@ -79,7 +80,7 @@ def metric_learning(case: Deal, rank: int, efficient: bool) -> list[Tensor]:
     loss = losses.NTXentLoss()
     if case.world > 1:
         loss = DistributedLossWrapper(loss, efficient=efficient)
-    return step(case, rank, lambda a, b, own: loss(torch.cat([a, b]), own.repeat(2)))
+    return steps(case, rank, lambda a, b, own: loss(torch.cat([a, b]), own.repeat(2)))
 
 
 def sentence_transformers(
@@ -105,8 +106,9 @@ def sentence_transformers(
     loss = getattr(losses, name)(net, **options)
     if case.world > 1:
         loss.model = DistributedDataParallel(net)
-    own = torch.tensor(case.ranks[rank])
-    columns = [{"x": view[own], "attention_mask": torch.ones(len(own), 1)} for view in views()]
-    loss(columns, None).backward()
-    watched.step()
+    for *views, own in union_loader(case, rank, samples()):
+        watched.zero_grad()
+        mask = torch.ones(len(own), 1)
+        loss([{"x": view, "attention_mask": mask} for view in views], None).backward()
+        watched.step()
     return watched.judged(case)

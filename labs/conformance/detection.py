@@ -3,7 +3,7 @@
 The detector is one linear layer: it gives every image 8 boxes with scores.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tiny import Watched
+from tiny import Watched, union_loader
 from union_cases import SAMPLES, Deal
 
 BOXES = [1, 0, 2, 1, 3, 1, 5, 4, 2, 6, 3, 1]
@@ -22,7 +22,7 @@ Target = dict[str, Tensor]  # class_labels (n,), boxes (n, 4) as center, width, 
 Loss = Callable[[Tensor, Tensor, list[Target]], Tensor]
 
 
-def images() -> tuple[Tensor, list[Target]]:
+def images() -> list[tuple[Tensor, Target]]:
     draws = torch.Generator().manual_seed(1)
     features = torch.randn(SAMPLES, WIDTH, generator=draws)
     targets = [
@@ -32,21 +32,25 @@ def images() -> tuple[Tensor, list[Target]]:
         }
         for count in BOXES
     ]
-    return features, targets
+    return list(zip(features, targets, strict=True))
 
 
-def step(case: Deal, rank: int, scores: int, loss_of: Loss) -> list[Tensor]:
+def collate(rows: Sequence[tuple[Tensor, Target]]) -> tuple[Tensor, list[Target]]:
+    return torch.stack([features for features, _ in rows]), [target for _, target in rows]
+
+
+def steps(case: Deal, rank: int, scores: int, loss_of: Loss) -> list[Tensor]:
     """`loss_of` gets logits (B, QUERIES, scores), boxes (B, QUERIES, 4), and targets."""
     torch.manual_seed(0)
     net = nn.Linear(WIDTH, QUERIES * (scores + 4))
     watched = Watched(net)
     wrapped = DistributedDataParallel(net) if case.world > 1 else net
-    features, targets = images()
-    own = list(case.ranks[rank])
-    found = wrapped(features[own]).unflatten(1, (QUERIES, -1))
-    logits, boxes = found[..., :scores], found[..., scores:].sigmoid()
-    loss_of(logits, boxes, [targets[i] for i in own]).backward()
-    watched.step()
+    for features, targets in union_loader(case, rank, images(), collate):
+        watched.zero_grad()
+        found = wrapped(features).unflatten(1, (QUERIES, -1))
+        logits, boxes = found[..., :scores], found[..., scores:].sigmoid()
+        loss_of(logits, boxes, targets).backward()
+        watched.step()
     return watched.judged(case)
 
 
@@ -73,7 +77,7 @@ def transformers_detr(case: Deal, rank: int, name: str, summed: bool = False) ->
         with mock.patch.object(loss_for_object_detection, "reduce", reduce):
             return function(logits, targets, logits.device, boxes, config)[0]
 
-    return step(case, rank, scores, loss)
+    return steps(case, rank, scores, loss)
 
 
 def ultralytics_rtdetr(case: Deal, rank: int) -> list[Tensor]:
@@ -90,7 +94,7 @@ def ultralytics_rtdetr(case: Deal, rank: int) -> list[Tensor]:
         }
         return torch.stack(list(criterion((boxes[None], logits[None]), batch).values())).sum()
 
-    return step(case, rank, CLASSES, loss)
+    return steps(case, rank, CLASSES, loss)
 
 
 def torchvision_fcos(case: Deal, rank: int) -> list[Tensor]:
@@ -116,4 +120,4 @@ def torchvision_fcos(case: Deal, rank: int) -> list[Tensor]:
         found = head.compute_loss(corners, outputs, [anchors] * len(targets), matched)
         return torch.stack(list(found.values())).sum()
 
-    return step(case, rank, CLASSES + 1, loss)
+    return steps(case, rank, CLASSES + 1, loss)

@@ -3,15 +3,17 @@
 Every sample's loss is its own token mean, so micro-batches of equal size have equal counts.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from cases import Case
-from tiny import IGNORED, Watched, collate, losses, model
+from tiny import IGNORED, Watched, collate, loader, losses, model
 
 Batch = dict[str, Tensor]
 
@@ -28,22 +30,13 @@ class SampleLosses(nn.Module):
         return losses(self.net, batch).sum(1) / counts
 
 
-class Pairs(Dataset):
+def pairs(case: Case, rank: int) -> DataLoader:
     """Batches, each with targets that no loss reads."""
-
-    def __init__(self, own: DataLoader) -> None:
-        self.own = list(own)
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    def __getitem__(self, i: int) -> tuple[Batch, Tensor]:
-        return self.own[i], torch.zeros(len(self.own[i]["labels"]))
+    return DataLoader(case.own(rank), case.size, collate_fn=partial(with_targets, pad=case.pad))
 
 
-def batches(case: Case, rank: int) -> DataLoader:
-    own = [collate(batch, case.pad) for batch in case.batches(rank)]
-    return DataLoader(own, batch_size=None)
+def with_targets(rows: Sequence[Any], pad: int) -> tuple[Batch, Tensor]:
+    return collate(rows, pad), torch.zeros(len(rows))
 
 
 def parallel(case: Case, net: nn.Module) -> nn.Module:
@@ -54,10 +47,10 @@ def plain(case: Case, rank: int) -> list[Tensor]:
     """Every micro-batch's mean over K: the loop of many tutorials."""
     net = SampleLosses()
     watched = Watched(net)
-    wrapped, loader = parallel(case, net), batches(case, rank)
-    for i, batch in enumerate(loader):
+    wrapped, batches = parallel(case, net), loader(case, rank)
+    for i, batch in enumerate(batches):
         (wrapped(batch).mean() / case.steps).backward()
-        if (i + 1) % case.steps == 0 or i + 1 == len(loader):
+        if (i + 1) % case.steps == 0 or i + 1 == len(batches):
             watched.step()
             watched.zero_grad()
     return watched.judged(case)
@@ -70,9 +63,9 @@ def accelerate_accumulate(case: Case, rank: int) -> list[Tensor]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.steps)
     net = SampleLosses()
     watched = Watched(net)
-    loader = DataLoader(list(case.samples), case.size, collate_fn=collate)
-    net, optimizer, loader = accelerator.prepare(net, watched, loader)
-    for batch in loader:
+    batches = DataLoader([one._asdict() for one in case.samples], case.size, collate_fn=collate)
+    net, optimizer, batches = accelerator.prepare(net, watched, batches)
+    for batch in batches:
         with accelerator.accumulate(net):
             accelerator.backward(net(batch).mean())
             optimizer.step()
@@ -92,7 +85,7 @@ def ignite(case: Case, rank: int) -> list[Tensor]:
         prepare_batch=lambda batch, **_: (batch, None),
         gradient_accumulation_steps=case.steps,
     )
-    engine.run(batches(case, rank), max_epochs=1)
+    engine.run(loader(case, rank), max_epochs=1)
     return watched.judged(case)
 
 
@@ -104,7 +97,7 @@ def monai(case: Case, rank: int) -> list[Tensor]:
     SupervisedTrainer(
         device=torch.device("cpu"),
         max_epochs=1,
-        train_data_loader=batches(case, rank),
+        train_data_loader=loader(case, rank),
         network=parallel(case, net),
         optimizer=watched,
         loss_function=lambda found, _: found.mean(),
@@ -122,6 +115,9 @@ def skorch(case: Case, rank: int) -> list[Tensor]:
             return super().forward(batch)
 
     class Accumulating(NeuralNet):
+        def get_iterator(self, *_: Any, **__: Any) -> DataLoader:
+            return pairs(case, rank)
+
         def get_loss(self, y_pred: Tensor, *_: Any, **__: Any) -> Tensor:
             return y_pred.mean() / case.steps
 
@@ -139,11 +135,10 @@ def skorch(case: Case, rank: int) -> list[Tensor]:
         nn.MSELoss,
         optimizer=lambda *_, **__: watched,
         max_epochs=1,
-        batch_size=None,
         train_split=None,
         callbacks=None,
         verbose=0,
-    ).fit(Pairs(batches(case, rank)), None)
+    ).fit(case.own(rank), None)
     return watched.judged(case)
 
 
@@ -167,7 +162,7 @@ def speechbrain(case: Case, rank: int) -> list[Tensor]:
         "distributed_backend": "gloo",
     }
     own = Own({"net": net}, lambda _: watched, run_opts=options)
-    own.fit(range(1), batches(case, rank), progressbar=False)
+    own.fit(range(1), loader(case, rank), progressbar=False)
     return watched.judged(case)
 
 
@@ -187,10 +182,10 @@ def mmengine(case: Case, rank: int) -> list[Tensor]:
     net = Own()
     watched = Watched(net)
     wrapper = OptimWrapper(watched, accumulative_counts=case.steps)
-    loader = batches(case, rank)
+    batches = loader(case, rank)
     trained = MMDistributedDataParallel(net) if case.world > 1 else net
-    wrapper.initialize_count_status(trained, 0, len(loader))
-    for batch in loader:
+    wrapper.initialize_count_status(trained, 0, len(batches))
+    for batch in batches:
         trained.train_step({"batch": batch}, wrapper)
     return watched.judged(case)
 
@@ -204,9 +199,8 @@ def fastai(case: Case, rank: int) -> list[Tensor]:
 
     net = SampleLosses()
     watched = Watched(net)
-    loader = DataLoader(Pairs(batches(case, rank)), batch_size=None)
     learner = Learner(
-        DataLoaders(loader, []),
+        DataLoaders(pairs(case, rank), []),
         parallel(case, net),
         loss_func=lambda found, _: found.mean(),
         opt_func=lambda *_, **__: OptimWrapper(opt=watched),

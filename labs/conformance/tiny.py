@@ -1,6 +1,6 @@
 """The tiny model, its batches, the optimizer that keeps gradients, and the wanted gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cases import EOS, PAD, VOCABULARY, Case, Sample, wanted
 from labkit.testing import verdict
+from union_cases import Deal
 
 IGNORED = -100
 
@@ -31,6 +32,14 @@ def model() -> LlamaForCausalLM:
 def loader(case: Case, rank: int) -> DataLoader:
     """The micro-batches of `rank`, with `step_tokens`: the scored tokens of their step."""
     return DataLoader(case.own(rank), case.size, collate_fn=partial(collate_counted, pad=case.pad))
+
+
+def union_loader(
+    case: Deal, rank: int, samples: Sequence[Any], collate_fn: Callable[..., Any] | None = None
+) -> DataLoader:
+    """The samples that `rank` has in each step, for losses that do not split."""
+    own = [samples[i] for i in case.ranks[rank]]
+    return DataLoader(own * case.windows, len(own), collate_fn=collate_fn)
 
 
 def collate_counted(rows: Sequence[dict[str, Any]], pad: int) -> dict[str, Tensor]:

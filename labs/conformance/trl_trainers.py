@@ -93,7 +93,8 @@ def online(kind: str, case: Case, settings: dict[str, Any]) -> list[Tensor]:
     net.generate = partial(completed, case.samples)
     for module in (grpo_trainer, rloo_trainer):
         module.shuffle_sequence_dict = lambda batch: batch
-    dealt = [one for of in range(case.world) for batch in case.batches(of) for one in batch]
+    windows = (of for number in range(case.windows) for of in case.window(number))
+    dealt = [one for of in windows for batch in of for one in batch]
     rewards = {(text(one.prompt), one.completion): one.reward for one in case.samples}
     settings |= {
         "num_generations": 2,

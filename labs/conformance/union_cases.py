@@ -10,16 +10,16 @@ SAMPLES = 12
 
 
 class Deal(NamedTuple):
-    """Which samples each rank gets."""
+    """Which samples each rank gets, in each of so many steps. The first one is judged."""
 
     ranks: tuple[tuple[int, ...], ...]
     base: str = "alone"
+    windows: int = 1
 
     @property
     def world(self) -> int:
         return len(self.ranks)
 
-    windows = 1  # steps, of which the first is judged
     judged = 0
 
     def factors(self) -> dict[str, float]:

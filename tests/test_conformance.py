@@ -65,6 +65,18 @@ def test_a_certificate_agrees_only_if_both_say_equal_or_neither(texts, verdict, 
     assert lab["agree"](texts, {"verdict": verdict}) == said
 
 
+def test_a_certificate_has_the_samples_of_a_step_on_its_ranks_and_in_one_process(monkeypatch):
+    monkeypatch.syspath_prepend(project_root() / "labs/conformance")
+    lab = runpy.run_path(str(project_root() / "labs/conformance/as_script.py"), run_name="lab")
+    case = lab["TRAINERS"]["plain"].family.cases["WxK"]
+    ranks, one = (lab["several_steps"](case, world) for world in (2, 1))
+    assert ranks.windows == one.windows == lab["PASSES"]
+    both = list(zip(*map(ranks.batches, range(2)), strict=True))
+    assert one.batches(0) == [first + second for first, second in both]
+    first_window = ranks.by_rank()[: len(case.samples)]
+    assert first_window == [s for rank in range(2) for batch in case.batches(rank) for s in batch]
+
+
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_cell_that_fails_is_named_and_the_cells_after_it_run(tmp_path, monkeypatch, hangs):
     lab = runpy.run_path(str(project_root() / "labs/conformance"), run_name="lab")

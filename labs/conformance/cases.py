@@ -68,6 +68,11 @@ class Case(NamedTuple):
         start = number * self.steps
         return [self.batches(rank)[start : start + self.steps] for rank in range(self.world)]
 
+    def by_rank(self) -> list[Sample]:
+        """All samples: in each window those of rank 0, then those of rank 1, …"""
+        ranks = (of for number in range(self.windows) for of in self.window(number))
+        return [one for of in ranks for batch in of for one in batch]
+
     def tokens(self, number: int) -> int:
         """How many tokens are scored in one step, on all ranks."""
         return sum(one.count for rank in self.window(number) for batch in rank for one in batch)

@@ -19,7 +19,8 @@ from typing import Any
 import ddp_doctor
 from trainers import TRAINERS, version
 
-STORED = Path(__file__).resolve().parents[2] / "book/reference/trainers_certified.json"
+ROOT = Path(__file__).resolve().parents[2]
+STORED = ROOT / "book/reference/trainers_certified.json"
 RESULTS = STORED.with_name("trainers.json")  # of the suite
 PAGE = RESULTS.with_suffix(".md")
 START = "% The next lines are written by labs/conformance/certified.py.\n"
@@ -33,10 +34,7 @@ GROUPS = (
     " prompt side by side. So another order of the samples is another gradient, by design."
 )
 # Why the two do not agree.
-EXPLAINED = dict.fromkeys(("trl-grpo", "trl-bnpo", "trl-dr_grpo", "trl-dapo"), GROUPS) | {
-    "torchtune-recipe": "The recipe makes a column of ignored labels as long as one rank's batch."
-    " P2, another deal on the ranks, is equal."
-}
+EXPLAINED = {"trl-grpo": GROUPS}
 Row = Mapping[str, Any]
 
 
@@ -48,7 +46,7 @@ def certified(name: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "versions": {one: version(one) for one in ("torch", *TRAINERS[name].needs)},
         "verdict": certificate.verdict,
-        "why": certificate.why,
+        "why": certificate.why.replace(f"{ROOT}/", ""),
         "ratio": certificate.ratio,
         "cosine": certificate.cosine,
         "factor": certificate.factor,
@@ -81,11 +79,9 @@ def printed() -> str:
     lines = ["| trainer | tables above | certificate | agree |", "|---|---|---|---|"]
     for name, row in rows.items():
         texts = compared(name)
-        numbers = "" if row["ratio"] is None else f" {row['ratio']:.2f} ∠ {row['cosine']:.3f}"
-        verdict = row["verdict"].upper() + (numbers if row["verdict"] == "different" else "")
         agreeing.append(agree(list(texts.values()), row))
         shown = ", ".join(f"{one}: {text}" for one, text in texts.items())
-        lines.append(f"| {name} | {shown} | {verdict} | {agreeing[-1]} |")
+        lines.append(f"| {name} | {shown} | {measured(row)} | {agreeing[-1]} |")
         if agreeing[-1] != "yes":
             notes.append(f"- **{name}**: {row['why']} {EXPLAINED.get(name, '')}".rstrip())
     counted = (
@@ -94,6 +90,16 @@ def printed() -> str:
     left = ", ".join(name for name in TRAINERS if name not in rows)
     lines += ["", counted + (f" No certificate: {left}." if left else "")]
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])
+
+
+def measured(row: Row) -> str:
+    """The verdict; if it is not equal, by how much."""
+    verdict = row["verdict"].upper()
+    if row["verdict"] == "scaled":
+        return f"{verdict} {row['factor'] or format(row['ratio'], '.2f')}"
+    if row["verdict"] == "different" and row["ratio"] is not None:
+        return f"{verdict} {row['ratio']:.2f} ∠ {row['cosine']:.3f}"
+    return verdict
 
 
 def compared(name: str) -> dict[str, str]:

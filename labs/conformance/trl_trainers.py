@@ -93,8 +93,6 @@ def online(kind: str, case: Case, settings: dict[str, Any]) -> list[Tensor]:
     net.generate = partial(completed, case.samples)
     for module in (grpo_trainer, rloo_trainer):
         module.shuffle_sequence_dict = lambda batch: batch
-    windows = (of for number in range(case.windows) for of in case.window(number))
-    dealt = [one for of in windows for batch in of for one in batch]
     rewards = {(text(one.prompt), one.completion): one.reward for one in case.samples}
     settings |= {
         "num_generations": 2,
@@ -110,7 +108,7 @@ def online(kind: str, case: Case, settings: dict[str, Any]) -> list[Tensor]:
         pairs = zip(prompts, map(tuple, completion_ids), strict=True)
         return [rewards.get(pair, 0.0) for pair in pairs]
 
-    data = Dataset.from_list([{"prompt": text(one.prompt)} for one in dealt[::2]])
+    data = Dataset.from_list([{"prompt": text(one.prompt)} for one in case.by_rank()[::2]])
     parts = {"model": net, "train_dataset": data, "reward_funcs": reward}
     return run(kind, case, settings, **parts)
 

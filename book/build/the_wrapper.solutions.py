@@ -102,6 +102,20 @@ class OwnHooks(DDP):
         return super().forward(*inputs)
 
 
+# %% check_report right: a sentence in which the name of a parameter is a part of a word
+class SaysReplace(DDP):
+    def forward(self, *inputs):
+        if self.reducer.expecting and self.reducer.order:
+            named = self.module.named_parameters()
+            names = [name for name, p in named if p.requires_grad]
+            missing = sorted(set(range(len(names))) - set(self.reducer.order))
+            raise RuntimeError(
+                "zero_grad would replace these missing gradients: "
+                f"{', '.join(names[i] for i in missing)}."
+            )
+        return super().forward(*inputs)
+
+
 # %% check_report wrong: it looks at .grad, which zero_grad has cleared
 class LooksAtGrad(DDP):
     def forward(self, *inputs):

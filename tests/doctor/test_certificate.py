@@ -20,7 +20,7 @@ from ddp_doctor.certificate.fixed import Fixed
 from ddp_doctor.certificate.measure import HALF, compare
 from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, Part
 from ddp_doctor.certificate.premises import parted, same_rows
-from ddp_doctor.certificate.program import exit_code, keep_output
+from ddp_doctor.certificate.program import are_mixed_up, exit_code, keep_output
 from ddp_doctor.certificate.starts import Start
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.explain.agreement import contradicted
@@ -988,6 +988,19 @@ def test_another_deal_is_not_judged_where_ranks_hold_different_parameters(tmp_pa
     found = written(tmp_path, **{OWN: halves, DEAL: dealt})
     assert found.verdict == "not judged"
     assert {one.name: one.verdict for one in found.properties}["P2"] == "not judged"
+
+
+@pytest.mark.parametrize(
+    ("seen", "mixed_up"),
+    [([SEEN[0], rows_of(torch.zeros(2, 3))], True), ([SEEN[0] | {"weights": 2.0}, SEEN[1]], False)],
+    ids=["other rows", "other weights"],
+)
+def test_one_process_is_started_again_if_its_model_had_other_rows_and_the_ranks_weights(
+    seen: list[dict[str, Any]], mixed_up: bool, tmp_path: Path
+) -> None:
+    own = {"one": {"gradients": {"0.0": torch.arange(4.0)}, "seen": seen}}
+    assert written(tmp_path, **{OWN: [own, {}]}).verdict == "not judged"
+    assert are_mixed_up(tmp_path) == mixed_up
 
 
 def test_another_deal_is_not_judged_where_one_process_could_not_join_the_samples(

@@ -25,6 +25,10 @@ BYTES = 1 << 28  # what is kept of a step
 Seen = dict[str, Any]  # what, key, place; of a model: rows; of a loss: columns, out, target
 
 
+class Unmarked(str):
+    """A doubt about the samples, which a mark would remove; perhaps samples at the model, too."""
+
+
 class Premises:
     """What is seen of one step. `clear` begins the next."""
 
@@ -133,11 +137,12 @@ def _models(ours: list[Seen], theirs: list[Seen]) -> str:
         if any(same_rows([s["rows"] for s in _of(ours, MODEL, k)], got) for k in of_model):
             continue
         where = _of(theirs, MODEL, key)[0]["place"]
-        return f"At {where}, the model does not get the samples that it gets on the ranks. {MARK}"
+        said = f"At {where}, the model does not get the samples that it gets on the ranks."
+        return Unmarked(f"{said} {MARK}")
     for model in dict.fromkeys(key.split("/")[0] for key in keys):
         if _inputs_apart([_inputs(side, model) for side in (ours, theirs)]):
             where = next(one["place"] for one in theirs if one["key"].startswith(f"{model}/"))
-            return (
+            return Unmarked(
                 f"At {where}, the model gets the rows of one input with other rows of another than "
                 f"on the ranks. {MARK}"
             )
@@ -184,7 +189,7 @@ def _losses(ours: list[Seen], theirs: list[Seen]) -> str:
             continue
         every, kept = ([_pairs(side, only_kept) for side in sides] for only_kept in (False, True))
         if _apart(*every) or _apart(*kept):
-            return (
+            return Unmarked(
                 f"At {sides[1][0]['place']}, the targets are not with the outputs that they are "
                 f"with on the ranks. {MARK}"
             )

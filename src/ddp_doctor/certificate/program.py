@@ -37,11 +37,11 @@ def divides_micro_batches(folder: Path, world: str) -> bool:
 
 def are_mixed_up(folder: Path) -> bool:
     """Whether one process lacks samples of the ranks, or has them with other targets or inputs."""
-    from ddp_doctor.certificate.premises import MARK
+    from ddp_doctor.certificate.premises import Unmarked
     from ddp_doctor.certificate.verdict import judge
 
     properties = judge(folder, "", "").properties
-    return any(one.name == "P1" and one.why.endswith(MARK) for one in properties)
+    return any(one.name == "P1" and isinstance(one.why, Unmarked) for one in properties)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, USUAL
 from ddp_doctor.certificate.premises import (
     MARK,
     Seen,
+    Unmarked,
     other_counts,
     other_numbers,
     parted,
@@ -349,7 +350,8 @@ class Judge:
         if facts["delivered"]:
             return SENT.format(facts["delivered"][0])
         if kind == OWN and (said := other_counts(self.own["seen"], facts["seen"], self.world)):
-            return f"{said} So it is not shown that both have the same samples. {MARK}"
+            shown = "So it is not shown that both have the same samples."
+            return Unmarked(f"{said} {shown} {MARK}")
         if int(facts["backwards"]) != self.micros:
             return f"One process made {facts['backwards']} backward passes, a rank {self.micros}."
         if self.world_in_script:

@@ -6,7 +6,18 @@ Most cases are what public reports have shown: a right script that looks wrong, 
 from typing import Any
 
 import pytest
-from doctor.journals import OWN, SAME, fact, findings, run_of, run_with_steps, step, window
+import torch
+from doctor.journals import (
+    OWN,
+    SAME,
+    fact,
+    findings,
+    run_of,
+    run_with_steps,
+    step,
+    window,
+    with_backward,
+)
 from doctor.test_groups import data_and_tensor, sharded
 from doctor.test_intended import scaled_by
 
@@ -24,9 +35,11 @@ from ddp_doctor.facts.types import (
     SamplerFact,
     SnapshotFact,
     StartFact,
+    TermFact,
     WrapperFact,
 )
 from ddp_doctor.observe.data import _content
+from ddp_doctor.observe.losses import _arrived, written
 from ddp_doctor.report.report import Report
 
 
@@ -172,6 +185,34 @@ def test_replicas_of_local_steps_that_never_had_one_start_are_found() -> None:
 
     assert "replicas_differ_at_start" in findings(apart(collectives=[averages]))
     assert "replicas_differ_at_start" not in findings(apart())  # models of their own
+
+
+def tasks(labels: list[int], padded: bool = False, counts: list[int] | None = None) -> TermFact:
+    """A loss per item of two tasks, with so many labels: each is divided by its own count."""
+    rows = torch.arange(24)
+    mask = torch.stack([rows < n if padded else rows % (24 // n) == 0 for n in labels], 1)
+    term = fact(TermFact, function="bce", reduction="none", place="train.py:8", loss=True, rows=24)
+    seen = {**term, "hit": False, "hits": 0.0}
+    _arrived(seen, mask / torch.tensor(counts or labels) / 2)
+    return written(seen)
+
+
+def test_columns_that_each_rank_divides_by_its_own_count_are_named() -> None:
+    def found(first: TermFact, second: TermFact) -> Any:
+        windows = step()
+        for one, term in zip(windows, (first, second), strict=True):
+            with_backward(one, terms=[term])
+        return findings(run_with_steps([windows])).get("unequal_denominators")
+
+    own = found(tasks([8, 6]), tasks([4, 6]))
+    assert own.severity == "hint"
+    assert own.where == "train.py:8"
+    assert "column 0, rank 0 has 8, rank 1 has 4 items" in own.evidence
+    assert "2.00 times" in own.evidence
+    assert found(tasks([8, 6], counts=[6, 6]), tasks([4, 6], counts=[6, 6])) is None  # all ranks'
+    assert found(tasks([8, 6]), tasks([8, 6])) is None
+    # A column may be one sample, which counts as much as another, however long it is.
+    assert found(tasks([8, 6], padded=True), tasks([4, 6], padded=True)) is None
 
 
 def test_saved_buffers_that_differ_are_a_warning_with_the_step() -> None:

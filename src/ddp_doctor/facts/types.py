@@ -32,6 +32,7 @@ class TermFact(TypedDict):
     loss: bool  # whether it is a loss function, and no plain sum or mean
     factor: float  # the gradient that arrived at its output, summed
     spread: NotRequired[list[float]]  # of its elements: the smallest and the largest that is not 0
+    columns: NotRequired[list[list[float]]]  # the items of each, and their weight: see `columns_of`
     input: NotRequired[int]  # hashes
     target: NotRequired[int]
     shape: NotRequired[list[int]]

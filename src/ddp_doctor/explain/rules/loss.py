@@ -25,7 +25,8 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
     """Each rank divides by its own count, and the counts differ.
 
     Right if the counts are equal, or if the loss is divided by a count that all ranks share: the
-    weights are equal then. A smaller last batch of an epoch is a note.
+    weights are equal then. Right if a column of the loss is one sample, and all samples count
+    alike. A smaller last batch of an epoch is a note.
     """
     steps = [step for step in equation.steps if step.world > 1 and _combined(step)]
     found = []
@@ -34,6 +35,7 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
         if _own_counts(step, sums) or _own_divisors(step, sums):
             found.append((_ratio(sums), step, [share / count for count, share in sums]))
     if not found:
+        yield from _columns_with_own_counts(steps)
         return
     ratio, step, weights = max(found, key=lambda case: case[0])
     counts = {rank: count for rank, (count, _) in step.by(lambda entry: entry.rank).items()}
@@ -48,6 +50,46 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
         _global_count(step),
         _how_bad(ratio, len(found), len(steps)),
     )
+
+
+def _columns_with_own_counts(steps: list[Step]) -> Iterator[Finding]:
+    """As above, where each column of a loss, such as a task, is divided by its own count."""
+    found = [(seen, step) for step in steps if (seen := _furthest_column(step))]
+    if not found:
+        return
+    (ratio, column, counts), step = max(found, key=lambda case: case[0])
+    ranks = [entry.rank for entry in step.entries]
+    listed = [f"rank {r} has {number(n)}" for r, n in zip(ranks, counts, strict=True)]
+    yield finding(
+        "unequal_denominators",
+        f"Step {step.window.n}: each rank divides each column of the loss by its own count. In "
+        f"column {column}, {', '.join(listed[:8])} items, so an item of one rank weighs "
+        f"{ratio:.2f} times an item of another. Seen in {len(found)} of {len(steps)} observed "
+        f"steps.",
+        step.place,
+        "Count the items of each column with dist.all_reduce(counts), and back-propagate "
+        "(loss_sums * world_size / counts).mean() over the columns.",
+        _how_bad(ratio, len(found), len(steps)),
+    )
+
+
+def _furthest_column(step: Step) -> tuple[float, int, list[float]] | None:
+    """The column with the largest ratio of counts between ranks that all give it one weight.
+
+    None if there is none, or if some column does not have one weight on all ranks.
+    """
+    of_ranks = [entry.fact.get("columns", []) for entry in step.entries]
+    once = len({entry.rank for entry in step.entries}) == len(of_ranks) > 1
+    if not once or len({len(columns) for columns in of_ranks}) > 1:
+        return None
+    furthest = (1.0, 0, [1.0])
+    for at, ranks in enumerate(zip(*of_ranks, strict=True)):
+        counts = [count for count, _ in ranks]
+        if min(counts) and not alike([weight for _, weight in ranks], 0.002):
+            return None
+        if min(counts):
+            furthest = max(furthest, (max(counts) / min(counts), at, counts))
+    return furthest if furthest[0] > 1.003 else None
 
 
 def unequal_denominators_accumulation(run: Run, equation: Equation) -> Iterator[Finding]:

@@ -3,8 +3,8 @@
     python -m labkit.book.notebook [NAME] [JUPYTERLAB'S OPTIONS…]
 
 A reader runs and changes cells, and tests compare the stored outputs of a chapter. So JupyterLab
-opens a copy, in the folder `notebooks`, which git ignores. A copy that is there is opened as it is;
-delete it to start over.
+opens a copy, in the folder `notebooks`, which git ignores. JupyterLab knows no directive of the
+book's: `plain` rewrites them. A copy that is there is opened as it is; delete it to start over.
 """
 
 import argparse
@@ -14,7 +14,10 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+import nbformat
+
 from labkit.book.chapters import find, notebooks_of
+from labkit.book.plain import make_plain
 from labkit.launch.scripts import project_root
 
 FIRST = "book/start/what_is_averaged.ipynb"
@@ -41,6 +44,10 @@ def copy_missing(root: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             unfinished = target.with_name(f"{target.name}.unfinished")
             shutil.copyfile(root / path, unfinished)
+            if path.suffix == ".ipynb" and path.parts[0] == "book":
+                notebook = nbformat.read(unfinished, as_version=4)
+                make_plain(notebook, root / path.parent)
+                nbformat.write(notebook, unfinished)
             unfinished.replace(target)  # a part of a copy would be kept as the reader's own
 
 

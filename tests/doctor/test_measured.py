@@ -75,7 +75,7 @@ def test_a_factor_that_is_only_recognized_is_a_hint() -> None:
     (hint,) = findings(run).values()
     assert (hint.code, hint.severity) == ("scaled_by_world_size", "hint")
     assert hint.where == "train.py:8"
-    assert "1 hint looks like a mistake" in conclusion(run)
+    assert conclusion(run).startswith("1 hint, not measured"), "not that all is well"
 
 
 def test_a_rank_without_items_in_one_step_hides_no_missing_factor() -> None:

@@ -11,21 +11,22 @@ from typing import Literal
 Severity = Literal["error", "warning", "hint", "note"]
 ORDER: dict[str, int] = {"error": 0, "warning": 1, "hint": 2, "note": 3}
 
-MULTIPLY = "start/when_to_multiply.html"
-ACCUMULATE = "puzzles/accumulate_vs_ddp.html"
-BYPASSED = "puzzles/bypassed_wrapper.html"
-BY_HAND = "puzzles/by_hand_or_ddp.html"
-MEANS = "puzzles/mean_of_means.html"
-SUMS = "puzzles/sum_or_average.html"
-STEP = "surprises/in_the_step.html"
-WRAPPER = "surprises/in_the_wrapper.html"
-DATA = "surprises/in_the_data.html"
-LOSS = "surprises/in_the_loss.html"
-FAILS = "scale/when_a_node_fails.html"
-SYMPTOMS = "reference/symptoms.html"
-PIECES = "scale/in_pieces.html"
-GROUPS = "scale/over_which_group.html"
-REPORTS = "reference/reports.html"
+# Pages, as files in the project's folder.
+MULTIPLY = "book/start/when_to_multiply.ipynb"
+ACCUMULATE = "book/puzzles/accumulate_vs_ddp.ipynb"
+BYPASSED = "book/puzzles/bypassed_wrapper.ipynb"
+BY_HAND = "book/puzzles/by_hand_or_ddp.ipynb"
+MEANS = "book/puzzles/mean_of_means.ipynb"
+SUMS = "book/puzzles/sum_or_average.ipynb"
+STEP = "book/surprises/in_the_step.ipynb"
+WRAPPER = "book/surprises/in_the_wrapper.ipynb"
+DATA = "book/surprises/in_the_data.ipynb"
+LOSS = "book/surprises/in_the_loss.ipynb"
+FAILS = "book/scale/when_a_node_fails.ipynb"
+SYMPTOMS = "book/reference/symptoms.md"
+PIECES = "book/scale/in_pieces.ipynb"
+GROUPS = "book/scale/over_which_group.ipynb"
+REPORTS = "book/reference/reports.md"
 
 # code: (severity unless the rule says otherwise, title, page)
 CATALOG: dict[str, tuple[Severity, str, str]] = {

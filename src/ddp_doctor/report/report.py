@@ -24,7 +24,6 @@ NOTHING = (
     "optimizer step.\nIf the script trains in processes that another program starts, put this on "
     "their first line: import ddp_doctor; ddp_doctor.watch()"
 )
-BOOK = os.environ.get("DDP_DOCTOR_BOOK", "")
 
 
 @dataclass
@@ -75,15 +74,18 @@ class Report:
         if not_checked:
             said.append(f"Not everything was checked: {'; '.join(not_checked[:4])}.")
         levels = [finding.severity for finding in self.findings]
+        hints = levels.count("hint")
         if not {"error", "warning"} & set(levels):
             measured = self.certificate is not None and self.certificate.verdict
             if measured in ("scaled", "different"):
                 said.append("No rule names the cause.")
-            elif not not_checked:
+            elif not (not_checked or hints):
                 said.append("No error and no warning.")
-        if hints := levels.count("hint"):
-            this = "1 hint looks" if hints == 1 else f"{hints} hints look"
-            said.append(f"{this} like a mistake that was recognized; --certify measures it.")
+        if hints:
+            many, mistake, it = ("s", "mistakes", "them") if hints > 1 else ("", "a mistake", "it")
+            said.append(f"{hints} hint{many}, not measured: probably {mistake}.")
+            if self.certificate is None:
+                said.append(f"Run again with --certify to measure {it}.")
         return " ".join(said)
 
     def as_text(self, width: int = 100, lines: int = 44) -> str:
@@ -128,7 +130,7 @@ def _block(finding: Finding, width: int) -> list[str]:
     if finding.where:
         out += part("where", finding.where)
     out += part("fix", finding.fix)
-    return [*out, *part("read", BOOK + finding.page)]
+    return [*out, *part("read", finding.page)]
 
 
 def merge(run_folder: Path, live: bool = False, certificate: Certificate | None = None) -> Report:
@@ -231,7 +233,6 @@ def _write_page(report: Report, path: Path) -> None:
         run=report.run,
         weights=weights,
         largest=max([1.0, *(abs(weight) for _, weight in weights)]),
-        book=BOOK,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

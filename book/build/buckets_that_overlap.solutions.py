@@ -186,6 +186,15 @@ class Clones(Reducer):
         self.prepare()
 
 
+# %% check_views wrong: the averages are copied first
+class CopiesFirst(Reducer):
+    def finalize(self):
+        super().finalize()
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+
 # %% check_views wrong: only the first parameter of each bucket
 class FirstOfEachBucket(Reducer):
     def finalize(self):

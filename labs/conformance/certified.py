@@ -30,8 +30,9 @@ COMPARED = "WxK", "order", "W=2", "mixed"
 SCRIPT = Path(__file__).with_name("as_script.py")
 AT_A_TIME = 2
 GROUPS = (
-    "P1 and P3 are equal. P2 deals single samples, but the advantages of GRPO need the copies of a"
-    " prompt side by side. So another order of the samples is another gradient, by design."
+    "P1 and P3 are equal. The certificate deals single samples, but the advantages of GRPO need the"
+    " completions of a prompt side by side: another order is another gradient, by design. With a"
+    " certificate that was changed to deal two neighbors together, the verdict is EQUAL."
 )
 # Why the two do not agree.
 EXPLAINED = {"trl-grpo": GROUPS}

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from cases import Case
+from plain import own_group
 from tiny import IGNORED, Watched, collate, loader, losses, model
 
 Batch = dict[str, Tensor]
@@ -144,6 +145,8 @@ def skorch(case: Case, rank: int) -> list[Tensor]:
 
 def speechbrain(case: Case, rank: int) -> list[Tensor]:
     from speechbrain import Brain
+
+    own_group()  # where a launcher's variables are set, it asks for a group of one rank, too
 
     class Own(Brain):
         def compute_forward(self, batch: Batch, stage: Any) -> Tensor:

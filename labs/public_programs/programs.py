@@ -28,6 +28,7 @@ class Program:
     shims: tuple[str, ...] = ()
     sizes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     data: Callable[[Path], None] = lambda folder: None
+    packages: tuple[str, ...] = ()  # to install besides the project's own
     launched: bool = True  # whether it expects ranks from a launcher
     known: str = ""  # a publicly reported defect; empty: believed right
     report: str = ""  # where it was reported
@@ -109,6 +110,19 @@ def images(folder: Path) -> None:
         imsave(folder / f"images/{number:02d}.png", pixels)
 
 
+def folders_of_images(folder: Path) -> None:
+    """64 random images of 32 × 32 pixels, in folders of two classes, to train and to validate."""
+    from matplotlib.image import imsave
+
+    draw = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for number in range(64):
+            one = folder / f"images/{split}/class{number % 2}"
+            one.mkdir(parents=True, exist_ok=True)
+            pixels = draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            imsave(one / f"{number:02d}.png", pixels)
+
+
 GITHUB = "https://github.com"
 SMALL_GPT = {
     "train_gpt2.py": {
@@ -152,6 +166,16 @@ PICOTRON = {
     "commit": "59714b1bf25541dbeb6f5a721ed15f6d0768e786",
     "paths": "picotron train.py",
     "shims": ("train_picotron.py",),
+}
+TRAINCHECK = {
+    "repository": "OrderLab/TrainCheck-Evaluation-Workloads",
+    "commit": "2de9268be8845dade014e5e065693e4fdd9095d6",
+    "launched": False,
+}
+OWN_DISTRIBUTED = {
+    "repository": "sdivyanshu90/build-your-own-distributed-training",
+    "commit": "fb4f29a858749029de3d6d3e842f5394d34a67f6",
+    "sizes": {"config/test_tiny.yaml": {"checkpoint_dir: /tmp/dt_ckpt": "checkpoint_dir: saved"}},
 }
 PROGRAMS = (
     Program(
@@ -317,5 +341,45 @@ PROGRAMS = (
         command="train_lejepa.py",
         paths="lejepa",
         shims=("train_lejepa.py",),
+    ),
+    Program(
+        name="TrainCheck's `ddp-multigpu`",
+        command="multigpu.py 10 20",
+        paths="fp_rate/workloads/ddp-multigpu",
+        folder="fp_rate/workloads/ddp-multigpu",
+        shims=("traincheck",),
+        **TRAINCHECK,
+    ),
+    Program(
+        name="TrainCheck's `x-jxmnop`, correct",
+        command="correct.py",
+        paths="silent-issue-detection/bug-reprod-scripts/x-jxmnop-ddp-out-of-sync/correct.py",
+        folder="silent-issue-detection/bug-reprod-scripts/x-jxmnop-ddp-out-of-sync",
+        sizes={
+            "silent-issue-detection/bug-reprod-scripts/x-jxmnop-ddp-out-of-sync/correct.py": {
+                "world_size = 4": "world_size = 2"
+            }
+        },
+        **TRAINCHECK,
+    ),
+    Program(
+        name="build-your-own-distributed-training",
+        command="train.py --config config/test_tiny.yaml --max-steps 24",
+        **OWN_DISTRIBUTED,
+    ),
+    Program(
+        name="build-your-own-distributed-training, `--tp-size 2`",
+        command="train.py --config config/test_tiny.yaml --max-steps 24 --tp-size 2",
+        **OWN_DISTRIBUTED,
+    ),
+    Program(
+        name="DiT",
+        repository="facebookresearch/DiT",
+        commit="ed81ce2229091fd4ecc9a223645f95cf379d582b",
+        command="train.py --data-path images/train --model DiT-S/8 --global-batch-size 8 "
+        "--num-classes 2 --epochs 3 --num-workers 0",
+        shims=("diffusers",),
+        packages=("timm==0.4.12", "torchvision"),
+        data=folders_of_images,
     ),
 )

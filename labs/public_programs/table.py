@@ -71,6 +71,7 @@ def measured(program: Program, copy: Path) -> dict[str, Any]:
         "command": program.command,
         "launched": program.launched,
         "shims": list(program.shims),
+        "packages": list(program.packages),
         "sizes": [new for changes in program.sizes.values() for new in changes.values()],
         "known": program.known,
         "report": program.report,
@@ -111,8 +112,8 @@ def _run(row: dict[str, Any]) -> str:
     """One program's command, and why it is not equal."""
     said = "" if row["verdict"] == "equal" else f" {row['why']}"
     line = f"- **{row['name']}**:{said} `{row['command']}`"
-    for name, title in (("shims", "shims"), ("sizes", "changed")):
-        if listed := [one for one in row[name] if not row["command"].startswith(one)]:
+    for name, title in (("packages", "packages"), ("shims", "shims"), ("sizes", "changed")):
+        if listed := [one for one in row.get(name, []) if not row["command"].startswith(one)]:
             line += f"; {title}: " + ", ".join(f"`{one.strip('# ')}`" for one in listed)
     return line + "."
 

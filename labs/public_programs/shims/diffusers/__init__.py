@@ -1,0 +1,1 @@
+"""Stands for diffusers: an encoder of images without weights."""

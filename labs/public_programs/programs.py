@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -111,16 +112,78 @@ def images(folder: Path) -> None:
 
 
 def folders_of_images(folder: Path) -> None:
-    """64 random images of 32 × 32 pixels, in folders of two classes, to train and to validate."""
+    """Random images of 32 × 32 pixels, of two classes: 256 to train, and 256 to validate."""
     from matplotlib.image import imsave
 
     draw = np.random.default_rng(0)
     for split in ("train", "val"):
-        for number in range(64):
+        for number in range(256):
             one = folder / f"images/{split}/class{number % 2}"
             one.mkdir(parents=True, exist_ok=True)
             pixels = draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-            imsave(one / f"{number:02d}.png", pixels)
+            imsave(one / f"{number:03d}.png", pixels)
+
+
+def nanochat(folder: Path) -> None:
+    """Documents of random words, and a tokenizer whose tokens are bytes."""
+    import pyarrow
+    import pyarrow.parquet
+    import tiktoken
+    import torch
+
+    words = folder / "made/tokenizer"
+    words.mkdir(parents=True)
+    names = ["bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start"]
+    names += ["python_end", "output_start", "output_end"]
+    special = {f"<|{name}|>": 256 + number for number, name in enumerate(names)}
+    single = {bytes([number]): number for number in range(256)}
+    tokens = tiktoken.Encoding("bytes", pat_str=".", mergeable_ranks=single, special_tokens=special)
+    (words / "tokenizer.pkl").write_bytes(pickle.dumps(tokens))
+    torch.save(torch.ones(tokens.n_vocab, dtype=torch.int32), words / "token_bytes.pt")
+    draw = random.Random(0)
+    texts = [
+        " ".join(draw.choices(["one", "two", "three"], k=draw.randint(2, 9))) for _ in _ids(2048)
+    ]
+    (folder / "made/base_data_climbmix").mkdir()
+    for shard in range(2):
+        path = folder / f"made/base_data_climbmix/shard_{shard:05d}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=64)
+
+
+def modded_nanogpt(folder: Path) -> None:
+    """Random token ids below 64, behind the header that the script reads."""
+    data = folder / "data/fineweb10B"
+    data.mkdir(parents=True)
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, 8192
+    for split in ("train", "val"):
+        tokens = _ids(8192).astype(np.uint16).tobytes()
+        (data / f"fineweb_{split}_0.bin").write_bytes(header.tobytes() + tokens)
+
+
+def coco(folder: Path) -> None:
+    """32 random images of 64 × 64 pixels with 1 to 5 boxes, to train and to validate."""
+    from matplotlib.image import imsave
+
+    draw = np.random.default_rng(0)
+    (folder / "coco/annotations").mkdir(parents=True)
+    for split in ("train", "val"):
+        (folder / f"coco/{split}2017").mkdir()
+        boxes: list[dict[str, Any]] = []
+        for number in range(32):
+            pixels = draw.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+            imsave(folder / f"coco/{split}2017/{number:02d}.jpg", pixels)
+            for _ in range(draw.integers(1, 6)):
+                left, top, width, height = (int(one) for one in draw.integers(8, 30, 4))
+                box = {"bbox": [left, top, width, height], "area": width * height, "iscrowd": 0}
+                place = {"id": len(boxes) + 1, "image_id": number, "segmentation": []}
+                boxes.append(box | place | {"category_id": int(draw.integers(1, 90))})
+        files = [
+            {"id": n, "file_name": f"{n:02d}.jpg", "width": 64, "height": 64} for n in range(32)
+        ]
+        kinds = [{"id": number, "name": f"kind{number}"} for number in range(1, 91)]
+        said = {"info": {}, "images": files, "annotations": boxes, "categories": kinds}
+        (folder / f"coco/annotations/instances_{split}2017.json").write_text(json.dumps(said))
 
 
 GITHUB = "https://github.com"
@@ -177,6 +240,16 @@ OWN_DISTRIBUTED = {
     "commit": "fb4f29a858749029de3d6d3e842f5394d34a67f6",
     "sizes": {"config/test_tiny.yaml": {"checkpoint_dir: /tmp/dt_ckpt": "checkpoint_dir: saved"}},
 }
+DEIT = {
+    "repository": "facebookresearch/deit",
+    "commit": "7e160fe43f0252d17191b71cbb5826254114ea5b",
+    "packages": ("timm==0.4.12", "torchvision"),
+    "data": folders_of_images,
+}
+DEIT_COMMAND = (
+    "main.py --model deit_tiny_patch16_224 --input-size 32 --data-path images --batch-size 4 "
+    "--epochs 1 --num_workers 0 --drop-path 0 --repeated-aug"
+)
 PROGRAMS = (
     Program(
         name="nanoGPT",
@@ -377,9 +450,75 @@ PROGRAMS = (
         repository="facebookresearch/DiT",
         commit="ed81ce2229091fd4ecc9a223645f95cf379d582b",
         command="train.py --data-path images/train --model DiT-S/8 --global-batch-size 8 "
-        "--num-classes 2 --epochs 3 --num-workers 0",
+        "--num-classes 2 --epochs 1 --num-workers 0",
         shims=("diffusers",),
-        packages=("timm==0.4.12", "torchvision"),
+        packages=("timm", "torchvision"),
         data=folders_of_images,
+    ),
+    Program(
+        name="nanochat",
+        repository="karpathy/nanochat",
+        commit="92d63d4e8bb4df75c3b71618f31ddde2378b2bcd",
+        command="train_nanochat.py --depth 2 --aspect-ratio 16 --head-dim 16 --max-seq-len 32 "
+        "--window-pattern L --device-batch-size 2 --total-batch-size 256 --num-iterations 12 "
+        "--eval-every -1 --core-metric-every -1 --sample-every -1 --warmup-steps 1",
+        shims=("train_nanochat.py", "rustbpe.py", "wandb.py"),
+        packages=("pyarrow", "tiktoken"),
+        data=nanochat,
+    ),
+    Program(
+        name="litgpt's pretraining",
+        repository="Lightning-AI/litgpt",
+        commit="26857050fe3ff627cd714fe92f5838f51a3d5efa",
+        command="train_litgpt.py",
+        paths="litgpt",
+        shims=("train_litgpt.py",),
+        packages=("lightning", "torchmetrics", "jsonargparse", "tokenizers"),
+    ),
+    Program(name="DeiT", command=DEIT_COMMAND, **DEIT),
+    Program(
+        name="DeiT, without Mixup and CutMix",
+        command=f"{DEIT_COMMAND} --mixup 0 --cutmix 0",
+        **DEIT,
+    ),
+    Program(
+        name="modded-nanogpt of November 2024",
+        repository="KellerJordan/modded-nanogpt",
+        commit="7c1a1af3be06a40000fb5a263577f7430ad03b52",
+        command="train_gpt2.py",
+        paths="train_gpt2.py",
+        sizes={
+            "train_gpt2.py": {
+                "    batch_size : int = 8*64": "    batch_size : int = 8",
+                "device_batch_size : int = 64": "device_batch_size : int = 2",
+                "sequence_length : int = 1024": "sequence_length : int = 32",
+                "num_iterations : int = 3242": "num_iterations : int = 12",
+                "warmdown_iters : int = 926": "warmdown_iters : int = 4",
+                "val_loss_every : int = 125": "val_loss_every : int = 0",
+                "val_tokens : int = 10485760": "val_tokens : int = 128",
+                "num_vocab = 50304": "num_vocab = 64",
+                "n_layer=12, n_head=6, n_embd=768)": "n_layer=2, n_head=2, n_embd=32)",
+            }
+        },
+        data=modded_nanogpt,
+    ),
+    Program(
+        name="DETR",
+        repository="facebookresearch/detr",
+        commit="29901c51d7fe8712168b8d0d64351170bc0f83e0",
+        command="train_detr.py --coco_path coco --backbone resnet18 --hidden_dim 32 --nheads 2 "
+        "--enc_layers 1 --dec_layers 2 --dim_feedforward 32 --num_queries 10 --dropout 0 "
+        "--batch_size 2 --num_workers 0 --epochs 2",
+        shims=("train_detr.py",),
+        packages=("torchvision", "scipy", "pycocotools"),
+        sizes={
+            "datasets/coco.py": {
+                "scales = [480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800]": "scales = [64]",
+                "T.RandomResize([400, 500, 600])": "T.RandomResize([64])",
+                "T.RandomSizeCrop(384, 600)": "T.RandomSizeCrop(48, 64)",
+                "T.RandomResize([800], max_size=1333)": "T.RandomResize([64], max_size=1333)",
+            }
+        },
+        data=coco,
     ),
 )

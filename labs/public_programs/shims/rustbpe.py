@@ -1,0 +1,1 @@
+"""Stands for rustbpe, which trains tokenizers: nothing is trained here."""

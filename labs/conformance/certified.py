@@ -31,11 +31,15 @@ SCRIPT = Path(__file__).with_name("as_script.py")
 AT_A_TIME = 2
 GROUPS = (
     "P1 and P3 are equal. The certificate deals single samples, but the advantages of GRPO need the"
-    " completions of a prompt side by side: another order is another gradient, by design. With a"
-    " certificate that was changed to deal two neighbors together, the verdict is EQUAL."
+    " completions of a prompt side by side: another order is another gradient, by design."
 )
+TRIED = " With a certificate that was changed to deal two neighbors together, the verdict is EQUAL."
+UNKNOWN = "P1 is equal. Why the order matters in one process was not found out."
 # Why the two do not agree.
-EXPLAINED = {"trl-grpo": GROUPS}
+OF_TRL = ("sapo", "luspo", "rloo", "dr_grpo", "dapo", "cispo")
+AGGREGATIONS = ("verl-tokens", "verl-sequences", "openrlhf-tokens", "openrlhf-sequences")
+EXPLAINED = {"trl-grpo": GROUPS + TRIED, **dict.fromkeys(AGGREGATIONS, UNKNOWN)}
+EXPLAINED |= {f"trl-{one}": "As for trl-grpo." for one in OF_TRL}
 Row = Mapping[str, Any]
 
 

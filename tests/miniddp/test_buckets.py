@@ -59,6 +59,7 @@ TENSORS = st.lists(
 )
 
 
+@example([(4, torch.float32, False)] * 2, [16])  # a bucket that its cap fits exactly
 @given(TENSORS, CAPS)
 def test_the_initial_plan_is_the_one_that_torch_finds(described, caps):
     tensors = [torch.empty(n, dtype=dtype) for n, dtype, _ in described]

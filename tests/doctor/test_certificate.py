@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ import ddp_doctor
 from ddp_doctor.certificate.fixed import Fixed
 from ddp_doctor.certificate.measure import HALF, compare
 from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, Part
-from ddp_doctor.certificate.premises import parted, same_rows
+from ddp_doctor.certificate.premises import Premises, parted, same_rows
 from ddp_doctor.certificate.program import are_mixed_up, exit_code, keep_output
 from ddp_doctor.certificate.starts import Start
+from ddp_doctor.certificate.steps import filled
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.explain.agreement import contradicted
 from ddp_doctor.facts.certificate import Certificate, Property
@@ -373,9 +374,8 @@ def test_a_marked_batch_is_judged_where_a_number_of_one_rank_would_prevent_it(
     forks: ForkServer, script: Callable[..., Script]
 ) -> None:
     assert certified(forks, script(MARKED))["verdict"] == "equal"
-    wrong = MARKED.replace("loss * dist.get_world_size()", "loss")
-    marked = certified(forks, script(wrong))
-    assert (marked["verdict"], marked["factor"]) == ("scaled", "1/W")
+    wrong = MARKED.replace("(loss * dist.get_world_size() / count)", "(loss / rows)")
+    assert certified(forks, script(wrong))["verdict"] == "different"
     unmarked = certified(forks, script(wrong.replace("ddp_doctor.batch(x)", "x")))
     assert unmarked["verdict"] == "not judged"
     assert "ddp_doctor.batch" in unmarked["why"]
@@ -612,19 +612,20 @@ for step in range(5):
     dist.all_reduce(counts)
     update(losses.sum() * sums[0] / sums[1] * dist.get_world_size() / counts[0])
 """,
-    "a counter in a buffer": """
+    "counters in a buffer and in a number": """
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 class Sketched(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(6, 4)
+        self.linear, self.calls = nn.Linear(6, 4), 0
         self.register_buffer("steps", torch.tensor(0))
 
     def forward(self, x):
         self.steps += 1
-        direction = torch.randn(4, generator=torch.Generator().manual_seed(int(self.steps)))
-        return self.linear(x) @ direction
+        self.calls += 1
+        seed = 100 * int(self.steps) + self.calls
+        return self.linear(x) @ torch.randn(4, generator=torch.Generator().manual_seed(seed))
 
 torch.manual_seed(0)
 model = DDP(Sketched())
@@ -683,6 +684,18 @@ for step in range(6):
     optimizer.step()
     for part in flat:
         part.zero_()
+""",
+    "an optimizer that stacks the gradients of its steps": """
+class Stacks(torch.optim.SGD):
+    def step(self, closure=None):
+        self.kept = [*getattr(self, "kept", []), model.module.bias.grad.clone()]
+        weights = torch.arange(len(self.kept))[:, None]
+        model.module.bias.grad.add_((torch.stack(self.kept) * weights).mean(0))
+        super().step()
+
+optimizer = Stacks(model.parameters(), lr=0.1)
+for step in range(5):
+    update(model(torch.randn(8, 6)).pow(4).mean())
 """,
     "one input from rank 0, and one from a loader": """
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -934,7 +947,7 @@ def written(folder: Path, failed: str = "", **of_the_ranks: list[dict[str, Any]]
     usual |= {"gradients": {"0.0": torch.ones(4)}, "unjoined": [], "replaced": []}
     usual |= {"weights": {"0.0": torch.ones(4)}, "rates": [0.1], "cleared": True}
     usual |= {"foreign": [], "delivered": [], "half": False, "filled": False, "seen": SEEN}
-    usual["untrained"] = {}
+    usual |= {"untrained": {}, "numbers": []}
     for part in ("ranks", "one"):
         (folder / part).mkdir(exist_ok=True)
     for turn, (kind, facts) in enumerate(of_the_ranks.items()):
@@ -1013,6 +1026,18 @@ def test_another_deal_is_not_judged_where_one_process_could_not_join_the_samples
     assert "train.py:30 cannot be joined" in found.why
 
 
+@pytest.mark.parametrize(("off", "verdict"), [(0.0, "scaled"), (0.1, "not judged")])
+def test_other_numbers_on_the_ranks_do_not_make_a_factor_of_w(
+    off: float, verdict: str, tmp_path: Path
+) -> None:
+    """Such as positions where each rank has a part of a sequence: one process computes its own."""
+    twice = {"gradients": {"0.0": torch.ones(4) * 2 + off * torch.arange(4.0)}}
+    own = twice | {"one": {"gradients": {"0.0": torch.ones(4)}, "numbers": ["train.py:30"]}}
+    found = written(tmp_path, **{OWN: [own, twice]})
+    assert found.verdict == verdict
+    assert ("train.py:30 cannot be joined" in found.why) == bool(off)
+
+
 def test_an_optimizer_whose_step_calls_collectives_is_not_said_to_apply_different_gradients(
     tmp_path: Path,
 ) -> None:
@@ -1072,6 +1097,32 @@ def test_what_the_ranks_printed_is_kept_though_one_process_was_never_started(
     (tmp_path / "ranks" / "output" / "0.txt").write_text("ValueError: no")
     keep_output(tmp_path, tmp_path / "kept")
     assert (tmp_path / "kept" / "output" / "ranks" / "0.txt").read_text() == "ValueError: no"
+
+
+def test_the_doctors_own_tensors_are_on_the_cpu_whatever_device_the_script_has_chosen() -> None:
+    with torch.device("meta"):
+        weight = torch.nn.Parameter(torch.zeros(4, device="cpu"))
+        assert filled(weight, "0.0")
+        rows = torch.eye(3, device="cpu")
+        assert same_rows([rows], [rows.flip(0)])
+    assert weight.std() > 0
+
+
+@dataclass
+class Nested:
+    """A batch as DETR's: a model is given an object that holds the tensor."""
+
+    rows: torch.Tensor
+
+
+def test_the_rows_of_a_batch_in_a_class_of_ones_own_are_compared() -> None:
+    seen = []
+    for rows in (torch.ones(2, 3), torch.zeros(2, 3)):
+        premises = Premises()
+        premises.model("0.0", ((Nested(rows),), {}), weights=1.0)
+        seen.append(premises.seen)
+    assert parted(seen[0], seen[0]) == ""
+    assert "does not get the samples" in parted(*seen)
 
 
 def pairs_of(out: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:

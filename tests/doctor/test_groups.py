@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from doctor.journals import fact, findings, run_with_steps, step, window
+from doctor.journals import SAME, fact, findings, run_with_steps, step, window
 
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.facts.merged import Run
@@ -217,15 +217,22 @@ def test_equal_data_of_some_ranks_are_found() -> None:
     assert "4 ranks do the work of 2" in evidence
 
 
-def test_equal_data_of_ranks_that_exchange_activations_are_a_hint() -> None:
-    """They may split one sequence or one graph: no error, and nothing that is called measured."""
+def test_equal_data_of_ranks_that_exchange_activations_are_a_hint_unless_each_has_a_part() -> None:
+    """Parts of one sequence or one graph give parts of one gradient."""
     call = fact(CollectiveFact, op="all_gather", through_autograd=True, what="activation")
-    for calls, severity in (([], "error"), ([call], "hint")):
+
+    def said(calls: list[Any], parts: bool) -> list[str]:
         steps = [step(collectives=[*calls]) for _ in range(3)]
         for windows in steps:
             for one in windows:
                 one["backwards"][0]["terms"][0] |= {"target": 3, "input": 4}
-        assert findings(run_with_steps(steps))["same_data_on_ranks"].severity == severity
+                if not parts:
+                    one["snapshot"]["local"] = SAME
+        return [one.severity for one in findings(run_with_steps(steps)).values()]
+
+    assert said([], parts=True) == ["error"]
+    assert said([call], parts=False) == ["hint"]
+    assert said([call], parts=True) == []
 
 
 def test_parameters_that_no_reduction_of_the_script_contains_are_said_to_be_in_none() -> None:

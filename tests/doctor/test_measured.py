@@ -3,6 +3,7 @@
 Most cases are what public reports have shown: a right script that looks wrong, and a wrong one.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from doctor.test_groups import data_and_tensor, sharded
 from doctor.test_intended import scaled_by
 
 from ddp_doctor.explain import rules
+from ddp_doctor.explain.agreement import agreeing
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.rules import examine
+from ddp_doctor.facts.certificate import Certificate, Property
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import (
     ClipFact,
@@ -93,6 +96,33 @@ def test_a_rank_without_items_in_one_step_hides_no_missing_factor() -> None:
     assert "missing_world_size_factor" in findings(run_with_steps(steps))
 
 
+def test_a_rank_without_items_that_counts_in_the_average_is_named() -> None:
+    """It skips its batch, and adds zeros to the all-reduce."""
+    run = run_with_steps([step()] * 3)
+    assert findings(run) == {}
+    run.ranks[1].windows[1]["backwards"] = []
+    found = findings(run)["unequal_denominators"]
+    assert (found.severity, "rank 1 has no items" in found.evidence) == ("hint", True)
+    equal = Certificate("equal", "", properties=[Property("P1", "equal", "", 1.0, 1.0)])
+    assert agreeing(equal, equation(run), [found])[1] == [found], "the first step does not show it"
+    assert agreeing(equal, equation(run), [replace(found, later=False)])[1] == []
+    for one in run.ranks[1].windows:  # a rank that never has a loss, as of a pipeline
+        one["backwards"] = []
+    assert findings(run) == {}
+
+
+def test_each_loss_of_several_is_looked_at_for_counts_of_its_own() -> None:
+    """In DETR, boxes are divided by the count of all ranks, and classes by each rank's own."""
+    windows = []
+    for count, mine in zip((2, 6), OWN, strict=True):
+        one = window([count], [count / 8 * 10], SAME, mine)  # the larger part of the loss
+        classes = window([count], [1.0], SAME, mine)["backwards"][0]["terms"]
+        one["backwards"][0]["terms"] += [classes[0] | {"place": "train.py:4"}]
+        windows.append(one)
+    found = findings(run_with_steps([windows] * 2))["unequal_denominators"]
+    assert found.where == "train.py:4"
+
+
 def test_a_loss_of_all_rows_that_carries_ones_own_gradient_is_multiplied_by_the_ranks() -> None:
     gather = fact(CollectiveFact, op="all_gather", shape=[4, 2], numel=8, what="activation")
     times = scaled_by("*", 2.0, "world")
@@ -130,6 +160,23 @@ def test_losses_of_which_ranks_have_other_numbers_are_not_weighed_by_one_of_them
     assert findings(run_with_steps([windows] * 2)) == {}
 
 
+def test_a_mean_of_what_an_uneven_loss_has_become_is_not_divided_by_the_accumulation() -> None:
+    """As of preferences: a token weighs by the margin of its pair, and a pair by 1 of a batch."""
+
+    def found(share: float) -> bool:
+        windows = []
+        for mine in OWN:
+            one = window([8, 8], [0.7, 0.2], SAME, mine)
+            for backward in one["backwards"]:
+                mean = backward["terms"][0] | {"function": "mean", "loss": False, "factor": share}
+                backward["terms"][0] |= {"reduction": "none", "spread": [0.1, 0.4]}
+                backward["terms"] += [mean | {"place": "train.py:9", "count": 4}]
+            windows.append(one)
+        return "loss_not_divided_by_accumulation" in findings(run_with_steps([windows] * 2))
+
+    assert (found(1.0), found(0.5)) == (True, False)
+
+
 def test_parts_of_a_gradient_that_are_summed_over_a_tensor_group_are_no_wrong_factor() -> None:
     """A norm that is applied to each rank's own heads has a part of its gradient on each."""
     run = data_and_tensor()
@@ -144,6 +191,11 @@ def test_parts_of_a_gradient_that_are_summed_over_a_tensor_group_are_no_wrong_fa
             one["snapshot"]["grads"]["head"] = 1.5
             one["snapshot"]["hashes"]["head"] = 7
     assert findings(run) == {}
+    for rank in run.ranks:  # half of the parts' sum: no other gradient is wrong
+        for n, one in enumerate(rank.windows):
+            one["snapshot"]["grads"] |= {"norm": 1.6 * (n + 1)}
+    (wrong,) = findings(run).values()
+    assert "norm: × 0.25" in wrong.evidence
 
 
 def test_a_norm_that_drifts_between_ranks_of_one_batch_is_named() -> None:

@@ -28,6 +28,10 @@ def test_a_program_in_site_packages_is_named_by_package_file_and_line(
     thread = threading.Thread(target=loop.train, args=(found,))  # no frame of this file
     thread.start()
     thread.join()
+    loop.train(found)  # from this file: the line is this one, and the operation is the package's
+    line = found.pop(2)
+    assert line.split(":")[0].endswith("test_places.py")
+    assert found.pop() == "expression()"
     assert found == ["trainer_of_a_test/loop.py:5", "expression()"]
 
 

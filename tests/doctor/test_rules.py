@@ -35,6 +35,14 @@ def test_a_short_window_is_no_factor_of_the_world_size() -> None:
     assert [each.severity for each in partial_window_divided_by_k(run, equation(run))] == ["note"]
 
 
+def test_steps_of_one_micro_batch_that_are_divided_by_the_accumulation_steps_are_a_hint() -> None:
+    division = fact(ScalingFact, op="/", value=4.0, text="loss / accum", operand="accum")
+    for scaling, severities in (([division], ["hint"]), ([], [])):
+        run = run_with_steps([[{**one, "scaling": scaling} for one in short(1, 4)]] * 2)
+        found = partial_window_divided_by_k(run, equation(run))
+        assert [each.severity for each in found] == severities
+
+
 def rescaled_step(factor: float, share: float = 1.0) -> list[dict[str, Any]]:
     """The script multiplies what backward left, `SAME`, by a factor before the update."""
     after = {name: factor * value for name, value in SAME.items()}

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.places import place
 
 MODEL, LOSS, NUMBERS, WEIGHTS = "model", "loss", "numbers", "weights"
@@ -42,7 +42,7 @@ class Premises:
     def model(self, key: str, given: Any, weights: float) -> None:
         """A call of a model whose first trained parameter is `key`. `weights` tells them apart."""
         self._note(WEIGHTS, key, weights=weights)
-        tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor) and one.dim()]
+        tensors = [one for one in tensors_in(given, most=64) if one.dim()]
         for at, one in enumerate(t for t in tensors if type(t) is Tensor and not t.is_meta):
             self.bytes += one.nbytes
             if self.bytes < BYTES:
@@ -280,7 +280,8 @@ def _projected(tensor: Tensor) -> Tensor:
     if rows is None:
         return tensor.detach().cpu().double().nan_to_num()
     generator = torch.Generator().manual_seed(rows.shape[1])
-    return rows @ torch.randn(rows.shape[1], dtype=torch.float64, generator=generator)
+    numbers = {"dtype": torch.float64, "device": "cpu"}  # whatever device the script has chosen
+    return rows @ torch.randn(rows.shape[1], generator=generator, **numbers)
 
 
 def _same_values(ours: Tensor, theirs: Tensor, dtype: torch.dtype = torch.float32) -> bool:

@@ -233,7 +233,8 @@ def _is_target(key: Key) -> bool:
 def _counts(every: Sequence[torch.Tensor]) -> bool:
     """Whether the ranks count 0, 1, 2, … together: positions in a batch stay where they are."""
     joined = torch.cat(list(every)) if joinable(every) else torch.zeros(0)
-    return not joined.is_floating_point() and torch.equal(joined, torch.arange(len(joined)))
+    counted = torch.arange(len(joined), device="cpu")
+    return not joined.is_floating_point() and torch.equal(joined, counted)
 
 
 def _turn(key: Key) -> int:
@@ -243,7 +244,7 @@ def _turn(key: Key) -> int:
 def dealt(count: int) -> list[int]:
     """The order in which `count` samples are dealt: equal for all tensors and lists that long."""
     generator = torch.Generator().manual_seed(count)
-    return torch.randperm(count, generator=generator).tolist()
+    return torch.randperm(count, generator=generator, device="cpu").tolist()
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> bool:

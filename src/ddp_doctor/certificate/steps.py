@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -88,6 +89,7 @@ class Steps:
         self.count = 0
         self.ends: list[Callable[[], None]] = []  # called at the end of each step
         self.unjoined: list[str] = []  # places whose samples could not be joined
+        self.numbers: list[str] = []  # places at which the ranks pass other numbers to a model
         self.delivered: list[str] = []  # places of what all ranks have, where it was not planned so
         self.unlike: Callable[[], bool] = lambda: False  # whether the places are not the first's
         self.backwards = 0
@@ -101,10 +103,12 @@ class Steps:
         self._made: list[Optimizer] = []
         self._taken: dict[int, int] = {}  # id of an optimizer: its steps
         self._nested = 0
+        self.updating = False  # whether an optimizer computes its update: of no samples
         self._comparable = False  # whether the ranks' gradients are worth a look after the plan
         self._kept: list[tuple[Tensor, Tensor]] = []
         # (id of a module, name): the module, the buffer, and its value before this step.
         self._buffers: dict[tuple[int, str], tuple[nn.Module, Tensor, Tensor]] = {}
+        self._counters: dict[int, tuple[nn.Module, dict[str, int | float]]] = {}
         self._untrained: dict[str, Tensor] = {}  # parameters at the first forward of this step
         # Gradients that the next forward clears. What follows a step may still read them.
         self._used: list[Tensor] = []
@@ -126,7 +130,7 @@ class Steps:
         """Places at which the ranks pass other numbers: one process cannot stand for them."""
         handed = self.handed
         mixed = [place for place, _ in handed.mixed] if handed and not handed.marked else []
-        self.unjoined += [f"{place[0]}:{place[1]}" for place in mixed if place[-1] == FORWARD]
+        self.numbers = [f"{place[0]}:{place[1]}" for place in mixed if place[-1] == FORWARD]
 
     def _note_collectives_in_steps(self) -> None:
         """An optimizer that calls one combines the ranks itself."""
@@ -261,9 +265,7 @@ class Steps:
             for name, parameter in module.named_parameters():
                 self._names.setdefault(id(parameter), name.removeprefix("module."))
             plain = [sampled(p).double() for p in trained if not hasattr(p, "full_tensor")]
-            weights = sum(
-                float(part @ torch.arange(1, len(part) + 1).cos().double()) for part in plain
-            )
+            weights = sum(float(part @ _waves(len(part))) for part in plain)
             self.premises.model(min(self._keys[id(p)] for p in trained), (args, kwargs), weights)
             for name, parameter in module.named_parameters():
                 plain_float = type(parameter.data) is Tensor and parameter.is_floating_point()
@@ -271,11 +273,14 @@ class Steps:
                     self._untrained.setdefault(name.removeprefix("module."), sampled(parameter))
 
     def _note_buffers(self, module: nn.Module) -> None:
-        """A criterion may have one, too: a count of steps that seeds what it draws."""
+        """Buffers and plain numbers. A criterion has some, too: a count that seeds its draws."""
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None and (id(owner), name) not in self._buffers:
                     self._buffers[id(owner), name] = owner, buffer, buffer.detach().clone()
+            if not isinstance(owner, DistributedDataParallel):  # which counts for itself
+                numbers = {k: v for k, v in vars(owner).items() if type(v) in (int, float)}
+                self._counters.setdefault(id(owner), (owner, numbers))
 
     def _parameters(self) -> list[tuple[Tensor, str]]:
         """All that is trained, with its keys."""
@@ -305,12 +310,15 @@ class Steps:
             return None
         guard = self.ours.guard
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self.updating = True
         if not callable(closure):
             self._record(optimizer)
             return None
 
         def then_record() -> Any:
+            self.updating = False
             loss = closure()
+            self.updating = True
             guard(self._record)(optimizer)
             return loss
 
@@ -351,6 +359,7 @@ class Steps:
             "seen": [] if kind == LATER else self.premises.seen,
             "sharded": len(plain) < len(listed),
             "unjoined": sorted(set(self.unjoined)),
+            "numbers": sorted(set(self.numbers)),
             "delivered": self.delivered[:],
             "foreign": [name for one in self.handed.of for name in one.foreign]
             if self.handed
@@ -364,6 +373,7 @@ class Steps:
         self._nested -= 1
         if self._nested or id(optimizer) not in self._taken:
             return
+        self.updating = False
         with torch.no_grad():
             for parameter, value in self._kept:
                 parameter.copy_(value)
@@ -371,7 +381,10 @@ class Steps:
             for (_, name), (owner, buffer, value) in self._buffers.items() if self._kept else ():
                 buffer.copy_(value)
                 owner._buffers[name] = buffer  # the script may have assigned another
+        for owner, numbers in self._counters.values() if self._kept else ():
+            vars(owner).update(numbers)
         self._buffers.clear()
+        self._counters.clear()
         if self.combines and not self.part.path(COMBINES).exists():
             self.part.path(COMBINES).touch()
         self._taken[id(optimizer)] += 1
@@ -436,12 +449,16 @@ def filled(parameter: Tensor, key: str) -> bool:
     if not full.is_floating_point() or not full.numel() or bool(full.any()):
         return False
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    values = TINY * torch.randn(full.shape, generator=generator)
+    values = TINY * torch.randn(full.shape, generator=generator, device="cpu")
     values = values.to(parameter.device, parameter.dtype)
     if hasattr(parameter, "full_tensor"):
         values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
     parameter.copy_(values)
     return True
+
+
+def _waves(length: int) -> Tensor:
+    return torch.arange(1, length + 1, device="cpu").cos().double()
 
 
 def whole(tensor: Tensor) -> Tensor:

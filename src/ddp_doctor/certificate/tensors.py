@@ -12,6 +12,7 @@ import contextlib
 import functools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
@@ -38,6 +39,7 @@ from ddp_doctor.certificate.samples import (
     joinable,
 )
 from ddp_doctor.certificate.steps import Steps
+from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.places import is_users, users_frame
 
 DRAWN = {  # functions that draw samples, also deep inside of a library
@@ -65,7 +67,9 @@ class Tensors(TorchFunctionMode):
         super().__init__()
         self.steps = steps
         self.turns: dict[Place, int] = {}
-        self.first_turns: dict[Place, int] = {}
+        # How often samples came into a step at a place, and into the first step.
+        self.entries: Counter[Place] = Counter()
+        self.first_entries: Counter[Place] = Counter()
         # By their ids: tensors that are one sample each; weights, gradients, activations.
         self.single: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.trained: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -79,7 +83,7 @@ class Tensors(TorchFunctionMode):
         self.ours = steps.ours
         self.thread = threading.get_ident()
         steps.unlike = self.unlike_the_first
-        steps.ends += [self.turns.clear, self.planned.clear]
+        steps.ends += [self.turns.clear, self.entries.clear, self.planned.clear]
         certified.append(self.marked)
         nn.Module.__call__ = self._called(nn.Module.__call__)  # type: ignore[method-assign]
         DTensor.to_local = self._local(DTensor.to_local)  # type: ignore[method-assign]
@@ -98,7 +102,7 @@ class Tensors(TorchFunctionMode):
     @property
     def _measures(self) -> bool:
         """Whether what happens now belongs to a step that is compared."""
-        other = self.hidden or threading.get_ident() != self.thread
+        other = self.hidden or threading.get_ident() != self.thread or self.steps.updating
         return not (other or self.steps.now == LATER or self.steps.only_evaluates)
 
     def _hidden(self) -> bool:
@@ -126,18 +130,26 @@ class Tensors(TorchFunctionMode):
         direct = not self.inside and is_users(_caller(frame, function).f_code.co_filename)
         if direct:
             if name == "__setitem__":  # if a step does it that the first did not, they are unlike
-                self.turns[site] = self.turns.get(site, 0) + 1
+                self.entries[site] += 1
                 self.planned.pop(id(args[0]), None)
             elif not changes and "out" not in kwargs and self._in_time(args):
                 args = self._given(site, args)
         result = self._followed(name, args, self._run(function, args, kwargs))
         if self.steps.handed and (site, self.turns.get(site, 0) - 1) in self.steps.handed.mixed:
             self.planned.pop(id(result), None)  # a number of this rank went into it
-        if self.steps.part.late and direct and name in MADE:
-            self.steps.unjoined.append(f"{site[0]}:{site[1]}")
-        elif name in (MADE if direct else DRAWN) and self._is_data(result):
-            return self._planned(site, result)
+        if name in (MADE if direct else DRAWN) and self._is_data(result):
+            late = self.steps.part.late and direct
+            return self._made_late(site, result) if late else self._planned(site, result)
         return result
+
+    def _made_late(self, site: Place, value: Tensor) -> Tensor:
+        """Samples that are not replaced where they are made: what else uses them is not known."""
+        turn = self.turns.get(site, 0)
+        self.turns[site] = turn + 1
+        every = self.steps.handed.everyones((site, turn)) if self.steps.handed else None
+        if every is None or not alike(every):
+            self.steps.unjoined.append(f"{site[0]}:{site[1]}")
+        return value
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call it, and note losses and half precision. What it raises is the script's affair."""
@@ -237,9 +249,7 @@ class Tensors(TorchFunctionMode):
 
     def from_loader(self, batch: Any) -> Any:
         """Note that a batch has its samples from the plan already."""
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                self.loaded[id(leaf)] = leaf
+        self.loaded.update((id(one), one) for one in tensors_in(batch, most=1000))
         return batch
 
     def _known(self, tensor: Tensor) -> bool:
@@ -343,6 +353,8 @@ class Tensors(TorchFunctionMode):
         turn = self.turns.get(place, 0)
         self.turns[place] = turn + 1
         handed, key = self.steps.handed, (place, turn)
+        if not self._known(value):
+            self.entries[place] += 1
         if handed is None:
             self._record(key, value, replaced)
             return value
@@ -391,7 +403,7 @@ class Tensors(TorchFunctionMode):
         handed, place = self.steps.handed, key[0]
         assert handed is not None
         assert isinstance(place, tuple)
-        name = place[-1] if isinstance(place[-1], str) else place[-2]
+        name = _name(place)
         if name == DELIVERED:
             return False
         if handed.loaded and name not in DRAWN:
@@ -407,10 +419,21 @@ class Tensors(TorchFunctionMode):
         return key in self.left
 
     def unlike_the_first(self) -> bool:
-        """Whether this step used places that the first step did not use, or not as often."""
+        """Whether samples came into this step where none came into the first, or not as often."""
         if self.steps.count == 0:
-            self.first_turns = dict(self.turns)
-        return any(self.first_turns.get(place) != turns for place, turns in self.turns.items())
+            self.first_entries = self.entries.copy()
+        loaded = self.steps.handed is not None and self.steps.handed.loaded
+        of_no_loader = DRAWN | {DELIVERED}
+        return any(
+            self.first_entries[place] != count
+            for place, count in self.entries.items()
+            if not loaded or _name(place) in of_no_loader
+        )
+
+
+def _name(place: Place) -> Any:
+    """The function at a place, also if the place is one of its arguments."""
+    return place[-1] if isinstance(place[-1], str) else place[-2]
 
 
 def _drawn_from_outputs(name: str, inputs: list[Tensor]) -> bool:

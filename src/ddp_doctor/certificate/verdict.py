@@ -211,7 +211,8 @@ class Judge:
             return Property(name, "not judged", FLAT)
         found = self._compared((self.ranks, kind), (self.one, kind))
         blocked = self._elsewhere(kind) if kind == COPIES else ""
-        return self._property(name, found, blocked or self._doubt(kind))
+        factor = found.kind == "scaled" and called(found.ratio, self.world)
+        return self._property(name, found, blocked or self._doubt(kind, bool(factor)))
 
     def _missing(self, kind: str) -> str:
         """Why a step is not there."""
@@ -336,13 +337,16 @@ class Judge:
         numbers = (found.ratio, found.cosine, factor, found.worst)
         return Property(name, found.kind, TITLES[name], *numbers)
 
-    def _doubt(self, kind: str) -> str:
+    def _doubt(self, kind: str, factor: bool) -> str:
+        """Why one process may not have had the ranks' samples. `factor`: they differ by W or so,
+        and by nothing else. Then other numbers that a model is given had no part in it.
+        """
         facts = self.one[0, 0, kind]
         if facts["foreign"]:
             return FOREIGN.format(facts["foreign"][0])
-        if facts["unjoined"]:
+        if unjoined := facts["unjoined"] or ([] if factor else facts["numbers"]):
             return (
-                f"What the ranks use at {facts['unjoined'][0]} cannot be joined. {MARK} If its "
+                f"What the ranks use at {unjoined[0]} cannot be joined. {MARK} If its "
                 "shape differs between the ranks, take it from a DataLoader with a collate_fn."
             )
         if said := self._parted((self.ranks, kind), (self.one, kind)):
@@ -389,7 +393,7 @@ class Judge:
         if any(_apart(weights, self.own["weights"]) for weights in every):
             return OTHERS
         one = self.one.get((0, 0, OWN), facts)
-        if facts["unjoined"] or one["unjoined"]:  # what cannot be joined may not have been dealt
+        if any(f["unjoined"] or f["numbers"] for f in (facts, one)):  # perhaps it was not dealt
             return ELSEWHERE
         if facts["delivered"]:
             return SENT.format(facts["delivered"][0])

@@ -38,7 +38,7 @@ def agreeing(
                 f"measured  {samples}the gradient is {copies.ratio:.4g} times that of one process"
             )
     wrong = contradicted(certificate)
-    return equation, [finding for finding in findings if finding.code not in wrong]
+    return equation, [one for one in findings if one.later or one.code not in wrong]
 
 
 def contradicted(certificate: Certificate) -> set[str]:

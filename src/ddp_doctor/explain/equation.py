@@ -60,7 +60,7 @@ class Step:
     reduction: str
     place: str
     scaling: list[ScalingFact]
-    others: bool = False  # whether the loss has other terms
+    others: list["Step"] = field(default_factory=list)  # the loss's other terms
     several: bool = False  # its micro-batches are losses of their own: see `_several`
     readers: int = 0  # groups of ranks with data of their own
 
@@ -139,8 +139,21 @@ def step_of(window: Window, clipped: bool = False, run: Run | None = None) -> St
     terms = _terms(window)
     if not terms:
         return None
-    main = max(terms, key=lambda key: _importance(terms[key]))
-    entries = terms[main]
+    readers = [[rank] for rank in window.ranks] if run is None else run.readers
+    combined = combination(window, clipped, run)
+    keys = sorted(terms, key=lambda key: _importance(terms[key]), reverse=True)
+    main, *others = (_of_term(window, key, terms[key], combined, readers) for key in keys)
+    return replace(main, others=others)
+
+
+def _of_term(
+    window: Window,
+    key: tuple[str, str],
+    entries: list[Entry],
+    combined: Combination,
+    readers: Groups,
+) -> Step:
+    """The equation for one loss term: a function and its place."""
     # Micro-batches are the backward passes that this term is in, counted per rank from 0.
     order = {
         rank: sorted({entry.micro for entry in entries if entry.rank == rank})
@@ -151,8 +164,6 @@ def step_of(window: Window, clipped: bool = False, run: Run | None = None) -> St
         replace(entry, micro=order[entry.rank].index(entry.micro), share=sign * entry.share)
         for entry in entries
     ]
-    readers = [[rank] for rank in window.ranks] if run is None else run.readers
-    combined = combination(window, clipped, run)
     if combined.kind == "apart" and combined.factor is not None:
         trained = len({entry.rank for entry in entries})  # the last stage only, or own models
         combined = replace(combined, factor=combined.factor / trained)
@@ -165,11 +176,10 @@ def step_of(window: Window, clipped: bool = False, run: Run | None = None) -> St
         combination=combined,
         entries=_counted_once(entries, readers),
         readers=len(readers),
-        function=main[0],
+        function=key[0],
         reduction=entries[0].fact["reduction"],
-        place=main[1],
+        place=key[1],
         scaling=list(distinct.values()),
-        others=len(terms) > 1,
         several=all(_several(fact, order[rank]) for rank, fact in window),
     )
 

@@ -112,6 +112,7 @@ class Finding:
     severity: Severity
     title: str
     page: str
+    later: bool = False  # whether the first step, which a certificate measures, does not show it
 
 
 def finding(

@@ -41,12 +41,17 @@ def users_frame(frame: FrameType | None = None) -> FrameType | None:
 def programs_frame(frame: FrameType | None = None) -> FrameType | None:
     """The user's innermost frame; if a whole program is installed, its package's innermost one."""
     frame = frame or sys._getframe(1)
-    found = users_frame(frame)
-    while found is None and frame is not None:
-        if _package_file(frame.f_code.co_filename).split(os.sep)[0] not in _NOT_THE_PROGRAM:
-            found = frame
+    return users_frame(frame) or callers_frame(frame)
+
+
+def callers_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is the user's, or a library's that the user has installed."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_users(name) or _package_file(name).split(os.sep)[0] not in _NOT_THE_PROGRAM:
+            return frame
         frame = frame.f_back
-    return found
+    return None
 
 
 @lru_cache(maxsize=4096)
@@ -105,8 +110,8 @@ def stack(frame: FrameType | None, limit: int = 12) -> list[str]:
 
 
 def expression(frame: FrameType | None = None) -> str:
-    """The source text of the operation that the program's innermost frame is executing."""
-    frame = programs_frame(frame or sys._getframe(1))
+    """The source text of the operation that a caller is executing; see `callers_frame`."""
+    frame = callers_frame(frame or sys._getframe(1))
     if frame is None:
         return ""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)

@@ -5,6 +5,7 @@ checks all of these by name. A rank is a number; a place is "file:line"; a hash 
 from that of a tensor which could not be read. Fields without a note are what torch calls so.
 """
 
+from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict, cast
 
 Groups = list[list[int]]  # disjoint groups of ranks
@@ -246,6 +247,7 @@ class WrapperFact(TypedDict):
     static_graph: bool
     broadcast_buffers: bool
     ignored: list[str]
+    manual: bool  # whether Lightning leaves backward to the module: see `manual_backward`
     place: str
 
 
@@ -375,6 +377,12 @@ class Facts(TypedDict):
     failed: list[FailedFact]
     cpu: list[CpuFact]
     end: list[EndFact]
+
+
+def uneven(term: Mapping[str, Any]) -> bool:
+    """Whether the items of one call of a loss have other weights than one another."""
+    smallest, largest = term.get("spread", (1.0, 1.0))
+    return bool(smallest and largest > 1.01 * smallest)
 
 
 def no_facts() -> Facts:

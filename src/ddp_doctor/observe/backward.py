@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddp_doctor.facts.fingerprints import dense, projection
 from ddp_doctor.facts.places import call, place
+from ddp_doctor.facts.types import uneven
 from ddp_doctor.observe import losses
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.random_numbers import note_state
@@ -38,6 +39,9 @@ class _Backwards:
         self.record: Backward | None = None  # of the observed backward that runs
         self.sees_fsdp = False
         self.look = recorder.session.guard(self._look)
+        self.look_early = recorder.session.guard(self._look_early)
+        # By parameter with hooks: its gradient before them, and how many collectives there were.
+        self.early: dict[int, tuple[float | None, int]] = {}
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the record of this backward, and the nodes that it starts from."""
@@ -88,17 +92,15 @@ class _Backwards:
         recorder = self.recorder
         parameters = recorder.known_parameters().values()
         recorder.leftover = set()
-        recorder.hooks = [
-            parameter.register_hook(partial(self.look, parameter, record))
-            for parameter in parameters
-            if parameter.requires_grad and parameter.is_leaf
-        ]
+        recorder.hooks = []
+        self.early.clear()
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.is_leaf:
+                self._hook(parameter, record)
         known = {id(parameter) for parameter in parameters}
-        recorder.hooks += [
-            leaf.register_hook(partial(self.look, leaf, None))
-            for leaf in list(recorder.others.values())
-            if id(leaf) not in known
-        ]
+        for leaf in list(recorder.others.values()):
+            if id(leaf) not in known:
+                self._hook(leaf, None)
         shards = any(hasattr(parameter, "placements") for parameter in parameters)
         self.record = record
         if shards and not self.sees_fsdp:
@@ -108,6 +110,25 @@ class _Backwards:
         recorder.window["dtensors"] = shards
         for term in recorder.terms:
             term |= {"hits": 0.0, "hit": False}
+
+    def _hook(self, leaf: Tensor, record: Backward | None) -> None:
+        """Look at a gradient after the script's own hooks, and before one that combines ranks."""
+        hooks: Any = leaf._backward_hooks
+        own = list(hooks.items()) if hooks else []
+        if own:
+            first = leaf.register_hook(partial(self.look_early, id(leaf)))
+            self.recorder.hooks.append(first)
+            early = hooks[first.id]
+            hooks.clear()  # torch calls them as they came into the dict, not in an order of its own
+            hooks.update([(first.id, early), *own])
+        self.recorder.hooks.append(leaf.register_hook(partial(self.look, leaf, record)))
+
+    def _look_early(self, key: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.early[key] = projection(gradient), self._collectives()
+
+    def _collectives(self) -> int:
+        return sum(self.recorder.collective_counts.values())
 
     def _see_fsdp(self) -> None:
         """Look at the whole gradients of fully_shard: only there is what one rank has computed.
@@ -150,15 +171,21 @@ class _Backwards:
         if used and grad is not None and used == projection(grad):
             self.recorder.leftover.add(id(parameter))
 
-    def _look(self, parameter: Tensor, record: Backward | None, gradient: Tensor) -> None:
+    def _look(self, parameter: Tensor, record: Backward | None, gradient: Tensor | None) -> None:
         """A local gradient has arrived: add it up, and see what it is added to.
 
-        `record`: None for a parameter that no optimizer holds.
+        `record`: None for a parameter that no optimizer holds. `gradient`: None if a function of
+        the script's own returned none.
         """
+        if gradient is None:
+            return
         recorder, key = self.recorder, id(parameter)
         if record is not None:
             record["reached"].add(key)
         value = projection(gradient)
+        early, calls = self.early.pop(key, (value, self._collectives()))
+        if calls != self._collectives():
+            value = early  # a hook of the script's own has combined the ranks
         if value is None:
             return
         if getattr(parameter, "_is_flat_param", False):
@@ -262,16 +289,19 @@ def _nodes(roots: list[Any], stop: Callable[[Any], bool] | None = None) -> Itera
 
 
 def _terms(recorder: Recorder, roots: list[Any]) -> list[dict[str, Any]]:
-    """The loss functions that the gradient reached; else the reductions that it meets first."""
+    """The loss functions that the gradient reached, and the reductions that it meets first, unless
+    all items of these functions have one weight.
+    """
     hit = [term for term in recorder.terms if term.get("hit")]
-    if any(term["loss"] for term in hit):
-        return [term for term in hit if term["loss"]]
+    of_losses = [term for term in hit if term["loss"]]
+    if of_losses and not any(map(uneven, of_losses)):
+        return of_losses
     numbers = {term["node"] for term in hit}
     tops = numbers
     if len(numbers) > 1:
         met = _nodes(roots, stop=lambda node: node.metadata.get(losses.NODE) in numbers)
         tops = {node.metadata.get(losses.NODE) for node in met}
-    return [term for term in hit if term["node"] in tops]
+    return of_losses + [term for term in hit if term["node"] in tops and not term["loss"]]
 
 
 def _reached(recorder: Recorder, record: Backward) -> dict[str, int]:

@@ -1,15 +1,15 @@
 """Samplers, loaders and data sets: who gets which rows, in which order, in which epoch."""
 
+import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable
-from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DistributedSampler, dataloader
 
+from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import BatchFact, LoaderEndedFact, LoaderFact, SamplerFact
@@ -19,8 +19,6 @@ from ddp_doctor.observe.states import Numbers
 
 MAX_ROWS = 4096
 MAX_BYTES = 1 << 24
-MAX_DEPTH = 4
-MAX_VALUES = 200
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -74,9 +72,7 @@ class _Data:
         if number in self.described or len(self.described) >= 12:
             return
         self.described.add(number)
-        sampler = getattr(loader, "sampler", None)
-        batches = getattr(loader, "batch_sampler", None)
-        inner = getattr(batches, "sampler", None)
+        inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         fact = LoaderFact(
             dataset=type(loader.dataset).__name__,
             length=_length(loader.dataset),
@@ -84,7 +80,7 @@ class _Data:
             inner=type(inner).__name__,
             replacement=bool(getattr(inner, "replacement", False)),
             sharded=_sharded(loader),
-            replicas=getattr(sampler, "num_replicas", getattr(batches, "num_processes", None)),
+            replicas=_replicas(loader),
             grad=torch.is_grad_enabled(),
             place=place(),
         )
@@ -119,19 +115,33 @@ class _Data:
             self.session.write("loader_ended", **LoaderEndedFact(backwards=backwards))
 
 
+def _samplers(loader: Any) -> list[Any]:
+    """The loader's samplers, and those that they draw from."""
+    found: list[Any] = []
+    todo = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    while todo and len(found) < 8:
+        one = todo.pop()
+        if one is not None and not any(one is other for other in found):
+            found.append(one)
+            todo += [getattr(one, name, None) for name in ("sampler", "batch_sampler")]
+    return found
+
+
 def _sharded(loader: Any) -> bool:
     """Whether sampler or batch sampler give each rank its own part."""
-    for candidate in (
-        getattr(loader, "sampler", None),
-        getattr(loader, "batch_sampler", None),
-        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-        getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None),
-        loader.dataset,
-    ):
+    for candidate in (*_samplers(loader), loader.dataset):
         name = type(candidate).__name__
         if "Distributed" in name or "Shard" in name or hasattr(candidate, "num_replicas"):
             return True
     return False
+
+
+def _replicas(loader: Any) -> int | None:
+    """Into how many parts the samplers cut the data, one after the other; None without such."""
+    own = [getattr(one, "__dict__", {}) for one in _samplers(loader)]  # of none that it wraps
+    parts = [one.get("num_replicas", one.get("num_processes")) for one in own]
+    known = [number for number in parts if isinstance(number, int)]
+    return math.prod(known) if known else None
 
 
 def _length(dataset: Any) -> int | None:
@@ -187,39 +197,3 @@ def _content(dataset: Any) -> int | None:
         if isinstance(value, Tensor | list | tuple) or type(value).__module__ == "numpy":
             look(value, 0)
     return zlib.crc32(b"".join(found)) if found else None
-
-
-def tensors_in(batch: Any, most: int = 16) -> list[Tensor]:
-    """The first `most` tensors, also inside containers and a user's objects.
-
-    Looks at `MAX_VALUES` values, down to `MAX_DEPTH` levels.
-    """
-    found: list[Tensor] = []
-    left = MAX_VALUES
-
-    def look(value: Any, depth: int) -> None:
-        nonlocal left
-        left -= 1
-        if isinstance(value, Tensor):
-            if not value.is_nested:  # it has no shape
-                found.append(value)
-        elif depth < MAX_DEPTH:
-            # A copy: another thread may add to the container.
-            for inner in list(islice(_inside(value), left)):
-                if left <= 0 or len(found) >= most:
-                    return
-                look(inner, depth + 1)
-
-    look(batch, 0)
-    return found
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return dict.values(value)
-    if isinstance(value, list | tuple):
-        return value
-    if isinstance(value, nn.Module | type):
-        return ()
-    attributes = getattr(value, "__dict__", None)  # a dataclass, a UserDict, a graph
-    return dict.values(attributes) if isinstance(attributes, dict) else ()

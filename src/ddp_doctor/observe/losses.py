@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddp_doctor.facts.fingerprints import checksum
-from ddp_doctor.facts.places import expression, operand, place, programs_frame
+from ddp_doctor.facts.places import expression, operand, place
 from ddp_doctor.facts.types import ScalingFact, TermFact
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.recorder import Recorder
@@ -150,7 +150,7 @@ class _Terms:
         value = _number(other)
         if value is None or not result.requires_grad or len(window["scaling"]) >= 100:
             return
-        frame = programs_frame(sys._getframe(1))
+        frame = sys._getframe(1)
         text = expression(frame)
         fact = ScalingFact(
             op=sign, value=value, text=text, operand=operand(text, left), place=place(frame)

@@ -77,12 +77,10 @@ class Names:
         return self._flat
 
     def batch_norms(self, wrappers: Sequence[WrapperState]) -> int:
-        """How many layers train on the statistics of this rank's batch alone."""
-        others = (nn.SyncBatchNorm, nn.modules.instancenorm._InstanceNorm)
+        """How many layers with torch's own forward train on the statistics of this rank alone."""
+        own = nn.modules.batchnorm._BatchNorm.forward
         return sum(
-            isinstance(module, nn.modules.batchnorm._NormBase)
-            and not isinstance(module, others)
-            and module.training
+            module.training and getattr(type(module), "forward", None) is own
             for root in self.roots(wrappers)
             for module in root.modules()
         )

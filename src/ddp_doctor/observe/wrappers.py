@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.fingerprints import checksum
 from ddp_doctor.facts.places import place
 from ddp_doctor.facts.types import ForwardFact, WrapperFact
-from ddp_doctor.observe.data import tensors_in
 from ddp_doctor.observe.patching import Patches
 from ddp_doctor.observe.random_numbers import note_state
 from ddp_doctor.observe.recorder import Recorder, ranks
@@ -89,6 +89,7 @@ def _made(recorder: Recorder, wrapper: Any) -> None:
         static_graph=bool(getattr(wrapper, "static_graph", False)),
         broadcast_buffers=bool(getattr(wrapper, "broadcast_buffers", True)),
         ignored=sorted(state.ignored)[:200],
+        manual=getattr(module, "automatic_optimization", True) is False,
         place=place(),
     )
     recorder.session.write("wrapper", **fact)

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 from ddp_doctor.explain.equation import Equation
 from ddp_doctor.explain.findings import Finding, finding
-from ddp_doctor.facts.merged import Rank, Run, data_of
+from ddp_doctor.explain.numbers import near
+from ddp_doctor.facts.merged import Rank, Run, Window, data_of
 from ddp_doctor.facts.types import LoaderFact, SamplerFact, WindowFact
 
 
@@ -13,8 +14,9 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
     """Some ranks compute their loss from the same inputs and targets, step after step.
 
     Right if the ranks split the batch after the forward's inputs are made: the targets or losses
-    differ then. Right too if they split a model instead of data, or train models of their own. A
-    hint if they exchange activations: they may split one sequence, one graph, or one image.
+    differ then. Right too if they split a model instead of data, or train models of their own, and
+    if they exchange activations and each computes another part of the gradient: then they split one
+    sequence, one graph, or one image. If each computes the same one, a hint.
     """
     windows = [window for window in run.complete if window.trains]
     readers = [group[0] for group in run.readers]
@@ -26,7 +28,8 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
     known = [rank for rank in readers if all(seen[rank])]
     sets = [[rank for rank in known if seen[rank] == seen[first]] for first in known]
     sets = [ranks for ranks, first in zip(sets, known, strict=True) if ranks[0] == first]
-    if len(known) == len(readers) > len(sets):
+    exchange = _exchange(run)
+    if len(known) == len(readers) > len(sets) and not (exchange and _parts(windows, sets)):
         loader = run.loader
         alike = " and ".join(f"ranks {', '.join(map(str, r))}" for r in sets[:8] if len(r) > 1)
         yield finding(
@@ -38,12 +41,27 @@ def same_data_on_ranks(run: Run, equation: Equation) -> Iterator[Finding]:
             loader["place"] if loader else _where(windows[0].ranks[0]),
             "DataLoader(dataset, sampler=DistributedSampler(dataset)), and call "
             "sampler.set_epoch(epoch) in every epoch.",
-            "hint" if _exchange(run) else None,
+            "hint" if exchange else None,
         )
         return
     # Who shares data was not seen if some do that split a model, a sequence, or a graph.
-    if not (run.split and any(map(run.exchanges, run.ranks))) and not _exchange(run):
+    if not (run.split and any(map(run.exchanges, run.ranks))) and not exchange:
         yield from _overlap(run)
+
+
+def _parts(windows: list[Window], sets: list[list[int]]) -> bool:
+    """Whether ranks with the same data compute different gradients, in each step."""
+    return all(
+        any(
+            not near(value, other, 1e-3)
+            for rank in ranks[1:]
+            for name, value in window.ranks[ranks[0]]["snapshot"]["local"].items()
+            if value and (other := window.ranks[rank]["snapshot"]["local"].get(name))
+        )
+        for window in windows
+        for ranks in sets
+        if len(ranks) > 1
+    )
 
 
 def _exchange(run: Run) -> bool:

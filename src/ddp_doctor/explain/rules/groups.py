@@ -35,8 +35,9 @@ def wrong_group(run: Run, equation: Equation) -> Iterator[Finding]:
     )
     if run.in_groups or not (run.split or smaller):
         return
-    yield from _other_factors(run)
-    for step in equation.steps:
+    others = list(other_factors(run))
+    yield from others
+    for step in () if others else equation.steps:
         measured = step.combination.kind in ("averaged", "summed", "scaled")
         undivided = step.reduction == "sum" and all(e.share > 0.99 * e.count for e in step.entries)
         if not measured or undivided or step.total <= 0 or step.micros > 1:
@@ -53,7 +54,7 @@ def wrong_group(run: Run, equation: Equation) -> Iterator[Finding]:
         return
 
 
-def _other_factors(run: Run) -> Iterator[Finding]:
+def other_factors(run: Run) -> Iterator[Finding]:
     """Parameters of which the local gradients are combined with different factors.
 
     Ranks that share their data compute each term of a whole parameter once each. The same for a

@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ddp_doctor.explain.equation import Equation, Step, by_optimizer, is_literal, usual_length
 from ddp_doctor.explain.findings import Finding, Severity, finding
 from ddp_doctor.explain.numbers import alike, near, number
+from ddp_doctor.explain.rules.groups import other_factors
 from ddp_doctor.explain.rules.pairs import gathers_of
 from ddp_doctor.facts.merged import Run, so_far
-from ddp_doctor.facts.types import CollectiveFact, ScalingFact
+from ddp_doctor.facts.types import CollectiveFact, ScalingFact, uneven
 
 WORLD = re.compile(
     r"world|num_replicas|num_processes|n_?procs?\b|n_?gpus?\b|num_?gpus|n_?ranks|num_ranks|"
@@ -22,7 +24,7 @@ FEW = 0.3
 
 
 def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
-    """Each rank divides by its own count, and the counts differ.
+    """Each rank divides by its own count, and the counts differ; also in one of several losses.
 
     Right if the counts are equal, or if the loss is divided by a count that all ranks share: the
     weights are equal then. Right if a column of the loss is one sample, and all samples count
@@ -31,17 +33,22 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
     steps = [step for step in equation.steps if step.world > 1 and _combined(step)]
     found = []
     for step in steps:
-        sums = list(step.by(lambda entry: entry.rank).values())
-        if _own_counts(step, sums) or _own_divisors(step, sums):
-            found.append((_ratio(sums), step, [share / count for count, share in sums]))
+        losses = [other for other in step.others if other.entries[0].fact["loss"]]
+        for term in (step, *losses):
+            sums = list(term.by(lambda entry: entry.rank).values())
+            if _own_counts(term, sums) or _own_divisors(term, sums):
+                found.append((_ratio(sums), term, [share / count for count, share in sums]))
+                break
     if not found:
         yield from _columns_with_own_counts(steps)
+        yield from _ranks_without_items(steps)
         return
     ratio, step, weights = max(found, key=lambda case: case[0])
+    later = min(term.window.n for _, term, _ in found) > 0
     counts = {rank: count for rank, (count, _) in step.by(lambda entry: entry.rank).items()}
     heavy, light = weights.index(max(weights)), weights.index(min(weights))
     listed = ", ".join(f"rank {r} has {number(c)}" for r, c in list(counts.items())[:8])
-    yield finding(
+    unequal = finding(
         "unequal_denominators",
         f"Step {step.window.n}: {listed} items. Each rank divides by its own count, so an "
         f"item on rank {heavy} weighs {ratio:.2f} times an item on rank {light}. Seen in "
@@ -50,6 +57,7 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
         _global_count(step),
         _how_bad(ratio, len(found), len(steps)),
     )
+    yield replace(unequal, later=later)
 
 
 def _columns_with_own_counts(steps: list[Step]) -> Iterator[Finding]:
@@ -71,6 +79,28 @@ def _columns_with_own_counts(steps: list[Step]) -> Iterator[Finding]:
         "(loss_sums * world_size / counts).mean() over the columns.",
         _how_bad(ratio, len(found), len(steps)),
     )
+
+
+def _ranks_without_items(steps: list[Step]) -> Iterator[Finding]:
+    """As above, where a rank has no item in a step, and counts in the average all the same."""
+    having = [{entry.rank for entry in step.entries if entry.count} for step in steps]
+    if any(step.readers < step.world for step in steps):
+        return
+    for step, ranks in zip(steps, having, strict=True):
+        without = set(step.window.ranks) - ranks
+        sometimes = without <= set.union(*having)  # and is no rank that never has a loss
+        if without and sometimes and near(step.total, len(ranks) / step.world):
+            listed = ", ".join(map(str, sorted(without)[:8]))
+            unequal = finding(
+                "unequal_denominators",
+                f"Step {step.window.n}: rank {listed} has no items, and the average over "
+                f"{step.world} ranks counts it all the same: the items of the others weigh "
+                f"{number(step.total)} times 1/N.",
+                step.place,
+                _global_count(step),
+            )
+            yield replace(unequal, later=step.window.n > 0)
+            return
 
 
 def _furthest_column(step: Step) -> tuple[float, int, list[float]] | None:
@@ -131,8 +161,7 @@ def _own_counts(step: Step, sums: list[tuple[float, float]]) -> bool:
     shares = [share for _, share in sums]
     if len(sums) < 2 or min(counts) <= 0 or min(shares) <= 0 or alike(counts, 0.003):
         return False
-    inside = [entry.fact.get("spread") for entry in step.entries]
-    if any(entry and entry[0] and entry[1] / entry[0] > 1.01 for entry in inside):
+    if any(uneven(entry.fact) for entry in step.entries):
         return False  # items of one call weigh differently by design: another unit than the item
     return alike(shares, 0.002)
 
@@ -190,6 +219,8 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
     Right too if the factor is a coefficient that the code writes as a number, or if ranks have
     other numbers of terms: then one term does not tell the weights.
     """
+    if run.split and next(other_factors(run), None) is not None:
+        return  # no one factor is that of all parameters
     findings: dict[str, list[Finding]] = {}
     checked = 0
     usual = {at: usual_length(steps) for at, steps in by_optimizer(equation.steps).items()}
@@ -204,7 +235,7 @@ def scale(run: Run, equation: Equation) -> Iterator[Finding]:
         if alone or shared or unknown or step.terms_differ:
             continue
         checked += 1
-        for found in _scale(step):
+        for found in (*_scale(step), *_of_means(step)):
             findings.setdefault(found.code, []).append(found)
     for seen in findings.values():
         if len(seen) >= FEW * checked:
@@ -232,6 +263,15 @@ def _scale(step: Step) -> Iterator[Finding]:
             yield wrong_k
             loss *= step.micros if wrong_k.code == "loss_divided_twice" else 1 / step.micros
         yield from _of_the_loss(step, total, loss)
+
+
+def _of_means(step: Step) -> Iterator[Finding]:
+    """A mean that is taken of what an uneven loss has become, as of preferences, tells K too."""
+    uneven_loss = any(uneven(entry.fact) for entry in step.entries)
+    for mean in step.others if uneven_loss and not step.combination.local else ():
+        averaged = near(mean.alpha * mean.world, 1.0) and mean.function == "mean"
+        if averaged and (wrong_k := _of_micro_batches(mean, mean.total, mean.total)):
+            yield wrong_k
 
 
 def _of_a_sum(step: Step, total: float, combined: float) -> Iterator[Finding]:

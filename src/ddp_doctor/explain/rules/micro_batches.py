@@ -6,8 +6,9 @@ from ddp_doctor.explain.combination import untouched
 from ddp_doctor.explain.equation import Equation, Step, by_optimizer, usual_length
 from ddp_doctor.explain.findings import Finding, finding
 from ddp_doctor.explain.numbers import near, number
+from ddp_doctor.explain.rules.loss import WINDOW
 from ddp_doctor.facts.merged import Run, Window
-from ddp_doctor.facts.types import WindowFact
+from ddp_doctor.facts.types import ScalingFact, WindowFact
 
 
 def micro_batches_discarded(run: Run, equation: Equation) -> Iterator[Finding]:
@@ -95,7 +96,8 @@ def gradients_not_cleared(run: Run, equation: Equation) -> Iterator[Finding]:
 
 
 def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Finding]:
-    """The last window of an epoch has fewer micro-batches and is divided as if it were full.
+    """The last window of an epoch has fewer micro-batches and is divided as if it were full; or
+    every window has one.
 
     Right if the short window is divided by its own length. A note if two short windows in a row
     make one full window: then the update was only cut in two.
@@ -104,6 +106,16 @@ def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Findin
         usual = usual_length(steps)
         lengths = {step.window.n: step.micros for step in steps}
         full = [step for step in steps if step.micros == usual]
+        if usual == 1 and (divided := _divided_by_more(full[0])):
+            yield finding(
+                "partial_window_divided_by_k",
+                f"Each step has one micro-batch, and its loss is divided by the number of "
+                f"accumulation steps, {number(divided['value'])} ({divided['text']}): all weights "
+                f"together are {number(full[0].total)}.",
+                divided["place"],
+                f"Step once per {number(divided['value'])} micro-batches, or do not divide.",
+            )
+            return
         if usual < 2 or not full or not near(full[0].total, 1.0):
             continue
         for step in steps:
@@ -119,6 +131,15 @@ def partial_window_divided_by_k(run: Run, equation: Equation) -> Iterator[Findin
                     "note" if cut else None,
                 )
                 return
+
+
+def _divided_by_more(step: Step) -> ScalingFact | None:
+    """A division by the number of accumulation steps that leaves so small a part of the weights."""
+    for one in step.scaling:
+        named = WINDOW.search(one["operand"]) and one["op"] == "/" and one["value"] > 1
+        if named and near(step.total * one["value"], 1.0):
+            return one
+    return None
 
 
 RULES = (micro_batches_discarded, gradients_not_cleared, partial_window_divided_by_k)

@@ -1,16 +1,21 @@
 """The wrapper: whether the gradients pass through what combines them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import takewhile
 
 from ddp_doctor.explain.equation import Equation
-from ddp_doctor.explain.findings import Finding, finding
+from ddp_doctor.explain.findings import DATA, Finding, finding
 from ddp_doctor.facts.merged import Run, Window, so_far
 from ddp_doctor.facts.types import BackwardFact, CollectiveFact, WindowFact
 
 CALL_THE_WRAPPER = (
     "Call the wrapper itself: loss = model(batch), not model.module(batch). If the loss needs the "
     "module's methods, compute it inside the module's forward."
+)
+MANUAL_BACKWARD = (
+    "Call self.manual_backward(loss), not loss.backward(): with automatic_optimization = False, "
+    "Lightning prepares the wrapper there."
 )
 KEEP_THE_WRAPPER = (
     "Keep what DistributedDataParallel(model) returns, and call that in the training loop: "
@@ -59,12 +64,15 @@ def _again(run: Run, fact: WindowFact, backward: BackwardFact, at: str, differ: 
 def _bypassed(run: Run, fact: WindowFact, backward: BackwardFact, at: str, differ: str) -> Finding:
     gone = [run.wrappers[each] for each in fact["gone"] if each < len(run.wrappers)]
     longer = f", which no longer exists (made at {gone[0]['place']})" if gone else ""
+    went = f"no forward went through the wrapper{longer}"
+    fix = KEEP_THE_WRAPPER if gone else CALL_THE_WRAPPER
+    if any(wrapper["manual"] for wrapper in run.wrappers):
+        went, fix = "nothing has prepared the wrapper for it", MANUAL_BACKWARD
     return finding(
         "wrapper_lost" if gone else "wrapper_bypassed",
-        f"{at}: backward reached the wrapped model, but no forward went through the "
-        f"wrapper{longer}. {differ}",
-        _place(backward),
-        KEEP_THE_WRAPPER if gone else CALL_THE_WRAPPER,
+        f"{at}: backward reached the wrapped model, but {went}. {differ}",
+        backward["place"] if fix is MANUAL_BACKWARD else _place(backward),
+        fix,
     )
 
 
@@ -290,6 +298,19 @@ def parameters_averaged(run: Run, equation: Equation) -> Iterator[Finding]:
     )
 
 
+def _split_twice(world: int, place: str) -> Finding:
+    twice = finding(
+        "world_size_one",
+        f"Two samplers, one inside of the other, split the data over {world} ranks each: a rank "
+        f"reads 1/{world**2} of them, and 1/{world} of the data are all that is trained on.",
+        place,
+        "Leave one of the two out: accelerate's prepare() splits what its loader yields, so that "
+        "loader needs no DistributedSampler.",
+        "hint",
+    )
+    return replace(twice, title="The data are split over the ranks twice", page=DATA)
+
+
 def _parameters(call: CollectiveFact, window: Window) -> bool:
     """Whether a collective is of parameters. All in one tensor look like all gradients in one."""
     flat = call.get("what") == "flat" and so_far(call, window) == 0
@@ -300,7 +321,8 @@ def world_size_one(run: Run, equation: Equation) -> Iterator[Finding]:
     """A process believes that it is one of several ranks, but its process group has one.
 
     Signs: the environment's WORLD_SIZE, or a sampler that splits the data over more replicas than
-    the group has ranks. Right if the sampler's replicas are the ranks of the run.
+    the group has ranks. Right if the sampler's replicas are the ranks of the run. If two samplers
+    split the data over the ranks, one after the other, a hint says so.
     """
     for rank in run.ranks:
         groups = rank.facts["group"]
@@ -312,6 +334,9 @@ def world_size_one(run: Run, equation: Equation) -> Iterator[Finding]:
         ]
         if samplers:
             replicas, place = samplers[-1]
+            if replicas == world**2 > 1:
+                yield _split_twice(world, place)
+                return
             left = rank.process["environment"].get("LOCAL_RANK")
             yield finding(
                 "world_size_one",

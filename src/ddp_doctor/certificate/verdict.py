@@ -62,7 +62,8 @@ STARTS = (
 )
 NO_GRADIENT = (
     "The optimizers' parameters get no gradient in the first step: an optimizer may have been made "
-    "before the model that is trained, or fully_shard has not synchronized the gradients."
+    "before the model that is trained, fully_shard has not synchronized the gradients, or the "
+    "script keeps its gradients elsewhere than in .grad, where they cannot be judged."
 )
 ZERO = (
     "The gradient of the first step is zero, so there is nothing to compare. Begin with samples "

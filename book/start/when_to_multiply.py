@@ -58,7 +58,7 @@ def try_factors(
     factors = {"×1": 1.0, "×W": len(counts), "×1/W": 1 / len(counts)}
     variants = {name: with_factor(factor) for name, factor in factors.items()}
     truth = gradient_of(model, lambda alone: meant(alone(inputs), targets))
-    judged = try_variants(model, variants, truth, counts).verdicts
+    judged = try_variants(model, variants, truth, counts)
     if any(verdict.ranks != "all" for verdict in judged):
         raise RuntimeError("the ranks hold different gradients after `combine`")
     return {verdict.variant: verdict.comparison for verdict in judged}

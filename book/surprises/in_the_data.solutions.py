@@ -51,3 +51,32 @@ def whole_rounds(stream, rank, world_size, worker, workers):
 def rank_0(stream, rank, world_size, worker, workers):
     if rank == 0:
         yield from islice(stream, worker, None, workers)
+
+
+# %% check_stream right: dealt at random, alike on all workers
+import random
+
+
+def at_random(stream, rank, world_size, worker, workers):
+    draws = random.Random(0)
+    for sample in stream:
+        if draws.randrange(world_size * workers) == rank * workers + worker:
+            yield sample
+
+
+# %% check_stream right: blocks of ten
+def in_blocks(stream, rank, world_size, worker, workers):
+    for number, sample in enumerate(stream):
+        if number // 10 % (world_size * workers) == rank * workers + worker:
+            yield sample
+
+
+# %% check_stream wrong: dealt at random, by each worker anew
+import random
+
+
+def each_at_random(stream, rank, world_size, worker, workers):
+    own = random.Random(rank * workers + worker)
+    for sample in stream:
+        if own.randrange(world_size * workers) == 0:
+            yield sample

@@ -22,7 +22,7 @@ from labkit.testing import (
     under_ddp,
 )
 from labkit.testing.variants import LossOnRows, Variant
-from labkit.testing.verdict import Verdict
+from labkit.testing.verdict import Verdicts
 
 
 class TwoTowers(nn.Module):
@@ -53,7 +53,7 @@ def judge(
     counts: Sequence[int],
     only: Callable[[Tensor], bool] | None = None,
     find_unused_parameters: bool = False,
-) -> list[Verdict]:
+) -> Verdicts:
     """Back-propagate each of `losses` under DDP, and compare with the gradient of
     `meant`.
 
@@ -77,10 +77,10 @@ def judge(
 
     variants = {name: variant_of(loss) for name, loss in losses.items()}
     true = gradient_of(model, lambda alone: meant(alone, slice(None)))
-    return try_variants(model, variants, selected(true), counts).verdicts
+    return try_variants(model, variants, selected(true), counts)
 
 
-def best_factors(judged: Sequence[Verdict]) -> str:
+def best_factors(judged: Verdicts) -> str:
     """Per wrong verdict, the factor that repairs most, and the error that it leaves.
 
     The error is relative to the wanted gradient.

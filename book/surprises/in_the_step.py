@@ -13,7 +13,7 @@ from labkit.book import figures
 from labkit.launch.ranks import run_ranks
 from labkit.scenarios.rare_samples import Problem
 from labkit.testing.compare import flatten
-from labkit.testing.verdict import Verdict, gradient_of, verdicts
+from labkit.testing.verdict import Verdicts, gradient_of, verdicts
 
 # Powers of two: multiplying by them changes no digit of a gradient in float32.
 FACTORS = [2.0**power for power in range(-30, 19)]
@@ -33,7 +33,7 @@ def pull_together(problem: Problem) -> Problem:
     return Problem(problem.model, problem.inputs, far)
 
 
-def swept(problem: Problem, averaged: Averaged, world_size: int = 4) -> list[Verdict]:
+def swept(problem: Problem, averaged: Averaged, world_size: int = 4) -> Verdicts:
     """Average each factor times the gradient, per dtype and order; divide it out again.
 
     A verdict's `variant` is "bf16, divided before the sum" and so on, followed by the
@@ -43,17 +43,17 @@ def swept(problem: Problem, averaged: Averaged, world_size: int = 4) -> list[Ver
     return verdicts(run_ranks(_on_this_rank, world_size, problem, averaged), [truth])
 
 
-def picked(sweep: list[Verdict]) -> list[Verdict]:
+def picked(sweep: Verdicts) -> Verdicts:
     """Of a sweep, the three magnitudes that a table shows, with readable names."""
-    return [
+    return Verdicts(
         verdict._replace(variant=f"{size}: {verdict.variant[0]}")
         for size, factor in SHOWN.items()
         for verdict in sweep
         if verdict.variant[1] == factor
-    ]
+    )
 
 
-def drawn(problem: Problem, sweep: list[Verdict]) -> Figure:
+def drawn(problem: Problem, sweep: Verdicts) -> Figure:
     """Ratio against the gradient's largest element; what is infinite lies at the
     top.
     """

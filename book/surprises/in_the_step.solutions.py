@@ -106,3 +106,15 @@ def old_gradient(module, loss_in):
             loss.backward()
         if step or not bad:
             optimizer.step()
+
+
+# %% check_skipping wrong: NaN becomes zero, and the rest of the gradient is used
+def nan_becomes_zero(module, loss_in):
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_in(step, ddp).backward()
+        for p in module.parameters():
+            p.grad.nan_to_num_(0)
+        optimizer.step()

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from labkit.book import figures
-from labkit.testing.variants import Tried
+from labkit.testing.verdict import Verdicts
 
 _AVERAGED = figures.RANKS[0]
 
@@ -55,7 +55,7 @@ def headline(error: Exception) -> str:
 
 
 def no_sync_timeline(
-    places: Mapping[str, Sequence[tuple[bool, bool]]], tried: Tried
+    places: Mapping[str, Sequence[tuple[bool, bool]]], tried: Verdicts
 ) -> Figure:
     """Per placement of `no_sync`, its micro-batches as forward and backward boxes.
 
@@ -64,10 +64,7 @@ def no_sync_timeline(
             `no_sync`, and whether its backward is.
         tried: with the number of collectives in each of these backwards as notes.
     """
-    launched = {
-        verdict.variant: notes
-        for verdict, notes in zip(tried.verdicts, tried.notes, strict=True)
-    }
+    launched = {verdict.variant: verdict.notes for verdict in tried}
     figures.use()
     figure, _ = plt.subplots(
         len(places), 1, figsize=(6.4, 0.95 * len(places) + 0.3), sharex=True

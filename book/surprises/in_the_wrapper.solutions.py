@@ -61,3 +61,8 @@ def second_is_local(ddp, rows):
     with ddp.no_sync():
         two_losses(ddp, rows)[1].backward()
     return norm
+
+
+# %% check_two_losses wrong: no norm is returned
+def returns_nothing(ddp, rows):
+    sum(two_losses(ddp, rows)).backward()

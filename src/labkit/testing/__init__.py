@@ -9,7 +9,7 @@ __getattr__, __all__ = offer(
         "agreement": ["InvariantError", "assert_gradients_agree", "assert_replicas_agree"],
         "invariants": ["INVARIANTS", "gradients_are_identical", "violations"],
         "watch": ["RecordedCollectives", "SameCollectives"],
-        "verdict": ["gradient_of", "moved", "verdict_table", "verdicts", "weights"],
+        "verdict": ["gradient_of", "moved", "verdicts", "weights"],
         "variants": ["Held", "rows_of_ranks", "try_variants", "under_ddp"],
     },
 )

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
-from labkit.tables import Cell, table
+from labkit.tables import Cell
 from labkit.testing.compare import gradients
-from labkit.testing.verdict import Verdict, verdicts
+from labkit.testing.verdict import Verdict, Verdicts, verdicts
 
 
 class Held(NamedTuple):
@@ -37,41 +37,12 @@ Variant = Callable[[nn.Module, slice], "Held | list[Tensor] | None"]
 LossOnRows = Callable[[nn.Module, slice], Tensor]
 
 
-class Tried(NamedTuple):
-    """The verdicts, one per variant (or per rank where ranks differ), and the notes beside them."""
-
-    verdicts: list[Verdict]
-    notes: list[tuple[Cell, ...]]
-
-    def table(self, *headers: str, digits: int = 4) -> str:
-        """One line per verdict; `headers` name the columns of notes."""
-        lines = zip(self.verdicts, self.notes, strict=True)
-        rows = [[v.variant, v.ranks, *v.comparison, v.kind, *notes] for v, notes in lines]
-        return table(["variant", "ranks", "ratio", "cosine", "verdict", *headers], rows, digits)
-
-    def brief(self, *headers: str) -> str:
-        """One line per variant: where the ranks differ, their smallest and largest numbers.
-
-        The verdict and the notes are those of the last rank.
-        """
-        lines: dict[str, list[Cell]] = {}
-        for verdict, notes in zip(self.verdicts, self.notes, strict=True):
-            found = [v for v in self.verdicts if v.variant == verdict.variant]
-            columns = zip(*(v.comparison for v in found), strict=True)
-            ranges = [f"{min(numbers):.4f} to {max(numbers):.4f}" for numbers in columns]
-            agree = verdict.ranks == "all"
-            numbers = ["all", *verdict.comparison] if agree else ["differ", *ranges]
-            lines[verdict.variant] = [verdict.variant, *numbers, verdict.kind, *notes]
-        all_headers = ["variant", "ranks", "ratio", "cosine", "verdict", *headers]
-        return table(all_headers, list(lines.values()))
-
-
 def try_variants(
     model: nn.Module,
     variants: Sequence[Variant] | Mapping[str, Variant],
     truth: Sequence[Tensor] | Mapping[str, Sequence[Tensor]],
     counts: Sequence[int] = (4, 4, 4, 4),
-) -> Tried:
+) -> Verdicts:
     """Run each variant on `len(counts)` ranks and compare what every rank holds with `truth`.
 
     Args:
@@ -88,8 +59,10 @@ def try_variants(
     rows = rows_of_ranks(counts)
     of_ranks = run_ranks(_on_this_rank, len(counts), model, dict(variants), rows)
     judged = verdicts([{n: h.tensors for n, h in held.items()} for held in of_ranks], truth)
-    notes = [_notes_of(verdict, [held[verdict.variant] for held in of_ranks]) for verdict in judged]
-    return Tried(judged, notes)
+    return Verdicts(
+        verdict._replace(notes=_notes_of(verdict, [held[verdict.variant] for held in of_ranks]))
+        for verdict in judged
+    )
 
 
 def under_ddp(loss: LossOnRows, **options: Any) -> Variant:

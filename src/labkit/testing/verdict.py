@@ -2,7 +2,7 @@
 
     truth = gradient_of(model, lambda model: F.mse_loss(model(inputs), targets))
     found = run_ranks(work, 4)          # per rank: {"a variant's name": gradients(module), …}
-    print(verdict_table(verdicts(found, truth)))
+    print(verdicts(found, truth).table())
 
 If all ranks hold the same bits, a variant has one verdict. Otherwise it has one per rank: ranks
 with different gradients diverge at the next step, and one number cannot show that. The same
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from labkit.tables import table
+from labkit.tables import Cell, table
 from labkit.testing.compare import (
     Comparison,
     gradients,
@@ -33,12 +33,25 @@ _RATIO = 5e-3
 
 
 class Verdict(NamedTuple):
-    """The gradient of one variant on `ranks`: its ratio, its cosine, and its kind."""
+    """The gradient of one variant on `ranks`: its ratio, its cosine, and its kind.
+
+    `notes` are what a table says besides.
+    """
 
     variant: str
     ranks: str
     comparison: Comparison
     kind: Kind
+    notes: tuple[Cell, ...] = ()
+
+
+class Verdicts(list[Verdict]):
+    """One verdict per variant, or one per rank where the ranks differ."""
+
+    def table(self, *headers: str, digits: int = 4) -> str:
+        """One line per verdict; `headers` name the columns of notes."""
+        rows = [[v.variant, v.ranks, *v.comparison, v.kind, *v.notes] for v in self]
+        return table(["variant", "ranks", "ratio", "cosine", "verdict", *headers], rows, digits)
 
 
 def gradient_of(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> list[Tensor]:
@@ -77,7 +90,7 @@ def kind_of(comparison: Comparison) -> Kind:
 def verdicts(
     of_ranks: Sequence[Mapping[str, Sequence[Tensor]]],
     truth: Sequence[Tensor] | Mapping[str, Sequence[Tensor]],
-) -> list[Verdict]:
+) -> Verdicts:
     """Compare what `run_ranks` returned, `[rank][variant]`, with the truth.
 
     `truth` is one gradient for all variants, or one per variant, by name. Raises ValueError if the
@@ -87,7 +100,7 @@ def verdicts(
     for rank, found in enumerate(of_ranks):
         if list(found) != variants:
             raise ValueError(f"rank 0 tried {variants}, rank {rank} {list(found)}: try the same")
-    judged = []
+    judged = Verdicts()
     for variant in variants:
         true = truth[variant] if isinstance(truth, Mapping) else truth
         found = [list(of_rank[variant]) for of_rank in of_ranks]
@@ -97,12 +110,6 @@ def verdicts(
             comparison = compared(one, true)
             judged.append(Verdict(variant, ranks, comparison, kind_of(comparison)))
     return judged
-
-
-def verdict_table(judged: Sequence[Verdict], header: str = "variant", digits: int = 4) -> str:
-    """One line per verdict: variant, ranks, ratio, cosine, kind. `header` is above the variants."""
-    rows = [[v.variant, v.ranks, *v.comparison, v.kind] for v in judged]
-    return table([header, "ranks", "ratio", "cosine", ""], rows, digits)
 
 
 def compared(found: Sequence[Tensor], true: Sequence[Tensor]) -> Comparison:

@@ -43,7 +43,7 @@ def test_each_loss_gets_its_verdict_on_every_rank_and_the_model_is_left_alone(co
     before = [p.detach().clone() for p in MODEL.parameters()]
     losses = {"mean": mean, "over all": over_all, "times W": lambda m, r: 2 * over_all(m, r)}
     variants = {name: under_ddp(loss) for name, loss in losses.items()}
-    judged = try_variants(MODEL, variants, TRUTH, counts).verdicts
+    judged = try_variants(MODEL, variants, TRUTH, counts)
     assert [v.kind for v in judged] == [of_means, "scale bug", "right"]
     assert all(v.ranks == "all" for v in judged)
     assert judged[1].comparison.ratio == pytest.approx(0.5, abs=1e-5)
@@ -53,10 +53,10 @@ def test_each_loss_gets_its_verdict_on_every_rank_and_the_model_is_left_alone(co
 
 def test_local_gradients_get_one_line_per_rank_with_its_own_notes():
     tried = try_variants(MODEL, [own_with_rank], TRUTH, [4, 4])
-    assert [v.ranks for v in tried.verdicts] == ["rank 0", "rank 1"]
-    assert [v.variant for v in tried.verdicts] == ["own with rank"] * 2
-    assert tried.notes == [(0,), (1,)]
-    assert {v.kind for v in tried.verdicts} == {"direction bug"}
+    assert [v.ranks for v in tried] == ["rank 0", "rank 1"]
+    assert [v.variant for v in tried] == ["own with rank"] * 2
+    assert [v.notes for v in tried] == [(0,), (1,)]
+    assert {v.kind for v in tried} == {"direction bug"}
 
 
 def test_equal_gradients_with_different_notes_are_refused():
@@ -73,4 +73,4 @@ def test_every_variant_starts_from_the_models_own_weights():
             parameter.data.zero_()
 
     tried = try_variants(MODEL, {"spoils": spoils, "mean": under_ddp(mean)}, TRUTH, [4, 4])
-    assert [v.kind for v in tried.verdicts] == ["right", "right"]
+    assert [v.kind for v in tried] == ["right", "right"]

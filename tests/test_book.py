@@ -15,6 +15,7 @@ from labkit.launch.scripts import project_root
 ROOT = project_root()
 BOOK = ROOT / "book"
 CHAPTERS = chapters_of(BOOK)
+FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell"}
 MARKERS = re.compile(r"nbval[-_](skip|ignore|check|test|raises)", re.IGNORECASE)
 
 
@@ -53,6 +54,15 @@ def test_every_code_cell_is_compared(chapter):
         assert not MARKERS.search(cell.source), f"{where} switches its comparison off"
         for tag in cell.metadata.get("tags", []):
             assert not MARKERS.search(tag), f"{where} is tagged {tag}"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)
+def test_a_visible_cell_has_at_most_25_lines_and_a_program_in_quotes_35(chapter):
+    for number, cell in enumerate(code_cells(chapter)):
+        lines = len(cell.source.splitlines())
+        limit = 35 if re.match(r'[A-Z]+ = """', cell.source) else 25
+        folded = FOLDED & set(cell.metadata.get("tags", []))
+        assert folded or lines <= limit, f"{chapter.name}, code cell {number}: {lines} lines"
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.stem)

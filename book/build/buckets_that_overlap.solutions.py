@@ -211,3 +211,42 @@ class NotPrepared(Reducer):
             bucket.work.wait()
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
+
+
+# %% check_views right: assigned, and averaged by one call per bucket
+class OneCallPerBucket(Reducer):
+    @torch.no_grad()
+    def finalize(self):
+        for bucket in self.buckets:
+            bucket.work.wait()
+            for number, parameter in enumerate(bucket.parameters):
+                parameter.grad = bucket.views[number]
+            bucket.missing = len(bucket.parameters)
+        self.order, self.launched = [], 0
+
+
+# %% check_views wrong: views of a new buffer, which is a copy
+class NewBuffers(Reducer):
+    def finalize(self):
+        for bucket in self.buckets:
+            bucket.work.wait()
+            bucket.buffer = bucket.buffer.clone()
+            sizes = [p.numel() for p in bucket.parameters]
+            parts = bucket.buffer.split(sizes)
+            pairs = zip(bucket.parameters, parts, strict=True)
+            bucket.views = [part.view_as(p) for p, part in pairs]
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+        self.prepare()
+
+
+# %% check_views wrong: assigned once, so that zero_grad takes the views away
+class AssignedOnce(Reducer):
+    def finalize(self):
+        for bucket in self.buckets:
+            bucket.work.wait()
+            if not hasattr(bucket, "assigned"):
+                for p, view in zip(bucket.parameters, bucket.views, strict=True):
+                    p.grad = view
+                bucket.assigned = True
+        self.prepare()

@@ -68,6 +68,27 @@ class SentButNotUsed(Rebuilding):
             self.rebuilt = True
 
 
+# %% check_plan wrong: the order is a tensor, not a list of integers
+class OrderAsTensor(Rebuilding):
+    def rebuild(self):
+        if not self.rebuilt and self.last_order:
+            order = torch.tensor(self.last_order)
+            dist.broadcast(order, src=0)
+            self.use(pack(self.parameters, order, self.cap_bytes))
+            self.rebuilt = True
+
+
+# %% check_plan wrong: rank 0 has its own plan, the others the order of definition
+class OnlyRank0(Rebuilding):
+    def rebuild(self):
+        if not self.rebuilt and self.last_order:
+            order = range(len(self.parameters))
+            if dist.get_rank() == 0:
+                order = self.last_order
+            self.use(pack(self.parameters, order, self.cap_bytes))
+            self.rebuilt = True
+
+
 # %% check_report right: the reducer's count of missing gradients
 class FromTheBuckets(DDP):
     def forward(self, *inputs):

@@ -79,3 +79,22 @@ import datetime
 
 def barrier_alone(tensor):
     dist.monitored_barrier(timeout=datetime.timedelta(seconds=2), wait_all_ranks=True)
+
+
+# %% check_missing right: a sentence with other numbers in it
+import datetime
+
+
+def in_a_sentence(tensor):
+    two = datetime.timedelta(seconds=2)
+    try:
+        dist.monitored_barrier(timeout=two, wait_all_ranks=True)
+    except RuntimeError as error:
+        if dist.get_rank() > 0:
+            raise
+        _, _, after = str(error).partition("Ranks ")
+        ranks = after.partition(" failed")[0].split(", ")
+        raise RuntimeError(
+            f"{len(ranks)} of 4 ranks did not arrive within 2 s: {', '.join(ranks)}"
+        ) from None
+    dist.all_reduce(tensor)

@@ -86,3 +86,11 @@ def into_the_weights(model):
 # %% check_drift wrong: the number of the example
 def written_in(model):
     return 0.75
+
+
+# %% check_drift wrong: rounded to three digits
+def rounded(model):
+    values = torch.cat([p.detach().flatten() for p in model.parameters()])
+    both = torch.cat([values, -values])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return round(sum(both.chunk(2)).max().item(), 3)

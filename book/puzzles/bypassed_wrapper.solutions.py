@@ -86,3 +86,22 @@ def without_a_name(module):
 def repairs_it(module):
     for parameter in module.parameters():
         dist.broadcast(parameter.data, src=0)
+
+
+# %% check_verify_replicas wrong: it names every parameter
+def names_all(module):
+    flat = torch.cat([p.detach().flatten() for p in module.parameters()])
+    copies = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, flat)
+    if not all(c.allclose(copies[0], 0, 0, equal_nan=True) for c in copies):
+        names = ", ".join(name for name, _ in module.named_parameters())
+        raise RuntimeError(f"one of these differs: {names}")
+
+
+# %% check_verify_replicas wrong: only ranks 0 and 1 are compared
+def first_two_ranks(module):
+    for name, parameter in module.named_parameters():
+        copies = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, parameter.detach())
+        if not copies[0].allclose(copies[1], 0, 0, equal_nan=True):
+            raise RuntimeError(f"{name} differs between ranks")

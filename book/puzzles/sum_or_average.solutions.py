@@ -61,3 +61,14 @@ class Detached(nn.Module):
     def forward(self, x, y):
         losses = F.cross_entropy(self.model(x), y, reduction="none")
         return losses.detach() + 0 * losses
+
+
+# %% check_module wrong: the first layer is frozen
+class FrozenLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = task.seeded_model()
+        self.model[0].requires_grad_(False)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.model(x), y, reduction="none")

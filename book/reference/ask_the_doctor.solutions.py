@@ -24,3 +24,10 @@ first_averaged = "from contextlib import nullcontext\n" + my_script.replace(
 
 # %% check_findings wrong: one micro-batch
 one_micro_batch = my_script.replace("range(4):\n        x", "range(1):\n        x")
+
+
+# %% check_findings wrong: the four micro-batches are only in a comment
+in_a_comment = my_script.replace(
+    "for micro in range(4):\n        x",
+    "for micro in range(1):  # instead of: for micro in range(4):\n        x",
+).replace("with model.no_sync():", "if True:")

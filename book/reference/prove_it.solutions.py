@@ -48,3 +48,10 @@ two_ranks = my_script.replace(
 
 # %% check_script wrong: equal numbers of samples
 equal_counts = my_script.replace("2 + 6 * dist.get_rank()", "5")
+
+
+# %% check_script wrong: the unequal numbers are only in a comment
+in_a_comment = my_script.replace(
+    "torch.randn(2 + 6 * dist.get_rank(), 8,",
+    "torch.randn(5, 8,  # not 2 + 6 * dist.get_rank()\n       ",
+)

@@ -157,3 +157,17 @@ def summed_by_a_hook():
 # %% check_adapter wrong: added twice, before and after sharding
 def added_again():
     return fully_shard(Adapted().add_adapter()).add_adapter()
+
+
+# %% check_adapter wrong: averaged by a hook for two ranks
+def averaged_over_two():
+    adapted = fully_shard(Adapted()).add_adapter()
+    dist.broadcast(adapted.adapter.weight.data, src=0)
+
+    def half_of_the_sum(gradient):
+        gradient = gradient / 2
+        dist.all_reduce(gradient)
+        return gradient
+
+    adapted.adapter.weight.register_hook(half_of_the_sum)
+    return adapted

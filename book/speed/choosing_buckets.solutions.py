@@ -30,3 +30,10 @@ first_bucket = [planned[0] / MIB]
 
 # %% check_caps wrong: the number of gradients of each bucket
 numbers_of_gradients = [len(bucket) for bucket in plans["planned"]]
+
+
+# %% check_caps wrong: an empty list
+no_caps = []
+
+# %% check_caps wrong: infinite caps
+infinite = [float("inf")] * len(planned)

@@ -2,6 +2,8 @@
 
 import ast
 import re
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import nbformat
 import pytest
@@ -18,6 +20,13 @@ from labkit.launch import project_root, run_ranks
 
 BOOK = project_root() / "book"
 BUILD = BOOK / "build"
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_single",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter_single",
+)
 FACTORIES = {"tensor", "zeros", "ones", "full", "empty", "arange", "randn", "rand"}
 
 
@@ -136,6 +145,11 @@ def tensors_in(tree):
     return found
 
 
+def refuse_what_is_left_on_the_cpu():
+    for name in COLLECTIVES:
+        setattr(dist, name, refusing(getattr(dist, name)))
+
+
 class TwoLayers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -149,8 +163,7 @@ class TwoLayers(nn.Module):
 def two_passes(rank, world_size, average, after_backward, skip):
     torch.manual_seed(0)
     model, x = TwoLayers(), torch.ones(2, 4) + rank
-    for name in ("all_reduce", "broadcast", "all_gather"):
-        setattr(dist, name, refusing(getattr(dist, name)))
+    refuse_what_is_left_on_the_cpu()
     with OnAnotherDevice():
         averager = model if after_backward else average(model)
         for _ in range(2):
@@ -162,22 +175,109 @@ def two_passes(rank, world_size, average, after_backward, skip):
     return [parameter.grad for parameter in model.parameters()]
 
 
-SENDING = {  # chapter, check, what averages, whether after backward, whether rank 1 skips a layer
-    "flags": ("average_by_hand", "check_none", "average_with_flags", True, True),
-    "one message": ("average_by_hand", "check_none", "average_gradients", True, True),
-    "reducer": ("buckets_that_overlap", "check_views", "Reducer", False, False),
-    "wrapper": ("the_wrapper", "check_plan", "DDP", False, False),
-    "unused": ("the_wrapper", "check_plan", "lambda module: DDP(module, True)", False, True),
+# chapter, check, what averages, whether after backward, whether rank 1 skips a layer
+SENDING = {
+    "flags": ("build/average_by_hand", "check_none", "average_with_flags", True, True),
+    "one message": ("build/average_by_hand", "check_none", "average_gradients", True, True),
+    "reducer": ("build/buckets_that_overlap", "check_views", "Reducer", False, False),
+    "wrapper": ("build/the_wrapper", "check_plan", "DDP", False, False),
+    "unused": ("build/the_wrapper", "check_plan", "lambda module: DDP(module, True)", False, True),
+    "five lines": (
+        "start/what_is_averaged",
+        "check_drift",
+        "average_in_five_lines",
+        True,
+        False,
+    ),
+    "posted": ("puzzles/by_hand_or_ddp", "check_start", "average_gradients", True, False),
 }
+
+
+def state_of(chapter, check, name, monkeypatch):
+    monkeypatch.chdir((BOOK / chapter).parent)
+    return state_for(BOOK / f"{chapter}.ipynb", check, [name], calls_it=False)
 
 
 @pytest.mark.parametrize("case", SENDING)
 def test_the_pages_code_sends_only_what_is_on_the_models_device(case, monkeypatch):
     chapter, check, average, *how = SENDING[case]
-    monkeypatch.chdir(BUILD)
-    state = state_for(BUILD / f"{chapter}.ipynb", check, [average])
-    first, second = run_ranks(two_passes, 2, eval(average, state), *how)
-    assert all(map(torch.equal, first, second))
+    state = state_of(chapter, check, average, monkeypatch)
+    of_ranks = run_ranks(two_passes, 2, eval(average, state), *how)
+    assert all(map(torch.equal, *of_ranks))
+
+
+class Scores(nn.Linear):
+    """Called as the models of several pages are; a fixed number of samples has one loss."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, inputs, tokens=None):
+        return super().forward(inputs)
+
+    def no_sync(self):
+        return nullcontext()
+
+
+class Batch(NamedTuple):
+    pixels: torch.Tensor
+    tokens: None
+    targets: torch.Tensor
+
+
+class SumOfScores:
+    count = staticmethod(len)
+
+    def total(self, model, inputs):
+        return model(inputs).sum()
+
+
+def one_step(found, model, x):
+    found(model, [Batch(x[:, None], None, x[:, :1].long() % 4)] * 2)
+
+
+def right_step(found, model, x):
+    found(model, [x, x], SumOfScores())
+
+
+def train_locally(found, model, x):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found(model, optimizer, [(x, x[:, 0].long() % 4)] * 2, every=1)
+
+
+def in_pieces(found, model, x):
+    pieces = found(model)
+    pieces.gather()
+    model(x).sum().backward()
+    pieces.reduce()
+
+
+def of_a_tensor(found, model, x):
+    found(model(x)).sum().backward()
+
+
+def on_another_device(rank, use, found):
+    model, x = Scores(), torch.ones(2, 4) + rank
+    refuse_what_is_left_on_the_cpu()
+    with OnAnotherDevice():
+        use(found, model, x)
+
+
+COPIED = {  # what a page defines, and how to use it: chapter, check, use
+    "one_step": ("puzzles/mean_of_means", "check_step", one_step),
+    "right_step": ("surprises/which_mean", "check_truncated", right_step),
+    "train_locally": ("scale/less_often", "check_outer", train_locally),
+    "TwoMessages": ("scale/in_pieces", "check_norm", in_pieces),
+    "gather_with_own_slice": ("surprises/in_the_loss", "check_barlow_twins", of_a_tensor),
+    "plain_all_reduce": ("surprises/in_the_loss", "check_barlow_twins", of_a_tensor),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_what_other_pages_send_is_on_the_models_device(name, monkeypatch):
+    chapter, check, use = COPIED[name]
+    found = state_of(chapter, check, name, monkeypatch)[name]
+    run_ranks(on_another_device, 2, use, found)
 
 
 def test_a_new_tensor_without_a_device_is_refused():

@@ -37,7 +37,8 @@ def place_of_copy(path: Path) -> Path:
 def copy_missing(root: Path) -> None:
     """Copy notebooks, and what the book has beside them, unless `notebooks` has it already."""
     found = (path for path in (root / "book").rglob("*.*") if path.suffix in BESIDE)
-    beside = [path.relative_to(root) for path in found if path.name != "conftest.py"]
+    unwanted = ("conftest.py", ".solutions.py")
+    beside = [path.relative_to(root) for path in found if not path.name.endswith(unwanted)]
     for path in [*notebooks_of(root), *beside]:
         target = root / place_of_copy(path)
         if not target.exists():
@@ -73,7 +74,8 @@ def main() -> NoReturn:
     command += [f"--LabApp.default_url=/lab/tree/{copy.relative_to(COPIES).as_posix()}"]
     if os.geteuid() == 0:  # in a container
         command += ["--allow-root"]
-    command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", *options]
+    command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    command += ["--LabApp.news_url=None", *options]
     # The kernel of this environment, also where the user has installed another "python3".
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "JUPYTER_PREFER_ENV_PATH": "1"}
     # In place of this process, so that no signal can end one and leave the other.

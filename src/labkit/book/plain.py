@@ -1,7 +1,7 @@
 """A chapter for JupyterLab, which knows no directive of the book's and folds no cell by its tag.
 
-Directives become bold headings, folds become `<details>` and collapsed cells, and a link without
-a text gets the title of its target.
+Directives become bold headings, folds become `<details>` and collapsed cells, a link without a text
+gets the title of its target, and a citation is its key in brackets.
 """
 
 import re
@@ -19,6 +19,8 @@ _HEADINGS = {
     "predict": "Write down what you predict",
     "playable": "In the built book, a figure to play with",
 }
+_CITATION = re.compile(r"\{cite:[pt]\}`([^`]+)`")
+_SUBSTITUTION = re.compile(r"\{\{ \w+ \}\}$")  # a picture that the build inserts
 _END = ["", "</details>", ""]
 _HIDDEN = {
     "hide-input": {"source_hidden": True},
@@ -33,7 +35,8 @@ def make_plain(notebook: NotebookNode, folder: Path) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             text, in_solution = _plain_text(cell.source, in_solution)
-            cell.source = _NAMELESS_LINK.sub(lambda link: _named(link[1], folder), text)
+            text = _NAMELESS_LINK.sub(lambda link: _named(link[1], folder), text)
+            cell.source = _CITATION.sub(r"[\1]", text)
             continue
         tags = ["hide-cell"] if in_solution else cell.metadata.get("tags", [])
         for tag in tags:
@@ -85,7 +88,7 @@ def _line(line: str, kind: str) -> list[str]:
         return [line.strip(":"), ""] if option[1] in ("columns", "choices") else []
     if kind == "predict":
         return [f"- {line.split('|')[-1].strip()}"]
-    return [] if _LABEL.match(line) else [line]
+    return [] if _LABEL.match(line) or _SUBSTITUTION.match(line) else [line]
 
 
 def _fold(title: str) -> list[str]:

@@ -24,7 +24,8 @@ def test_a_notebook_is_found_by_its_path_and_name_and_an_unknown_name_gets_the_l
 
 
 def test_copies_are_made_once_and_keep_what_the_reader_wrote(tmp_path):
-    for name in ("book/start/one.ipynb", "book/start/one.py", "book/reference/glossary.md"):
+    beside = ("start/one.ipynb", "start/one.py", "start/one.solutions.py")
+    for name in (*(f"book/{name}" for name in beside), "book/reference/glossary.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("# ours")
     ours = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("ours")])
@@ -33,6 +34,7 @@ def test_copies_are_made_once_and_keep_what_the_reader_wrote(tmp_path):
     folder = tmp_path / "notebooks"
     assert (folder / "reference/glossary.md").exists(), "chapters link to it"
     assert (folder / "start/one.py").exists(), "the chapter imports it"
+    assert not (folder / "start/one.solutions.py").exists(), "these answer its exercises"
     (folder / "start/one.ipynb").write_text("the reader's")
     copy_missing(tmp_path)
     assert (folder / "start/one.ipynb").read_text() == "the reader's"
@@ -56,7 +58,8 @@ Three."""
 AFTER = """\
 ```{solution-end}
 ```
-See [](../reference/glossary.md)."""
+See [](../reference/glossary.md) {cite:p}`li2020pytorch`.
+{{ gpu_timelines }}"""
 
 
 def test_a_plain_chapter_folds_its_solution_and_names_what_it_links_to():
@@ -69,17 +72,18 @@ def test_a_plain_chapter_folds_its_solution_and_names_what_it_links_to():
     folded = "<details><summary>Solution</summary>\n\nThree.\n\n</details>"
     assert exercise.source.strip().endswith(folded)
     assert solution.metadata.jupyter == {"source_hidden": True, "outputs_hidden": True}
-    assert after.source == "See [Glossary](../reference/glossary.md)."
+    assert after.source == "See [Glossary](../reference/glossary.md) [li2020pytorch]."
     assert "jupyter" not in check.metadata
 
 
-def test_no_directive_and_no_link_without_a_text_is_left_in_any_plain_chapter():
+def test_no_directive_role_or_link_without_a_text_is_left_in_any_plain_chapter():
     for path in chapters_of(ROOT / "book"):
         chapter = nbformat.read(path, as_version=4)
         make_plain(chapter, path.parent)
         for cell in chapter.cells:
             if cell.cell_type == "markdown":
-                left = re.search(r"^(```|:::).*\{|\[\]\(", cell.source, re.MULTILINE)
+                ours = r"^(```|:::).*\{|\[\]\(|\{[\w:]+\}`|^\{\{"
+                left = re.search(ours, cell.source, re.MULTILINE)
                 assert left is None, (path.name, cell.source)
                 assert cell.source.count("<details>") == cell.source.count("</details>")
 

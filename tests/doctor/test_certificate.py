@@ -434,10 +434,10 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(9, 8)
-        self.positions = nn.Embedding(6, 8)
+        self.positions, self.scale = nn.Embedding(6, 8), nn.Parameter(torch.tensor([1.0]))
     def forward(self, x, y):
         inputs = self.embedding(x) + self.positions(torch.arange(x.shape[1]))
-        logits = inputs @ self.embedding.weight.T
+        logits = self.scale * inputs @ self.embedding.weight.T
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 dist.init_process_group("gloo")
@@ -464,8 +464,11 @@ def test_a_script_that_reshapes_samples_to_one_ranks_batch_is_certified_if_it_is
 ) -> None:
     right = certified(forks, script(RESHAPED))
     assert right["verdict"] == "equal", right
-    wrong = RESHAPED.replace("loss.backward()", "(loss * dist.get_world_size()).backward()")
-    assert certified(forks, script(wrong))["verdict"] != "equal"
+    wrong = script(RESHAPED.replace("loss.backward()", "(loss * dist.get_world_size()).backward()"))
+    found = certified(forks, wrong)
+    assert found["verdict"] == "not judged"
+    line = next(n for n, line in enumerate(wrong.text.splitlines(), 1) if "part = tokens" in line)
+    assert f"train.py:{line} cannot be joined" in found["why"], "and not a parameter's line"
 
 
 EVALUATES_BETWEEN_STEPS = (

@@ -132,8 +132,11 @@ class Tensors(TorchFunctionMode):
             if name == "__setitem__":  # if a step does it that the first did not, they are unlike
                 self.entries[site] += 1
                 self.planned.pop(id(args[0]), None)
-            elif not changes and "out" not in kwargs and self._in_time(args):
-                args = self._given(site, args)
+            elif not changes and "out" not in kwargs:
+                if self._in_time(args):
+                    args = self._given(site, args)
+                else:
+                    self.turns[site] = self.turns.get(site, 0) + 1  # it has its turn all the same
         result = self._followed(name, args, self._run(function, args, kwargs))
         if self.steps.handed and (site, self.turns.get(site, 0) - 1) in self.steps.handed.mixed:
             self.planned.pop(id(result), None)  # a number of this rank went into it

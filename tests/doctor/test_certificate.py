@@ -1019,6 +1019,18 @@ def test_one_process_is_started_again_if_its_model_had_other_rows_and_the_ranks_
     assert are_mixed_up(tmp_path) == mixed_up
 
 
+def test_another_deal_says_nothing_of_ranks_that_split_one_batch(tmp_path: Path) -> None:
+    """Each has all of it; dealt, one has the first row twice, and the other one the second."""
+    both, first, second = (
+        {"seen": [SEEN[0], rows_of(torch.tensor([[float(n)] for n in rows]))]}
+        for rows in ([1, 2], [1, 1], [2, 2])
+    )
+    dealt = {"gradients": {"0.0": torch.arange(1.0, 5.0)}}
+    alone = {"one": {"gradients": {"0.0": torch.ones(4)}}}
+    found = written(tmp_path, **{OWN: [both, both], DEAL: [first | dealt | alone, second | dealt]})
+    assert found.verdict == "equal"
+
+
 def test_another_deal_is_not_judged_where_one_process_could_not_join_the_samples(
     tmp_path: Path,
 ) -> None:

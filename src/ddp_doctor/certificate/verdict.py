@@ -98,6 +98,10 @@ SAME_SAMPLES = (
     "All ranks have the same samples in the first step. That is right only if they split layers; "
     "else give each rank samples of its own, for example with a DistributedSampler."
 )
+ONE_BATCH = (
+    "All ranks have the same samples here, and have others each in another deal. If they split one "
+    "batch, such a deal says nothing."
+)
 SAME_MICRO_BATCHES = (
     "One process with all samples computes the same gradient, but it has as many micro-batches, so "
     "it does not show that their samples weigh the same."
@@ -365,14 +369,16 @@ class Judge:
 
     def _parted(self, first: tuple[Part, str], second: tuple[Part, str]) -> str:
         """Where the samples of two steps are not the same. Ranks that all see the same are one."""
-        ranks = [*self._seen(*first).values()]
+        ranks, others = ([*self._seen(*step).values()] for step in (first, second))
         ours = [seen for rank in ranks for seen in rank]
-        apart = [said for rank in ranks[1:] if (said := parted(rank, ranks[0]))]
+        apart = _said_of_ranks(ranks)
         if first[1] == COPIES and apart:
-            return apart[0]
+            return apart
+        if first[1] == DEAL and apart and not _said_of_ranks(others):
+            return ONE_BATCH
         if not apart:
             ours = ranks[0]
-        theirs = [seen for rank in self._seen(*second).values() for seen in rank]
+        theirs = [seen for rank in others for seen in rank]
         every = [seen for rank in ranks for seen in rank]
         return parted(ours, theirs) and parted(every, theirs)
 
@@ -572,6 +578,11 @@ class Judge:
         sides = (self._gradients(part, OWN) for part in (self.ranks, self.one))
         heard = {key for side in sides for key, gradient in side.items() if bool(gradient.any())}
         return [name for key, name in self.names.items() if key not in heard]
+
+
+def _said_of_ranks(ranks: list[list[Seen]]) -> str:
+    """Where the samples of a rank and of rank 0 are not the same, in a sentence; or empty."""
+    return next((said for rank in ranks[1:] if (said := parted(rank, ranks[0]))), "")
 
 
 def _shapes_differ(ours: Gradients, others: Gradients) -> bool:

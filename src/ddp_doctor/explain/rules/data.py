@@ -97,7 +97,7 @@ def _overlap(run: Run) -> Iterator[Finding]:
     if len(listed) < 2 or any(len(set(rows)) < 0.9 * len(rows) for rows in listed):
         return  # rows that are equal by chance tell nothing
     read = [set(rows) for rows in listed]
-    other = min(read[1:], key=lambda rows: len(rows & read[0]))
+    other = min(read[1:], key=lambda rows: len(rows & read[0]))  # if it shares rows, all ranks do
     # Two random parts of one data set have about this many rows in common.
     common, expected = len(other & read[0]), len(other) * len(read[0]) / whole
     usual = loaders[0]["inner"] in ("RandomSampler", "SequentialSampler")

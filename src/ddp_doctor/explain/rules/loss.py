@@ -41,10 +41,10 @@ def unequal_denominators(run: Run, equation: Equation) -> Iterator[Finding]:
                 break
     if not found:
         yield from _columns_with_own_counts(steps)
-        yield from _ranks_without_items(steps)
+        yield from _ranks_without_items(steps, equation)
         return
     ratio, step, weights = max(found, key=lambda case: case[0])
-    later = min(term.window.n for _, term, _ in found) > 0
+    later = not any(_is_first(term, equation) for _, term, _ in found)
     counts = {rank: count for rank, (count, _) in step.by(lambda entry: entry.rank).items()}
     heavy, light = weights.index(max(weights)), weights.index(min(weights))
     listed = ", ".join(f"rank {r} has {number(c)}" for r, c in list(counts.items())[:8])
@@ -81,7 +81,12 @@ def _columns_with_own_counts(steps: list[Step]) -> Iterator[Finding]:
     )
 
 
-def _ranks_without_items(steps: list[Step]) -> Iterator[Finding]:
+def _is_first(step: Step, equation: Equation) -> bool:
+    """Whether it is an optimizer's first step."""
+    return step.window.n < len({each.optimizer for each in equation.steps})
+
+
+def _ranks_without_items(steps: list[Step], equation: Equation) -> Iterator[Finding]:
     """As above, where a rank has no item in a step, and counts in the average all the same."""
     having = [{entry.rank for entry in step.entries if entry.count} for step in steps]
     if any(step.readers < step.world for step in steps):
@@ -99,7 +104,7 @@ def _ranks_without_items(steps: list[Step]) -> Iterator[Finding]:
                 step.place,
                 _global_count(step),
             )
-            yield replace(unequal, later=step.window.n > 0)
+            yield replace(unequal, later=not _is_first(step, equation))
             return
 
 

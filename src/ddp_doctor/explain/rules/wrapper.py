@@ -179,12 +179,13 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
 
     Right if another optimizer of the process holds the rest (GANs), and for parameters that are
     frozen by leaving them out of the optimizer in some steps only. Right if some steps have no
-    backward, because their batches have no labels.
+    backward, because their batches have no labels, and if the parameters move all the same: then
+    their gradients are elsewhere.
     """
     for optimizer in dict.fromkeys(window.optimizer for window in run.windows):
         windows = [window for window in run.windows if window.optimizer == optimizer]
         last = list(takewhile(_without_gradient, reversed(windows)))
-        if len(last) >= min(2, len(windows)):
+        if len(last) >= min(2, len(windows)) and not _moves(run, windows, last):
             yield _without_any(last[-1])
             return
     outside = [
@@ -203,6 +204,19 @@ def optimizer_on_other_parameters(run: Run, equation: Equation) -> Iterator[Find
             "parameter.requires_grad_(False).",
             "note",
         )
+
+
+def _moves(run: Run, windows: list[Window], last: list[Window]) -> bool:
+    """Whether the last steps, which have no gradients, change the parameters."""
+    before = {rank.rank: rank.start["parameters"] for rank in run.ranks if rank.start}
+    for window in windows[: -len(last)]:
+        before |= {rank: fact["after"]["parameters"] for rank, fact in window}
+    return any(
+        before[rank].get(name, held) != held
+        for rank, fact in last[0]
+        if rank in before
+        for name, held in fact["after"]["parameters"].items()
+    )
 
 
 def _without_any(window: Window) -> Finding:

@@ -105,3 +105,21 @@ def first_two_ranks(module):
         dist.all_gather(copies, parameter.detach())
         if not copies[0].allclose(copies[1], 0, 0, equal_nan=True):
             raise RuntimeError(f"{name} differs between ranks")
+
+
+# %% check_verify_replicas wrong: norms, which a permutation keeps
+def compares_norms(module):
+    for name, parameter in module.named_parameters():
+        of_ranks = [torch.zeros(()) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_ranks, parameter.detach().norm())
+        if not all(n.allclose(of_ranks[0], 0, 0, equal_nan=True) for n in of_ranks):
+            raise RuntimeError(f"{name} differs between ranks")
+
+
+# %% check_verify_replicas wrong: another kind of error
+def value_error(module):
+    for name, parameter in module.named_parameters():
+        copies = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(copies, parameter.detach())
+        if not all(c.allclose(copies[0], 0, 0, equal_nan=True) for c in copies):
+            raise ValueError(f"{name} differs between ranks")

@@ -160,6 +160,7 @@ def _steps(
     for first in range(0, len(mine), window):
         replica.zero_grad()
         logged = step(replica, mine[first : first + window])
+        assert logged is not None, "the step returns no loss"
         taken.append((logged.item(), gradients(replica)))
     return taken
 

@@ -77,3 +77,21 @@ def all_tokens(model, window):
     loss = global_mean(total, int((batch.targets != -100).sum()))
     loss.backward()
     return loss
+
+
+# %% check_step wrong: nothing is returned
+def returns_nothing(model, window):
+    [batch] = window
+    logits = model(batch.pixels, batch.tokens)
+    losses = F.cross_entropy(logits.mT, batch.targets, reduction="none")
+    means = losses.sum(1) / (batch.targets != -100).sum(1)
+    global_mean(means.sum(), len(means)).backward()
+
+
+# %% check_step wrong: no backward
+def no_backward(model, window):
+    [batch] = window
+    logits = model(batch.pixels, batch.tokens)
+    losses = F.cross_entropy(logits.mT, batch.targets, reduction="none")
+    means = losses.sum(1) / (batch.targets != -100).sum(1)
+    return global_mean(means.sum(), len(means))

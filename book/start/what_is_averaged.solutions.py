@@ -94,3 +94,12 @@ def rounded(model):
     both = torch.cat([values, -values])
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return round(sum(both.chunk(2)).max().item(), 3)
+
+
+# %% check_drift wrong: relative to the larger value
+def relative(model):
+    values = torch.cat([p.detach().flatten() for p in model.parameters()])
+    high, low = values.clone(), values.clone()
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    return ((high - low) / high.abs().clamp(min=1)).max().item()

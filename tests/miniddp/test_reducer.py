@@ -107,6 +107,31 @@ def test_accumulation_communicates_in_the_last_micro_batch_only_and_views_stay_v
         assert are_views
 
 
+def nested_blocks_and_a_new_buffer(rank, world_size, wrapper):
+    module = nn.Linear(2, 2)
+    module.register_buffer("offset", torch.zeros(2))
+    wrapped = wrapper(module)
+    x = torch.full((1, 2), 1.0 + rank)
+    with wrapped.no_sync():
+        with wrapped.no_sync():
+            pass
+        wrapped(x).sum().backward()
+    local = module.weight.grad.clone()
+    wrapped(x).sum().backward()
+    module.offset = torch.full((2,), float(rank))
+    wrapped(x)
+    return local, module.offset
+
+
+@BOTH
+def test_a_nested_no_sync_leaves_the_outer_one_in_force_and_an_assigned_buffer_is_synchronized(
+    wrapper,
+):
+    for rank, (local, offset) in enumerate(run_ranks(nested_blocks_and_a_new_buffer, 2, wrapper)):
+        assert torch.equal(local, torch.full((2, 2), 1.0 + rank))
+        assert torch.equal(offset, torch.zeros(2))
+
+
 def after_an_exception(rank, world_size):
     wrapped = DropIn(AnyOrder())
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))

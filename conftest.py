@@ -53,7 +53,6 @@ LONGEST_FIRST = (
     "book/surprises/museum.ipynb",
     "book/scale/when_a_node_fails.ipynb",
     "book/build/the_wrapper.ipynb",
-    "tests/labkit/testing/test_museum.py",
     "tests/labkit/launch/test_ranks.py",
 )
 

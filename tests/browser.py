@@ -81,6 +81,10 @@ class OpenedPage:
             for node in rule["nodes"]
         ]
 
+    def says(self) -> str:
+        """The sentence below a figure's drawing."""
+        return self.page.locator(".figure-says").inner_text()
+
     def wider_by(self) -> int:
         """By how many pixels the whole page is wider than its window, and so scrolls sideways."""
         return self.page.evaluate(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 
@@ -252,3 +253,37 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         return torch.zeros(())
     return output if output.ndim == 0 else output.pow(2).mean()
+
+
+def torchs_ddp_takes(name: str, mode: str) -> bool:
+    """Whether torch's DDP neither refuses a model of `MODELS` in a mode nor raises in it."""
+    if name == "branches":
+        return mode.startswith("unused")
+    if name == "checkpointed, reentrant":
+        return not mode.startswith("unused")
+    return name != "nested outputs" or not mode.startswith("static graph")  # it reduces nothing
+
+
+def dense_gradients(module: nn.Module) -> list[Tensor | None]:
+    """A copy of each parameter's gradient."""
+    found = [parameter.grad for parameter in module.parameters()]
+    return [g if g is None else (g.to_dense() if g.is_sparse else g).clone() for g in found]
+
+
+# For the models under `fully_shard`, ours and torch's.
+
+POLICIES = {
+    "bfloat16, reduced in float32": MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    ),
+    "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
+    "float16": MixedPrecisionPolicy(param_dtype=torch.float16),
+}
+
+
+def whole(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of the whole of a DTensor, of one of our shards, or of neither."""
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor().clone()
+    sharding = getattr(parameter, "sharding", None)
+    return (sharding.gather(tensor) if sharding else tensor).clone()

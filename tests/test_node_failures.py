@@ -3,14 +3,14 @@
 import os
 import runpy
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from labkit.launch.forks import start_forked
 from labkit.launch.ranks import run_ranks
 from labkit.launch.scripts import project_root
 from missing_ranks import Sign, report, report_missing_ranks
@@ -19,40 +19,37 @@ LAB = str(project_root() / "labs/when_a_node_fails.py")
 BEHIND = Sign(10, 6, "host1", "step 3: its batch")
 ENDED = 'gone: rank 1 on host0, last seen at "the end"'
 WAITED = 'rank 0 on host0 timed out at "step 3: backward"\n'
-KILLED_WHILE_SAVING = """
-import os, runpy, signal, sys, torch
-from pathlib import Path
 
-save_checkpoint = runpy.run_path(sys.argv[1])["save_checkpoint"]
-path = Path(sys.argv[2])
-save_checkpoint(path, {"step": 4, "model": torch.zeros(1000)})
 
-def killed(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
+def be_killed_while_saving(path: Path, moment: str) -> None:
+    """Save a checkpoint, and then another one, which is interrupted for good."""
+    save_checkpoint = runpy.run_path(LAB)["save_checkpoint"]
+    save_checkpoint(path, {"step": 4, "model": torch.zeros(1000)})
+    save = torch.save
 
-really = torch.save
-def half(state, file):
-    really(state, file)
-    file.truncate(file.tell() // 2)
-    killed()
+    def killed(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-if sys.argv[3] == "writing":
-    torch.save = half
-elif sys.argv[3] == "reaching the disk":
-    os.fsync = killed
-else:
-    Path.replace = killed
-save_checkpoint(path, {"step": 8, "model": torch.ones(1000)})
-"""
+    def half(state: object, file: BinaryIO) -> None:
+        save(state, file)
+        file.truncate(file.tell() // 2)
+        killed()
+
+    owner, name, fails = {
+        "writing": (torch, "save", half),
+        "reaching the disk": (os, "fsync", killed),
+        "renaming": (Path, "replace", killed),
+    }[moment]
+    setattr(owner, name, fails)
+    save_checkpoint(path, {"step": 8, "model": torch.ones(1000)})
 
 
 @pytest.mark.parametrize("moment", ["writing", "reaching the disk", "renaming"])
 def test_a_kill_while_saving_leaves_the_checkpoint_of_before(moment, tmp_path):
     path = tmp_path / "a.pt"
-    command = [sys.executable, "-c", KILLED_WHILE_SAVING, LAB, str(path), moment]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, timeout=600, env=environment)
-    assert done.returncode == -signal.SIGKILL
+    process = start_forked(be_killed_while_saving, path, moment)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     state = torch.load(path)
     assert state["step"] == 4
     assert not state["model"].any()

@@ -1,10 +1,7 @@
 """What the benchmarks stand on: turns that all ranks count alike, pairs, and readable JSON."""
 
-import resource
 import time
 from unittest import mock
-
-import torch
 
 import paired_timing
 from labkit.launch.ranks import run_ranks
@@ -70,17 +67,3 @@ def test_the_programs_of_a_block_take_turns_right_after_one_another_in_any_order
         assert sorted(a + b) == sorted("abcdef")
     assert len(set(halves)) > 4  # both the blocks and the programs in them are shuffled
     assert {half[0] in "ace" for half in halves[::2]} == {True, False}
-
-
-def test_memory_that_a_benchmark_frees_is_touched_again_without_page_faults():
-    def faults() -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        held = [torch.zeros(1 << 16) for _ in range(100)]
-        del held
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    def work(rank: int) -> int:
-        paired_timing.keep_freed_memory()
-        return min(faults() for _ in range(6))
-
-    assert max(run_ranks(work, 2)) < 600  # 6,000 and more where memory is returned

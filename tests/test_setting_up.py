@@ -178,16 +178,16 @@ def test_an_environment_that_is_set_up_is_not_turned_into_another_one(checkout):
     assert make(checkout, "help").returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("torch", "said"),
-    [(None, "has no torch to reuse"), ("2.9.1", "has torch 2.9.1; 2.11 or newer")],
-)
-def test_an_environment_that_cannot_be_reused_is_refused_with_the_reason(torch, said, tmp_path):
-    other = with_torch(tmp_path / "other", torch)
-    with pytest.raises(ValueError, match=said):
-        set_up.make(tmp_path / ".venv", other, [])
-    with pytest.raises(ValueError, match=r"there is no .*/bin/python"):
-        set_up.make(tmp_path / ".venv", tmp_path / "nothing", [])
+def test_an_environment_that_cannot_be_reused_is_refused_with_the_reason(tmp_path):
+    bare, other = with_torch(tmp_path / "bare", None), with_torch(tmp_path / "other", "2.9.1")
+    refused = {
+        bare: "has no torch to reuse",
+        other: "has torch 2.9.1; 2.11 or newer",
+        tmp_path / "nothing": r"there is no .*/bin/python",
+    }
+    for folder, said in refused.items():
+        with pytest.raises(ValueError, match=said):
+            set_up.make(tmp_path / ".venv", folder, [])
     with pytest.raises(ValueError, match="name another one"):
         set_up.make(other, other, [])
     (other / "bin" / "python").unlink()

@@ -11,11 +11,11 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
+from cluster.threads_table import expect_the_threads_table
 from processes import all_gone, processes_with
 
 from labkit.launch.guard import run_guarded
 from labkit.launch.scripts import project_root
-from labkit.scenarios.toy_captioner import gradient_norms, seeded_toy_captioner, seeded_toy_data
 
 ROOT = project_root()
 TWO_HOSTS = str(ROOT / "labs" / "two_hosts.sh")
@@ -37,17 +37,7 @@ def interfaces() -> set[str]:
 
 
 def test_without_a_command_the_threads_lab_agrees_on_all_eight_ranks():
-    data, model = seeded_toy_data(samples=8), seeded_toy_captioner()
-    model(*data.tensors).backward()  # one process, all eight samples at once
-    wanted = {name: [f"{norm:.4f}"] * 3 for name, norm in gradient_norms(model).items()}
-
-    output = two_hosts().stdout
-    lines = output.splitlines()
-    assert lines.count("equal on ranks 0–7") == 1
-    rows = [line.split() for line in lines]
-    for name, norms in wanted.items():
-        assert [row[1:] for row in rows if row and row[0] == name] == [norms]
-    assert "largest difference between the three, on any rank: < 1e-06" in output
+    expect_the_threads_table(two_hosts().stdout.splitlines())
 
 
 def test_each_host_has_a_name_and_an_address_of_its_own_and_both_see_one_folder():

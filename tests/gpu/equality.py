@@ -24,7 +24,7 @@ from miniddp.extras import comm_hooks
 from miniddp.ladder import RUNGS, Rung
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 from miniddp.training import MiniDataParallel
-from tests.ddp_models import MODELS, loss_of
+from tests.ddp_models import MODELS, dense_gradients, loss_of, torchs_ddp_takes
 
 from .machine import CannotProveError, Evidence, Group, Machine, deterministic
 
@@ -85,12 +85,6 @@ def distance(ours: Tensors, theirs: Tensors) -> Distance:
     return Distance(bitwise, relative if relative == relative else float("inf"))
 
 
-def gradients(module: nn.Module) -> Tensors:
-    """A copy of each gradient, dense."""
-    found = [parameter.grad for parameter in module.parameters()]
-    return [g if g is None else (g.to_dense() if g.is_sparse else g).clone() for g in found]
-
-
 def model(name: str, device: torch.device) -> nn.Module:
     """One of `MODELS`, the same on every rank and on every device."""
     torch.manual_seed(7)
@@ -124,8 +118,8 @@ def train(
         if isinstance(wrapped, Finishing):
             wrapped.rung.finish()
         scaler.unscale_(optimizer)
-        first = first or gradients(wrapped)
-        seen += gradients(wrapped)
+        first = first or dense_gradients(wrapped)
+        seen += dense_gradients(wrapped)
         scaler.step(optimizer)
         scaler.update()
         seen += [tensor.detach().clone() for tensor in wrapped.state_dict().values()]
@@ -139,7 +133,7 @@ def full_batch(name: str, world_size: int, device: torch.device, case: Case) -> 
     for rank in range(world_size):
         for batch in batches(name, rank, 0, case.micro_batches):
             (loss_of(module(batch.to(device))) / divisor).backward()
-    return gradients(module)
+    return dense_gradients(module)
 
 
 def compare(
@@ -234,14 +228,9 @@ def judge(
 
 
 def applies(wrapper: str, name: str, mode: str) -> bool:
-    """Whether the case exists: torch itself refuses, or raises in, the others."""
-    if name == "sparse embedding" and wrapper == "MiniDDP":
-        return False
-    if name == "branches":
-        return mode.startswith("unused")
-    if name == "checkpointed, reentrant":
-        return not mode.startswith("unused")
-    return name != "nested outputs" or mode != "static graph"
+    """Whether both classes take the case."""
+    core_refuses = name == "sparse embedding" and wrapper == "MiniDDP"
+    return not core_refuses and torchs_ddp_takes(name, mode)
 
 
 def wrapper_cases(device: torch.device) -> dict[str, Case]:
@@ -362,7 +351,7 @@ def data_parallel(rank: int, device: torch.device, devices: list[str]) -> dict[s
         for wrap in (None, *ways):
             module = model(name, device)
             loss_of((wrap(module, devices) if wrap else module)(batch.to(device))).backward()
-            of_ways.append(gradients(module))
+            of_ways.append(dense_gradients(module))
         alone, *several = of_ways
         for wrap, ours in zip(ways, several, strict=True):
             found[f"{name}, {wrap.__name__}"] = distance(ours, alone)

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from miniddp import MiniDDP
 from miniddp.sharded import Zero2, Zero2Optimizer, ZeroRedundancyOptimizer, fully_shard
-from tests.ddp_models import MODELS, loss_of
+from tests.ddp_models import MODELS, POLICIES, loss_of, whole
 
 from .equality import distance
 from .machine import CannotProveError, Evidence, Group, Machine, deterministic
+from .streams import wrong_steps
 
 STEPS = 3
 SHARED = ("mlp", "frozen parameters", "dense embedding", "batch norm", "transformer", "recurrent")
@@ -35,17 +36,11 @@ Shard = Callable[..., Any]
 # 1. FSDP2 beside ours -----------------------------------------------------------------------------
 
 
-def policies() -> dict[str, dict[str, Any]]:
-    """By case: keywords of both `fully_shard`s."""
-    kept = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    return {
-        "fully_shard": {},
-        "fully_shard, kept whole": {"reshard_after_forward": False},
-        "fully_shard, bfloat16, reduced in float32": {"mp_policy": kept},
-        "fully_shard, bfloat16": {"mp_policy": narrow},
-        "fully_shard, float16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
-    }
+CASES: dict[str, dict[str, Any]] = {
+    "fully_shard": {},
+    "fully_shard, kept whole": {"reshard_after_forward": False},
+    **{f"fully_shard, {name}": {"mp_policy": policy} for name, policy in POLICIES.items()},
+}
 
 
 def mesh_of(device: torch.device, shape: tuple[int, ...]) -> DeviceMesh:
@@ -67,13 +62,6 @@ def shard(module: nn.Module, name: str, how: Shard, **options: Any) -> Any:
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)
     return module
-
-
-def whole(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The whole of a DTensor, of one of our shards, or of neither."""
-    if hasattr(tensor, "full_tensor"):
-        return tensor.full_tensor().clone()
-    return parameter.sharding.gather(tensor) if hasattr(parameter, "sharding") else tensor.clone()
 
 
 def train(model: Any, name: str, rank: int, device: torch.device) -> list[Any]:
@@ -99,7 +87,7 @@ def beside_fsdp2(
     warnings.filterwarnings("ignore", category=FutureWarning)
     deterministic(device)
     mesh = mesh_of(device, (2, world_size // 2) if hybrid else (world_size,))
-    cases = {"fully_shard, HSDP": {}} if hybrid else policies()
+    cases = {"fully_shard, HSDP": {}} if hybrid else CASES
     found: dict[str, dict[str, tuple[bool, float]]] = {}
     for case, options in cases.items():
         for name in SHARED if not options else ("mlp", "transformer"):
@@ -190,18 +178,7 @@ def on_a_side_stream(rank: int, world_size: int, device: torch.device) -> int:
         model(x).square().mean().backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
-    step()  # from the second on, gathers are prefetched
-    wanted = step()
-    torch.cuda.synchronize(device)
-    side, wrong = torch.cuda.Stream(device), 0
-    for _ in range(4):
-        side.wait_stream(torch.cuda.current_stream(device))
-        torch.cuda._sleep(200_000_000)
-        with torch.cuda.stream(side):
-            found = step()
-        torch.cuda.synchronize(device)
-        wrong += not all(map(torch.equal, found, wanted))
-    return wrong
+    return wrong_steps(step, device)
 
 
 # What it proves -----------------------------------------------------------------------------------

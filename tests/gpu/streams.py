@@ -16,7 +16,7 @@ On a CPU, `tests/miniddp/test_streams.py` finds a missing wait on simulated stre
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from unittest import mock
 
@@ -114,7 +114,12 @@ def on_a_side_stream(rank: int, device: torch.device, hooked: bool) -> int:
         wrapped(x).sum().backward()
         return [parameter.grad.clone() for parameter in wrapped.parameters()]
 
-    step()  # the buckets are packed anew before the second
+    return wrong_steps(step, device)
+
+
+def wrong_steps(step: Callable[[], list[Tensor]], device: torch.device) -> int:
+    """How many of STEPS steps on a side stream return other bits than one on the default stream."""
+    step()  # from the second on, buckets are packed anew and gathers are prefetched
     wanted = step()
     torch.cuda.synchronize(device)
     side, wrong = torch.cuda.Stream(device), 0

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from dataclasses import replace
 from subprocess import CompletedProcess
 
@@ -98,28 +97,3 @@ def test_what_fails_or_needs_more_gpus_than_there_are_is_no_proof():
         next(kit.prove(kit.Part("name", "claim", gpus, 60, find), one)).outcome for gpus in (1, 2)
     ]
     assert outcomes == ["FAILED", "not proved"]
-
-
-def test_a_part_ends_with_its_time_and_what_does_not_fit_is_listed():
-    def find(machine):
-        time.sleep(0.2)
-        machine.deadline.left(60)
-        yield
-
-    parts = [kit.Part(name, "claim", 1, 0.2, find) for name in ("first", "second")]
-    reports = []
-
-    def report(proofs, seconds):
-        reports.append(len(proofs))
-
-    proofs = kit.prove_all(parts, Machine("cpu", ()), 0.002, report)
-    assert [proof.outcome for proof in proofs] == ["not proved"] * 2
-    assert "of this part were over" in proofs[0].detail
-    assert proofs[1].detail == "did not fit into 0.002 minutes"
-    assert reports == [1, 2]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="is about a machine without a GPU")
-def test_without_a_gpu_the_exit_code_is_2(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu"])
-    assert kit.main() == 2

@@ -38,14 +38,9 @@ def test_a_difference_of_rounding_size_is_shown_as_a_bound(difference, shown):
     assert bound(difference) == shown
 
 
-def test_a_difference_that_is_not_a_number_is_never_shown_as_a_bound_or_as_none():
+def test_bitwise_equality_is_shown_only_for_an_exact_zero_and_a_nan_as_what_it_is():
+    assert [*map(bitwise_difference, (0.0, 1e-30, float("nan")))] == ["none", "1.0e-30", "nan"]
     assert bound(float("nan")) == "nan"
-    assert bitwise_difference(float("nan")) == "nan"
-
-
-def test_bitwise_equality_is_shown_only_for_an_exact_zero():
-    assert bitwise_difference(0.0) == "none"
-    assert bitwise_difference(1e-30) == "1.0e-30"
 
 
 def test_numbers_of_numpy_are_numbers_and_a_small_negative_one_is_no_minus_zero():

@@ -14,7 +14,7 @@ from itertools import product
 
 import pytest
 import torch
-from ddp_models import MODELS, loss_of
+from ddp_models import MODELS, dense_gradients, loss_of, torchs_ddp_takes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,22 +54,6 @@ def wrappers_for(name: str, mode: str) -> list[type[nn.Module]]:
     return [DropIn, MiniDDP] if core else [DropIn]
 
 
-def applies(name: str, mode: str) -> bool:
-    """Which cases exist at all: torch itself refuses, or raises in, the others."""
-    if name == "branches":
-        return mode.startswith("unused")
-    if name == "checkpointed, reentrant":
-        return not mode.startswith("unused")
-    if name == "nested outputs":
-        return not mode.startswith("static graph")  # torch reduces nothing here: see the test below
-    return True
-
-
-def gradients(module: nn.Module) -> list[torch.Tensor | None]:
-    found = [p.grad for p in module.parameters()]
-    return [g if g is None else (g.to_dense() if g.is_sparse else g).clone() for g in found]
-
-
 def train(wrapped: nn.Module, draw, rank: int, mode: str) -> list:
     """Train for STEPS steps; what was seen: gradients and state after each of them."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
@@ -82,7 +66,7 @@ def train(wrapped: nn.Module, draw, rank: int, mode: str) -> list:
             with wrapped.no_sync():
                 loss_of(wrapped(draw(4 + micro))).backward()
         loss_of(wrapped(draw(5))).backward()
-        seen.append(gradients(wrapped))
+        seen.append(dense_gradients(wrapped))
         optimizer.step()
         seen.append([t.detach().clone() for t in wrapped.state_dict().values()])
     return seen
@@ -104,7 +88,7 @@ def differences(ours: list, theirs: list) -> list[str]:
 def compare_in_ranks(rank: int, modes: list[str]) -> dict[tuple[str, str], list[str]]:
     found = {}
     for mode, (name, (build, draw)) in product(modes, MODELS.items()):
-        if not applies(name, mode):
+        if not torchs_ddp_takes(name, mode):
             continue
         print(mode, name)  # shown if the call fails, and then the last one is the culprit
         torch.manual_seed(7)
@@ -129,7 +113,7 @@ def compare_in_ranks(rank: int, modes: list[str]) -> dict[tuple[str, str], list[
     ],
 )
 def test_training_is_bitwise_equal_to_torchs_in_every_mode(world_size, modes):
-    cases = {(mode, name) for mode in modes for name in MODELS if applies(name, mode)}
+    cases = {(mode, name) for mode in modes for name in MODELS if torchs_ddp_takes(name, mode)}
     per_rank = run_ranks(compare_in_ranks, world_size, modes, timeout=600)
     for rank, found in enumerate(per_rank):
         assert cases == set(found)

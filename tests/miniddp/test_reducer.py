@@ -223,32 +223,6 @@ def test_missing_gradients_are_named_in_the_order_of_the_parameters_after_a_rebu
         assert names in said
 
 
-def large_and_small(rank, world_size):
-    """Two parts: one is copied gradient by gradient, the other in one call."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr("miniddp.torch_drop_in.fast.PART_BYTES", 1 << 16)
-    found = []
-    for views in (False, True):
-        torch.manual_seed(2)
-        wrapped = DropIn(
-            nn.Sequential(nn.Linear(200, 2), nn.Linear(2, 200), nn.Linear(200, 200)),
-            gradient_as_bucket_view=views,
-        )
-        torch.manual_seed(rank)
-        for step in range(3):
-            wrapped.zero_grad(set_to_none=step != 2)
-            wrapped(torch.randn(3, 200)).sum().backward()
-        parts = [part.small for bucket in wrapped.reducer.buckets for part in bucket.parts]
-        assert sorted(parts) == [False, True]
-        found.append(torch.cat([p.grad.flatten() for p in wrapped.parameters()]))
-    return found
-
-
-def test_views_change_no_bit_at_two_ranks_for_large_and_small_gradients():
-    for copied, viewed in run_ranks(large_and_small, 2):
-        assert torch.equal(copied, viewed)
-
-
 def autograd_grad(rank, world_size):
     wrapped = DropIn(AnyOrder())
     torch.manual_seed(rank)

@@ -4,8 +4,8 @@ The target is the CPU, or one GPU that all ranks share. A test says where its te
 ways, and each is rewritten while it runs: a device argument of a torch function (`OnTarget`), the
 current device of `torch.cuda` (`pretend_devices`), the ``device_ids`` of the wrapper
 (`replace_device_ids`), and the backend of the process group. The gates that would skip the test on
-a machine with too few GPUs are opened (`open_gates`), and their reasons kept for the table. On the
-CPU `torch.cuda.is_available()` stays False, and the library goes its CPU ways.
+a machine with too few GPUs are opened (`open_gates`). On the CPU `torch.cuda.is_available()` stays
+False, and the library goes its CPU ways.
 """
 
 import contextlib
@@ -117,49 +117,23 @@ def replace_device_ids(cls: type, target: torch.device) -> None:
 
 
 def open_gates() -> None:
-    """Let every test run, whatever it says it needs; its function keeps the reasons in ``gates``.
+    """Let every test run, whatever it says it needs.
 
     To be called before the module of the tests is imported: its decorators run at import.
     """
     from torch.testing._internal import common_distributed, common_utils
 
-    def factory(name: str, *condition_first: bool) -> Callable:
-        def make(*arguments: Any, **_: Any) -> Callable:
-            closed = not condition_first or bool(arguments[0]) is condition_first[0]
-            return _opened(name, *arguments) if closed else lambda test: test
+    def as_it_is(test: Any) -> Any:
+        return test
 
-        return make
+    def gate(*_: Any, **__: Any) -> Callable:
+        return as_it_is
 
     for module in (common_utils, common_distributed):
-        for name in _GATE_FACTORIES:
+        for name in (*_GATE_FACTORIES, *_GATES):
             if hasattr(module, name):
-                condition = (True,) if name == "skip_but_pass_in_sandcastle_if" else ()
-                setattr(module, name, factory(name, *condition))
-        for name in _GATES:
-            if hasattr(module, name):
-                setattr(module, name, _opened(name))
-    unittest.skip = factory("skip")
-    unittest.skipIf = factory("skipIf", True)
-    unittest.skipUnless = factory("skipUnless", False)
-
-
-def _opened(name: str, *arguments: Any) -> Callable:
-    """A decorator that only adds to the reasons of a test."""
-    reason = next((a for a in reversed(arguments) if isinstance(a, str)), "")
-    shown = reason or f"{name}({', '.join(map(str, arguments))})"
-
-    def decorate(test: Callable) -> Callable:
-        if isinstance(test, type):
-            return test
-
-        @functools.wraps(test)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return test(*args, **kwargs)
-
-        wrapper.gates = [*getattr(test, "gates", []), shown]
-        return wrapper
-
-    return decorate
+                setattr(module, name, as_it_is if name in _GATES else gate)
+    unittest.skip = unittest.skipIf = unittest.skipUnless = gate
 
 
 class _SyncBatchNorm(SyncBatchNorm):

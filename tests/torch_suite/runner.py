@@ -56,8 +56,6 @@ class Result:
     seconds: float
     constructed: int
     """how often the class was constructed, over all ranks"""
-    gates: list[str]
-    """why PyTorch would have skipped the test on this machine"""
     detail: str = ""
     """the failure, the reason of the skip, or the last lines that the ranks printed"""
 
@@ -181,6 +179,5 @@ def _finish(test: _Running) -> Result:
             ended = {"outcome": "timeout" if late else "crashed", "detail": said}
         Constructions.path = os.path.join(folder, "constructed")
         constructed = Constructions.count()
-    gates = getattr(getattr(test.case, test.method), "gates", [])
     name = name_of(test.case, test.method)
-    return Result(name, seconds=seconds, constructed=constructed, gates=gates, **ended)
+    return Result(name, seconds=seconds, constructed=constructed, **ended)

@@ -65,9 +65,4 @@ def _why(result: Result) -> str:
         return _WITHOUT
     why = _WHY.get(result.name.rpartition(".")[2], "torch's own DDP does not pass it here")
     ended = f"{result.outcome} after {result.seconds:.0f} s"
-    return f"{why} ({(result.reason or ended)[:72]}){_upstream(result)}"
-
-
-def _upstream(result: Result) -> str:
-    disabled = any(word in gate for gate in result.gates for word in ("/issues/", "flakiness"))
-    return "; disabled in PyTorch too" if disabled else ""
+    return f"{why} ({(result.reason or ended)[:72]})"

@@ -1,7 +1,6 @@
 """The bucket timeline in a browser: keys, sliders, and what it says, against Python's numbers."""
 
 import pytest
-from browser import OpenedPage
 
 from labkit.profiling.cost_model import Link
 from labkit.profiling.sweeps import backward_like, limit_of_ring, simulate_ring
@@ -22,14 +21,10 @@ def predicted(cap_mib: float, ranks: int, gbit: float) -> list[str]:
     return [f"{1e3 * seconds:.1f} ms" for seconds in (step.end, step.exposed, limit)]
 
 
-def said(opened: OpenedPage) -> str:
-    return opened.page.locator(".figure-says").inner_text()
-
-
 @pytest.mark.parametrize(("cap", "ranks", "gbit"), [(4, 2, 1), (0, 64, 10), (16, 8, 0.5)])
 def test_a_state_from_the_address_says_what_python_computes(open_figure, cap, ranks, gbit):
     opened = open_figure(NAME, f"model=assumed&cap={cap}&w={ranks}&gbit={gbit}")
-    text = said(opened)
+    text = opened.says()
     for number in predicted(cap, ranks, gbit):
         assert number in text
     assert opened.errors == []
@@ -43,24 +38,24 @@ def test_keys_on_the_sliders_change_the_prediction(open_figure):
     )
     cap.focus()
     cap.press("ArrowRight")  # 8 MiB
-    assert all(number in said(opened) for number in predicted(8, 2, 1))
+    assert all(number in opened.says() for number in predicted(8, 2, 1))
     bandwidth.press("ArrowRight")  # 2 Gbit/s
-    assert all(number in said(opened) for number in predicted(8, 2, 2))
+    assert all(number in opened.says() for number in predicted(8, 2, 2))
     ranks.press("End")
-    assert all(number in said(opened) for number in predicted(8, 1024, 2))
+    assert all(number in opened.says() for number in predicted(8, 1024, 2))
     opened.page.wait_for_function("location.hash.includes('cap=8')")
 
 
 def test_the_recorded_steps_are_reached_by_keyboard_and_leave_when_the_choices_do(open_figure):
     opened = open_figure(NAME)
-    assert "Measured:" in said(opened)
+    assert "Measured:" in opened.says()
     preset = opened.page.get_by_role("button", name="torch's caps")
     preset.focus()
     preset.press("Enter")
     assert preset.get_attribute("aria-pressed") == "true"
     assert "Recorded: torch's DDP" in opened.page.locator(".figure-drawing").text_content()
     opened.page.locator('input[data-key="w"]').press("ArrowRight")
-    assert "Measured" not in said(opened)
+    assert "Measured" not in opened.says()
     assert "Recorded: " not in opened.page.locator(".figure-drawing").text_content()
     opened.page.get_by_role("button", name="Reset").press("Enter")
-    assert "Measured:" in said(opened)
+    assert "Measured:" in opened.says()

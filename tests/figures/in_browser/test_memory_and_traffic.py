@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from browser import OpenedPage
 from figures.node import call
 
 NAME = "memory_and_traffic"
@@ -18,10 +17,6 @@ START = {
     "every": 16,
 }
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
-
-
-def said(opened: OpenedPage) -> str:
-    return opened.page.locator(".figure-says").inner_text()
 
 
 def stated_bytes(text: str) -> tuple[float, float]:
@@ -40,7 +35,7 @@ def wanted_bytes(strategy: str, **changed: object):
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp", "local"])
 def test_a_state_from_the_address_says_what_python_computes(open_figure, strategy):
     opened = open_figure(NAME, f"strategy={strategy}")
-    assert stated_bytes(said(opened)) == wanted_bytes(strategy)
+    assert stated_bytes(opened.says()) == wanted_bytes(strategy)
     assert opened.errors == []
     assert opened.external == []
 
@@ -48,17 +43,17 @@ def test_a_state_from_the_address_says_what_python_computes(open_figure, strateg
 def test_keys_and_choices_change_the_stated_bytes(open_figure):
     opened = open_figure(NAME, "strategy=hsdp")
     opened.page.locator('input[data-key="w"]').press("ArrowRight")
-    assert stated_bytes(said(opened)) == wanted_bytes("hsdp", ranks=128)
+    assert stated_bytes(opened.says()) == wanted_bytes("hsdp", ranks=128)
     opened.page.get_by_role("radio", name="fp32", exact=True).focus()
     opened.page.keyboard.press("Space")
     now = {"ranks": 128, "precision": "fp32"}
-    assert stated_bytes(said(opened)) == wanted_bytes("hsdp", **now)
+    assert stated_bytes(opened.says()) == wanted_bytes("hsdp", **now)
     opened.page.get_by_text("More choices").press("Enter")
     free = opened.page.get_by_role("switch", name="Sharded: free the weights after forward")
     free.press("Space")
-    assert stated_bytes(said(opened)) == wanted_bytes("hsdp", **now, freeWeights=False)
+    assert stated_bytes(opened.says()) == wanted_bytes("hsdp", **now, freeWeights=False)
 
 
 def test_a_shard_group_is_no_larger_than_the_ranks_there_are(open_figure):
     opened = open_figure(NAME, "strategy=hsdp&group=64&w=4")
-    assert stated_bytes(said(opened)) == wanted_bytes("hsdp", ranks=4, shardRanks=4)
+    assert stated_bytes(opened.says()) == wanted_bytes("hsdp", ranks=4, shardRanks=4)

@@ -12,10 +12,6 @@ NAME = "the_ring"
 WAYS = {"naive": "naive", "ring": "ring", "doubling": "recursive doubling"}
 
 
-def said(opened: OpenedPage) -> str:
-    return opened.page.locator(".figure-says").inner_text()
-
-
 def in_n(amount: float) -> str:
     """As the figure writes it: three digits, the last one only if it is not zero."""
     return re.sub("0$", "", f"{amount:.3f}")
@@ -24,7 +20,7 @@ def in_n(amount: float) -> str:
 def expect_the_end(opened: OpenedPage, algorithm: str, world_size: int) -> None:
     """All steps taken: the sum, and the steps and bytes of the cost model."""
     cost = ALGORITHMS[algorithm](world_size, 1)
-    text = said(opened)
+    text = opened.says()
     assert re.search(rf"After {cost.steps} steps?, every rank has the sum", text), text
     assert f"the sum, {sum(range(1, world_size + 1))}." in text
     assert f"sent {in_n(cost.sent)} n" in text
@@ -47,13 +43,13 @@ def test_on_two_nodes_of_four_the_hierarchical_one_sends_1_n_out_and_the_ring_on
     open_figure,
 ):
     opened = open_figure(NAME, "w=8&step=14")
-    assert "1.75 n left a node; the least possible is 1.00 n" in said(opened)
+    assert "1.75 n left a node; the least possible is 1.00 n" in opened.says()
     opened.page.get_by_role("radio", name="ring", exact=True).focus()
     opened.page.keyboard.press("ArrowRight")
     opened.page.keyboard.press("ArrowRight")
     opened.page.locator('input[data-key="step"]').press("End")
-    assert "After 8 steps" in said(opened)
-    assert "1.00 n left a node; the least possible is 1.00 n" in said(opened)
+    assert "After 8 steps" in opened.says()
+    assert "1.00 n left a node; the least possible is 1.00 n" in opened.says()
     drawn = opened.page.locator(".figure-drawing").text_content()
     assert drawn.count("1.00 n out") == 2
 
@@ -72,35 +68,35 @@ def test_next_and_back_take_one_step_and_stop_at_the_ends(open_figure):
     opened = open_figure(NAME, "step=0")
     forward, back = (opened.page.get_by_role("button", name=name) for name in ("Next", "Back"))
     expect(back).to_have_attribute("aria-disabled", "true")
-    assert "1 on rank 0, 2 on rank 1, … 4 on rank 3" in said(opened)
+    assert "1 on rank 0, 2 on rank 1, … 4 on rank 3" in opened.says()
     steps = ALGORITHMS["ring"](4, 1).steps
     for number in range(1, steps):
         forward.press("Enter")
-        assert f"Step {number} of {steps}: 4 messages" in said(opened)
-        assert f"the busiest rank has sent {in_n(number / 4)} n" in said(opened)
+        assert f"Step {number} of {steps}: 4 messages" in opened.says()
+        assert f"the busiest rank has sent {in_n(number / 4)} n" in opened.says()
     forward.press("Space")
     expect_the_end(opened, "ring", 4)
     expect(forward).to_have_attribute("aria-disabled", "true")
     forward.press("Enter")
     expect_the_end(opened, "ring", 4)
     back.press("Enter")
-    assert f"Step {steps - 1} of {steps}" in said(opened)
+    assert f"Step {steps - 1} of {steps}" in opened.says()
 
 
 def test_it_moves_only_on_request_and_can_be_stopped(open_figure):
     opened = open_figure(NAME, beside=True)  # its clock must not stop for other tests
-    before = said(opened)
+    before = opened.says()
     opened.page.clock.install(time=0)
     opened.page.reload()
     opened.page.clock.pause_at(3600)  # from now on it moves only below
     opened.page.clock.run_for(10_000)
-    assert said(opened) == before
+    assert opened.says() == before
     opened.page.get_by_role("button", name="Play").click()
     opened.page.clock.run_for(1_300)
-    assert "Step 2 of 6" in said(opened)
+    assert "Step 2 of 6" in opened.says()
     opened.page.get_by_role("button", name="Pause").click()
     opened.page.clock.run_for(10_000)
-    assert "Step 2 of 6" in said(opened)
+    assert "Step 2 of 6" in opened.says()
     opened.page.get_by_role("button", name="Play").click()
     opened.page.clock.run_for(10_000)
     expect_the_end(opened, "ring", 4)

@@ -1,13 +1,11 @@
 """Chapters are executed whole, written whole, and never over something else."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from labkit.book.chapters import copy_pages, execute, execute_book, progress
+from labkit.book.chapters import copy_pages, execute, execute_book, progress, update
 
 
 def notebook(path: Path, *sources: str) -> Path:
@@ -17,17 +15,12 @@ def notebook(path: Path, *sources: str) -> Path:
     return path
 
 
-def chapters(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "labkit.book.chapters", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 def test_update_stores_what_the_cells_print_one_output_a_stream(tmp_path):
     source = (
         "import sys\nfor i in range(2):\n    print(i, flush=True)\n    print(i, file=sys.stderr)"
     )
     chapter = notebook(tmp_path / "c.ipynb", "x = 6", source, "x * 7")
-    assert chapters("update", chapter).returncode == 0
+    update([chapter])
     _, printed, shown = nbformat.read(chapter, as_version=4).cells
     assert {o.name: o.text for o in printed.outputs} == {"stdout": "0\n1\n", "stderr": "0\n1\n"}
     assert shown.outputs[0].data["text/plain"] == "42"
@@ -59,13 +52,13 @@ def test_a_chapter_that_fails_is_named_and_leaves_no_stale_copy(tmp_path):
         assert not (tmp_path / "out" / "c.ipynb").exists()
 
 
-def test_a_file_that_is_json_but_no_notebook_is_named_beside_the_others(tmp_path):
+def test_a_file_that_is_json_but_no_notebook_is_named_beside_the_others(tmp_path, capsys):
     (tmp_path / "c.ipynb").write_text("[]")
-    done = chapters("update", tmp_path / "c.ipynb", tmp_path / "none.ipynb")
-    assert f"{tmp_path / 'c.ipynb'}: " in done.stderr
-    assert "none.ipynb: FileNotFoundError" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "[2/2] " in done.stdout
+    with pytest.raises(SystemExit) as ended:
+        update([tmp_path / "c.ipynb", tmp_path / "none.ipynb"])
+    assert f"{tmp_path / 'c.ipynb'}: " in ended.value.code
+    assert "none.ipynb: FileNotFoundError" in ended.value.code
+    assert "[2/2] " in capsys.readouterr().out
 
 
 def test_a_wanted_error_is_stored(tmp_path):

@@ -10,20 +10,16 @@ from labkit.launch.lab import choose_devices, join_ranks, largest_on_any_rank
 from labkit.launch.ranks import run_ranks
 
 
-def test_the_largest_number_is_found_on_whichever_rank_it_is_and_known_to_all():
+def test_the_largest_number_of_any_rank_is_known_to_all_and_a_nan_is_the_largest():
     def largest(rank):
-        return largest_on_any_rank(0.5, rank % 2 * 3.25)
+        nans = [
+            largest_on_any_rank(*(numbers if rank == where else (2.0, 3.0)))
+            for numbers in ((math.nan, 1.0), (1.0, math.nan))
+            for where in range(3)
+        ]
+        return largest_on_any_rank(0.5, rank % 2 * 3.25), all(map(math.isnan, nans))
 
-    assert run_ranks(largest, 3) == [3.25] * 3
-
-
-@pytest.mark.parametrize("where", [0, 1, 2])
-@pytest.mark.parametrize("numbers", [(math.nan, 1.0), (1.0, math.nan)])
-def test_a_nan_of_one_rank_is_the_largest_for_all(where, numbers):
-    def largest(rank):
-        return largest_on_any_rank(*(numbers if rank == where else (2.0, 3.0)))
-
-    assert all(map(math.isnan, run_ranks(largest, 3)))
+    assert run_ranks(largest, 3) == [(3.25, True)] * 3
 
 
 @pytest.mark.parametrize(

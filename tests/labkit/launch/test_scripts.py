@@ -38,14 +38,6 @@ def test_a_script_that_fails_says_what_it_wrote_last(script):
         run_script(name)
 
 
-def test_a_script_that_is_late_is_stopped_and_says_what_it_wrote_last(script):
-    name = script(
-        "import sys, time; print('waiting', file=sys.stderr, flush=True); time.sleep(999)"
-    )
-    with pytest.raises(ScriptError, match=r"(?s)had not ended after 5 s.*waiting"):
-        run_script(name, timeout=5)
-
-
 def test_a_script_that_does_not_exist_is_named():
     with pytest.raises(FileNotFoundError, match=r"no script labs/none\.py"):
         run_script("labs/none.py")

@@ -36,6 +36,8 @@ import os, psutil, sys
 from labkit.launch import forks
 from labkit.launch.forks import SHARED, shared_server
 forks._SERVER = {BARE!r} + forks._SERVER
+if hasattr(os, "SCHED_OTHER"):
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # pytest's own is inherited
 with shared_server():
     print(os.environ[SHARED], psutil.Process().children()[0].pid, flush=True)
     sys.stdin.read()
@@ -52,7 +54,8 @@ def describe(caller):
     limit = resource.getrlimit(resource.RLIMIT_CORE)
     hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     os.write(2, b"to standard error")
-    caller.send((os.getcwd(), os.environ.get("GIVEN"), limit, hangup, os.sched_getaffinity(0)))
+    given = os.getcwd(), os.environ.get("GIVEN"), limit, hangup, os.sched_getaffinity(0)
+    caller.send((*given, os.sched_getscheduler(0)))
 
 def start_others(caller):
     start_forked(time.sleep, 300)
@@ -122,7 +125,7 @@ assert not psutil.Process().children()
     assert shared.num_threads() == 1
 
 
-def test_a_fork_has_what_a_child_of_the_asker_would_have(shared, tmp_path):
+def test_a_fork_has_what_a_child_of_the_asker_would_have_and_runs_as_batch(shared, tmp_path):
     program = """
 import os, resource, signal
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -134,7 +137,7 @@ with forked(in_a_fork.describe) as connection:
     asker = asks(program, env={**os.environ, "GIVEN": "this"}, stderr=subprocess.PIPE)
     said, errors = asker.communicate(timeout=300)
     core = min(os.sched_getaffinity(0))
-    assert said == f"{(str(tmp_path), 'this', (0, 0), True, {core})}\n"
+    assert said == f"{(str(tmp_path), 'this', (0, 0), True, {core}, os.SCHED_BATCH)}\n"
     assert errors == "to standard error"
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from wide_layers import LAYERS, model, step
 
 import labkit.profiling.recording
 from labkit.launch.ranks import run_ranks
@@ -31,7 +32,6 @@ from miniddp.ladder import (
 )
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
 
-LAYERS = 5  # of 353 KiB, so that the first bucket of torch's, of 1 MiB, holds three of them
 PARAMETERS = 2 * LAYERS
 BYTES = LAYERS * (300 * 300 + 300) * 4
 AVERAGERS = {
@@ -49,20 +49,6 @@ COLLECTIVES = dict.fromkeys(AVERAGERS, 2) | {
     "flat": 1,
 }
 OVERLAP = {"overlapped per parameter", "bucketed, overlapped", "DropIn", "torch"}
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(300, 300) for _ in range(LAYERS)))
-
-
-def step(averager, module, rank) -> list[torch.Tensor]:
-    module.zero_grad()
-    inputs = torch.randn(4, 300, generator=torch.Generator().manual_seed(rank))
-    averager(inputs).square().sum().backward()
-    if hasattr(averager, "finish"):
-        averager.finish()
-    return [parameter.grad.clone() for parameter in module.parameters()]
 
 
 def record_all(rank):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from wide_layers import model, step
 
 from labkit.launch.ranks import run_ranks
 from labkit.launch.supervisor import SECONDARY_ERROR
@@ -25,19 +26,6 @@ AVERAGERS = [
     lambda module, group: DistributedDataParallel(module, process_group=group),
 ]
 MB = 1_000_000
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(300, 300) for _ in range(5)))
-
-
-def step(averager, module, rank) -> None:
-    module.zero_grad()
-    inputs = torch.randn(4, 300, generator=torch.Generator().manual_seed(rank))
-    averager(inputs).square().sum().backward()
-    if hasattr(averager, "finish"):
-        averager.finish()
 
 
 def test_other_collectives_cost_what_they_cost_on_a_ring():

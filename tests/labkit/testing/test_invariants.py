@@ -147,37 +147,42 @@ def test_a_true_gradient_without_a_trainable_parameter_is_an_error_that_names_it
         assert (frozen.rank, frozen.where, frozen.found) == (1, "bias.grad", "a frozen parameter")
 
 
-@pytest.mark.parametrize(
-    ("mistake", "ratio", "cosine", "cause"),
-    [
-        (lambda g, rank: g * 3, 3, 1, "a sum where an average is needed"),
-        (lambda g, rank: g / 3, 1 / 3, 1, "divided by the world size twice"),
-        (lambda g, rank: g * 1.7, 1.7, 1, "one factor"),
-        (lambda g, rank: g.flip(0), 1, None, "direction bug"),
-        (lambda g, rank: g * torch.nan, None, None, "not finite"),
-        (lambda g, rank: g * 0, None, None, "did backward run"),
-        (lambda g, rank: g * (1 + (rank == 2)), 2, 1, "scale bug"),
-    ],
-    ids=["sum", "divided twice", "some factor", "direction", "nan", "zeros", "on one rank"],
-)
-def test_gradients_equal_tells_a_scale_bug_from_a_direction_bug(mistake, ratio, cosine, cause):
-    def work(rank, mistake):
-        module = nn.Linear(3, 2, bias=False)
-        right = torch.arange(1.0, 7.0).view(2, 3)
-        module.weight.grad = right.clone()
-        assert_gradients_equal(module, {"weight": right})
-        module.weight.grad = mistake(right, rank)
-        return errors_of(rank, lambda _: assert_gradients_equal(module, {"weight": right}))
+# What each rank does to the right gradient; then the ratio and the cosine, and a part of the cause.
+MISTAKES = {
+    "sum": (lambda g, rank: g * 3, 3, 1, "a sum where an average is needed"),
+    "divided twice": (lambda g, rank: g / 3, 1 / 3, 1, "divided by the world size twice"),
+    "some factor": (lambda g, rank: g * 1.7, 1.7, 1, "one factor"),
+    "direction": (lambda g, rank: g.flip(0), 1, None, "direction bug"),
+    "nan": (lambda g, rank: g * torch.nan, None, None, "not finite"),
+    "zeros": (lambda g, rank: g * 0, None, None, "did backward run"),
+    "on one rank": (lambda g, rank: g * (1 + (rank == 2)), 2, 1, "scale bug"),
+}
 
-    for error in run_ranks(work, 3, mistake, device="cpu"):
-        assert error.where == "weight.grad"
-        assert cause in error.cause
-        if ratio is not None:
-            assert error.comparison.ratio == pytest.approx(ratio)
-        if cosine is not None:
-            assert error.comparison.cosine == pytest.approx(cosine)
-        elif error.comparison is not None:
-            assert not error.comparison.cosine > 0.99
+
+def test_gradients_equal_tells_a_scale_bug_from_a_direction_bug():
+    def work(rank):
+        found = {}
+        right = torch.arange(1.0, 7.0).view(2, 3)
+        for name, (mistake, *_) in MISTAKES.items():
+            module = nn.Linear(3, 2, bias=False)
+            module.weight.grad = right.clone()
+            assert_gradients_equal(module, {"weight": right})
+            module.weight.grad = mistake(right, rank)
+            check = partial(assert_gradients_equal, module, {"weight": right})
+            found[name] = errors_of(rank, lambda _, check=check: check())
+        return found
+
+    for of_rank in run_ranks(work, 3, device="cpu"):
+        for name, (_, ratio, cosine, cause) in MISTAKES.items():
+            error = of_rank[name]
+            assert error.where == "weight.grad"
+            assert cause in error.cause
+            if ratio is not None:
+                assert error.comparison.ratio == pytest.approx(ratio)
+            if cosine is not None:
+                assert error.comparison.cosine == pytest.approx(cosine)
+            elif error.comparison is not None:
+                assert not error.comparison.cosine > 0.99
 
 
 class SwallowsWhatIsRaised:

@@ -5,33 +5,11 @@ import torch
 
 from labkit.launch.ranks import run_ranks
 from miniddp.collectives.mesh import Mesh
-
-
-def along_both_dimensions(rank):
-    mesh = Mesh(data=2, tensor=2)
-    found = []
-    for dimension in ("data", "tensor"):
-        x = torch.tensor([1.0 + rank], requires_grad=True)
-        total, everyone = mesh.sum(x, dimension), mesh.gather(x, dimension)
-        (total * (rank + 1) + (everyone * torch.tensor([1.0, 10.0])).sum()).sum().backward()
-        gradient = torch.tensor([float(rank)])
-        mesh.add_up(gradient, [dimension])
-        found.append((total.item(), everyone.tolist(), x.grad.item(), gradient.item()))
-    everything = torch.tensor([float(rank)])
-    mesh.add_up(everything, ["data", "tensor", "a dimension of size 1"])
-    return mesh.index("data"), mesh.index("tensor"), found, everything.item()
+from tests.miniddp.beside_torch import wrong_on_a_mesh
 
 
 def test_a_collective_joins_the_ranks_along_its_dimension_and_so_does_its_backward():
-    for rank, (row, column, found, everything) in enumerate(run_ranks(along_both_dimensions, 4)):
-        assert (row, column) == divmod(rank, 2)
-        data, tensor = [column, column + 2], [2 * row, 2 * row + 1]
-        for group, (total, everyone, of_x, gradient) in zip((data, tensor), found, strict=True):
-            ones = [1.0 + member for member in group]
-            assert (total, everyone, gradient) == (sum(ones), ones, sum(group))
-            # Both ranks' factors of the sum, and both ranks' weight of this rank's place.
-            assert of_x == sum(ones) + 2 * [1, 10][group.index(rank)]
-        assert everything == 0 + 1 + 2 + 3
+    assert run_ranks(wrong_on_a_mesh, 4, device="cpu") == [[]] * 4
 
 
 def test_a_mesh_without_dimensions_is_one_process_and_changes_nothing():

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from ddp_models import MODELS, Model, loss_of
+from ddp_models import MODELS, POLICIES, Model, loss_of, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from labkit.launch.ranks import run_ranks
@@ -87,14 +86,6 @@ def shard(module: nn.Module, name: str, how: Any, **options: Any) -> nn.Module:
                 how(child, **options)
     how(module, **options)
     return module
-
-
-def whole(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter's own rows, or of a DTensor."""
-    if hasattr(tensor, "full_tensor"):
-        return tensor.full_tensor().clone()
-    sharding = getattr(like, "sharding", None)
-    return sharding.gather(tensor).clone() if sharding else tensor.clone()
 
 
 def train(model: nn.Module, draw, rank: int, accumulate: bool = False, options=None) -> list:
@@ -175,27 +166,21 @@ def test_training_equals_torchs_and_ddps(world_size, accumulate):
 
 
 def options_of(name: str, world_size: int) -> dict[str, Any]:
-    if name == "bf16":
-        kept = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return {"mp_policy": kept}
-    if name == "bf16 throughout":
-        narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-        return {"mp_policy": narrow}
-    if name == "float16":
-        return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)}
+    if name in POLICIES:
+        return {"mp_policy": POLICIES[name]}
     if name == "hybrid":
         names = ("replicate", "shard")
         return {"mesh": init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)}
     return {"reshard_after_forward": name != "kept whole"}
 
 
-OPTIONS = ["bf16", "bf16 throughout", "float16", "kept whole", "hybrid", "divided by 3"]
+OPTIONS = [*POLICIES, "kept whole", "hybrid", "divided by 3"]
 
 
 def compare_options(rank: int, world_size: int, name: str) -> dict[str, float]:
     """Differences from torch's: the trainings, and the norms before clipping."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    kind = "transformer" if name == "bf16" else "mlp"
+    kind = "transformer" if name == "bfloat16, reduced in float32" else "mlp"
     build, draw = ALL[kind]
     torch.manual_seed(7)
     module = build()
@@ -308,26 +293,29 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank():
             assert reason in text
 
 
-def outputs_after_a_step(rank: int, reshard: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs_after_a_step(rank: int) -> list[list[torch.Tensor]]:
     """Of the sharded model, and of a single process with its parameters."""
     build, draw = MODELS["mlp"]
-    model = shard(build(), "mlp", fully_shard, reshard_after_forward=reshard)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    torch.manual_seed(rank)
-    batch = draw(4)
-    loss_of(model(batch)).backward()
-    model(batch)
-    optimizer.step()
-    outputs = model(batch).detach()
-    alone = build()
-    alone.load_state_dict(full_state_dict(model))
-    return outputs, alone(batch).detach()
+    seen = []
+    for reshard in (True, False, None):
+        model = shard(build(), "mlp", fully_shard, reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        torch.manual_seed(rank)
+        batch = draw(4)
+        loss_of(model(batch)).backward()
+        model(batch)
+        optimizer.step()
+        outputs = model(batch).detach()
+        alone = build()
+        alone.load_state_dict(full_state_dict(model))
+        seen.append([outputs, alone(batch).detach()])
+    return seen
 
 
-@pytest.mark.parametrize("reshard", [True, False, None])
-def test_a_forward_without_a_backward_leaves_no_old_parameters_to_the_next_one(reshard):
-    for found, wanted in run_ranks(outputs_after_a_step, 2, reshard):
-        torch.testing.assert_close(found, wanted)
+def test_a_forward_without_a_backward_leaves_no_old_parameters_to_the_next_one():
+    for seen in run_ranks(outputs_after_a_step, 2):
+        for found, wanted in seen:
+            torch.testing.assert_close(found, wanted)
 
 
 def interrupted(rank: int) -> list[list[torch.Tensor]]:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Self
 
-from grader.outputs import Results, same, text_of
+from grader.outputs import Results, are_same, text_of
 from grader.sandbox import EndedError, Sandbox
 from grader.source import Assignment, CheckSource, WrongAnswer
 
+SHOWN_SEED = 1  # of the inputs that students and authors see
 _DRAWING = 60.0  # seconds for all draws of an assignment
 _MARGIN = 120.0  # seconds that a sandbox may take beyond the ranks' own limit
 
@@ -59,7 +60,7 @@ def run_check(
     for group, wanted in zip_longest(inputs, key):
         outcomes.append(_run_group(sandbox, check, cells, group, seed, seconds or check.seconds))
         found = outcomes[-1].results
-        if found is None or (wanted is not None and not same(found, wanted, check.tolerance)):
+        if found is None or (wanted is not None and not are_same(found, wanted, check.tolerance)):
             break
     return outcomes
 
@@ -156,7 +157,7 @@ class AnswerKey:
                 self._inputs = draw(self._sandbox, self.assignment.checks, self.seed)
             return self._inputs[check.name]
 
-    def key(self, check: CheckSource) -> list[Results]:
+    def key_results(self, check: CheckSource) -> list[Results]:
         """What the key returns, for each group of ranks. Raises AuthorError."""
         outcomes = self.outcomes(check, self.assignment.keys())
         if outcomes[-1].results is None:
@@ -165,9 +166,9 @@ class AnswerKey:
 
     def expected(self, check: CheckSource) -> str:
         """What the key prints."""
-        return "\n".join(text_of(one, None, check.tolerance) for one in self.key(check))
+        return "\n".join(text_of(one, None, check.tolerance) for one in self.key_results(check))
 
-    def wrong(self, answer: WrongAnswer, check: CheckSource) -> list[Outcome]:
+    def wrong_outcomes(self, answer: WrongAnswer, check: CheckSource) -> list[Outcome]:
         """What a wrong answer does, for each group of ranks."""
         return self.outcomes(check, self.assignment.keys() | {answer.solution: answer.source})
 
@@ -178,7 +179,7 @@ class AnswerKey:
             called = (check.name, *(solutions[name] for name in check.solutions))
             if called not in self._outcomes:
                 is_key = called[1:] == tuple(keys[name] for name in check.solutions)
-                key = () if is_key else self.key(check)
+                key = () if is_key else self.key_results(check)
                 cells, inputs = self.assignment.cells(check, solutions), self.inputs(check)
                 done = run_check(self._sandbox, check, cells, inputs, self.seed, key=key)
                 self._outcomes[called] = done

@@ -10,7 +10,7 @@ from typing import Any
 from grader.answer_key import AnswerKey, Outcome, could_not_run, describe, run_check
 from grader.judge import judge
 from grader.merge import Submission
-from grader.outputs import observation, same, text_of
+from grader.outputs import are_same, observation, text_of
 from grader.sandbox import Sandbox
 from grader.source import Assignment, CheckSource
 
@@ -132,7 +132,7 @@ class _Run:
         self.seconds[check.name] = time.monotonic() - started
         if outcomes[-1].timed_out:
             self._slow |= set(check.solutions)
-        key = self.answer_key.key(check)
+        key = self.answer_key.key_results(check)
         lines = [
             text_of(outcome.results, expected, check.tolerance)
             for outcome, expected in zip(outcomes, key, strict=False)
@@ -152,7 +152,7 @@ class _Run:
         inputs, seed, key = (
             self.answer_key.inputs(check),
             self.answer_key.seed,
-            self.answer_key.key(check),
+            self.answer_key.key_results(check),
         )
         return run_check(self._sandbox, check, cells, inputs, seed, seconds, key)
 
@@ -190,7 +190,7 @@ def _explain(result: CheckResult, check: CheckSource, run: _Run) -> None:
         result.sentence = (
             "; ".join(broken) or _named(check, outcomes, run.answer_key) or check.concept
         )
-        for outcome, key in zip(outcomes, run.answer_key.key(check), strict=False):
+        for outcome, key in zip(outcomes, run.answer_key.key_results(check), strict=False):
             result.observation = result.observation or _observed(outcome.results, key, check)
         return
     result.line = _line(last.stopped, run.submission)
@@ -214,11 +214,11 @@ def _named(check: CheckSource, outcomes: list[Outcome], answer_key: AnswerKey) -
     for wrong in answer_key.assignment.wrong_answers:
         if check.name not in wrong.loses or not wrong.says:
             continue
-        theirs = answer_key.wrong(wrong, check)
+        theirs = answer_key.wrong_outcomes(wrong, check)
         if len(theirs) == len(outcomes) and all(
             b.results is not None
             and len(a.results) == len(b.results)
-            and same(a.results, b.results, check.tolerance)
+            and are_same(a.results, b.results, check.tolerance)
             for a, b in zip(outcomes, theirs, strict=True)
         ):
             return wrong.says

@@ -29,7 +29,7 @@ def text_of(results: Results, key: Results | None, tolerance: float) -> str:
     return "\n".join(lines)
 
 
-def same(results: Results, other: Results, tolerance: float) -> bool:
+def are_same(results: Results, other: Results, tolerance: float) -> bool:
     """Whether both print the same."""
     return text_of(results, other, tolerance) == text_of(other, None, tolerance)
 

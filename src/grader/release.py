@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import labkit
-from grader.answer_key import AnswerKey
+from grader.answer_key import SHOWN_SEED, AnswerKey
 from grader.grade import Result, grade_together
 from grader.inside.values import pack
 from grader.merge import Submission
 from grader.report import sentence_of
 from grader.source import Assignment, CheckSource, kind_of, source_of
 
-SEED = 1  # of the inputs that students see
 INSTRUCTIONS = "START_HERE.md"
 _CHAPTER = re.compile(r"\[([^\]]*)\]\(\.\./\.\./book/([\w/]+)\.ipynb\)")
 # The source folds the cells that only its author reads: JupyterLab by one, the book by the other.
@@ -116,14 +115,14 @@ def release(
 
 
 def record_visible(answer_key: AnswerKey) -> list[dict[str, Any]]:
-    """Each visible check, with the inputs of SEED and what the key returns for them.
+    """Each visible check, with the inputs of SHOWN_SEED and what the key returns for them.
 
     The key is executed in the hidden checks, too, on inputs that the lint has not drawn. Raises
     AuthorError.
     """
-    shown, recorded = answer_key.with_seed(SEED), []
+    shown, recorded = answer_key.with_seed(SHOWN_SEED), []
     for check in answer_key.assignment.checks:
-        key = shown.key(check)
+        key = shown.key_results(check)
         if check.visible:
             record = base64.b64encode(pack({"inputs": shown.inputs(check), "key": key}))
             recorded.append({"check": asdict(check), "record": record.decode()})

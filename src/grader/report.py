@@ -133,7 +133,9 @@ def write_csv(results: Iterable[Result], path: Path) -> None:
             row += [of.get(name, "") for name in names]
             row += [result.needs_human, reasons(result)]
             row += ["; ".join(result.notes), result.warning]
-            writer.writerow([harmless(cell) if isinstance(cell, str) else cell for cell in row])
+            writer.writerow(
+                [without_formula(cell) if isinstance(cell, str) else cell for cell in row]
+            )
     unfinished.replace(path)
 
 
@@ -150,7 +152,7 @@ def reasons(result: Result) -> str:
     return " | ".join(words)
 
 
-def harmless(text: str) -> str:
+def without_formula(text: str) -> str:
     """`text` as one line that no spreadsheet calculates.
 
     A spreadsheet takes a cell for a formula by its first character, and one that does not follow

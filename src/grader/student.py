@@ -11,17 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grader.answer_key import AuthorError, could_not_run, describe, draw, run_check
+from grader.answer_key import (
+    SHOWN_SEED,
+    AuthorError,
+    could_not_run,
+    describe,
+    draw,
+    run_check,
+)
 from grader.inside.values import unpack
 from grader.merge import read_submission
 from grader.outputs import observation, text_of
 from grader.sandbox import Sandbox
 from grader.source import Assignment, CheckSource, Solution, SourceError, check_of, parse
 
-SEED = 1  # of the inputs of an author's `%%check`
 
-
-class Released(NamedTuple):
+class ReleasedNotebook(NamedTuple):
     """What a released notebook carries."""
 
     assignment: Assignment
@@ -37,7 +42,7 @@ class Verdict(NamedTuple):
     said: str
 
 
-def read_release(path: Path) -> Released:
+def read_release(path: Path) -> ReleasedNotebook:
     """What the released notebook at `path` carries. Raises SourceError, OSError."""
     try:
         notebook = json.loads(path.read_bytes())
@@ -48,7 +53,7 @@ def read_release(path: Path) -> Released:
         solutions = {name: Solution(name, stub, stub) for name, stub in own["stubs"].items()}
         name, title, givens = own["assignment"], own["title"], tuple(own["givens"])
         assignment = Assignment(name, title, notebook, givens, solutions, tuple(checks), ())
-        return Released(assignment, own["points"], by_check)
+        return ReleasedNotebook(assignment, own["points"], by_check)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise SourceError(
             f"{path} is not a released assignment: the release's own metadata are missing. "
@@ -68,10 +73,10 @@ def validate(path: Path) -> Iterator[Verdict]:
 
 
 def _verdict(
-    check: CheckSource, released: Released, solutions: dict[str, str], sandbox: Sandbox
+    check: CheckSource, released: ReleasedNotebook, solutions: dict[str, str], sandbox: Sandbox
 ) -> Verdict:
     cells, record = released.assignment.cells(check, solutions), released.records[check.name]
-    outcomes = run_check(sandbox, check, cells, record["inputs"], SEED)
+    outcomes = run_check(sandbox, check, cells, record["inputs"], SHOWN_SEED)
     broken = "".join(
         f"\n{could_not_run(cell, about)}" for cell, about in outcomes[-1].failed_cells.items()
     )
@@ -163,11 +168,11 @@ def _check_cell(name: str, text: str) -> None:
     cells = [[f"cell {n}", own] for n, own in enumerate(done) if not own.startswith("%")]
     with Sandbox(trust=True) as sandbox:
         try:
-            inputs = draw(sandbox, [one], SEED)[name]
+            inputs = draw(sandbox, [one], SHOWN_SEED)[name]
         except AuthorError as error:
             print(error)
             return
-        for outcome in run_check(sandbox, one, cells, inputs, SEED):
+        for outcome in run_check(sandbox, one, cells, inputs, SHOWN_SEED):
             if outcome.results is None:
                 print(f"the code {describe(outcome, one)}")
             else:

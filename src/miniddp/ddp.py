@@ -31,7 +31,7 @@ from miniddp.replicas import broadcast_tensors, verify_same_model
 from miniddp.unused import DDPSink
 
 
-def not_compiled(function: Callable, recursive: bool = True) -> Callable:
+def disable_dynamo(function: Callable, recursive: bool = True) -> Callable:
     """Keep torch.compile from compiling `function` and, if `recursive`, what it calls."""
     # Private, as in torch's optimizers: the public torch.compiler.disable loads Dynamo at once,
     # which would add a second to each `import miniddp`.
@@ -149,7 +149,7 @@ class MiniDDP(nn.Module):
 
     # 2. Forward -----------------------------------------------------------------------------------
 
-    @partial(not_compiled, recursive=False)
+    @partial(disable_dynamo, recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output. Its backward is reduced, except in `no_sync()`.
 
@@ -164,7 +164,7 @@ class MiniDDP(nn.Module):
         """Entered while the module runs."""
         return nullcontext()
 
-    @not_compiled
+    @disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Rebuild the buckets if due, and synchronize the buffers."""
         if torch.is_grad_enabled():
@@ -174,7 +174,7 @@ class MiniDDP(nn.Module):
             self.sync_buffers()
         return inputs, kwargs
 
-    @not_compiled
+    @disable_dynamo
     def _post_forward(self, output: Any) -> Any:
         """Announce the backward of `output` to the reducer."""
         searched = torch.is_grad_enabled() and self.reducer.find_unused_parameters

@@ -14,7 +14,7 @@ def test_every_page_states_the_minutes_that_the_rule_gives():
     wrong = {}
     for page in minutes.pages_of(BOOK):
         text = page.read_text()
-        if minutes.stated(text, page) != text:
+        if minutes.with_minutes(text, page) != text:
             wrong[page.stem] = minutes.minutes(page)
     assert not wrong, f"run: .venv/bin/python -m labkit.book.minutes, which writes {wrong}"
 

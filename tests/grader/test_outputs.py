@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grader.outputs import observation, same, text_of
+from grader.outputs import are_same, observation, text_of
 
 KEY = [
     {"a": np.array([1.0, 2.0], "float32"), "b": None, "count": 3, "said": "as asked"},
@@ -44,7 +44,7 @@ def test_another_order_of_addition_prints_the_same_even_at_the_edge_of_a_digit()
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_other_difference_is_printed_and_said_on_every_rank(rank, values, said):
     results = changed(rank, **values)
-    assert not same(results, KEY, 1e-4)
+    assert not are_same(results, KEY, 1e-4)
     found = observation(results, KEY, 1e-4)
     assert f"ank {rank}" in found
     if rank == 0 or "a" not in values or values["a"] is None:
@@ -53,10 +53,10 @@ def test_every_other_difference_is_printed_and_said_on_every_rank(rank, values, 
 
 def test_rounding_of_a_small_gradient_is_measured_by_the_large_one_beside_it():
     key = [{"large": np.array([1.0]), "small": np.array([1e-3])}]
-    assert same([{"large": np.array([1.0]), "small": np.array([1e-3 + 5e-5])}], key, 1e-4)
-    assert not same([{"large": np.array([1.0]), "small": np.array([1e-3 + 5e-4])}], key, 1e-4)
+    assert are_same([{"large": np.array([1.0]), "small": np.array([1e-3 + 5e-5])}], key, 1e-4)
+    assert not are_same([{"large": np.array([1.0]), "small": np.array([1e-3 + 5e-4])}], key, 1e-4)
 
 
 def test_results_of_another_form_never_print_the_same():
     for other in ([], KEY[:1], [*KEY, KEY[0]], [3, "x"], [None, [[]]]):
-        assert not same(other, KEY, 1e-4)
+        assert not are_same(other, KEY, 1e-4)

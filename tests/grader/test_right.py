@@ -9,7 +9,7 @@ from evaluation.grader.right_solutions import RIGHT
 from grader.answer_key import AnswerKey
 from grader.grade import fresh_seed
 from grader.merge import without_magics
-from grader.outputs import same
+from grader.outputs import are_same
 from grader.source import Assignment, CheckSource, read_assignment
 
 QUICK = 3  # most of its checks need one rank only
@@ -26,8 +26,8 @@ def on_three_ranks(assignment: Assignment) -> Assignment:
 
 def lost(answer_key: AnswerKey, check: CheckSource, solutions: dict[str, str]) -> str:
     """What stopped the ranks, or what they returned; empty if that is what the key returns."""
-    [outcome], [key] = answer_key.outcomes(check, solutions), answer_key.key(check)
-    if outcome.results is not None and same(outcome.results, key, check.tolerance):
+    [outcome], [key] = answer_key.outcomes(check, solutions), answer_key.key_results(check)
+    if outcome.results is not None and are_same(outcome.results, key, check.tolerance):
         return ""
     return str(outcome)
 
@@ -55,5 +55,5 @@ def test_a_check_ends_at_the_first_group_of_ranks_that_loses_it_and_not_before()
     [sums] = [one for one in assignment.wrong_answers if one.name == "sum instead of average"]
     right = assignment.keys() | {"each": without_magics(next(iter(RIGHT[1]["each"].values())))[0]}
     with AnswerKey(assignment, fresh_seed(), trust=True) as answer_key:
-        assert len(answer_key.wrong(sums, check)) == 1
+        assert len(answer_key.wrong_outcomes(sums, check)) == 1
         assert len(answer_key.outcomes(check, right)) == len(check.ranks) == 3

@@ -45,7 +45,7 @@ def draw(draws: list[dict[str, Any]]) -> bytes:
     return pack(drawn)
 
 
-class StoppedError(Exception):
+class RankFailedError(Exception):
     """A rank cannot go on; `about` says why, as plain data."""
 
     def __init__(self, about: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ def run(rank: int, world_size: int, request: dict[str, Any]) -> bytes:
     resource.setrlimit(resource.RLIMIT_CPU, (_OWN_CPU_TIME, _OWN_CPU_TIME + 1))
     torch.default_generator.manual_seed(random.Random(f"{request['seed']} {rank}").getrandbits(31))
     given = request["givens"][rank]
-    seen = Seen()
+    seen = RecordedLaunches()
     _take_away_ddp()
     student, check = types.ModuleType("student"), types.ModuleType("check")
     # Where pickle and dataclasses look for the classes that a cell defines.
@@ -76,7 +76,7 @@ def run(rank: int, world_size: int, request: dict[str, Any]) -> bytes:
             value = check.on_rank(student, given)
         return pack({"value": value, "failed": failed})
     except BaseException as error:
-        raise StoppedError(_described(error, rank) | {"failed": failed}) from error
+        raise RankFailedError(_described(error, rank) | {"failed": failed}) from error
 
 
 def _described(error: BaseException, rank: int) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class _Gate(torch.autograd.Function):
         return gradient, None
 
 
-class Seen(RecordedCollectives):
+class RecordedLaunches(RecordedCollectives):
     """Launches of all threads, in order; `gate` marks how far backward has come."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ def _launch(launch: LaunchedCollective, progress: int) -> Launch:
     return Launch(op, tuple(sizes), nbytes, progress)
 
 
-def _record_threads(seen: Seen) -> None:
+def _record_threads(seen: RecordedLaunches) -> None:
     """Make the threads that a student starts record, too: a dispatch mode is a thread's own."""
     run = threading.Thread.run
 

@@ -39,7 +39,7 @@ with gc_paused():
 
     import numpy.random  # noqa: F401
 
-    from grader.inside.rank import StoppedError, draw, file_of, run
+    from grader.inside.rank import RankFailedError, draw, file_of, run
     from labkit.launch import ranks
     from labkit.launch.ranks import RanksError, RanksTimeoutError, run_ranks
 
@@ -180,7 +180,7 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
         limits = {"timeout": float(request["seconds"]), "stuck_after": _STUCK}
         packed = run_ranks(run, world_size, request, **limits)
         return {"ranks": [unpack(one) for one in packed]}
-    except StoppedError as stopped:
+    except RankFailedError as stopped:
         return {"stopped": stopped.about}
     except RanksTimeoutError as error:
         states = "; ".join(error.states)[: 3 * _LONGEST]

@@ -50,12 +50,12 @@ def finish(app: Sphinx, exception: Exception | None) -> None:
 
 def _finish_page(path: Path) -> set[str]:
     """Rewrite one page; the names of Font Awesome's icons that it has."""
-    text = finished(path.read_text(encoding="utf-8"))
+    text = finished_page(path.read_text(encoding="utf-8"))
     path.write_text(text, encoding="utf-8")
     return set(re.findall(r"\bfa-[\w-]+", text))
 
 
-def finished(text: str) -> str:
+def finished_page(text: str) -> str:
     """The HTML of one page, without what it does not need and with what axe-core asks for."""
     page = BeautifulSoup(text, "html.parser")
     if page.head and page.article:

@@ -62,7 +62,7 @@ def minutes(page: Path) -> tuple[int, int]:
     return math.ceil(to_read / 60), math.ceil(to_do / 60)
 
 
-def stated(text: str, page: Path) -> str:
+def with_minutes(text: str, page: Path) -> str:
     """`text`, the contents of `page`, with its minutes and those of its tables of paths."""
     if _STATED.search(text):
         to_read, to_do = minutes(page)
@@ -83,7 +83,7 @@ def write(pages: Iterable[Path]) -> None:
     """Write the minutes into every one of `pages` that states them."""
     for page in pages:
         before = page.read_text()
-        if (after := stated(before, page)) != before:
+        if (after := with_minutes(before, page)) != before:
             page.write_text(after)
 
 

@@ -90,8 +90,8 @@ def main() -> None:
         os.environ.update(environment)
         command = [*where, "--nproc-per-node", ranks, *options, *given.arguments]
         if given.nodes == 1:
-            sys.exit(_lab(command) if given.lab else agent(command))
-        sys.exit(_end_of([start_forked(agent, command) for _ in range(given.nodes)]))
+            sys.exit(_run_lab(command) if given.lab else run_agent(command))
+        sys.exit(_end_of([start_forked(run_agent, command) for _ in range(given.nodes)]))
 
 
 def run_warm(
@@ -160,14 +160,14 @@ def _warm_agent(arguments: list[str]) -> None:
 
     dist.set_debug_level_from_env()  # torch read it when it was loaded, in the fork server
     sys.path.insert(0, "")  # as `python -m` does; a rank replaces it by the script's folder
-    agent(arguments)
+    run_agent(arguments)
 
 
 def as_script(words: list[str]) -> None:
     """Run a script, `words[0]`, with its arguments, in a fork of this process's parent."""
     sys.path.insert(0, "")
     sys.argv = [str(word) for word in words]
-    rank(words[0], os.getppid())
+    run_rank(words[0], os.getppid())
 
 
 def _end_of(agents: list[BaseProcess], caller: Connection | None = None) -> int:
@@ -237,19 +237,19 @@ def load_torchrun() -> types.ModuleType:
     return run
 
 
-def agent(arguments: list[str]) -> None:
+def run_agent(arguments: list[str]) -> None:
     """Run torchrun's agent with the command line that torchrun would be given."""
     load_torchrun().main(["--run-path", "--start-method=fork", *through_this_file(arguments)])
 
 
-def _lab(arguments: list[str]) -> int:
+def _run_lab(arguments: list[str]) -> int:
     """Run one agent, without torchrun's report; the exit code of the first rank that failed."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        agent(arguments)
+        run_agent(arguments)
     except ChildFailedError as failed:
         _, first = failed.get_first_failure()
         # A negative code is a signal; a shell adds its number to 128.
@@ -258,13 +258,13 @@ def _lab(arguments: list[str]) -> int:
 
 
 def through_this_file(arguments: Sequence[str]) -> list[str]:
-    """torchrun's arguments, changed so that each rank runs `rank` of this file."""
+    """torchrun's arguments, changed so that each rank runs `run_rank` of this file."""
     at = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
     this = [str(Path(__file__).resolve()), AS_RANK, str(os.getpid())] if arguments[at:] else []
     return [*arguments[:at], *this, *arguments[at:]]
 
 
-def rank(script: str, agent: int) -> None:
+def run_rank(script: str, agent: int) -> None:
     """Run `script` as a fresh interpreter would, until the process `agent` ends.
 
     `sys.argv` begins with the script's path.
@@ -305,6 +305,6 @@ if __name__ == "__main__":
     if AS_RANK in sys.argv[1:2]:
         parent = int(sys.argv[2])
         sys.argv = sys.argv[3:]
-        rank(sys.argv[0], parent)
+        run_rank(sys.argv[0], parent)
     else:
         main()

@@ -29,7 +29,7 @@ Way = Callable[[nn.Module, dist.ProcessGroup], Any]
 _WARM_UP, _STEPS = 2, 3
 
 
-class Recorded(NamedTuple):
+class RecordedWay(NamedTuple):
     """What was seen of one way.
 
     step: the shortest of three recorded steps, on both ranks.
@@ -53,7 +53,7 @@ def record_ways(
     inputs: Tensor,
     gbit_per_s: float = 1,
     latency_us: float = 50,
-) -> dict[str, Recorded]:
+) -> dict[str, RecordedWay]:
     """Two ranks on the CPU take five steps in each way; the last three are recorded.
 
     Each rank has its half of `inputs`. The link between them is slowed down in software to
@@ -67,27 +67,27 @@ def record_ways(
         lengths = [step.ranks[0].end - step.ranks[0].begin for step in steps]
         shortest = steps[lengths.index(min(lengths))]
         averages = [average for _, average in of_ranks]
-        found[name] = Recorded(shortest, averages, 1e3 * median(lengths))
+        found[name] = RecordedWay(shortest, averages, 1e3 * median(lengths))
     return found
 
 
-class Computed(NamedTuple):
+class ComputedStep(NamedTuple):
     """The computing half of a step: seconds of the forward, then when each gradient was ready."""
 
     forward: float
     backward: Backward
 
 
-def stored_stack() -> Computed:
+def stored_stack() -> ComputedStep:
     """A step of `toy_steps.stack_of_linears` that `labs/benchmarks/recorded_steps.py` recorded."""
     stored = project_root() / "labs/benchmarks/results/recorded_steps.json"
     stack = json.loads(stored.read_text())["stack"]
     ready = tuple(microseconds / 1e6 for microseconds in stack["ready"])
-    return Computed(stack["forward"] / 1e6, Backward(ready, tuple(stack["bytes"])))
+    return ComputedStep(stack["forward"] / 1e6, Backward(ready, tuple(stack["bytes"])))
 
 
 def on_one_backward(
-    recorded: Mapping[str, Recorded], computed: Computed, link: Link
+    recorded: Mapping[str, RecordedWay], computed: ComputedStep, link: Link
 ) -> dict[str, Recording]:
     """What two ranks send in each way, laid on one and the same forward and backward.
 

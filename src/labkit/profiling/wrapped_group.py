@@ -1,9 +1,9 @@
 """A process group around another one, which sees every collective that passes through it.
 
 Pass `WrappedGroup(inner)` as the `process_group` of any class that averages gradients. It calls
-`inner` for every collective, through the method `carry`. A subclass overrides `carry` to record the
-collective (`labkit.profiling.recording`) or to delay it (`labkit.profiling.slow_link`). Wrappers
-can be nested.
+`inner` for every collective, through the method `run_collective`, which a subclass overrides to
+record (`labkit.profiling.recording`) or to delay (`labkit.profiling.slow_link`). Wrappers can be
+nested.
 
 Why a process group: it is the only public interface that sees both the launch of a collective and
 its handle, from Python (`dist.all_reduce(…, group=…)`) and from the C++ reducer of torch's
@@ -60,7 +60,9 @@ class WrappedGroup(dist.ProcessGroup):
     def __hash__(self) -> int:
         return hash(self.inner)
 
-    def carry(self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]) -> Any:
+    def run_collective(
+        self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]
+    ) -> Any:
         """Launch one collective and return its handle.
 
         `op` is its name in `torch.distributed`; `tensors` are this rank's inputs.
@@ -68,7 +70,9 @@ class WrappedGroup(dist.ProcessGroup):
         return launch()
 
     def barrier(self, opts: Any = None) -> Any:
-        return self.carry("barrier", (), lambda: self.inner.barrier(opts or dist.BarrierOptions()))
+        return self.run_collective(
+            "barrier", (), lambda: self.inner.barrier(opts or dist.BarrierOptions())
+        )
 
     def send(self, *message: Any) -> Any:
         raise NotImplementedError(_NO_MESSAGES.format(kind=type(self).__name__, what="send"))
@@ -87,7 +91,7 @@ class WrappedGroup(dist.ProcessGroup):
 def _passed_on(method: str, op: str, inputs: int) -> Callable[..., Any]:
     def collective(self: WrappedGroup, *args: Any) -> Any:
         brought = [leaf for leaf in tree_leaves(args[inputs]) if isinstance(leaf, Tensor)]
-        return self.carry(op, brought, lambda: getattr(self.inner, method)(*args))
+        return self.run_collective(op, brought, lambda: getattr(self.inner, method)(*args))
 
     return collective
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from miniddp.autograd_graph import backward_is_running
-from miniddp.ddp import not_compiled
+from miniddp.ddp import disable_dynamo
 from miniddp.nested import cast_floating, find_tensors, replace_tensors
 from miniddp.sharded.param import used_while_sharded
 from miniddp.sharded.param_group import FSDPParamGroup, ShardedState
@@ -43,7 +43,7 @@ class FSDPState:
 
     # 1. Forward -----------------------------------------------------------------------------------
 
-    @not_compiled
+    @disable_dynamo
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather the parameters. The outermost module begins a forward of all."""
         schedule = self.schedule or Schedule(module, self)
@@ -75,13 +75,13 @@ class FSDPState:
             register_multi_grad_hook(tracked, self.post_backward, mode="all")
         return inputs
 
-    @not_compiled
+    @disable_dynamo
     def refuse_shards(self, module: nn.Module, args: Any) -> None:
         """Raise RuntimeError if a part of the module is called while its parameters are sharded."""
         if self.group.sharded_state is not ShardedState.UNSHARDED:
             raise used_while_sharded(f"a {type(module).__name__}")
 
-    @not_compiled
+    @disable_dynamo
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free the parameters, except in a recomputation. Watch for an output's gradient."""
         if self.training_state is TrainingState.PRE_BACKWARD:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from miniddp.ddp import not_compiled
+from miniddp.ddp import disable_dynamo
 
 
 def active_wrapper() -> Any:
@@ -23,7 +23,7 @@ def active_wrapper() -> Any:
 
 
 @contextmanager
-@partial(not_compiled, recursive=False)
+@partial(disable_dynamo, recursive=False)
 def active(wrapper: Any) -> Iterator[None]:
     """Tell Dynamo which wrapper's forward is running."""
     outer = DistributedDataParallel._active_ddp_module

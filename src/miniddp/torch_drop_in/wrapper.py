@@ -33,7 +33,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from miniddp import errors
 from miniddp.buckets import MIB, bucket_caps
 from miniddp.comm import wait_for
-from miniddp.ddp import not_compiled
+from miniddp.ddp import disable_dynamo
 from miniddp.reducer import ReducerState
 from miniddp.replicas import broadcast_tensors
 from miniddp.torch_drop_in.buffers import BufferSync
@@ -311,13 +311,13 @@ class DistributedDataParallel(BufferSync, Joinable):
 
     # Forward --------------------------------------------------------------------------------------
 
-    @partial(not_compiled, recursive=False)
+    @partial(disable_dynamo, recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """`MiniDDP.forward`, in a profiler range named as in torch's wrapper."""
         with torch.profiler.record_function("DistributedDataParallel.forward"):
             return super().forward(*inputs, **kwargs)
 
-    @not_compiled
+    @disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._before_forward()
         participants = Join.notify_join_context(self)
@@ -347,7 +347,7 @@ class DistributedDataParallel(BufferSync, Joinable):
         self._setup_in_backward_optimizers()
         self._lazy_init_ran = True
 
-    @not_compiled
+    @disable_dynamo
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self.sync_buffers()

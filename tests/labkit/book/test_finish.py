@@ -7,7 +7,7 @@ import pytest
 from bs4 import BeautifulSoup
 from sphinx.errors import ConfigError
 
-from labkit.book.finish import finished
+from labkit.book.finish import finished_page
 from labkit.book.repository import guard_downloads, name_the_address, substitutions
 
 ADDRESS = "https://github.com/owner/name"
@@ -23,13 +23,13 @@ ADDRESS = "https://github.com/owner/name"
     ],
 )
 def test_a_page_keeps_its_text_and_gets_names_and_roles(built, wanted):
-    assert finished(built) == wanted
+    assert finished_page(built) == wanted
 
 
 def test_a_figure_is_a_link_to_its_file_and_scrolls_on_a_phone_if_it_is_wide():
     figures = [f'<img src="a.png" style="width: {w}px; height: 9px;"/>' for w in (651, 771)]
     page = BeautifulSoup(
-        finished(f'<div class="cell_output">{"".join(figures)}</div>'), "html.parser"
+        finished_page(f'<div class="cell_output">{"".join(figures)}</div>'), "html.parser"
     )
     one, other = page.find_all("a")
     assert (one["href"], one["class"]) == ("a.png", ["full-figure"])
@@ -56,7 +56,7 @@ ANSWER = """<div class="admonition"><p class="admonition-title">The short answer
     ],
 )
 def test_a_page_is_described_by_its_short_answer_and_has_one_viewport(answer, said):
-    head = BeautifulSoup(finished(PAGE.replace("ANSWER", answer)), "html.parser").head
+    head = BeautifulSoup(finished_page(PAGE.replace("ANSWER", answer)), "html.parser").head
     metas = {m.get("name") or m.get("property"): m["content"] for m in head.find_all("meta")}
     assert len(head.find_all("meta", {"name": "viewport"})) == 1
     assert metas["description"].startswith(said)

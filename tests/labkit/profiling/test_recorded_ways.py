@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from labkit.profiling.cost_model import Backward, Link
-from labkit.profiling.recorded_ways import Computed, Recorded, on_one_backward
+from labkit.profiling.recorded_ways import ComputedStep, RecordedWay, on_one_backward
 from labkit.profiling.recording import Collective, RankRecording, Recording
 
 LINK = Link(latency=0.5, seconds_per_byte=1.0)  # a ring of two: 2 steps, and each byte once
-COMPUTED = Computed(1.0, Backward(ready=(2.0, 4.0, 6.0), bytes=(1, 2, 3)))
+COMPUTED = ComputedStep(1.0, Backward(ready=(2.0, 4.0, 6.0), bytes=(1, 2, 3)))
 
 
-def recorded(noise: float, *messages: tuple[int, int]) -> Recorded:
+def recorded(noise: float, *messages: tuple[int, int]) -> RecordedWay:
     """Messages of (bytes, gradients ready at the launch), at times that are slower by `noise`."""
     sent = tuple(
         Collective("all_reduce", nbytes, after, number, noise * after, noise * after + 1)
         for number, (nbytes, after) in enumerate(messages)
     )
     rank = RankRecording(0, 0.0, 9.0 * noise, ((0.0, noise),), (), sent)
-    return Recorded(Recording((rank,)), [torch.zeros(0)], 9e3 * noise)
+    return RecordedWay(Recording((rank,)), [torch.zeros(0)], 9e3 * noise)
 
 
 def test_ways_that_send_the_same_take_the_same_time_however_noisy_their_recordings_were():

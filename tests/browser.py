@@ -91,10 +91,6 @@ class OpenedPage:
             "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         )
 
-    def screenshot(self, path: Path, *, full: bool = False) -> None:
-        """Write what the window shows to `path` (PNG), or with `full` the whole page."""
-        self.page.screenshot(path=path, full_page=full)
-
 
 OpenPage = Callable[..., OpenedPage]
 

@@ -124,14 +124,14 @@ def _is_doctors(names: dict[str, Any]) -> bool:
 
 def _explain(codes: list[str]) -> int:
     """Print what each finding means; 2 if there is no such one."""
-    from ddp_doctor.explain.rules import CATALOG, explained
+    from ddp_doctor.explain.rules import CATALOG, explanation_of
 
     unknown = [code for code in codes if code not in CATALOG]
     if unknown or not codes:
         known = f"no finding {unknown[0]!r}. " if unknown else ""
         sys.stderr.write(f"ddp-doctor: {known}The findings are: {', '.join(CATALOG)}.\n")
         return 2
-    print("\n\n".join(explained(code) for code in codes))
+    print("\n\n".join(explanation_of(code) for code in codes))
     return 0
 
 
@@ -150,7 +150,7 @@ def _close(
         say("--fail-on: nothing was checked, because the doctor could not start.")
         raise SystemExit(UNCHECKED)
     if session.journal is not None:
-        result = _verdict(session.run / VERDICT)
+        result = _verdict(session.run_folder / VERDICT)
         if result is not None and result["worst"] in LEVELS[options.fail_on]:
             raise SystemExit(FOUND)
         if result is not None and (problems := result["unchecked"]):
@@ -176,7 +176,7 @@ def _without_verdict(session: Session) -> None:
     own = session.journal.name if session.journal else ""
     others = [
         journal
-        for journal in read_statuses(session.run)
+        for journal in read_statuses(session.run_folder)
         if not journal.ended and journal.name != own
     ]
     if any(alive(journal.pid) or not journal.here for journal in others):

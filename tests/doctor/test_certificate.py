@@ -34,8 +34,8 @@ from labkit.launch.ranks import run_ranks
 from prove_it import prove
 
 SCRIPTS = {script.name: script for script in corpus()}
-# A wrapped model, and one optimizer step; each rank draws its own samples.
-START = """
+HEAD = """
+import os
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -44,14 +44,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = DDP(nn.Linear(6, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-torch.manual_seed(dist.get_rank() + 1)
 
 def update(loss):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+"""
+# A wrapped model and its optimizer; each rank draws its own samples.
+START = f"""{HEAD}
+model = DDP(nn.Linear(6, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
 """
 
 
@@ -217,14 +220,9 @@ def test_other_parameters_that_train_later_are_named(forks: ForkServer) -> None:
     assert "From optimizer step 4 on, other parameters" in certificate["notes"][-1]
 
 
-FROM_META = """
-import torch
-import torch.distributed as dist
-from torch import nn
+FROM_META = f"""{HEAD}
 from torch.distributed.fsdp import fully_shard
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
 with torch.device("meta"):
     model = fully_shard(nn.Linear(8, 4))
 model.to_empty(device="cpu")
@@ -233,11 +231,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 generator = torch.Generator().manual_seed(dist.get_rank())
 for step in range(5):
     x = torch.randn(6, 8, generator=generator)
-    loss = nn.functional.cross_entropy(model(x), x.argmax(1) % 4, reduction="sum")
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-dist.destroy_process_group()
+    update(cross_entropy(model(x), x.argmax(1) % 4, reduction="sum"))
 """
 
 
@@ -305,11 +299,7 @@ def test_a_test_of_ones_own_can_ask_for_the_certificate(lost_factor: Path) -> No
     assert (certificate.verdict, certificate.factor, certificate.world) == ("scaled", "1/W", 2)
 
 
-MARKED = """
-import torch
-import torch.distributed as dist
-from torch import nn
-
+MARKED = f"""{HEAD}
 import ddp_doctor
 
 class Rows(nn.Module):
@@ -319,10 +309,8 @@ class Rows(nn.Module):
     def forward(self, x, rows):
         return self.linear(x.view(rows, 8))
 
-dist.init_process_group("gloo")
 rank = dist.get_rank()
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(Rows())
+model = DDP(Rows())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 generator = torch.Generator().manual_seed(rank)
 for step in range(5):
@@ -331,11 +319,8 @@ for step in range(5):
     rows = len(x)
     count = torch.tensor(float(rows))
     dist.all_reduce(count)
-    loss = nn.functional.cross_entropy(model(x, rows), x.argmax(1) % 4, reduction="sum")
-    optimizer.zero_grad()
-    (loss * dist.get_world_size() / count).backward()
-    optimizer.step()
-dist.destroy_process_group()
+    loss = cross_entropy(model(x, rows), x.argmax(1) % 4, reduction="sum")
+    update(loss * dist.get_world_size() / count)
 """
 
 
@@ -350,16 +335,9 @@ def test_a_marked_batch_is_judged_where_a_number_of_one_rank_would_prevent_it(
     assert "ddp_doctor.batch" in unmarked["why"]
 
 
-SHARED_MICRO_BATCHES = """
-import os
-import torch
-import torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+SHARED_MICRO_BATCHES = f"""{HEAD}
 data = torch.randn(64, 8)
-model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+model = DDP(nn.Linear(8, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 torch.manual_seed(dist.get_rank())
 passes = 4 // int(os.environ["WORLD_SIZE"])
@@ -372,12 +350,11 @@ def batch():
 x, y = batch()
 for step in range(5):
     for _ in range(passes):
-        loss = nn.functional.cross_entropy(model(x), y) / passes
+        loss = cross_entropy(model(x), y) / passes
         x, y = batch()
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-dist.destroy_process_group()
 """
 
 
@@ -393,12 +370,7 @@ def test_a_script_that_divides_its_micro_batches_among_the_ranks_is_judged(
     assert certified(forks, script(wrong))["verdict"] != "equal"
 
 
-RESHAPED = """
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
+RESHAPED = f"""{HEAD}
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -407,12 +379,10 @@ class Model(nn.Module):
     def forward(self, x, y):
         inputs = self.embedding(x) + self.positions(torch.arange(x.shape[1]))
         logits = self.scale * inputs @ self.embedding.weight.T
-        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        return cross_entropy(logits.flatten(0, 1), y.flatten())
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
 tokens = torch.randint(0, 9, (512,))
-model = nn.parallel.DistributedDataParallel(Model())
+model = DDP(Model())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(5):
     start = (step * 2 + dist.get_rank()) * 24
@@ -420,11 +390,7 @@ for step in range(5):
     with torch.no_grad():
         shorter = part[:12].view(4, 3)
         losses = [float(model.module(shorter[row : row + 2], shorter[:2])) for row in (0, 2)]
-    loss = model(part[:-1].view(4, 6), part[1:].view(4, 6))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-dist.destroy_process_group()
+    update(model(part[:-1].view(4, 6), part[1:].view(4, 6)))
 """
 
 
@@ -497,26 +463,17 @@ def test_no_process_is_left_when_the_doctor_is_killed(tmp_path: Path) -> None:
     assert all_gone(marker)
 
 
-SPLIT = """
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+SPLIT = f"""{HEAD}
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+parallelize_module(net, mesh, {{"0": ColwiseParallel(), "2": RowwiseParallel()}})
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for step in range(6):
     x = torch.randn(6, 4)
-    optimizer.zero_grad()
-    F.mse_loss(net(x), x[:, :2]).backward()
-    optimizer.step()
-dist.destroy_process_group()
+    update(nn.functional.mse_loss(net(x), x[:, :2]))
 """
 
 

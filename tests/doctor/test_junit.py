@@ -12,7 +12,7 @@ from ddp_doctor.explain.findings import Finding, finding
 from ddp_doctor.facts.certificate import Certificate, Property
 from ddp_doctor.options import Options
 from ddp_doctor.report.junit import as_junit
-from ddp_doctor.report.report import Report, written
+from ddp_doctor.report.report import Report, write_report
 
 ERROR = finding("replicas_drift", "2 parameters differ.", "train.py:3", "Average.")
 WARNING = finding("epoch_order_repeats", "\x1b[31mred", "", "Shuffle.")
@@ -74,7 +74,7 @@ def test_a_certificate_fails_exactly_if_the_exit_code_does(
 
 def test_the_file_is_written_beside_the_page(tmp_path: Path) -> None:
     path = tmp_path / "junit.xml"
-    written(report_of(ERROR), Options(junit=str(path)), tmp_path, silent=True)
+    write_report(report_of(ERROR), Options(junit=str(path)), tmp_path, silent=True)
     (case,) = ElementTree.parse(path).findall("testcase[failure]")
     assert case[0].attrib["message"] == "error: 2 parameters differ."
     assert "fix: Average." in (case[0].text or "")

@@ -240,45 +240,6 @@ def test_a_second_backward_through_one_forward_is_named_unless_gradients_are_ave
     assert not {"two_backwards", "wrapper_bypassed"} & set(codes(averaged))
 
 
-def test_processes_forked_by_a_process_that_has_trained_write_journals_of_their_own(
-    server: Server, script: Write
-) -> None:
-    """As in a notebook: one process trains alone first, then forks two ranks."""
-    text = """
-import os, socket, torch, torch.distributed as dist, torch.multiprocessing as mp, torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def train(model, rank):
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    gen = torch.Generator().manual_seed(rank)
-    for _ in range(3):
-        opt.zero_grad()
-        inner = getattr(model, "module", model)
-        nn.functional.mse_loss(inner(torch.randn(4, 3, generator=gen)), torch.ones(4, 2)).backward()
-        opt.step()
-
-def rank_main(rank, port):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    train(DDP(nn.Linear(3, 2)), rank)
-    dist.barrier()
-    dist.destroy_process_group()
-
-train(nn.Linear(3, 2), 0)
-with socket.socket() as holder:  # bound, so that nobody else is given the port
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    port = holder.getsockname()[1]
-    mp.start_processes(rank_main, args=(port,), nprocs=2, start_method="fork")
-"""
-    looked = server.run(script(text, ranks=2, launch="python"), doctor=True)
-    assert looked.codes == [0], looked.errors
-    assert looked.report is not None
-    assert [rank["ended"] for rank in looked.report["ranks"]] == [True, True]
-    assert "wrapper_bypassed" in codes(looked)
-
-
 def test_forwards_without_a_backward_do_not_stay_in_memory(server: Server, script: Write) -> None:
     """A validation loop without no_grad, after an observed step."""
     event = """
@@ -343,18 +304,21 @@ import os, socket, sys, torch, torch.distributed as dist, torch.multiprocessing 
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-def rank_main(rank, port):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = DDP(nn.Linear(3, 2))
+def train(model, rank):
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     gen = torch.Generator().manual_seed(rank)
     for _ in range(3):
         opt.zero_grad()
         x = torch.randn(4, 3, generator=gen)
-        nn.functional.mse_loss(model.module(x), torch.ones(4, 2)).backward()
+        out = getattr(model, "module", model)(x)
+        nn.functional.mse_loss(out, torch.ones(4, 2)).backward()
         opt.step()
+
+def rank_main(rank, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    train(DDP(nn.Linear(3, 2)), rank)
     dist.barrier()
     fail(rank)
     dist.destroy_process_group()
@@ -371,6 +335,7 @@ if __name__ == "__main__":
 """
 
 BY_SPAWN = "mp.start_processes(rank_main, args=(port,), nprocs=2, start_method='fork')"
+STARTED = "def fail(rank): pass\n" + SPAWNS.replace("STARTED", BY_SPAWN)
 
 BY_PROCESS = """
         ranks = [mp.get_context("fork").Process(target=rank_main, args=(r, port)) for r in (0, 1)]
@@ -378,6 +343,18 @@ BY_PROCESS = """
         [process.join() for process in ranks]
         sys.exit(any(process.exitcode for process in ranks))
 """
+
+
+def test_processes_forked_by_a_process_that_has_trained_write_journals_of_their_own(
+    server: Server, script: Write
+) -> None:
+    """As in a notebook: one process trains alone first, then forks two ranks."""
+    text = STARTED.replace(BY_SPAWN, f"train(nn.Linear(3, 2), 0)\n        {BY_SPAWN}")
+    looked = server.run(script(text, ranks=2, launch="python"), doctor=True)
+    assert looked.codes == [0], looked.errors
+    assert looked.report is not None
+    assert [rank["ended"] for rank in looked.report["ranks"]] == [True, True]
+    assert "wrapper_bypassed" in codes(looked)
 
 
 @pytest.mark.parametrize("by", [BY_SPAWN, BY_PROCESS], ids=["spawn", "Process"])
@@ -394,20 +371,7 @@ def test_an_exception_in_a_rank_that_the_script_starts_is_in_the_report(
     assert looked.report["ranks"][0]["error"] is None or by == BY_SPAWN
 
 
-def test_a_script_that_crashes_is_not_said_to_have_no_error(server: Server, script: Write) -> None:
-    event = "def event():\n    raise ValueError('bad batch')\n"
-    looked = server.run(script(train(event)), True)
-    assert "ended with ValueError: bad batch at " in " ".join(looked.errors.split())
-    assert "No error and no warning" not in looked.errors
-
-
-STOPS = """
-def event():
-    recorder = sys.modules["ddp_doctor.observe.recorder"]
-    recorder.Recorder.before_update = None
-"""
 BYPASSED = ("model(x)", "model.module(x)")
-STARTED = "def fail(rank): pass\n" + SPAWNS.replace("STARTED", BY_SPAWN)
 
 
 @pytest.mark.parametrize(
@@ -415,11 +379,9 @@ STARTED = "def fail(rank): pass\n" + SPAWNS.replace("STARTED", BY_SPAWN)
     [
         (train(), 2, 0, ""),
         (train().replace(*BYPASSED), 2, 3, ""),
-        (STARTED.replace(*reversed(BYPASSED)), 1, 0, ""),
+        (STARTED.replace('getattr(model, "module", model)(x)', "model(x)"), 1, 0, ""),
         (STARTED, 1, 3, ""),
         ("print(1)\n", 1, 4, "no rank was observed"),
-        (START + END, 2, 4, "no optimizer step was observed on all ranks"),
-        (train(STOPS).replace("step == 3", "step == 1"), 2, 4, "the doctor stopped on rank"),
     ],
 )
 def test_fail_on_sets_the_exit_code_if_an_error_is_found_or_nothing_was_checked(

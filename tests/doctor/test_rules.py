@@ -7,7 +7,7 @@ from doctor.journals import OWN, SAME, fact, findings, run_with_steps, step, win
 from ddp_doctor.explain.agreement import agreeing, explaining
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.findings import CATALOG, finding
-from ddp_doctor.explain.rules import examine, explained
+from ddp_doctor.explain.rules import examine, explanation_of
 from ddp_doctor.explain.rules.loss import scale
 from ddp_doctor.explain.rules.micro_batches import partial_window_divided_by_k
 from ddp_doctor.facts.certificate import Certificate, Property
@@ -149,10 +149,12 @@ def test_steps_that_each_process_took_alone_are_not_steps_of_the_group() -> None
 
 def test_every_finding_is_explained_by_the_rule_that_raises_it() -> None:
     for code, (_, title, page) in CATALOG.items():
-        text = explained(code)
+        text = explanation_of(code)
         assert title in text
         assert page in text
-    assert "Right if the gradients are combined in another way" in explained("wrapper_bypassed")
+    assert "Right if the gradients are combined in another way" in explanation_of(
+        "wrapper_bypassed"
+    )
 
 
 def measured(whole: str, ratio: float) -> Certificate:

@@ -9,13 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import ddp_doctor
 from ddp_doctor import __main__ as program
 from ddp_doctor.facts.journal import Journal, read
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options
-
-SITE = Path(ddp_doctor.__file__).parent / "site"
+from ddp_doctor.run.folders import SITE
 
 
 @pytest.mark.parametrize(
@@ -78,7 +76,7 @@ def test_a_process_that_looks_for_torch_before_it_imports_it_is_observed(tmp_pat
         "assert importlib.util.find_spec('torch').loader is not None\n"
         "import torch\n"
         "from ddp_doctor.run.start import _current\n"
-        "print(_current.session.run, len(sys.meta_path))\n"
+        "print(_current.session.run_folder, len(sys.meta_path))\n"
     )
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("DDP_DOCTOR")},
@@ -113,11 +111,11 @@ def test_fail_on_without_a_report_fails_and_says_so(
 def test_fail_on_leaves_it_to_the_last_rank_if_others_still_run(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = Journal(session.run)
+    other = Journal(session.run_folder)
     other.set_status("running")
     for suffix in (".jsonl", ".now"):
         name = other.name.rsplit("-", 1)[0] + f"-{os.getppid()}{suffix}"
-        (session.run / f"{other.name}{suffix}").rename(session.run / name)
+        (session.run_folder / f"{other.name}{suffix}").rename(session.run_folder / name)
     program._close(session, session.options, None, 0)
     assert "other ranks are still running" in capsys.readouterr().err
 
@@ -142,7 +140,7 @@ def test_an_error_that_was_shown_before_is_not_the_runs(
     monkeypatch.setattr(sys, "last_value", ZeroDivisionError(), raising=False)  # IPython sets it
     session.open()
     session.close()
-    (page,) = read(session.run)
+    (page,) = read(session.run_folder)
     assert [fact["raised"] for fact in page.facts["end"]] == [False]
 
 

@@ -104,7 +104,7 @@ class FakeSession:
     options = Options()
 
     def __init__(self, run: Path) -> None:
-        self.run = run
+        self.run_folder = run
 
 
 def test_what_may_be_a_rank_of_this_run_is_never_removed(
@@ -170,7 +170,7 @@ def test_nothing_is_said_about_a_script_that_an_error_or_its_help_ended_before_i
 ) -> None:
     session = Session(Options(folder=str(tmp_path)), tmp_path / "journals" / "run")
     _close(session, session.options, SystemExit(0) if raised else None, 0)
-    report(session.run, session.options)
+    report(session.run_folder, session.options)
     assert ("no rank was observed" in capsys.readouterr().err) == (not raised)
 
 

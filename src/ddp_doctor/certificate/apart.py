@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_doctor.certificate.forks import cheapest
-from ddp_doctor.certificate.program import explained, measure
+from ddp_doctor.certificate.program import measure, report_with_rules
 from ddp_doctor.certificate.starts import HERE, LAUNCHED, said
 from ddp_doctor.facts.certificate import Certificate
 
@@ -70,7 +70,7 @@ def main(name: str, *words: str) -> None:
     assert certificate is not None
     text = ""
     if explain and certificate.verdict in ("scaled", "different"):
-        report = explained(words[3:], folder, certificate, ranks, cpu, start)
+        report = report_with_rules(words[3:], folder, certificate, ranks, cpu, start)
         text = report.as_text(80) if report.run.ranks else ""
     (folder / RESULT).write_text(json.dumps([certificate.as_json(), text]))
 

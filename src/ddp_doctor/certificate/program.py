@@ -108,7 +108,7 @@ def measure(
     return judge(folder, failed, failed_one)
 
 
-def explained(
+def report_with_rules(
     command: Sequence[str],
     folder: Path,
     certificate: "Certificate",
@@ -120,7 +120,7 @@ def explained(
     steps of it, say why the gradients are not equal, and look at what the measured steps do not
     show: data, their order, learning rates, the number of micro-batches.
     """
-    from ddp_doctor.report.report import merge
+    from ddp_doctor.report.report import make_report
 
     late = any(one.name == "later" and one.verdict != "equal" for one in certificate.properties)
     part = Part(str(folder), "observed", cpu, observed=WATCHED if late else 6)
@@ -130,7 +130,7 @@ def explained(
         start(part, command, all_launched(certificate.world or ranks or 2)).wait()
     else:
         start(part, command, [dict.fromkeys(LAUNCHED, "")]).wait()
-    return merge(part.journals, certificate=certificate)
+    return make_report(part.journals, certificate=certificate)
 
 
 def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
@@ -140,13 +140,13 @@ def run(command: Sequence[str], ranks: int | None, options: "Options") -> int:
         certificate = measure(command, folder, ranks, options.cpu, start)
         if certificate is None:
             return 0
-        result = explained(command, folder, certificate, ranks, options.cpu, start)
+        result = report_with_rules(command, folder, certificate, ranks, options.cpu, start)
         if certificate.verdict == "not judged":
             keep_output(folder, Path(options.folder))
-    from ddp_doctor.report.report import written
+    from ddp_doctor.report.report import write_report
 
     silent = options.quiet and certificate.verdict == "equal" and not result.findings
-    written(result, options, Path(options.folder), silent)
+    write_report(result, options, Path(options.folder), silent)
     if certificate.verdict == "not judged":
         say(f"what the script printed is in {Path(options.folder) / 'output'}")
     return exit_code(certificate, result.worst, options.fail_on)

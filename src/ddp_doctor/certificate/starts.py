@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ddp_doctor.certificate.plan import Part
 from ddp_doctor.facts.places import is_users
+from ddp_doctor.run.folders import SITE
 
-HERE = Path(__file__).resolve().parents[1]
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 LIMIT = 600.0  # seconds for one start of the script
 _RESERVED: list[socket.socket] = []  # an open one keeps its port
@@ -49,7 +49,7 @@ class Start:
 
     def environment(self, part: Part, given: dict[str, str]) -> dict[str, str]:
         """This process's environment with what `part` needs; an empty value removes a variable."""
-        paths = [str(HERE / "site"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        paths = [str(SITE), str(SITE.parents[1]), os.environ.get("PYTHONPATH", "")]
         temporary = Path(part.folder) / "tmp"
         temporary.mkdir(exist_ok=True)
         every = os.environ | given | part.environment() | {"TMPDIR": str(temporary)}

@@ -45,9 +45,9 @@ class Session:
     observation.
     """
 
-    def __init__(self, options: Options, run: Path) -> None:
+    def __init__(self, options: Options, run_folder: Path) -> None:
         self.options = options
-        self.run = run
+        self.run_folder = run_folder
         self.over = False
         self.leads = False  # whether this process started the watcher
         self._journal: Journal | None = None
@@ -134,7 +134,7 @@ class Session:
         if self._journal is not None:
             return
         try:
-            journal = Journal(self.run)
+            journal = Journal(self.run_folder)
         except OSError as error:
             self.fail(error)
             return
@@ -173,7 +173,7 @@ class Session:
         self.close()
         until = time.monotonic() + 10.0
         while (
-            any(not journal.ended for journal in read_statuses(self.run))
+            any(not journal.ended for journal in read_statuses(self.run_folder))
             and time.monotonic() < until
         ):
             time.sleep(0.05)

@@ -133,7 +133,9 @@ def _block(finding: Finding, width: int) -> list[str]:
     return [*out, *part("read", finding.page)]
 
 
-def merge(run_folder: Path, live: bool = False, certificate: Certificate | None = None) -> Report:
+def make_report(
+    run_folder: Path, live: bool = False, certificate: Certificate | None = None
+) -> Report:
     """Read the journals of a run and examine them. Pure apart from reading.
 
     `live`: the run goes on, and no rank makes progress. Only then a process of another host that
@@ -168,7 +170,7 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
 
     `live`: this is a report of ranks that seem stuck (see `merge`). `waited`: there was one before.
     """
-    result = merge(run_folder, live)
+    result = make_report(run_folder, live)
     if waited and not HANGS & {finding.code for finding in result.findings}:
         result.run.notes.insert(
             0,  # the terminal shows the first three
@@ -178,11 +180,11 @@ def report(run_folder: Path, options: Options, live: bool = False, waited: bool 
     silent = options.quiet and not result.findings and not waited
     if not result.run.ranks and not (silent or _left_early(run_folder)):
         tell(NOTHING)
-    written(result, options, run_folder.parent.parent, silent)
+    write_report(result, options, run_folder.parent.parent, silent)
     return result
 
 
-def written(result: Report, options: Options, folder: Path, silent: bool = False) -> None:
+def write_report(result: Report, options: Options, folder: Path, silent: bool = False) -> None:
     """Print a report, and write its page and JSON. `silent`: print only what cannot be written."""
     width = shutil.get_terminal_size((100, 24)).columns
     if result.certificate is not None and not silent:

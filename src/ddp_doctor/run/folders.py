@@ -1,8 +1,11 @@
-"""Folders that processes find by name, in a place where other users write, too."""
+"""Folders that processes find by name; some lie in a place where other users write, too."""
 
 import os
 import stat
 from pathlib import Path
+
+# On the path of every process, its sitecustomize starts the doctor.
+SITE = Path(__file__).resolve().parents[1] / "site"
 
 
 def own_folder(path: Path) -> Path:

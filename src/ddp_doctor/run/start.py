@@ -16,12 +16,11 @@ from typing import Any
 from ddp_doctor.facts.types import CpuFact
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import Options, say
-from ddp_doctor.run.folders import own_folder
+from ddp_doctor.run.folders import SITE, own_folder
 from ddp_doctor.run.watcher import start_watcher
 
 RUN = "DDP_DOCTOR_RUN"  # the run's folder, for the processes that a process starts
 OPTIONS = "DDP_DOCTOR_OPTIONS"
-HERE = Path(__file__).resolve().parents[1]
 
 
 class _Current:
@@ -109,7 +108,7 @@ class _AfterCell:
 
     def __call__(self, result: Any) -> None:
         session = self.session
-        if not any(session.run.glob("*.jsonl")):
+        if not any(session.run_folder.glob("*.jsonl")):
             return
         from ddp_doctor.report.report import report
 
@@ -121,7 +120,7 @@ class _AfterCell:
         _current.session = None
         for name in (RUN, OPTIONS):
             os.environ.pop(name, None)
-        report(session.run, session.options)
+        report(session.run_folder, session.options)
 
 
 def _run_folder(options: Options) -> Path | None:
@@ -157,7 +156,7 @@ def _run_folder(options: Options) -> Path | None:
 
 def _reach_children() -> None:
     """Let the Python processes that this one starts be observed as well (spawned ranks)."""
-    site = str(HERE / "site")
+    site = str(SITE)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if site not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([site, *paths])

@@ -39,13 +39,13 @@ GONE_AFTER = 120.0
 
 def start_watcher(session: Session) -> None:
     """Start this run's watcher. At its exit, the leader waits for the report."""
-    (session.run / VERDICT).unlink(missing_ok=True)
-    remove_old(session.run)
+    (session.run_folder / VERDICT).unlink(missing_ok=True)
+    remove_old(session.run_folder)
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "
         "from ddp_doctor.run.watcher import main; main(sys.argv[1:])"
     )
-    arguments = [str(session.run), json.dumps(asdict(session.options)), str(os.getpid())]
+    arguments = [str(session.run_folder), json.dumps(asdict(session.options)), str(os.getpid())]
     environment = {k: v for k, v in os.environ.items() if k not in ("DDP_DOCTOR_RUN", "PYTHONPATH")}
     process = subprocess.Popen(
         [sys.executable, "-I", "-c", code, *arguments],
@@ -59,7 +59,7 @@ def start_watcher(session: Session) -> None:
     def wait() -> None:
         if os.getpid() == leader:
             if session.journal is None and not session.over:  # it was no rank, and has ended, too
-                Journal(session.run).set_status("ended", ended=True)
+                Journal(session.run_folder).set_status("ended", ended=True)
             try:
                 process.wait(PATIENCE if "RANK" in os.environ else PATIENCE_ALONE)
             except subprocess.TimeoutExpired:
@@ -100,7 +100,7 @@ class _Silence:
 
 def _wait(run: Path, options: Options, leader: int) -> bool:
     """Wait until all processes have ended. Returns whether ranks seemed stuck meanwhile."""
-    from ddp_doctor.report.report import merge, report
+    from ddp_doctor.report.report import make_report, report
 
     seemed_stuck = said = False
     look_again = 0.0
@@ -144,6 +144,6 @@ def _wait(run: Path, options: Options, leader: int) -> bool:
             if stuck and now >= look_again:
                 look_again = now + options.hang_after / 2
                 # Slow is not stuck: ranks that import or load data wait for nobody.
-                if {finding.code for finding in merge(run, live=True).findings} & HANGS:
+                if {finding.code for finding in make_report(run, live=True).findings} & HANGS:
                     seemed_stuck = True
                     report(run, options, live=True)

@@ -54,7 +54,7 @@ def examine(run: Run, equation: Equation) -> list[Finding]:
     return sorted(found.values(), key=lambda finding: ORDER[finding.severity])
 
 
-def explained(code: str) -> str:
+def explanation_of(code: str) -> str:
     """What a finding means and when the pattern is right: its rule's own text.
 
     Raises KeyError if there is no such code.

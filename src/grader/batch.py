@@ -21,13 +21,13 @@ from grader.notebook_file import hash_of
 from grader.report import folder_name, read_results, write_csv, write_feedback, write_results
 from grader.sandbox import SandboxError, StoppedError
 from grader.source import Assignment, read_assignment
-from grader.submissions import HandedInFile
+from grader.submissions import Work
 
 _TOGETHER = 10  # submissions that share one run of nbval
 
 
 def grade_all(
-    submissions: dict[str, HandedInFile],
+    submissions: dict[str, Work],
     source: Path,
     out: Path,
     *,
@@ -93,7 +93,7 @@ def write_table(out: Path, assignment: str) -> list[Result]:
 
 
 def _graded(
-    waiting: list[HandedInFile], assignment: Assignment, seed: int | None, trust: bool, jobs: int
+    waiting: list[Work], assignment: Assignment, seed: int | None, trust: bool, jobs: int
 ) -> Iterator[Result]:
     """The results as they come, from up to `jobs` threads, each with one run of nbval at a time."""
     each = max(1, min(_TOGETHER, -(-len(waiting) // jobs)))
@@ -112,7 +112,7 @@ def _graded(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _grade_part(part: list[HandedInFile], answer_key: AnswerKey) -> list[Result]:
+def _grade_part(part: list[Work], answer_key: AnswerKey) -> list[Result]:
     try:
         return grade_together(
             [(one.student, _read(one, answer_key.assignment)) for one in part], answer_key
@@ -126,7 +126,7 @@ def _grade_part(part: list[HandedInFile], answer_key: AnswerKey) -> list[Result]
         return [failed_by_the_grader(part[0].student, answer_key.assignment, why)]
 
 
-def _read(one: HandedInFile, assignment: Assignment) -> Submission:
+def _read(one: Work, assignment: Assignment) -> Submission:
     if one.path.suffix != ".ipynb" or one.path.is_dir():
         why = one.warning or f"{one.path.name} is not a notebook"
         return Submission(assignment.stubs(), unreadable=why)

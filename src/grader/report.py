@@ -133,9 +133,7 @@ def write_csv(results: Iterable[Result], path: Path) -> None:
             row += [of.get(name, "") for name in names]
             row += [result.needs_human, reasons(result)]
             row += ["; ".join(result.notes), result.warning]
-            writer.writerow(
-                [without_formula(cell) if isinstance(cell, str) else cell for cell in row]
-            )
+            writer.writerow([as_text(cell) if isinstance(cell, str) else cell for cell in row])
     unfinished.replace(path)
 
 
@@ -152,7 +150,7 @@ def reasons(result: Result) -> str:
     return " | ".join(words)
 
 
-def without_formula(text: str) -> str:
+def as_text(text: str) -> str:
     """`text` as one line that no spreadsheet calculates.
 
     A spreadsheet takes a cell for a formula by its first character, and one that does not follow

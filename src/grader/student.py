@@ -11,14 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grader.answer_key import (
-    SHOWN_SEED,
-    AuthorError,
-    could_not_run,
-    describe,
-    draw,
-    run_check,
-)
+from grader.answer_key import SHOWN_SEED, AuthorError, could_not_run, describe, draw, run_check
 from grader.inside.values import unpack
 from grader.merge import read_submission
 from grader.outputs import observation, text_of

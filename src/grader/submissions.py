@@ -21,7 +21,7 @@ _MOST_FILES = 20_000  # that one folder may hold
 
 
 @dataclass(frozen=True)
-class HandedInFile:
+class Work:
     """One student's work, as it was found."""
 
     student: str
@@ -30,7 +30,7 @@ class HandedInFile:
     warning: str = ""  # what is odd about the place or the format
 
 
-def find_submissions(paths: Iterable[Path], assignment: str = "") -> dict[str, HandedInFile]:
+def find_submissions(paths: Iterable[Path], assignment: str = "") -> dict[str, Work]:
     """What each student handed in, by name. A folder stands for what is in it.
 
     nbgrader collects into STUDENT/ASSIGNMENT/NOTEBOOK: of the notebooks further down, one that is
@@ -43,7 +43,7 @@ def find_submissions(paths: Iterable[Path], assignment: str = "") -> dict[str, H
     editor's or a system's: skipped. Links are not followed. Raises FileNotFoundError for a path
     that does not exist.
     """
-    found: list[HandedInFile] = []
+    found: list[Work] = []
     alone: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -56,27 +56,27 @@ def find_submissions(paths: Iterable[Path], assignment: str = "") -> dict[str, H
             )
     counts = Counter(file.stem for file in alone)
     found += [
-        HandedInFile(file.stem if counts[file.stem] == 1 else file.absolute().parent.name, file)
+        Work(file.stem if counts[file.stem] == 1 else file.absolute().parent.name, file)
         for file in alone
     ]
-    named: dict[str, HandedInFile] = {}
+    named: dict[str, Work] = {}
     for one in found:
         one = _split(one)
         name = one.student
         while name in named:
             name += "_"
-        named[name] = HandedInFile(name, one.path, one.id, one.warning)
+        named[name] = Work(name, one.path, one.id, one.warning)
     return named
 
 
-def _in_folder(top: Path, assignment: str) -> list[HandedInFile]:
+def _in_folder(top: Path, assignment: str) -> list[Work]:
     """What each student has in `top`: a file there, or a folder with files."""
     files, folders = _visible(top)
     notebooks = [file for file in files if file.suffix == ".ipynb"]
-    found = [HandedInFile(file.stem, file) for file in notebooks]
+    found = [Work(file.stem, file) for file in notebooks]
     students = {_split(one).student for one in found}
     for file in files:
-        one = HandedInFile(file.stem, file, warning=f"{file.name} is not a notebook")
+        one = Work(file.stem, file, warning=f"{file.name} is not a notebook")
         odd = file not in notebooks and file.suffix != ".csv"
         if odd and _split(one).student not in students:
             found.append(one)
@@ -85,19 +85,17 @@ def _in_folder(top: Path, assignment: str) -> list[HandedInFile]:
     return found
 
 
-def _of_student(folder: Path, assignment: str) -> list[HandedInFile]:
+def _of_student(folder: Path, assignment: str) -> list[Work]:
     if folder.is_symlink():
-        return [HandedInFile(folder.name, folder, warning=f"{folder.name} is a link: not followed")]
+        return [Work(folder.name, folder, warning=f"{folder.name} is a link: not followed")]
     if folder.suffix == ".ipynb":
-        return [
-            HandedInFile(folder.stem, folder, warning=f"{folder.name} is a folder, not a notebook")
-        ]
+        return [Work(folder.stem, folder, warning=f"{folder.name} is a folder, not a notebook")]
     files, folders = _visible(folder)
     notebooks = [file for file in files if file.suffix == ".ipynb"]
     if len(notebooks) == 1:
-        return [HandedInFile(folder.name, notebooks[0])]
+        return [Work(folder.name, notebooks[0])]
     if notebooks:
-        return [HandedInFile(f"{folder.name} {file.stem}", file) for file in notebooks]
+        return [Work(f"{folder.name} {file.stem}", file) for file in notebooks]
     deeper = [
         Path(place) / name
         for below in folders
@@ -108,17 +106,15 @@ def _of_student(folder: Path, assignment: str) -> list[HandedInFile]:
     ]
     named = [path for path in deeper if assignment in (path.stem, path.parent.name)]
     if len(named) == 1:
-        return [HandedInFile(folder.name, named[0])]
+        return [Work(folder.name, named[0])]
     if len(deeper) == 1:
         where = f"the notebook was found in {deeper[0].parent.relative_to(folder)}"
-        return [HandedInFile(folder.name, deeper[0], warning=where)]
+        return [Work(folder.name, deeper[0], warning=where)]
     if deeper:
         where = f"{len(deeper)} notebooks in folders below: none was graded"
-        return [HandedInFile(folder.name, folder, warning=where)]
+        return [Work(folder.name, folder, warning=where)]
     there = ", ".join(path.name for path in [*files, *folders][:5])
-    return [
-        HandedInFile(folder.name, folder, warning=f"no notebook in the folder: {there or 'empty'}")
-    ]
+    return [Work(folder.name, folder, warning=f"no notebook in the folder: {there or 'empty'}")]
 
 
 def _visible(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -128,15 +124,15 @@ def _visible(folder: Path) -> tuple[list[Path], list[Path]]:
     return [path for path in inside[:_MOST_FILES] if path not in set(folders)], folders
 
 
-def _split(one: HandedInFile) -> HandedInFile:
+def _split(one: Work) -> Work:
     """With the student's name and number apart, where a course system has joined them."""
     for pattern in (_MOODLE, _CANVAS):
         found = pattern.match(one.student)
         if found:
             warning = "late, says the course system" if found.groupdict().get("late") else ""
             warning = legible_name(one.warning) or warning
-            return HandedInFile(legible_name(found["name"]), one.path, found["id"], warning)
-    return HandedInFile(legible_name(one.student), one.path, warning=legible_name(one.warning))
+            return Work(legible_name(found["name"]), one.path, found["id"], warning)
+    return Work(legible_name(one.student), one.path, warning=legible_name(one.warning))
 
 
 def legible_name(name: str) -> str:

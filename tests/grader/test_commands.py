@@ -30,7 +30,7 @@ from grader.grade import CheckResult, Result
 from grader.judge import judge
 from grader.sandbox import FORKS, Forks
 from grader.source import read_assignment
-from grader.submissions import HandedInFile
+from grader.submissions import Work
 from labkit.launch.kernels import AsyncKernelThroughFiles
 
 COMMAND = [sys.executable, "-m", "grader"]
@@ -164,7 +164,7 @@ def test_what_is_finished_is_not_graded_again_and_a_changed_file_is(tmp_path, mo
     paths = {}
     for name in ("ada", "bob", "eve"):
         path = write(submission(first_assignment(), {}), tmp_path / f"{name}.ipynb")
-        paths[name] = HandedInFile(name, path)
+        paths[name] = Work(name, path)
     grade_all(paths, FIRST, tmp_path / "out", trust=True)
     grade_all(paths, FIRST, tmp_path / "out", trust=True)
     assert sorted(graded) == ["ada", "bob", "eve"]

@@ -20,7 +20,7 @@ from grader.merge import Submission
 from grader.report import sentence_of
 from grader.sandbox import FORKS, Forks, Sandbox
 from grader.source import Assignment, read_assignment
-from grader.submissions import HandedInFile
+from grader.submissions import Work
 
 # Written wherever a submission can; a file of this name anywhere is a failure.
 TRACE = "trace-of-a-submission"
@@ -198,13 +198,13 @@ def graded(tmp_path_factory) -> tuple[dict[str, Result], Path]:
     for number, (name, source) in enumerate(sources.items()):
         own = {"each": source.replace("KEY", assignment.keys()["each"])}
         path = write(submission(assignment, assignment.keys() | own), folder / f"{number}.ipynb")
-        handed_in[name] = HandedInFile(name, path)
+        handed_in[name] = Work(name, path)
     for number, (name, (made, _, _)) in enumerate(files().items()):
         path = folder / f"file {number}.ipynb"
         path.write_bytes(made if isinstance(made, bytes) else json.dumps(made).encode())
-        handed_in[name] = HandedInFile(name, path)
+        handed_in[name] = Work(name, path)
     (folder / "link.ipynb").symlink_to(FIRST)
-    handed_in["link"] = HandedInFile("link", folder / "link.ipynb")
+    handed_in["link"] = Work("link", folder / "link.ipynb")
     out = tmp_path_factory.mktemp("graded")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("grader.batch.read_assignment", only_each)

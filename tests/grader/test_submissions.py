@@ -6,7 +6,7 @@ import pytest
 
 from grader.batch import write_table
 from grader.grade import CheckResult, Result
-from grader.report import folder_name, without_formula, write_csv, write_results
+from grader.report import as_text, folder_name, write_csv, write_results
 from grader.submissions import find_submissions
 
 
@@ -130,13 +130,13 @@ def test_a_very_long_name_and_names_that_no_file_can_have_become_folders(tmp_pat
 
 @pytest.mark.parametrize("name", ["=1+1", ";=1+1", "＝1+1", " +1", "x, =1", '=1+1"', '"=1+1'])
 def test_no_spreadsheet_takes_a_name_for_a_formula(name):
-    assert without_formula(name).startswith("'")
-    assert not {"\n", '"', ";"} & set(without_formula(name))
+    assert as_text(name).startswith("'")
+    assert not {"\n", '"', ";"} & set(as_text(name))
 
 
 @pytest.mark.parametrize("name", ["Ada Lovelace", "Jean-Luc", "a+b@example.org", "-3", "O'Neill"])
 def test_ordinary_names_stay_as_they_are(name):
-    assert without_formula(name) == name
+    assert as_text(name) == name
 
 
 def result(student, *scores, needs=""):

@@ -133,16 +133,14 @@ def _block(finding: Finding, width: int) -> list[str]:
     return [*out, *part("read", finding.page)]
 
 
-def make_report(
-    run_folder: Path, live: bool = False, certificate: Certificate | None = None
-) -> Report:
+def make_report(folder: Path, live: bool = False, certificate: Certificate | None = None) -> Report:
     """Read the journals of a run and examine them. Pure apart from reading.
 
     `live`: the run goes on, and no rank makes progress. Only then a process of another host that
     has not ended counts as alive. `certificate`: what was measured; what contradicts it is left
     out.
     """
-    journals = read(run_folder)
+    journals = read(folder)
     living = {
         journal.name
         for journal in journals
@@ -168,7 +166,7 @@ def make_report(
 def report(run_folder: Path, options: Options, live: bool = False, waited: bool = False) -> Report:
     """Merge, print, and write the page and the JSON. What cannot be written is said in one line.
 
-    `live`: this is a report of ranks that seem stuck (see `merge`). `waited`: there was one before.
+    `live`: ranks seem stuck (see `make_report`). `waited`: there was one before.
     """
     result = make_report(run_folder, live)
     if waited and not HANGS & {finding.code for finding in result.findings}:

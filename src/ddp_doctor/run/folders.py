@@ -4,8 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-# On the path of every process, its sitecustomize starts the doctor.
-SITE = Path(__file__).resolve().parents[1] / "site"
+SITE = Path(__file__).resolve().parents[1] / "site"  # its sitecustomize starts the doctor
 
 
 def own_folder(path: Path) -> Path:

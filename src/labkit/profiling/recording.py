@@ -224,9 +224,7 @@ class Recorder(WrappedGroup):
             end = time.perf_counter()
             self._recorded = running.finished(self.rank(), end)
 
-    def run_collective(
-        self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]
-    ) -> Any:
+    def pass_on(self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]) -> Any:
         if self._running is None:
             return launch()
         under_way = _UnderWay(op, bytes_of(tensors), len(self._running.gradients))

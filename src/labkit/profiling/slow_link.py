@@ -127,9 +127,7 @@ class SlowLink(WrappedGroup):
         """The cost of one collective on this link; see `link_seconds`."""
         return link_seconds(op, nbytes, self.size(), self.bytes_per_second, self.latency)
 
-    def run_collective(
-        self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]
-    ) -> Any:
+    def pass_on(self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]) -> Any:
         if elsewhere := [tensor.device for tensor in tensors if tensor.device.type != "cpu"]:
             raise NotImplementedError(
                 f"a slow link carries tensors on the CPU and was given one on {elsewhere[0]}. "

@@ -1,9 +1,8 @@
 """A process group around another one, which sees every collective that passes through it.
 
 Pass `WrappedGroup(inner)` as the `process_group` of any class that averages gradients. It calls
-`inner` for every collective, through the method `run_collective`, which a subclass overrides to
-record (`labkit.profiling.recording`) or to delay (`labkit.profiling.slow_link`). Wrappers can be
-nested.
+`inner` for every collective, through `pass_on`. A subclass overrides that to record the collective
+(`labkit.profiling.recording`) or to delay it (`labkit.profiling.slow_link`). Wrappers can nest.
 
 Why a process group: it is the only public interface that sees both the launch of a collective and
 its handle, from Python (`dist.all_reduce(…, group=…)`) and from the C++ reducer of torch's
@@ -60,9 +59,7 @@ class WrappedGroup(dist.ProcessGroup):
     def __hash__(self) -> int:
         return hash(self.inner)
 
-    def run_collective(
-        self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]
-    ) -> Any:
+    def pass_on(self, op: str, tensors: Sequence[Tensor], launch: Callable[[], dist.Work]) -> Any:
         """Launch one collective and return its handle.
 
         `op` is its name in `torch.distributed`; `tensors` are this rank's inputs.
@@ -70,7 +67,7 @@ class WrappedGroup(dist.ProcessGroup):
         return launch()
 
     def barrier(self, opts: Any = None) -> Any:
-        return self.run_collective(
+        return self.pass_on(
             "barrier", (), lambda: self.inner.barrier(opts or dist.BarrierOptions())
         )
 
@@ -91,7 +88,7 @@ class WrappedGroup(dist.ProcessGroup):
 def _passed_on(method: str, op: str, inputs: int) -> Callable[..., Any]:
     def collective(self: WrappedGroup, *args: Any) -> Any:
         brought = [leaf for leaf in tree_leaves(args[inputs]) if isinstance(leaf, Tensor)]
-        return self.run_collective(op, brought, lambda: getattr(self.inner, method)(*args))
+        return self.pass_on(op, brought, lambda: getattr(self.inner, method)(*args))
 
     return collective
 

@@ -25,6 +25,15 @@ def batch(n=3):
     return torch.randn(n, 4, generator=gen)
 def loss_of(model, x):
     return nn.functional.mse_loss(model(x), x[:, :2])
+def train(model, opt, steps):
+    for step in range(steps):
+        opt.zero_grad()
+        loss_of(model, batch()).backward()
+        opt.step()
+def average(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
 """
 WRAPPED = "model = DDP(net)\nopt = torch.optim.SGD(model.parameters(), lr=0.01)\n"
 END = "dist.barrier()\ndist.destroy_process_group()\n"
@@ -113,10 +122,7 @@ alive = []
 for fold in range(4):
     model = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(2):
-        loss_of(model, batch()).backward()
-        opt.step()
-        opt.zero_grad()
+    train(model, opt, 2)
     alive += [weakref.ref(each) for each in model.parameters()]
     del model, opt
     gc.collect()
@@ -175,9 +181,7 @@ opt = torch.optim.SGD(net.parameters(), lr=0.01)
 for step in range(3):
     opt.zero_grad()
     (net(batch()).square().mean() / 0 * 0).backward()
-    for p in net.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= world
+    average(net)
     opt.step()
 """,
     "an optimizer that shards by the newest collectives needs no wrapper": """
@@ -192,10 +196,7 @@ class Sharded(torch.optim.Optimizer):
             mine = p.view(-1).chunk(world)[rank] - 0.1 * own / world
             dist.all_gather_single(p.view(-1), mine)
 opt = Sharded(net.parameters())
-for step in range(3):
-    loss_of(net, batch()).backward()
-    opt.step()
-    opt.zero_grad()
+train(net, opt, 3)
 """,
     "halves of a step that are reduced and added up by the script": """
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -203,9 +204,7 @@ for step in range(3):
     kept = []
     for half in range(2):
         (loss_of(net, batch()) / 2).backward()
-        for p in net.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= world
+        average(net)
         kept.append([p.grad for p in net.parameters()])
         for p in net.parameters():
             p.grad = None
@@ -317,6 +316,20 @@ for step in range(5):
     model.weight.grad /= world
     opt.step()
 """,
+    "an output that the loss does not use ends no observation": """
+class Both(nn.Module):
+    def forward(self, x):
+        out = net(x)
+        return nn.functional.mse_loss(out, x[:, :2]), nn.functional.l1_loss(out, x[:, :2])
+both = Both()
+both.net = net
+model = DDP(both, find_unused_parameters=True)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(3):
+    opt.zero_grad()
+    model(batch())[0].backward()
+    opt.step()
+""",
 }
 
 
@@ -338,9 +351,7 @@ for step in range(4):
     opt.zero_grad()
     loss = loss_of(net, batch())
     scaler.scale(loss * (float("inf") if step == 0 else 1.0)).backward()
-    for p in net.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= world
+    average(net)
     scaler.step(opt)
     scaler.update()
 """,
@@ -405,18 +416,12 @@ for step in range(4):
 """,
     ("replicas_differ_at_start", "it is a second model, loaded on rank 0 only"): WRAPPED
     + """
-for step in range(8):
-    opt.zero_grad()
-    loss_of(model, batch()).backward()
-    opt.step()
+train(model, opt, 8)
 model = DDP(nn.Linear(4, 2))
 if rank == 0:
     model.module.load_state_dict({"weight": torch.ones(2, 4), "bias": torch.ones(2)})
 opt = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(4):
-    opt.zero_grad()
-    loss_of(model, batch()).backward()
-    opt.step()
+train(model, opt, 4)
 """,
     ("own_reduction_sums", "gradients are unscaled and clipped"): """
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -437,26 +442,6 @@ for step in range(4):
 @pytest.mark.parametrize(("code", "although"), WRONG)
 def test_a_fault_is_found_although(server: Server, script: Write, code: str, although: str) -> None:
     assert code in look(server, script, WRONG[code, although])["found"]
-
-
-def test_an_output_that_the_loss_does_not_use_does_not_end_the_observation(
-    server: Server, script: Write
-) -> None:
-    text = """
-class Both(nn.Module):
-    def forward(self, x):
-        out = net(x)
-        return nn.functional.mse_loss(out, x[:, :2]), nn.functional.l1_loss(out, x[:, :2])
-both = Both()
-both.net = net
-model = DDP(both, find_unused_parameters=True)
-opt = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(3):
-    opt.zero_grad()
-    model(batch())[0].backward()
-    opt.step()
-"""
-    assert look(server, script, text)["found"] == {}
 
 
 ACCUMULATE = (
@@ -496,10 +481,7 @@ groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
 torch.manual_seed(rank // 2)
 model = DDP(nn.Linear(4, 2), process_group=groups[rank // 2])
 opt = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(4):
-    opt.zero_grad()
-    loss_of(model, batch()).backward()
-    opt.step()
+train(model, opt, 4)
 """
     seen = look(server, script, text, ranks=4)
     assert seen["found"] == {}
@@ -517,10 +499,7 @@ gen = torch.Generator().manual_seed(0)
 mesh = init_device_mesh("cpu", (world,))
 SPLIT
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
-for step in range(4):
-    opt.zero_grad()
-    loss_of(net, batch()).backward()
-    opt.step()
+train(net, opt, 4)
 """
     split = 'parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})'
     assert look(server, script, text.replace("SPLIT", split))["found"] == {}
@@ -715,10 +694,7 @@ class Averaging(torch.optim.SGD):
             dist.all_reduce(p.grad)
             p.sub_(0.01 * p.grad / world)
 opt = Averaging(net.parameters(), lr=0.01)
-for step in range(3):
-    opt.zero_grad()
-    loss_of(net, batch()).backward()
-    opt.step()
+train(net, opt, 3)
 """
 
 
@@ -772,10 +748,7 @@ FLAT_PARAMETERS = """
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 model = FSDP(net, device_id=torch.device("cpu"))
 opt = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(3):
-    loss_of(model, batch()).backward()
-    opt.step()
-    opt.zero_grad()
+train(model, opt, 3)
 """
 PIECES_IN_STEP = """
 class Pieces(torch.optim.SGD):
@@ -788,10 +761,7 @@ class Pieces(torch.optim.SGD):
         dist.all_gather(rows, mine)
         p.sub_(0.01 * torch.cat(rows) / world)
 opt = Pieces([net[0].weight], lr=0.01)
-for step in range(3):
-    opt.zero_grad()
-    loss_of(net, batch()).backward()
-    opt.step()
+train(net, opt, 3)
 """
 
 
@@ -846,10 +816,7 @@ def test_a_loss_on_the_meta_device_is_no_loss(server: Server, script: Write) -> 
         META
         + WRAPPED
         + """
-for step in range(2):
-    loss_of(model, batch()).backward()
-    opt.step()
-    opt.zero_grad()
+train(model, opt, 2)
 """,
     )
     assert report["equation"]["right"]

@@ -1,7 +1,6 @@
 """The one equation: right with any token counts under torch's DDP; wrong ones fail."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -80,17 +79,7 @@ def one_batch(rank: int, world_size: int) -> tuple[float, list[Tensor]]:
     return loss.item(), gradients(ddp.module)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_global_mean_gives_the_loss_and_the_gradient_of_the_full_batch(world_size: int) -> None:
-    loss, true = full_batch(world_size)
-    of_rank = run_ranks(one_batch, world_size)
-    for value, found in of_rank:
-        assert value == pytest.approx(loss, rel=1e-14)
-        assert value == of_rank[0][0]
-        assert largest_difference(found, true) < 1e-14
-
-
-def accumulate(rank: int, world_size: int) -> tuple[float, list[Tensor], list[Any]]:
+def accumulated(rank: int, world_size: int) -> tuple[float, list[Tensor]]:
     """One optimizer step, one sentence a micro-batch, the rank's as one window."""
     model = language_model()
     ddp = DistributedDataParallel(model)
@@ -104,17 +93,25 @@ def accumulate(rank: int, world_size: int) -> tuple[float, list[Tensor], list[An
                 (loss_sum * scale).backward()
             loss_sums += loss_sum.detach()
         logged = global_mean(loss_sums, count).item()
-    return logged, gradients(model), [(len(window), count) for window, count in windows]
+    lengths = SENTENCES[world_size][rank]
+    assert [(len(window), count) for window, count in windows] == [(len(lengths), sum(lengths))]
+    return logged, gradients(model)
+
+
+def both_ways(rank: int, world_size: int) -> list[tuple[float, list[Tensor]]]:
+    return [one_batch(rank, world_size), accumulated(rank, world_size)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_micro_batches_of_any_number_and_length_add_up_to_the_full_batch(world_size: int) -> None:
+def test_one_batch_and_micro_batches_give_loss_and_gradient_of_the_full_batch(
+    world_size: int,
+) -> None:
     loss, true = full_batch(world_size)
-    for rank, (logged, found, windows) in enumerate(run_ranks(accumulate, world_size)):
-        lengths = SENTENCES[world_size][rank]
-        assert windows == [(len(lengths), sum(lengths))]
-        assert logged == pytest.approx(loss, rel=1e-14)
-        assert largest_difference(found, true) < 1e-14
+    for of_rank in zip(*run_ranks(both_ways, world_size), strict=True):
+        for value, found in of_rank:
+            assert value == pytest.approx(loss, rel=1e-14)
+            assert value == of_rank[0][0]
+            assert largest_difference(found, true) < 1e-14
 
 
 def kinds_of_count(rank: int) -> list[tuple[float, float, torch.dtype]]:
@@ -134,30 +131,19 @@ def kinds_of_count(rank: int) -> list[tuple[float, float, torch.dtype]]:
     assert learned.grad is None
     correct = global_mean(torch.tensor(rank), n)
     found.append((correct.item(), 0.0, correct.dtype))
+    many = 2**24
+    assert loss_scale(many + rank) == 3 / (3 * many + 3)
+    assert global_mean(torch.tensor(float(many), requires_grad=True), many).item() == 1.0
     return found
 
 
-def test_counts_and_sums_come_in_any_type() -> None:
+def test_counts_and_sums_come_in_any_type_and_are_exact_beyond_the_integers_of_float32() -> None:
     for *means, accuracy in run_ranks(kinds_of_count, 3):
         # 60 in all over 6 items; W/N = 3/6
         assert {(value, gradient) for value, gradient, _ in means} == {(10.0, 0.5)}
         dtypes = [dtype for _, _, dtype in means]
         assert dtypes == [torch.float64] * 6 + [torch.float32] * 6 + [torch.bfloat16] * 6
         assert accuracy == (0.5, 0.0, torch.float32)
-
-
-def count_a_lot(rank: int) -> tuple[float, float]:
-    scale = loss_scale(2**24 + rank)
-    ones = torch.tensor(float(2**24), requires_grad=True)
-    loss = global_mean(ones, 2**24)
-    loss.backward()
-    return scale, loss.item()
-
-
-def test_counts_beyond_the_integers_of_float32_are_exact() -> None:
-    for scale, value in run_ranks(count_a_lot, 3):
-        assert scale == 3 / (3 * 2**24 + 3)
-        assert value == 1.0
 
 
 def within_a_group(rank: int) -> tuple[float, float, float]:
@@ -261,17 +247,20 @@ def test_one_token_and_no_token_and_half_precision_are_served() -> None:
     assert loss_sum.item() / 3000 == pytest.approx(torch.tensor(float(VOCABULARY)).log().item())
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e38])
-def test_a_loss_without_bounds_on_one_rank_is_the_same_on_all(value):
-    def work(rank):
+def without_bounds(rank: int) -> Tensor:
+    means = []
+    for value in (float("inf"), float("nan"), 1e38):
         factor = torch.tensor(value if rank == 0 else 1.0, requires_grad=True)
         mean = global_mean(factor * 1.0, 1)
         mean.backward()
-        return mean.detach(), factor.grad
+        assert factor.grad == 1.0  # W/N = 2/2
+        means.append(mean.detach())
+    return torch.stack(means)
 
-    (first, gradient), (second, other) = run_ranks(work, 2)
+
+def test_a_loss_without_bounds_on_one_rank_is_the_same_on_all() -> None:
+    first, second = run_ranks(without_bounds, 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
-    assert gradient == other == 1.0  # W/N = 2/2
 
 
 @pytest.mark.parametrize(

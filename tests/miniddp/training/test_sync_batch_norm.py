@@ -267,30 +267,23 @@ def test_an_input_that_cannot_be_normalized_is_refused_on_every_rank() -> None:
         ]
 
 
-def empty_everywhere(rank: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+def empty_everywhere(rank: int) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     layer = SyncBatchNorm(CHANNELS)
     x = torch.ones(0, CHANNELS, 2, requires_grad=True)
     y = layer(x)
     y.sum().backward()
-    return y.detach(), x.grad, [*(p.grad for p in layer.parameters()), *layer.buffers()]
-
-
-def test_of_a_batch_that_is_empty_on_every_rank_the_output_is_empty_and_nothing_moves() -> None:
-    for y, dx, (d_weight, d_bias, mean, variance, batches) in run_ranks(empty_everywhere, 2):
-        assert y.shape == dx.shape == (0, CHANNELS, 2)
-        assert d_weight.tolist() == d_bias.tolist() == mean.tolist() == [0] * CHANNELS
-        assert (variance.tolist(), batches) == ([1] * CHANNELS, 0)
-
-
-def with_an_empty_one_between(rank: int) -> list[Tensor]:
-    layer = SyncBatchNorm(CHANNELS, momentum=None)
+    kept = [*(p.grad for p in layer.parameters()), *layer.buffers()]
+    averaging = SyncBatchNorm(CHANNELS, momentum=None)
     for step, rows in enumerate((2, 0, 2)):
-        layer(torch.full((rows, CHANNELS), float(rank + step)))
-    return list(layer.buffers())
+        averaging(torch.full((rows, CHANNELS), float(rank + step)))
+    return y.detach(), x.grad, kept, list(averaging.buffers())
 
 
-def test_a_plain_average_over_all_batches_leaves_out_those_that_are_empty_on_every_rank() -> None:
-    for mean, variance, batches in run_ranks(with_an_empty_one_between, 2):
+def test_a_batch_that_is_empty_on_every_rank_moves_nothing_and_is_in_no_average() -> None:
+    for y, dx, kept, averages in run_ranks(empty_everywhere, 2):
+        assert y.shape == dx.shape == (0, CHANNELS, 2)
+        assert [value.tolist() for value in kept] == [[0] * CHANNELS] * 3 + [[1] * CHANNELS, 0]
+        mean, variance, batches = averages
         assert mean.tolist() == pytest.approx([(0.5 + 2.5) / 2] * CHANNELS)
         assert variance.tolist() == pytest.approx([1 / 3] * CHANNELS)
         assert batches == 2

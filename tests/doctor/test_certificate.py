@@ -877,13 +877,140 @@ def written(folder: Path, failed: str = "", **of_the_ranks: list[dict[str, Any]]
     return judge(folder, failed, "")
 
 
-def test_weights_that_differ_at_a_later_step_are_different_though_the_gradient_is_not(
-    tmp_path: Path,
+def gradient(*values: float) -> dict[str, Any]:
+    return {"gradients": {"0.0": torch.tensor(values).float()}}
+
+
+def logged(*values: float) -> dict[str, Any]:
+    fact = {"what": "numbers", "key": "", "place": "train.py:3"}
+    return {"seen": [*SEEN, *(fact | {"values": torch.tensor([one]).double()} for one in values)]}
+
+
+ONES, RAMP, TURNED = gradient(1, 1, 1, 1), gradient(0, 1, 2, 3), gradient(1, 2, 1, 1)
+ELSEWHERE = RAMP | {"seen": [SEEN[0], rows_of(torch.zeros(2, 3))]}  # a deal of other samples
+SAME, NEXT, LIKE_ONE = [{}, {}], f"{LATER}_9", {"one": ONES}
+UNJOINED = "train.py:30 cannot be joined"
+NAMES = {"names": {"0.0": "weight", "0.1": "unused"}}
+
+
+def with_rows(*rows: float) -> dict[str, Any]:
+    return {"seen": [SEEN[0], rows_of(torch.tensor(rows).float()[:, None])]}
+
+
+def in_a_sequence(*values: float) -> dict[str, list[dict[str, Any]]]:
+    """Each rank has a part of a sequence: one process computes the positions of its own."""
+    own = gradient(*values)
+    return {OWN: [own | {"one": ONES | {"numbers": ["train.py:30"]}}, own]}
+
+
+def untrained(second: float) -> dict[str, list[dict[str, Any]]]:
+    ours, theirs, own = ({"untrained": {"book": torch.ones(4) * n}} for n in (1.0, 2.0, second))
+    return {OWN: [ours, own], COPIES: [ours, theirs]}
+
+
+def of_micro_batches(passes: int) -> dict[str, list[dict[str, Any]]]:
+    own = {"backwards": passes}
+    return {OWN: [own, own], DEAL: [own | ELSEWHERE | LIKE_ONE, own | ELSEWHERE]}
+
+
+# What the ranks wrote, the verdict on it, and a part of the reason or of a note.
+JUDGED = {
+    "weights that differ at a later step, though no gradient does": (
+        {OWN: SAME, NEXT: [{}, {"weights": {"0.0": torch.ones(4) * 1.00001}}]},
+        "different",
+        "At optimizer step 2, the ranks' weights differ: rank 1's",
+    ),
+    "learning rates that differ": (
+        {OWN: SAME, NEXT: [{}, {"rates": [0.1001]}]},
+        "different",
+        "At optimizer step 2, rank 1 has a learning rate of 0.1001, rank 0 one of 0.1",
+    ),
+    "a deal that matters to the ranks": (
+        {OWN: SAME, DEAL: [TURNED | LIKE_ONE, TURNED]},
+        "different",
+        "",
+    ),
+    "a deal that matters to one process, too": (
+        {OWN: SAME, DEAL: [TURNED, TURNED]},
+        "not judged",
+        "no reference",
+    ),
+    "a deal that matters, though a loss is logged": (
+        {OWN: [logged(0.5, 3, 5)] * 2, DEAL: [logged(0.7, 4, 4) | TURNED | LIKE_ONE] * 2},
+        "different",
+        "",
+    ),
+    "a deal of ranks that hold different parameters": (
+        {
+            OWN: [{"weights": {"0.0": torch.ones(4) * half}} for half in (1, 2)],
+            DEAL: [{"weights": {"0.0": torch.ones(4) * half}} | RAMP for half in (1, 2)],
+        },
+        "not judged",
+        "",
+    ),
+    "a deal of samples that one process could not join": (
+        {
+            OWN: [{"one": gradient(3, 4, 5, 6) | {"unjoined": ["train.py:30"]}}, {}],
+            DEAL: [gradient(2, 3, 4, 5) | {"one": gradient(3, 4, 5, 6)}, gradient(2, 3, 4, 5)],
+        },
+        "not judged",
+        UNJOINED,
+    ),
+    "a deal to ranks that split one batch": (
+        {
+            OWN: [with_rows(1, 2)] * 2,
+            # One has the first row twice, and the other one the second.
+            DEAL: [
+                with_rows(1, 1) | gradient(1, 2, 3, 4) | LIKE_ONE,
+                with_rows(2, 2) | gradient(1, 2, 3, 4),
+            ],
+        },
+        "equal",
+        "",
+    ),
+    "a deal of other samples": (of_micro_batches(1), "equal", ""),
+    "a deal of other samples to micro-batches": (of_micro_batches(2), "not judged", ""),
+    "positions of each rank's own, and a factor": (in_a_sequence(2, 2, 2, 2), "scaled", ""),
+    "positions of each rank's own": (in_a_sequence(2, 2.1, 2.2, 2.3), "not judged", UNJOINED),
+    "untrained parameters that only a step makes differ": (
+        untrained(1.0),
+        "different",
+        "rank 1's book is not rank 0's",
+    ),
+    "untrained parameters that always differ": (untrained(2.0), "equal", ""),
+    "what is not sharded in a sharded model": (
+        {OWN: [{"sharded": True} | ONES, {"sharded": True} | gradient(2, 2, 2, 2)]},
+        "different",
+        "rank 1's is not rank 0's",
+    ),
+    "parameters without a gradient": ({OWN: [NAMES] * 2}, "equal", "1 of 2 parameters had no"),
+    "gradients that are never cleared": (
+        {OWN: [{"cleared": False}] * 2},
+        "equal",
+        "never called zero_grad()",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_steps_are_judged_by_what_the_ranks_and_one_process_wrote(
+    name: str, tmp_path: Path
 ) -> None:
-    later = [{}, {"weights": {"0.0": torch.ones(4) * 1.00001}}]
-    found = written(tmp_path, **{OWN: [{}, {}], f"{LATER}_9": later})
-    assert (found.verdict, found.ratio) == ("different", None)
-    assert "At optimizer step 2, the ranks' weights differ: rank 1's" in found.why
+    facts, verdict, why = JUDGED[name]
+    found = written(tmp_path, **facts)
+    assert found.verdict == verdict
+    assert why in "\n".join([found.why, *found.notes])
+    of = {one.name: one for one in found.properties}
+    if verdict == "not judged" and DEAL in facts:
+        assert (of["P2"].verdict, of["P2"].ratio) == ("not judged", None)
+    if NEXT in facts:
+        assert found.ratio is None
+
+
+def test_a_script_that_ends_with_an_error_is_not_said_to_combine_nothing(tmp_path: Path) -> None:
+    found = written(tmp_path, failed="RuntimeError: no at train.py:3", **{OWN: [{}, RAMP]})
+    assert found.verdict == "not judged"
+    assert "RuntimeError: no at train.py:3" in found.why
 
 
 @pytest.mark.parametrize(
@@ -894,30 +1021,11 @@ def test_ranks_whose_weights_stay_equal_combine_their_gradients_after_the_optimi
     weights: float, optimizer: int, verdict: str, tmp_path: Path
 ) -> None:
     """What another optimizer's weights do, as those of a GAN's other half, shows nothing."""
-    own = [{}, {"gradients": {"0.0": torch.arange(4.0)}}]
+    own = [{}, RAMP]
     seen = [{"optimizer": optimizer}, {"optimizer": optimizer} | own[1]]
     seen[1]["weights"] = {"0.0": torch.ones(4) * weights}
     found = written(tmp_path, **{OWN: own, f"{LATER}_7": seen, f"{LATER}_8": seen})
     assert found.verdict == verdict
-
-
-@pytest.mark.parametrize("control", ["equal", "different"])
-def test_another_deal_is_judged_only_if_it_changes_nothing_in_one_process(
-    control: str, tmp_path: Path
-) -> None:
-    dealt = {"gradients": {"0.0": torch.tensor([1.0, 2.0, 1.0, 1.0])}}
-    same = {"gradients": {"0.0": torch.ones(4)}}
-    alone = {"one": same if control == "equal" else dealt}
-    found = written(tmp_path, **{OWN: [{}, {}], DEAL: [dealt | alone, dealt]})
-    assert found.verdict == ("different" if control == "equal" else "not judged")
-
-
-def test_another_deal_is_not_judged_where_ranks_hold_different_parameters(tmp_path: Path) -> None:
-    halves = [{"weights": {"0.0": torch.ones(4) * half}} for half in (1, 2)]
-    dealt = [one | {"gradients": {"0.0": torch.arange(4.0)}} for one in halves]
-    found = written(tmp_path, **{OWN: halves, DEAL: dealt})
-    assert found.verdict == "not judged"
-    assert {one.name: one.verdict for one in found.properties}["P2"] == "not judged"
 
 
 @pytest.mark.parametrize(
@@ -928,43 +1036,9 @@ def test_another_deal_is_not_judged_where_ranks_hold_different_parameters(tmp_pa
 def test_one_process_is_started_again_if_its_model_had_other_rows_and_the_ranks_weights(
     seen: list[dict[str, Any]], mixed_up: bool, tmp_path: Path
 ) -> None:
-    own = {"one": {"gradients": {"0.0": torch.arange(4.0)}, "seen": seen}}
+    own = {"one": RAMP | {"seen": seen}}
     assert written(tmp_path, **{OWN: [own, {}]}).verdict == "not judged"
     assert are_mixed_up(tmp_path) == mixed_up
-
-
-def test_another_deal_says_nothing_of_ranks_that_split_one_batch(tmp_path: Path) -> None:
-    """Each has all of it; dealt, one has the first row twice, and the other one the second."""
-    both, first, second = (
-        {"seen": [SEEN[0], rows_of(torch.tensor([[float(n)] for n in rows]))]}
-        for rows in ([1, 2], [1, 1], [2, 2])
-    )
-    dealt = {"gradients": {"0.0": torch.arange(1.0, 5.0)}}
-    alone = {"one": {"gradients": {"0.0": torch.ones(4)}}}
-    found = written(tmp_path, **{OWN: [both, both], DEAL: [first | dealt | alone, second | dealt]})
-    assert found.verdict == "equal"
-
-
-def test_another_deal_is_not_judged_where_one_process_could_not_join_the_samples(
-    tmp_path: Path,
-) -> None:
-    dealt, of_one = ({"gradients": {"0.0": torch.arange(n, n + 4.0)}} for n in (2, 3))
-    own = {"one": of_one | {"unjoined": ["train.py:30"]}}
-    found = written(tmp_path, **{OWN: [own, {}], DEAL: [dealt | {"one": of_one}, dealt]})
-    assert found.verdict == "not judged"
-    assert "train.py:30 cannot be joined" in found.why
-
-
-@pytest.mark.parametrize(("off", "verdict"), [(0.0, "scaled"), (0.1, "not judged")])
-def test_other_numbers_on_the_ranks_do_not_make_a_factor_of_w(
-    off: float, verdict: str, tmp_path: Path
-) -> None:
-    """Such as positions where each rank has a part of a sequence: one process computes its own."""
-    twice = {"gradients": {"0.0": torch.ones(4) * 2 + off * torch.arange(4.0)}}
-    own = twice | {"one": {"gradients": {"0.0": torch.ones(4)}, "numbers": ["train.py:30"]}}
-    found = written(tmp_path, **{OWN: [own, twice]})
-    assert found.verdict == verdict
-    assert ("train.py:30 cannot be joined" in found.why) == bool(off)
 
 
 def test_an_optimizer_whose_step_calls_collectives_is_not_said_to_apply_different_gradients(
@@ -972,51 +1046,9 @@ def test_an_optimizer_whose_step_calls_collectives_is_not_said_to_apply_differen
 ) -> None:
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "combines").touch()
-    found = written(tmp_path, **{OWN: [{}, {"gradients": {"0.0": torch.arange(4.0)}}]})
+    found = written(tmp_path, **{OWN: [{}, RAMP]})
     assert found.verdict == "not judged"
     assert "combined in its step" in found.why
-
-
-@pytest.mark.parametrize(("start", "verdict"), [(1.0, "different"), (2.0, "equal")])
-def test_untrained_parameters_that_differ_only_after_a_step_are_different(
-    start: float, verdict: str, tmp_path: Path
-) -> None:
-    ours, theirs, first = ({"untrained": {"book": torch.ones(4) * n}} for n in (1.0, 2.0, start))
-    found = written(tmp_path, **{OWN: [ours, first], COPIES: [ours, theirs]})
-    assert found.verdict == verdict
-    assert ("rank 1's book is not rank 0's" in found.why) == (verdict == "different")
-
-
-def test_learning_rates_that_differ_are_different(tmp_path: Path) -> None:
-    later = [{}, {"rates": [0.1001]}]
-    found = written(tmp_path, **{OWN: [{}, {}], f"{LATER}_9": later})
-    assert found.verdict == "different"
-    assert (
-        "At optimizer step 2, rank 1 has a learning rate of 0.1001, rank 0 one of 0.1" in found.why
-    )
-
-
-def test_one_process_whose_gradient_depends_on_the_order_is_no_reference(tmp_path: Path) -> None:
-    dealt = {"gradients": {"0.0": torch.tensor([1.0, 2.0, 1.0, 1.0])}}
-    found = written(tmp_path, **{OWN: [{}, {}], DEAL: [dealt, dealt]})
-    assert found.verdict == "not judged"
-    assert "no reference" in found.why
-    p2 = next(one for one in found.properties if one.name == "P2")
-    assert (p2.verdict, p2.ratio) == ("not judged", None)
-
-
-def test_parameters_without_a_gradient_are_counted_over_all_optimizers(tmp_path: Path) -> None:
-    names = {"names": {"0.0": "weight", "0.1": "unused"}}
-    found = written(tmp_path, **{OWN: [names, names]})
-    assert found.verdict == "equal"
-    assert any("1 of 2 parameters had no gradient" in note for note in found.notes)
-
-
-def test_a_script_that_ends_with_an_error_is_not_said_to_combine_nothing(tmp_path: Path) -> None:
-    own = [{}, {"gradients": {"0.0": torch.arange(4.0)}}]
-    found = written(tmp_path, failed="RuntimeError: no at train.py:3", **{OWN: own})
-    assert found.verdict == "not judged"
-    assert "RuntimeError: no at train.py:3" in found.why
 
 
 def test_what_the_ranks_printed_is_kept_though_one_process_was_never_started(
@@ -1107,33 +1139,6 @@ def test_the_rows_of_a_models_two_inputs_stay_together() -> None:
     assert parted(positions, moved) == ""
 
 
-@pytest.mark.parametrize(("passes", "verdict"), [(1, "equal"), (2, "not judged")])
-def test_micro_batches_are_not_shown_to_weigh_alike_if_another_deal_changes_their_samples(
-    passes: int, verdict: str, tmp_path: Path
-) -> None:
-    own = {"backwards": passes}
-    others = {"seen": [SEEN[0], rows_of(torch.zeros(2, 3))]}
-    dealt = own | others | {"gradients": {"0.0": torch.arange(4.0)}}
-    alone = {"one": {"gradients": {"0.0": torch.ones(4)}}}
-    found = written(tmp_path, **{OWN: [own, own], DEAL: [dealt | alone, dealt]})
-    assert found.verdict == verdict
-
-
-def test_a_loss_that_is_logged_does_not_hide_that_the_deal_matters(tmp_path: Path) -> None:
-    def logged(*values: float) -> dict[str, Any]:
-        facts = [
-            {"what": "numbers", "key": "", "place": "train.py:3", "values": value}
-            for value in torch.tensor(values).double().split(1)
-        ]
-        return {"seen": [*SEEN, *facts]}
-
-    own = logged(0.5, 3.0, 5.0)
-    dealt = logged(0.7, 4.0, 4.0) | {"gradients": {"0.0": torch.tensor([1.0, 2.0, 1.0, 1.0])}}
-    alone = {"one": {"gradients": {"0.0": torch.ones(4)}}}
-    found = written(tmp_path, **{OWN: [own, own], DEAL: [dealt | alone, dealt]})
-    assert found.verdict == "different"
-
-
 @pytest.mark.parametrize(
     ("turned", "factor", "kind"),
     [
@@ -1150,22 +1155,6 @@ def test_an_error_of_two_percent_is_neither_equal_nor_a_factor(
     got = factor * torch.tensor([1.0, turned, 0.0])
     assert compare({"w": got}, {"w": wanted}, {}).kind == kind
     assert compare({"w": wanted * 1.004}, {"w": wanted}, {}, HALF).kind == "equal"
-
-
-def test_what_is_not_sharded_in_a_sharded_model_has_to_be_equal_on_all_ranks(
-    tmp_path: Path,
-) -> None:
-    ours, theirs = ({"sharded": True, "gradients": {"0.0": torch.ones(4) * n}} for n in (1, 2))
-    found = written(tmp_path, **{OWN: [ours, theirs]})
-    assert found.verdict == "different"
-    assert "rank 1's is not rank 0's" in found.why
-
-
-def test_a_script_that_never_clears_gradients_is_told_what_was_not_measured(
-    tmp_path: Path,
-) -> None:
-    found = written(tmp_path, **{OWN: [{"cleared": False}, {"cleared": False}]})
-    assert any("never called zero_grad()" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ Write = Callable[..., Script]
 
 START = """
 from contextlib import nullcontext
-from dataclasses import dataclass
 import torch, torch.distributed as dist, torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
@@ -507,34 +506,6 @@ train(net, opt, 4)
     assert set(look(server, script, text.replace("SPLIT", shards))["found"]) == {
         "same_data_on_ranks"
     }
-
-
-def test_batches_in_a_class_of_ones_own_are_looked_into(server: Server, script: Write) -> None:
-    """Targets and positions are 0, 1, … on every rank: the object tells whether the data differ."""
-    text = """
-@dataclass
-class Pairs:
-    size: int
-    views: dict
-class Towers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = net
-    def forward(self, pairs, positions):
-        one, two = (self.net(each) for each in pairs.views.values())
-        return one @ two.T
-model = DDP(Towers())
-opt = torch.optim.SGD(model.parameters(), lr=0.01)
-gen.manual_seed(SEED)
-for step in range(4):
-    opt.zero_grad()
-    scores = model(Pairs(3, {"one": batch(), "two": batch()}), torch.arange(3))
-    nn.functional.cross_entropy(scores, torch.arange(3)).backward()
-    opt.step()
-"""
-    code = "same_data_on_ranks"
-    assert code not in look(server, script, text.replace("SEED", "rank"))["found"]
-    assert code in look(server, script, text.replace("SEED", "0"))["found"]
 
 
 MANY_MICRO_BATCHES = (

@@ -52,7 +52,7 @@ def _prove(caller: Connection, script: str, folder: Path) -> None:
     Path("train.py").write_text(script)
     command = ["train.py"]
     certificate = program.measure(command, folder, 2, False, Forks)
-    report = program.explained(command, folder, certificate, 2, False, Forks)
+    report = program.report_with_rules(command, folder, certificate, 2, False, Forks)
     text = certificate.as_text(80) + "\n"
     text += report.as_text(80) if report.run.ranks else ""
     caller.send((certificate.verdict, certificate.why, text))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ddp_doctor.certificate.forks import cheapest
 from ddp_doctor.certificate.program import measure, report_with_rules
-from ddp_doctor.certificate.starts import HERE, LAUNCHED, said
+from ddp_doctor.certificate.starts import LAUNCHED, said
 from ddp_doctor.facts.certificate import Certificate
+from ddp_doctor.run.folders import SITE
 
 RESULT = "result.json"  # the certificate, and the report that explains it
 
@@ -43,7 +44,7 @@ def certify_apart(
     once more. Raises RuntimeError if the doctor fails.
     """
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(SITE.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     with tempfile.TemporaryDirectory(prefix="ddp-doctor-") as folder:
         arguments = [folder, json.dumps(ranks), json.dumps(cpu), json.dumps(explain), *command]

@@ -128,6 +128,6 @@ def test_a_wrapper_that_never_averages_is_rejected_by_what_ships_and_by_a_file(
     file.write_text(LIKE_PYTORCHS)
     files = ["--file", str(file), "--file", "distributed_test", "-k", "LikePy"]
     broken = run(tmp_path, "--class", f"{BROKEN}:Unsynchronized", *files, "-k", "DataParallelCPU")
-    assert "Scalars are not equal" in broken.pop(AVERAGE)["detail"]
+    assert "Scalars are not" in broken.pop(AVERAGE)["detail"]
     assert {result["outcome"] for result in broken.values()} == {"failed"}
     assert all("Tensor-likes are not" in result["detail"] for result in broken.values())

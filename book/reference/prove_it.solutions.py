@@ -55,3 +55,22 @@ in_a_comment = my_script.replace(
     "torch.randn(2 + 6 * dist.get_rank(), 8,",
     "torch.randn(5, 8,  # not 2 + 6 * dist.get_rank()\n       ",
 )
+
+# %% check_script wrong: the surplus samples of rank 1 are cut off
+cut_off = my_script.replace("    y = x.sum", "    x = x[:2]\n    y = x.sum")
+
+
+# %% check_script right: the gradients are scaled after backward
+scaled_afterward = my_script.replace(
+    "    loss = mse_loss(model(x), y)\n",
+    '    loss = mse_loss(model(x), y, reduction="sum")\n',
+).replace(
+    "    loss.backward()\n",
+    """\
+    loss.backward()
+    count = torch.tensor(float(len(x)))
+    dist.all_reduce(count)
+    for p in model.parameters():
+        p.grad *= dist.get_world_size() / count
+""",
+)

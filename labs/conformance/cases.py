@@ -124,11 +124,13 @@ def all_cases() -> dict[str, Case]:
 CASES = all_cases()
 
 # A promise is the weight of each scored token of a sample, among n samples with `tokens` scored
-# tokens, in the loss Σ weight · −log p(token). In DPO, −log σ has the slope ½ where policy and
-# reference are equal, as they are here, and n samples are n/2 pairs.
+# tokens, in the loss Σ weight · −log p(token). With p, a token's weight has its own probability, too. In DPO, −log σ has the slope ½ where policy and
+# reference are equal, as they are here, and n samples are n/2 pairs. In KTO, σ has the slope ¼.
 PROMISES: dict[str, Callable[[Sample, int, int], float]] = {
     "token mean": lambda one, n, tokens: 1 / tokens,
+    "p × token mean": lambda one, n, tokens: 1 / tokens,
     "pair mean": lambda one, n, tokens: BETA / n * (1 if one.reward > 0 else -1),
+    "signed sample mean": lambda one, n, tokens: BETA / 4 / n * (1 if one.reward > 0 else -1),
     "A × token mean": lambda one, n, tokens: one.reward / tokens,
     "A × sequence mean": lambda one, n, tokens: one.reward / n / len(one.completion),
     "sample mean": lambda one, n, tokens: 1 / n / len(one.completion),

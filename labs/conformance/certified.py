@@ -34,12 +34,9 @@ GROUPS = (
     " completions of a prompt side by side: another order is another gradient, by design."
 )
 TRIED = " With a certificate that was changed to deal two neighbors together, the verdict is EQUAL."
-UNKNOWN = "P1 is equal. Why the order matters in one process was not found out."
 # Why the two do not agree.
-OF_TRL = ("sapo", "luspo", "rloo", "dr_grpo", "dapo", "cispo")
-AGGREGATIONS = ("verl-tokens", "verl-sequences", "openrlhf-tokens", "openrlhf-sequences")
-EXPLAINED = {"trl-grpo": GROUPS + TRIED, **dict.fromkeys(AGGREGATIONS, UNKNOWN)}
-EXPLAINED |= {f"trl-{one}": "As for trl-grpo." for one in OF_TRL}
+OF_TRL = ("sapo", "luspo", "rloo", "dr_grpo", "dapo", "cispo", "vespo")
+EXPLAINED = {"trl-grpo": GROUPS + TRIED, **{f"trl-{one}": "As for trl-grpo." for one in OF_TRL}}
 Row = Mapping[str, Any]
 
 

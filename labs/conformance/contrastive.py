@@ -112,3 +112,26 @@ def sentence_transformers(
         loss([{"x": view, "attention_mask": mask} for view in views], None).backward()
         watched.step()
     return watched.judged(case)
+
+
+def swift_infonce(case: Deal, rank: int) -> list[Tensor]:
+    """Anchors and positives take turns. It gathers with Accelerate, which has to know the group."""
+    from accelerate import Accelerator
+    from swift.loss.embedding import InfonceLoss
+
+    Accelerator(cpu=True)
+    loss = InfonceLoss(None, None)
+
+    def of(a: Tensor, b: Tensor, own: Tensor) -> Tensor:
+        pairs = F.normalize(torch.stack([a, b], 1).flatten(0, 1))
+        return loss({"last_hidden_state": pairs}, torch.ones(len(own), dtype=torch.long))
+
+    return steps(case, rank, of)
+
+
+def monai_dice(case: Deal, rank: int, batch: bool) -> list[Tensor]:
+    """An image has 8 pixels. With `batch`, areas are summed over the batch before the division."""
+    from monai.losses import DiceLoss
+
+    loss = DiceLoss(sigmoid=True, batch=batch)
+    return steps(case, rank, lambda a, b, _: loss(a[:, None], (b[:, None] > 0).float()))

@@ -78,10 +78,10 @@ FAMILIES = {
         " [Six losses](six-losses) has the formulas.",
     ),
     "pairs": Family(
-        "Losses over pairs of samples",
+        "Losses over the batch",
         UNION_CASES,
         "",
-        "12 samples with two views each. Whatever it promises, each row is compared with itself in"
+        "Contrastive and others that do not split into samples: 12 samples with two views each. Whatever it promises, each row is compared with itself in"
         " one process with all samples: the loss of the union batch."
         " [The loss sees samples of all ranks](gathered-items-averaged) explains what goes wrong.",
     ),

@@ -1,4 +1,4 @@
-"""torchtune's recipe, litgpt's `fit`, and Axolotl's loss, without what is around them."""
+"""torchtune's recipe, litgpt's `fit`, and losses of Axolotl and ms-swift, each alone."""
 
 import importlib
 import runpy
@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainingArguments
 
 from cases import LONGEST, Case
 from hugging_face import trainer
@@ -66,6 +67,14 @@ def axolotl_loss(case: Case, rank: int) -> list[Tensor]:
     net.loss_function = chunked.get_causal_lm_loss(CHUNKS)
     with torch.compiler.set_stance("force_eager"):
         return trainer(case, rank, True, net)
+
+
+def swift_loss(case: Case, rank: int) -> list[Tensor]:
+    """transformers' Trainer with ms-swift's cross-entropy, which takes the count of the step."""
+    # It replaces parts of the Trainer, which then asks for this setting.
+    loss = importlib.import_module("swift.loss.causal_lm").CustomCrossEntropyLoss(None, None)
+    with mock.patch.object(TrainingArguments, "max_epochs", None, create=True):
+        return trainer(case, rank, True, compute_loss_func=loss)
 
 
 class OnlyTokens(nn.Module):

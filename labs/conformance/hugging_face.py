@@ -34,13 +34,16 @@ def arguments(case: Case, folder: str) -> dict[str, Any]:
     }
 
 
-def trainer(case: Case, rank: int, average: bool, net: nn.Module | None = None) -> list[Tensor]:
+def trainer(
+    case: Case, rank: int, average: bool, net: nn.Module | None = None, **parts: Any
+) -> list[Tensor]:
+    """`parts` go to the Trainer."""
     net = net or model()
     optimizer = Watched(net)
     with tempfile.TemporaryDirectory() as folder:
         given = arguments(case, folder) | {"average_tokens_across_devices": average}
         given = TrainingArguments(**given)
-        parts = {"data_collator": partial(collate, pad=case.pad), "optimizers": (optimizer, None)}
+        parts |= {"data_collator": partial(collate, pad=case.pad), "optimizers": (optimizer, None)}
         Trainer(net, given, train_dataset=rows(case), **parts).train()
     return optimizer.judged(case)
 

@@ -3,6 +3,7 @@
 Every sample's loss is its own token mean, so micro-batches of equal size have equal counts.
 """
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from cases import Case
+from cases import PAD, Case
 from plain import own_group
-from tiny import IGNORED, Watched, collate, loader, losses, model
+from tiny import IGNORED, NoStepError, Watched, collate, loader, losses, model
 
 Batch = dict[str, Tensor]
 
@@ -213,3 +214,42 @@ def fastai(case: Case, rank: int) -> list[Tensor]:
     with learner.no_bar(), learner.no_logging():
         learner.fit(1)
     return watched.judged(case)
+
+
+def keras(case: Case, rank: int) -> list[Tensor]:
+    """`fit` on torch. For several ranks, its guide asks for a loop of one's own."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+
+    seen = []
+
+    class Keeps(keras.optimizers.SGD):
+        def _backend_update_step(self, grads: list[Tensor], *_: Any) -> None:
+            seen.append([of.clone() for of in grads])
+
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = keras.layers.TorchModuleWrapper(SampleLosses())
+
+        def call(self, tokens: Tensor, training: bool = False) -> Tensor:
+            inputs, labels = tokens.unbind(2)
+            mask = (inputs != PAD).long()
+            return self.net({"input_ids": inputs, "attention_mask": mask, "labels": labels})
+
+    net = Own()
+    net.compile(
+        optimizer=Keeps(0.0, gradient_accumulation_steps=case.steps),
+        loss=lambda _, found: found,
+    )
+    batches = DataLoader(case.own(rank), case.size, collate_fn=stacked)
+    net.fit(batches, shuffle=False, verbose=0)
+    if len(seen) != case.windows:
+        raise NoStepError(f"{len(seen)} steps were taken, not {case.windows}")
+    return seen[case.judged]
+
+
+def stacked(rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Tokens and labels in one tensor (B, T, 2), and targets that no loss reads."""
+    batch = collate(rows)
+    return torch.stack([batch["input_ids"], batch["labels"]], 2), torch.zeros(len(rows))

@@ -201,4 +201,61 @@ NOTES = {
         "Leave `steps_per_generation` at its default, as in the other columns.",
         "It ran: see the other columns.",
     ),
+    "trl-vespo": Note(
+        "As in trl-dapo: the generation's count, scaled.",
+        "[#6024](https://github.com/huggingface/trl/pull/6024), as for trl-dapo.",
+        "Leave `steps_per_generation` at its default, as in the other columns.",
+        "It ran: see the other columns.",
+    ),
+    "keras": Note(
+        "The optimizer steps at every K-th batch, counted over all epochs, so the last window of the"
+        " data is not stepped, or completed by the next epoch. A sample of a short micro-batch"
+        " weighs more.",
+        "We found none.",
+        "Drop the rest of the data.",
+    ),
+    "llamafactory-dft": Note(
+        "`dft_loss_func` divides by the tokens of the step: equal. But a rank whose micro-batch has"
+        " no scored token gets `torch.tensor(0.0)`, which has no graph, and `backward` raises."
+        " `eaft_loss_func` has the same line: read, not run.",
+        "We found none.",
+        "Return a zero with a graph: `source.sum() * 0`.",
+    ),
+    "llamafactory-asft": Note(
+        "`asft_loss_func` does not get the count of the step. It takes the mean of the rank's own"
+        " micro-batch, and because the Trainer has a loss function of its own, nothing divides by"
+        " K. So the gradient is K times a mean of means. On a rank without a scored token, the"
+        " divergence is 0/0. (Here the reference model is a copy, so its divergence has no"
+        " gradient.)",
+        "[#9409](https://github.com/hiyouga/LlamaFactory/pull/9409) repaired the same for another"
+        " loss of this trainer. We found none for ASFT.",
+        "Pass `num_items_in_batch` on, as `dft_loss_func` does, and divide both sums by it.",
+    ),
+    "composer": Note(
+        "By default Composer weights a micro-batch by its samples. With the usual mean loss of each"
+        " micro-batch, the step's gradient is a mean of means.",
+        "The argument is its own remedy. [Unequal denominators](report-ranks) has others.",
+        "`accumulate_train_batch_on_tokens=True`, with the counts in the DataSpec.",
+        "composer-tokens",
+    ),
+    "deepspeed-zero1": Note(
+        USUAL + " The engine divides by K and by W, whatever the loss is.",
+        "[Unequal denominators](report-ranks) has reports about other trainers.",
+        "Back-propagate `sum · W · K / N`.",
+        "deepspeed-zero1-counted",
+    ),
+    "monai-dice-batch": Note(
+        "`batch=True` sums the areas over the rank's own images, and then divides. The loss of the"
+        " union batch sums over the images of all ranks. The docstring promises the batch.",
+        "We found none.",
+        "`batch=False`, the default, if each image may count by itself. Otherwise sum the areas over"
+        " the ranks, with gradient.",
+        "The first one ran: [monai-dice](trainers-pairs).",
+    ),
+    "torchtitan-step": Note(
+        "If the data run out within a step, that step is not taken: a comment says so. Its loaders"
+        " repeat the data by default.",
+        "Documented in the code.",
+        "Let the data repeat.",
+    ),
 }

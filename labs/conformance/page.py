@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from by_hand import agrees
+from by_hand import stored as found_by_hand
 from families import FAMILIES, PROPERTIES, Family
 from notes import NOTES
 from trainers import TRAINERS, version
@@ -108,9 +110,21 @@ def note(row: Row, family: Family) -> str:
     measured = f"{property_} ({PROPERTIES[property_][0]}): {wrong[property_]['text']}"
     return (
         f"- (trainer-{name})=\n  **{name}**: {known.cause}\n"
-        f"  *Smallest setting:* {measured}. *Not equal in:* {', '.join(wrong)}.\n"
+        f"  *Smallest setting:* {measured}. *Not equal in:* {', '.join(wrong)}."
+        f" *Confirmed:* {confirmed(name, wrong)}.\n"
         f"  *Report:* {known.report} *Fix:* {known.fix} {tried}"
     )
+
+
+def confirmed(name: str, wrong: Mapping[str, Row]) -> str:
+    """Which of the cells that are not equal the second program confirms."""
+    found = found_by_hand()
+    left = [one for one, cell in wrong.items() if not agrees(cell, found.get((name, one)))]
+    read = [one for one in wrong if "read" in found.get((name, one), {})]
+    said = (
+        "all" if not left else "none" if len(left) == len(wrong) else f"all but {', '.join(left)}"
+    )
+    return f"{said} ({', '.join(read)}: read in the code)" if read else said
 
 
 if __name__ == "__main__":

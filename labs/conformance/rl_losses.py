@@ -1,53 +1,75 @@
-"""Loss aggregation of verl and OpenRLHF, as functions in our own loop, without what calls them.
+"""Losses of verl, OpenRLHF, and Liger, as functions in our own loop, without what calls them.
 
 They get the counts of the whole step, as their docstrings ask.
 """
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import distribution
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from cases import Case
-from tiny import IGNORED, Watched, collate, losses, model
+from tiny import IGNORED, Watched, collate_counted, losses, model
 
 Aggregate = Callable[..., Tensor]
+Batch = dict[str, Tensor]
 
 
-def loop(case: Case, rank: int, aggregate: Aggregate) -> list[Tensor]:
+class Aggregated(nn.Module):
     """The policy is the one that sampled, so a token's loss is −A · log p, but for a constant."""
-    net = DistributedDataParallel(model()) if case.world > 1 else model()
+
+    def __init__(self, case: Case, aggregate: Aggregate) -> None:
+        super().__init__()
+        self.net = model()
+        self.case, self.aggregate = case, aggregate
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.aggregate(
+            losses(self.net, batch) * batch["advantages"][:, None],
+            scored(batch),
+            dp_size=self.case.world,
+            batch_num_tokens=int(batch["step_tokens"]),
+            global_batch_size=self.case.world * self.case.steps * self.case.size,
+        )
+
+
+def loop(case: Case, rank: int, net: nn.Module) -> list[Tensor]:
+    """`net` gives the loss of a micro-batch."""
     watched = Watched(net)
-    for i, samples in enumerate(case.batches(rank)):
-        batch = collate(samples, case.pad)
-        mask = (batch["labels"][:, 1:] != IGNORED).float()
-        advantages = torch.tensor([one.reward for one in samples])
-        number = i // case.steps
-        taken = [one for of_rank in case.window(number) for part in of_rank for one in part]
-        aggregate(
-            losses(net, batch) * advantages[:, None],
-            mask,
-            dp_size=case.world,
-            batch_num_tokens=case.tokens(number),
-            global_batch_size=len(taken),
-        ).backward()
+    wrapped = DistributedDataParallel(net) if case.world > 1 else net
+    batches = DataLoader(case.own(rank), case.size, collate_fn=partial(collate, pad=case.pad))
+    for i, batch in enumerate(batches):
+        wrapped(batch).backward()
         if (i + 1) % case.steps == 0:
             watched.step()
             watched.zero_grad()
     return watched.judged(case)
 
 
+def scored(batch: Batch) -> Tensor:
+    return (batch["labels"][:, 1:] != IGNORED).float()
+
+
+def collate(rows: Sequence[dict[str, Any]], pad: int) -> Batch:
+    """Advantages are part of the batch, so that a certificate deals them with their samples."""
+    advantages = torch.tensor([one["reward"] for one in rows])
+    return collate_counted(rows, pad) | {"advantages": advantages}
+
+
 def verl(case: Case, rank: int, mode: str) -> list[Tensor]:
     """Its requirements include ray, so it is in no extra of this project."""
     aggregate = importlib.import_module("verl.trainer.ppo.core_algos").agg_loss
-    return loop(case, rank, lambda loss, mask, **n: aggregate(loss, mask, mode, **n))
+    net = Aggregated(case, lambda loss, mask, **n: aggregate(loss, mask, mode, **n))
+    return loop(case, rank, net)
 
 
 def openrlhf(case: Case, rank: int, tokens: bool) -> list[Tensor]:
@@ -60,6 +82,36 @@ def openrlhf(case: Case, rank: int, tokens: bool) -> list[Tensor]:
     sys.modules.update(packages)
     aggregate = importlib.import_module("openrlhf.models.loss").aggregate_loss
     del sys.modules["deepspeed"]
-    return loop(
-        case, rank, lambda loss, mask, **n: aggregate(loss, mask, token_level_loss=tokens, **n)
+    net = Aggregated(
+        case, lambda loss, mask, **n: aggregate(loss, mask, token_level_loss=tokens, **n)
     )
+    return loop(case, rank, net)
+
+
+class Fused(nn.Module):
+    """Liger's fused loss takes the hidden states and the weight of the last layer."""
+
+    def __init__(self, name: str) -> None:
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+        super().__init__()
+        self.net = model()
+        options = {"beta": 0.0, "compiled": False, "use_ref_model": False}
+        self.loss = LigerFusedLinearGRPOLoss(loss_type=name, **options)
+
+    def forward(self, batch: Batch) -> Tensor:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        hidden = self.net.model(**inputs).last_hidden_state[:, :-1]
+        loss, _ = self.loss(
+            hidden,
+            self.net.lm_head.weight,
+            batch["input_ids"][:, 1:],
+            scored(batch),
+            batch["advantages"],
+            num_items_in_batch=batch["step_tokens"],
+        )
+        return loss
+
+
+def liger(case: Case, rank: int, name: str) -> list[Tensor]:
+    return loop(case, rank, Fused(name))

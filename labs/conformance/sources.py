@@ -25,6 +25,16 @@ LIGHTNING = Source(
 FABRIC = Source(
     "guide", "https://lightning.ai/docs/fabric/stable/advanced/gradient_accumulation.html"
 )
+COMPOSER = Source("argument accumulate_train_batch_on_tokens")
+DEEPSPEED = Source(
+    "argument gradient_accumulation_steps", "https://www.deepspeed.ai/docs/config-json/"
+)
+KERAS = Source("argument gradient_accumulation_steps", "https://keras.io/api/optimizers/sgd/")
+LIGER = Source("docstring of _compute_dapo_normalizer")
+LLAMA_FACTORY = Source("code")
+MS_SWIFT = Source("pull request", "https://github.com/modelscope/ms-swift/pull/10081")
+MS_SWIFT_LOSS = Source("argument num_items_in_batch")
+TORCHTITAN = Source("comments in the loss")
 LITGPT = Source("argument global_batch_size")
 TORCHTUNE = Source("comments in the recipe")
 AXOLOTL = Source("argument num_items_in_batch")
@@ -45,6 +55,7 @@ SBERT_LOSSES = Source(
 # In these, the loss is the user's: the promise is the larger effective batch.
 IGNITE = Source("argument gradient_accumulation_steps", "https://docs.pytorch.org/ignite/")
 MONAI = Source("code")
+MONAI_DICE = Source("docstring", "https://docs.monai.io/en/stable/losses.html")
 SKORCH = Source("FAQ", "https://skorch.readthedocs.io/en/stable/user/FAQ.html")
 SPEECHBRAIN = Source("argument grad_accumulation_factor")
 MMENGINE = Source("docstring of OptimWrapper")

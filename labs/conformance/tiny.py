@@ -74,16 +74,25 @@ def losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     )
 
 
-def gradient_of(weighted: list[tuple[Sample, float]]) -> list[Tensor]:
-    """The gradient of Σ weight · Σ token losses, from one backward in one process."""
+def gradient_of(weighted: list[tuple[Sample, float]], likely: bool = False) -> list[Tensor]:
+    """The gradient of Σ weight · Σ token losses, from one backward in one process.
+
+    If `likely`, each token's loss is multiplied by its probability, which carries no gradient.
+    """
     batch = collate([one for one, _ in weighted])
     weights = torch.tensor([weight for _, weight in weighted])
-    return verdict.gradient_of(model(), lambda net: (losses(net, batch).sum(1) * weights).sum())
+
+    def loss(net: nn.Module) -> Tensor:
+        found = losses(net, batch)
+        return ((found * found.detach().neg().exp() if likely else found).sum(1) * weights).sum()
+
+    return verdict.gradient_of(model(), loss)
 
 
 def references(case: Case, promise: str) -> dict[str, list[Tensor]]:
     """The promised gradient, and those of the two usual means of means."""
-    return {name: gradient_of(weighted) for name, weighted in wanted(case, promise).items()}
+    likely = promise.startswith("p ×")
+    return {name: gradient_of(parts, likely) for name, parts in wanted(case, promise).items()}
 
 
 class NoStepError(Exception):

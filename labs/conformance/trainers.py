@@ -7,16 +7,24 @@ from families import FAMILIES, Family
 from sources import (
     ACCELERATE,
     AXOLOTL,
+    COMPOSER,
+    DEEPSPEED,
     DETR,
     FABRIC,
     FASTAI,
     IGNITE,
+    KERAS,
+    LIGER,
     LIGHTLY,
     LIGHTNING,
     LITGPT,
+    LLAMA_FACTORY,
     METRIC_LEARNING,
     MMENGINE,
     MONAI,
+    MONAI_DICE,
+    MS_SWIFT,
+    MS_SWIFT_LOSS,
     OPEN_CLIP,
     OPEN_CLIP_CODE,
     OPENRLHF,
@@ -24,6 +32,7 @@ from sources import (
     SBERT_LOSSES,
     SKORCH,
     SPEECHBRAIN,
+    TORCHTITAN,
     TORCHTUNE,
     TORCHVISION,
     TRANSFORMERS,
@@ -78,11 +87,22 @@ CACHED = ACROSS | {"mini_batch_size": 2}
 
 
 def _tokens(
-    adapter: str, needs: str, source: Source, *options: Any, without: tuple[str, ...] = ()
+    adapter: str,
+    needs: str,
+    source: Source,
+    *options: Any,
+    promise: str = "token mean",
+    without: tuple[str, ...] = (),
 ) -> Trainer:
     """The model is one of transformers, so that is needed, too."""
     needed = (needs, "transformers")
-    return Trainer(adapter, needed, options, "tokens", "token mean", source, without)
+    return Trainer(adapter, needed, options, "tokens", promise, source, without)
+
+
+def _preferences(adapter: str, promise: str) -> Trainer:
+    """One of TRL's trainers for pairs or for labeled samples."""
+    needs, without = ("trl", "transformers"), ("generation", "empty-rank")
+    return Trainer(f"trl_trainers:{adapter}", needs, (), "rl", promise, TRL_DPO, without)
 
 
 def _grpo(loss_type: str, promise: str) -> Trainer:
@@ -133,18 +153,26 @@ TOKENS = {
     "torchtune-recipe": _tokens("further:torchtune_recipe", "torchtune", TORCHTUNE),
     "axolotl-loss": _tokens("further:axolotl_loss", "axolotl", AXOLOTL),
     "litgpt-fit": _tokens("further:litgpt_fit", "litgpt", LITGPT),
+    "torchtitan-step": _tokens("engines:torchtitan_step", "torchtitan", TORCHTITAN),
+    "composer": _tokens("engines:composer", "mosaicml", COMPOSER, False),
+    "composer-tokens": _tokens("engines:composer", "mosaicml", COMPOSER, True),
+    "deepspeed-zero1": _tokens("engines:deepspeed", "deepspeed", DEEPSPEED, 1, False),
+    "deepspeed-zero1-counted": _tokens("engines:deepspeed", "deepspeed", DEEPSPEED, 1, True),
+    "deepspeed-zero2-counted": _tokens("engines:deepspeed", "deepspeed", DEEPSPEED, 2, True),
+    "ms-swift-loss": _tokens("further:swift_loss", "ms-swift", MS_SWIFT_LOSS),
+    "llamafactory-sft": _tokens("llama_factory:sft", "llamafactory", LLAMA_FACTORY),
+    "llamafactory-dft": _tokens(
+        "llama_factory:sft", "llamafactory", LLAMA_FACTORY, "dft", promise="p × token mean"
+    ),
+    "llamafactory-asft": _tokens(
+        "llama_factory:sft", "llamafactory", LLAMA_FACTORY, "asft", promise="p × token mean"
+    ),
     "trl-sft": _tokens("trl_trainers:sft", "trl", TRL_SFT),
 }
 RL = {
-    "trl-dpo": Trainer(
-        "trl_trainers:dpo",
-        ("trl", "transformers"),
-        (),
-        "rl",
-        "pair mean",
-        TRL_DPO,
-        without=("generation", "empty-rank"),
-    ),
+    "trl-dpo": _preferences("dpo", "pair mean"),
+    "trl-kto": _preferences("kto", "signed sample mean"),
+    "trl-reward": _preferences("reward", "pair mean"),
     "trl-grpo": _grpo("grpo", "sequence mean"),
     "trl-sapo": _grpo("sapo", "sequence mean"),
     "trl-luspo": _grpo("luspo", "sequence sum"),
@@ -160,10 +188,20 @@ RL = {
     "trl-dr_grpo": _grpo("dr_grpo", "constant"),
     "trl-dapo": _grpo("dapo", "token mean"),
     "trl-cispo": _grpo("cispo", "token mean"),
+    "trl-vespo": _grpo("vespo", "token mean"),
     "verl-tokens": _aggregation("verl", VERL, "token-mean", "token mean"),
     "verl-sequences": _aggregation("verl", VERL, "seq-mean-token-mean", "sequence mean"),
     "openrlhf-tokens": _aggregation("openrlhf", OPENRLHF, True, "token mean"),
     "openrlhf-sequences": _aggregation("openrlhf", OPENRLHF, False, "sequence mean"),
+    "liger-dapo": Trainer(
+        "rl_losses:liger",
+        ("liger_kernel", "transformers"),
+        ("dapo",),
+        "rl",
+        "A × token mean",
+        LIGER,
+        ("generation",),
+    ),
 }
 CLIP, SBERT, PML = "open-clip-torch", "sentence-transformers", "pytorch-metric-learning"
 MNRL = "MultipleNegativesRankingLoss"
@@ -186,6 +224,9 @@ PAIRS = {
     "lightly-sigreg": _pairs("lightly_sigreg", "lightly", LIGHTLY, GATHER),
     "metric-learning": _pairs("metric_learning", PML, METRIC_LEARNING, False),
     "metric-learning-efficient": _pairs("metric_learning", PML, METRIC_LEARNING, True),
+    "ms-swift-infonce": _pairs("swift_infonce", "ms-swift", MS_SWIFT),
+    "monai-dice": _pairs("monai_dice", "monai", MONAI_DICE, False, promise="image mean"),
+    "monai-dice-batch": _pairs("monai_dice", "monai", MONAI_DICE, True, promise="own batch"),
     "sentence-transformers": _pairs(
         "sentence_transformers", SBERT, SBERT_LOSSES, MNRL, {}, promise="own batch"
     ),
@@ -220,5 +261,6 @@ LOOPS = {
     "speechbrain": _loop("speechbrain", "speechbrain", SPEECHBRAIN),
     "mmengine": _loop("mmengine", "mmengine", MMENGINE),
     "fastai": _loop("fastai", "fastai", FASTAI),
+    "keras": _loop("keras", "keras", KERAS, ("W", "WxK", "order")),
 }
 TRAINERS = TOKENS | RL | PAIRS | COUNTS | LOOPS

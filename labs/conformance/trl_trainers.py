@@ -1,15 +1,17 @@
-"""TRL's trainers for supervised fine-tuning, DPO, and GRPO."""
+"""TRL's trainers for supervised fine-tuning, preferences, rewards, and reinforcement learning."""
 
 import tempfile
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_outputs import SequenceClassifierOutput
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from cases import BETA, EOS, FIRST_WORD, LONGEST, PAD, VOCABULARY, Case, Sample
@@ -67,6 +69,51 @@ def dpo(case: Case, rank: int) -> list[Tensor]:
     settings = {"per_device_train_batch_size": case.size // 2, "beta": BETA}
     parts = {"train_dataset": Dataset.from_list(rows), "ref_model": model()}
     return run("DPO", case, settings, **parts)
+
+
+def kto(case: Case, rank: int) -> list[Tensor]:
+    """A sample is desirable if its reward is positive. The reference is a copy of the policy."""
+    rows = [
+        {
+            "prompt": text(one.prompt),
+            "completion": f" {text(one.completion)}",
+            "label": one.reward > 0,
+        }
+        for one in case.samples
+    ]
+    parts = {"train_dataset": Dataset.from_list(rows), "ref_model": model()}
+    return run("KTO", case, {"beta": BETA}, **parts)
+
+
+class Scores(LlamaForCausalLM):
+    """A reward that is 0 and has the gradient of BETA · log p(sequence). Then this trainer's loss
+    has the gradient of DPO's: the prompt, which both sequences have, cancels.
+    """
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, **_: Any
+    ) -> SequenceClassifierOutput:
+        logits = super().forward(input_ids, attention_mask).logits[:, :-1]
+        found = -F.cross_entropy(logits.transpose(1, 2), input_ids[:, 1:], reduction="none")
+        score = BETA * (found * attention_mask[:, 1:]).sum(1, keepdim=True)
+        return SequenceClassifierOutput(logits=score - score.detach())
+
+
+def reward(case: Case, rank: int) -> list[Tensor]:
+    pairs = zip(case.samples[::2], case.samples[1::2], strict=True)
+    rows = [
+        {
+            f"{name}_ids": [*one.prompt, *one.completion]
+            for name, one in zip(("chosen", "rejected"), pair, strict=True)
+        }
+        for pair in pairs
+    ]
+    plain = model()
+    plain.config.num_labels = 1
+    net = Scores(plain.config)
+    net.load_state_dict(plain.state_dict())
+    settings = {"per_device_train_batch_size": case.size // 2}
+    return run("Reward", case, settings, model=net, train_dataset=Dataset.from_list(rows))
 
 
 def grpo(case: Case, rank: int, loss_type: str) -> list[Tensor]:

@@ -3,9 +3,9 @@
     python labs/conformance/by_hand.py              # all trainers that are installed
     python labs/conformance/by_hand.py --store      # and print on the page what they confirm
 
-`formulas` has the formulas. For "no step", the trainer runs here in a program of its own, on numbers
-instead of samples, and its steps are counted. Where that needs more than the trainer's loop, the
-line that decides was read instead.
+`formulas` has the formulas. For "no step", the trainer runs here in a program of its own, on
+numbers instead of samples, and its steps are counted. Where that needs more than the trainer's
+loop, the line that decides was read instead.
 """
 
 import argparse
@@ -28,7 +28,7 @@ READ = {
     (
         "torchtitan-step",
         "last-window",
-    ): "except StopIteration as ex: raise DataloaderExhaustedError()",
+    ): "except StopIteration: raise DataloaderExhaustedError()",
     ("keras", "last-window"): "(self._iterations + 1) % self.gradient_accumulation_steps == 0",
 }
 Found = dict[str, Any]

@@ -124,8 +124,9 @@ def all_cases() -> dict[str, Case]:
 CASES = all_cases()
 
 # A promise is the weight of each scored token of a sample, among n samples with `tokens` scored
-# tokens, in the loss Σ weight · −log p(token). With p, a token's weight has its own probability, too. In DPO, −log σ has the slope ½ where policy and
-# reference are equal, as they are here, and n samples are n/2 pairs. In KTO, σ has the slope ¼.
+# tokens, in the loss Σ weight · −log p(token). In "p × …", the weight has the token's probability,
+# too. In DPO, −log σ has the slope ½ where policy and reference are equal, as they are here, and n
+# samples are n/2 pairs. In KTO, σ has the slope ¼.
 PROMISES: dict[str, Callable[[Sample, int, int], float]] = {
     "token mean": lambda one, n, tokens: 1 / tokens,
     "p × token mean": lambda one, n, tokens: 1 / tokens,

@@ -81,8 +81,9 @@ FAMILIES = {
         "Losses over the batch",
         UNION_CASES,
         "",
-        "Contrastive and others that do not split into samples: 12 samples with two views each. Whatever it promises, each row is compared with itself in"
-        " one process with all samples: the loss of the union batch."
+        "Contrastive and other losses that do not split into samples. 12 samples with two views"
+        " each. Whatever it promises, each row is compared with itself in one process with all"
+        " samples: the loss of the union batch."
         " [The loss sees samples of all ranks](gathered-items-averaged) explains what goes wrong.",
     ),
     "counts": Family(

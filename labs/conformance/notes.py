@@ -208,9 +208,8 @@ NOTES = {
         "It ran: see the other columns.",
     ),
     "keras": Note(
-        "The optimizer steps at every K-th batch, counted over all epochs, so the last window of the"
-        " data is not stepped, or completed by the next epoch. A sample of a short micro-batch"
-        " weighs more.",
+        "The optimizer steps at every K-th batch, counted over all epochs. So the last window of the"
+        " data gets no step. A sample of a short micro-batch weighs more.",
         "We found none.",
         "Drop the rest of the data.",
     ),
@@ -248,8 +247,8 @@ NOTES = {
         "`batch=True` sums the areas over the rank's own images, and then divides. The loss of the"
         " union batch sums over the images of all ranks. The docstring promises the batch.",
         "We found none.",
-        "`batch=False`, the default, if each image may count by itself. Otherwise sum the areas over"
-        " the ranks, with gradient.",
+        "`batch=False`, the default, if each image may count by itself. Otherwise sum the areas"
+        " over the ranks, with gradient.",
         "The first one ran: [monai-dice](trainers-pairs).",
     ),
     "torchtitan-step": Note(

@@ -49,6 +49,16 @@ def test_the_page_prints_the_stored_certificates(monkeypatch):
     assert shown == lab["printed"]()
 
 
+def test_a_second_program_confirms_each_cell_that_is_not_equal(monkeypatch):
+    monkeypatch.syspath_prepend(project_root() / "labs/conformance")
+    lab = runpy.run_path(str(project_root() / "labs/conformance/by_hand.py"), run_name="lab")
+    found = lab["stored"]()
+    for row in json.loads(lab["RESULTS"].read_text()):
+        for name, cell in row["cells"].items():
+            key = row["trainer"], name
+            assert cell["text"] == "equal" or lab["agrees"](cell, found.get(key)), key
+
+
 @pytest.mark.parametrize(
     ("texts", "verdict", "said"),
     [

@@ -21,6 +21,7 @@ STORED = RESULTS.with_name("trainers_by_hand.json")
 K = 3
 LAST_WINDOW, SHORT_BATCH = [4] * 5, [8, 8, 4]  # the sizes of the micro-batches
 # Where a number of steps, or an error, was read: the line that decides.
+DEEPSPEED = "(self.micro_steps + 1) % self.gradient_accumulation_steps() == 0"
 READ = {
     ("torchtune-recipe", "last-window"): "(idx + 1) % self._gradient_accumulation_steps == 0",
     ("litgpt-fit", "last-window"): 'state["iter_num"] % train.gradient_accumulation_iters(…) != 0',
@@ -29,6 +30,9 @@ READ = {
         "torchtitan-step",
         "last-window",
     ): "except StopIteration: raise DataloaderExhaustedError()",
+    ("deepspeed-zero1", "last-window"): DEEPSPEED,
+    ("deepspeed-zero1-counted", "last-window"): DEEPSPEED,
+    ("deepspeed-zero2-counted", "last-window"): DEEPSPEED,
     ("keras", "last-window"): "(self._iterations + 1) % self.gradient_accumulation_steps == 0",
 }
 Found = dict[str, Any]

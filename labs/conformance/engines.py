@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from cases import Case
 from further import OnlyTokens
 from plain import own_group
-from tiny import IGNORED, Watched, collate_counted, loader, losses, model
+from tiny import IGNORED, NoStepError, Watched, collate_counted, loader, losses, model
 
 Batch = dict[str, Tensor]
 
@@ -148,4 +148,6 @@ def deepspeed(case: Case, rank: int, stage: int, counted: bool) -> list[Tensor]:
         if engine.is_gradient_accumulation_boundary():
             steps.append([safe_get_full_grad(p).clone() for p in net.parameters()])
         engine.step()
+    if len(steps) != case.windows:
+        raise NoStepError(f"{len(steps)} steps were taken, not {case.windows}")
     return steps[case.judged]

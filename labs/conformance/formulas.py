@@ -67,7 +67,13 @@ def advantage_mean(net: nn.Module, group: Group) -> Tensor:
 def likely_mean(net: nn.Module, group: Group) -> Tensor:
     """The token mean; each token's loss times its probability, which has no gradient."""
     found = torch.cat([token_losses(net, one) for one in group if one.scored] or [torch.zeros(0)])
-    return (found * found.detach().neg().exp()).mean()
+    return (found * found.detach().neg().exp()).sum() / max(1, len(found))
+
+
+def diverging_mean(net: nn.Module, group: Group) -> Tensor:
+    """With the divergence from a copy: 0, divided by the tokens that are scored."""
+    nothing = sum(token_losses(net, one).sum() * 0 for one in group)
+    return likely_mean(net, group) + nothing / torch.tensor(sum(one.count for one in group))
 
 
 def sample_mean(net: nn.Module, group: Group) -> Tensor:
@@ -130,7 +136,7 @@ STEPS: dict[str, tuple[Step, Step]] = {
     "deepspeed-zero1": (each(token_mean), TOKENS),
     "fabric": (each(token_mean, divided=False), TOKENS),
     "litgpt-fit": (each(token_mean), TOKENS),
-    "llamafactory-asft": (each(likely_mean, divided=False), union(likely_mean)),
+    "llamafactory-asft": (each(diverging_mean, divided=False), union(likely_mean)),
     "trl-bnpo": (each(advantage_mean), ADVANTAGES),
     "trl-dapo": (generation, ADVANTAGES),
     "trl-cispo": (generation, ADVANTAGES),

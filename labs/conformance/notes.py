@@ -26,6 +26,10 @@ LAST_WINDOW = (
     "[#19987](https://github.com/Lightning-AI/pytorch-lightning/issues/19987) (open) for the last"
     " window, which is divided by K although it has k micro-batches."
 )
+DEEPSPEED_WINDOW = (
+    "`step` steps at every K-th micro-batch, counted over all epochs. So the last window of the"
+    " data gets no step."
+)
 
 NOTES = {
     "plain-wrong": Note(
@@ -208,8 +212,8 @@ NOTES = {
         "It ran: see the other columns.",
     ),
     "keras": Note(
-        "The optimizer steps at every K-th batch, counted over all epochs. So the last window of the"
-        " data gets no step. A sample of a short micro-batch weighs more.",
+        "The optimizer steps at every K-th batch, counted over all epochs. So the last window of"
+        " the data gets no step. A sample of a short micro-batch weighs more.",
         "We found none.",
         "Drop the rest of the data.",
     ),
@@ -238,7 +242,8 @@ NOTES = {
         "composer-tokens",
     ),
     "deepspeed-zero1": Note(
-        USUAL + " The engine divides by K and by W, whatever the loss is.",
+        USUAL + " The engine divides by K and by W, whatever the loss is."
+        " It counts micro-batches, and not the data: the last window gets no step.",
         "[Unequal denominators](report-ranks) has reports about other trainers.",
         "Back-propagate `sum · W · K / N`.",
         "deepspeed-zero1-counted",
@@ -256,5 +261,11 @@ NOTES = {
         " repeat the data by default.",
         "Documented in the code.",
         "Let the data repeat.",
+    ),
+    "deepspeed-zero1-counted": Note(
+        DEEPSPEED_WINDOW, "We found none.", "Drop the rest of the data, or let it repeat."
+    ),
+    "deepspeed-zero2-counted": Note(
+        DEEPSPEED_WINDOW, "We found none.", "Drop the rest of the data, or let it repeat."
     ),
 }

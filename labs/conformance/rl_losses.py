@@ -1,10 +1,12 @@
-"""Losses of verl, OpenRLHF, and Liger, as functions in our own loop, without what calls them.
+"""Losses of verl, OpenRLHF, Liger, and Unsloth, in our own loop, without what calls them.
 
 They get the counts of the whole step, as their docstrings ask.
 """
 
 import importlib
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import distribution
@@ -22,6 +24,7 @@ from tiny import IGNORED, Watched, collate_counted, losses, model
 
 Aggregate = Callable[..., Tensor]
 Batch = dict[str, Tensor]
+TEMPORARY = f"{tempfile.gettempdir()}/unsloth_compiled_cache"
 
 
 class Aggregated(nn.Module):
@@ -115,3 +118,25 @@ class Fused(nn.Module):
 
 def liger(case: Case, rank: int, name: str) -> list[Tensor]:
     return loop(case, rank, Fused(name))
+
+
+class FusedMean(nn.Module):
+    """Unsloth's fused cross-entropy of supervised fine-tuning, not compiled."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.net, self.world = model(), case.world
+
+    def forward(self, batch: Batch) -> Tensor:
+        # Or the import asks for all of Unsloth, and it writes files to the working directory.
+        os.environ |= {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_COMPILE_LOCATION": TEMPORARY}
+        loss = importlib.import_module("unsloth_zoo.loss_utils").unsloth_fused_ce_loss
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        hidden = self.net.model(**inputs).last_hidden_state
+        given = None, hidden, self.net.lm_head.weight, None, batch["labels"]
+        count = batch["step_tokens"] / self.world
+        return loss(*given, n_items=count, target_gb=1, torch_compile=False)
+
+
+def unsloth(case: Case, rank: int) -> list[Tensor]:
+    return loop(case, rank, FusedMean(case))

@@ -40,6 +40,7 @@ from sources import (
     TRL_GRPO,
     TRL_SFT,
     ULTRALYTICS,
+    UNSLOTH,
     VERL,
     Source,
 )
@@ -167,6 +168,7 @@ TOKENS = {
     "llamafactory-asft": _tokens(
         "llama_factory:sft", "llamafactory", LLAMA_FACTORY, "asft", promise="p × token mean"
     ),
+    "unsloth-loss": _tokens("rl_losses:unsloth", "unsloth_zoo", UNSLOTH, without=("last-window",)),
     "trl-sft": _tokens("trl_trainers:sft", "trl", TRL_SFT),
 }
 RL = {

@@ -42,7 +42,7 @@ from ddp_doctor.facts.types import (
     WrapperFact,
 )
 from ddp_doctor.observe.data import _content
-from ddp_doctor.observe.losses import _arrived, written
+from ddp_doctor.observe.losses import _arrived, fact_of
 from ddp_doctor.report.report import Report
 
 
@@ -246,7 +246,7 @@ def tasks(labels: list[int], padded: bool = False, counts: list[int] | None = No
     term = fact(TermFact, function="bce", reduction="none", place="train.py:8", loss=True, rows=24)
     seen = {**term, "hit": False, "hits": 0.0}
     _arrived(seen, mask / torch.tensor(counts or labels) / 2)
-    return written(seen)
+    return fact_of(seen)
 
 
 def test_columns_that_each_rank_divides_by_its_own_count_are_named() -> None:

@@ -49,7 +49,7 @@ class Recorded:
             for key in [k for k in kept if isinstance(k[0], tuple) and k[0][3] is True]:
                 del kept[key]
 
-    def written(self, path: Path) -> None:
+    def save(self, path: Path) -> None:
         """Write a file for the other processes; samples that are no plain data are left out."""
         self.foreign = write(path, vars(self))
         if self.foreign:

@@ -410,7 +410,7 @@ class Steps:
         if self.handed is None:
             self.part.path("world").write_text(str(world))
             self.recorded.without_evaluation()
-            self.recorded.written(self.part.path(f"samples.{rank}.pt"))
+            self.recorded.save(self.part.path(f"samples.{rank}.pt"))
             self.handed = _of_all(self.part, world, rank)
             if self.handed is None:
                 said = f"TimeoutError: another rank took no first step within {PATIENCE:g} s"

@@ -224,7 +224,7 @@ class _Backwards:
             if node.metadata.get(REDUCED) in recorder.reduced_losses:
                 recorder.reduced_losses[node.metadata[REDUCED]]["needed"] = True
         hit = _terms(recorder, nodes)
-        record["terms"] = [losses.written(term) for term in hit[:40]]
+        record["terms"] = [losses.fact_of(term) for term in hit[:40]]
         used = {id(term) for term in hit}
         recorder.terms = [term for term in recorder.terms if id(term) not in used]
         record["wrappers"] = _reached(recorder, record)

@@ -203,7 +203,7 @@ def _number(factor: Any) -> float | None:
     return float(factor) if isinstance(factor, int | float) else None
 
 
-def written(term: dict[str, Any]) -> TermFact:
+def fact_of(term: dict[str, Any]) -> TermFact:
     """What the journal keeps of a term."""
     kept = {key: term[key] for key in TermFact.__annotations__ if key in term}
     return cast(TermFact, kept | {"factor": term["hits"]})

@@ -542,8 +542,7 @@ class Sketched(nn.Module):
     def forward(self, x):
         self.steps += 1
         self.calls += 1
-        seed = 100 * int(self.steps) + self.calls
-        return self.linear(x) @ torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        return self.linear(x) * (int(self.steps) + 0.1 * self.calls)
 
 torch.manual_seed(0)
 model = DDP(Sketched())
@@ -603,18 +602,6 @@ for step in range(6):
     for part in flat:
         part.zero_()
 """,
-    "an optimizer that stacks the gradients of its steps": """
-class Stacks(torch.optim.SGD):
-    def step(self, closure=None):
-        self.kept = [*getattr(self, "kept", []), model.module.bias.grad.clone()]
-        weights = torch.arange(len(self.kept))[:, None]
-        model.module.bias.grad.add_((torch.stack(self.kept) * weights).mean(0))
-        super().step()
-
-optimizer = Stacks(model.parameters(), lr=0.1)
-for step in range(5):
-    update(model(torch.randn(8, 6)).pow(4).mean())
-""",
     "one input from rank 0, and one from a loader": """
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -650,7 +637,7 @@ def test_a_right_script_is_certified_however_it_makes_its_samples(
     how: str, forks: ForkServer, script: Callable[..., Script]
 ) -> None:
     right = certified(forks, script(f"{START}{RIGHT[how]}"))
-    assert right["verdict"] == "equal", right
+    assert (right["verdict"], right["error"]) == ("equal", ""), right
 
 
 GRID = """

@@ -49,7 +49,7 @@ def test_the_page_prints_the_stored_certificates(monkeypatch):
     assert shown == lab["printed"]()
 
 
-def test_a_second_program_confirms_each_cell_that_is_not_equal(monkeypatch):
+def test_a_second_program_confirms_each_cell_that_is_not_equal_or_its_line_was_read(monkeypatch):
     monkeypatch.syspath_prepend(project_root() / "labs/conformance")
     lab = runpy.run_path(str(project_root() / "labs/conformance/by_hand.py"), run_name="lab")
     found = lab["stored"]()

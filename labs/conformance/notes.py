@@ -62,7 +62,7 @@ NOTES = {
         "The loss is the mean over the micro-batch's tokens, divided by K. The argument promises"
         " a larger batch, and nothing about tokens. With `epochs=1`, an epoch's last window gets no"
         " step.",
-        "[Unequal denominators](report-ranks) has reports about other trainers.",
+        "We found none for litgpt. [Unequal denominators](report-ranks) has others.",
         "Divide the sum of the losses by the tokens of the step, and multiply by W.",
     ),
     "trl-bnpo": Note(
@@ -108,7 +108,8 @@ NOTES = {
     "metric-learning-efficient": Note(
         "`efficient=True`. The documentation says that its gradients differ from those of"
         " non-distributed code.",
-        "Documented.",
+        "Documented. In [#380](https://github.com/KevinMusgrave/pytorch-metric-learning/issues/380),"
+        " its author had seen other gradients, and no reason.",
         "`efficient=False`, the default.",
         "metric-learning",
     ),
@@ -144,13 +145,15 @@ NOTES = {
     "ultralytics-rtdetr": Note(
         "The box losses are divided by the boxes of the rank's own batch. Nothing in the code"
         " promises more.",
-        "[Detection losses](report-detection).",
+        "[#23152](https://github.com/ultralytics/ultralytics/pull/23152) (closed) counted the boxes"
+        " of all ranks. [Detection losses](report-detection).",
         "Divide by the boxes of all ranks, and multiply by W.",
     ),
     "torchvision-fcos": Note(
         "The losses are divided by the matched boxes of the rank's own batch. Nothing in the code"
         " promises more.",
-        "[Detection losses](report-detection).",
+        "[FCOS#284](https://github.com/tianzhi0549/FCOS/issues/284) asks about the authors' code."
+        " [Detection losses](report-detection).",
         "Divide by the matched boxes of all ranks, and multiply by W.",
     ),
     "plain-samples": Note(
@@ -230,8 +233,8 @@ NOTES = {
         " K. So the gradient is K times a mean of means. On a rank without a scored token, the"
         " divergence is 0/0. (Here the reference model is a copy, so its divergence has no"
         " gradient.)",
-        "[#9409](https://github.com/hiyouga/LlamaFactory/pull/9409) repaired the same for another"
-        " loss of this trainer. We found none for ASFT.",
+        "[#9409](https://github.com/hiyouga/LlamaFactory/pull/9409) is about the same factor in"
+        " training with KTransformers. We found none for ASFT.",
         "Pass `num_items_in_batch` on, as `dft_loss_func` does, and divide both sums by it.",
     ),
     "composer": Note(

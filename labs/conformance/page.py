@@ -117,14 +117,12 @@ def note(row: Row, family: Family) -> str:
 
 
 def confirmed(name: str, wrong: Mapping[str, Row]) -> str:
-    """Which of the cells that are not equal the second program confirms."""
-    found = found_by_hand()
-    left = [one for one, cell in wrong.items() if not agrees(cell, found.get((name, one)))]
-    read = [one for one in wrong if "read" in found.get((name, one), {})]
-    said = (
-        "all" if not left else "none" if len(left) == len(wrong) else f"all but {', '.join(left)}"
-    )
-    return f"{said} ({', '.join(read)}: read in the code)" if read else said
+    """Which of the cells that are not equal the second program confirms, and which were read."""
+    found = {one: found_by_hand().get((name, one)) for one in wrong}
+    read = [one for one in wrong if "read" in (found[one] or {})]
+    ran = [one for one in wrong if one not in read and agrees(wrong[one], found[one])]
+    said = "all" if len(ran) == len(wrong) else ", ".join(ran) or "none"
+    return f"{said}; read in the code: {', '.join(read)}" if read else said
 
 
 if __name__ == "__main__":

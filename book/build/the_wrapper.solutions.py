@@ -192,3 +192,14 @@ class NamesTheOthers(DDP):
 # %% check_report wrong: it says nothing
 class SaysNothing(DDP):
     pass
+
+
+# %% check_report wrong: another kind of error
+class RaisesValueError(DDP):
+    def forward(self, *inputs):
+        if self.reducer.expecting and self.reducer.order:
+            named = self.module.named_parameters()
+            names = [name for name, p in named if p.requires_grad]
+            missing = sorted(set(range(len(names))) - set(self.reducer.order))
+            raise ValueError(f"no gradient for {[names[i] for i in missing]}")
+        return super().forward(*inputs)

@@ -100,3 +100,12 @@ def more_than_one(expected, *tensors):
     same = all(all(map(torch.equal, each, everyone[0])) for each in everyone)
     if len(everyone) < 2 or not same:
         raise RuntimeError("one rank, or different tensors")
+
+
+# %% check_verify_start wrong: another kind of error
+def raises_value_error(expected, *tensors):
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tensors)
+    same = all(all(map(torch.equal, each, everyone[0])) for each in everyone)
+    if len(everyone) != expected or not same:
+        raise ValueError("the wrong number of ranks, or different tensors")

@@ -37,6 +37,10 @@ TRIED = " With a certificate that was changed to deal two neighbors together, th
 # Why the two do not agree.
 OF_TRL = ("sapo", "luspo", "rloo", "dr_grpo", "dapo", "cispo", "vespo")
 EXPLAINED = {"trl-grpo": GROUPS + TRIED, **{f"trl-{one}": "As for trl-grpo." for one in OF_TRL}}
+EXPLAINED |= dict.fromkeys(
+    ("deepspeed-zero1", "deepspeed-zero1-counted", "deepspeed-zero2-counted"),
+    "ZeRO gives each rank's optimizer its part of a flat copy of the weights.",
+)
 Row = Mapping[str, Any]
 
 

@@ -761,8 +761,24 @@ for step in range(5):
 """
 
 
+# GRPO, with the mean of each group over the rank's own completions.
+OWN_GROUPS = """
+generator = torch.Generator().manual_seed(0)
+mine = slice(dist.get_rank(), None, dist.get_world_size())
+for step in range(5):
+    states, rewards = torch.randn(16, 6, generator=generator), torch.rand(16, generator=generator)
+    states, rewards, groups = states[mine], rewards[mine], (torch.arange(16) // 4)[mine]
+    total, count = sums = torch.zeros(2, 4)
+    sums[0].index_add_(0, groups, rewards)
+    sums[1].index_add_(0, groups, torch.ones_like(rewards))
+    advantages = rewards - (total / count)[groups]
+    update(-(model(states).log_softmax(1)[:, 0] * advantages).mean())
+"""
+
+
 # Steps after START: what each is found to be, and a part of the reason.
 STEPS = {
+    "a mean over the rank's own part of a group": (OWN_GROUPS, "different", ""),
     "batch norm that is called with keywords": (
         *(OWN_BATCH_NORM, "different", "Copies of one batch give W = 2 times"),
     ),
@@ -970,6 +986,11 @@ JUDGED = {
         "different",
         "rank 1's is not rank 0's",
     ),
+    "parameters that grew after the first step": (
+        {OWN: SAME, DEAL: [gradient(1, 1, 1, 1, 1)] * 2, COPIES: [gradient(1, 1, 1, 1, 1)] * 2},
+        "equal",
+        "",
+    ),
     "parameters without a gradient": ({OWN: [NAMES] * 2}, "equal", "1 of 2 parameters had no"),
     "gradients that are never cleared": (
         {OWN: [{"cleared": False}] * 2},
@@ -1016,14 +1037,18 @@ def test_ranks_whose_weights_stay_equal_combine_their_gradients_after_the_optimi
 
 
 @pytest.mark.parametrize(
-    ("seen", "mixed_up"),
-    [([SEEN[0], rows_of(torch.zeros(2, 3))], True), ([SEEN[0] | {"weights": 2.0}, SEEN[1]], False)],
-    ids=["other rows", "other weights"],
+    ("facts", "mixed_up"),
+    [
+        (RAMP | {"seen": [SEEN[0], rows_of(torch.zeros(2, 3))]}, True),
+        (RAMP | {"seen": [SEEN[0] | {"weights": 2.0}, SEEN[1]]}, False),
+        (gradient(*range(8)), True),  # what the ranks drew as a weight
+    ],
+    ids=["other rows", "other weights", "a weight of all ranks' rows"],
 )
-def test_one_process_is_started_again_if_its_model_had_other_rows_and_the_ranks_weights(
-    seen: list[dict[str, Any]], mixed_up: bool, tmp_path: Path
+def test_one_process_is_started_again_if_it_had_other_rows_than_the_ranks_with_their_weights(
+    facts: dict[str, Any], mixed_up: bool, tmp_path: Path
 ) -> None:
-    own = {"one": RAMP | {"seen": seen}}
+    own = {"one": facts}
     assert written(tmp_path, **{OWN: [own, {}]}).verdict == "not judged"
     assert are_mixed_up(tmp_path) == mixed_up
 

@@ -36,12 +36,15 @@ def divides_micro_batches(folder: Path, world: str) -> bool:
 
 
 def are_mixed_up(folder: Path) -> bool:
-    """Whether one process lacks samples of the ranks, or has them with other targets or inputs."""
+    """Whether one process lacks samples of the ranks, or has them with other targets or inputs, or
+    as weights.
+    """
     from ddp_doctor.certificate.premises import Unmarked
-    from ddp_doctor.certificate.verdict import judge
+    from ddp_doctor.certificate.verdict import FLAT, judge
 
     properties = judge(folder, "", "").properties
-    return any(one.name == "P1" and isinstance(one.why, Unmarked) for one in properties)
+    p1 = next((one for one in properties if one.name == "P1"), None)
+    return p1 is not None and (isinstance(p1.why, Unmarked) or p1.why == FLAT)
 
 
 @contextlib.contextmanager

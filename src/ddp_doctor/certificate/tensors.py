@@ -55,6 +55,7 @@ LEFT_ALONE = {"backward", "size", "dim", "__len__", "detach_", "requires_grad_",
 POSITIONS = {"nonzero", "argwhere"}
 TAKES = {"index_select", "narrow", "select", "masked_select", "take"}  # some of the rows
 CHOOSES = TAKES | {"__getitem__"}
+SUMS = {"index_add_", "scatter_add_", "scatter_reduce_", "index_reduce_"}  # over groups of samples
 PAIRS_NO_ROWS = {"matmul", "__matmul__", "__rmatmul__", "mm", "linear"}
 CONVERTS = "torch.nn.modules.module"  # moves parameters; swaps only those without a weak reference
 BYTES = 1 << 28  # what is written down in all
@@ -73,6 +74,7 @@ class Tensors(TorchFunctionMode):
         # By their ids: tensors that are one sample each; weights, gradients, activations.
         self.single: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.trained: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.sums: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # and what follows
         # Samples of this step's plan, those of a loader, and what is computed from them.
         self.planned: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.loaded: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -267,7 +269,13 @@ class Tensors(TorchFunctionMode):
             or tensor.dim() == 0
             or self.single.get(id(tensor)) is tensor
             or self.trained.get(id(tensor)) is tensor
+            or self._is_sum(tensor)
         )
+
+    def _is_sum(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds sums over samples, or what is computed from them: no samples."""
+        whole = tensor if tensor._base is None else tensor._base
+        return any(self.sums.get(id(one)) is one for one in (tensor, whole))
 
     def _followed(self, name: str, args: Any, result: Any) -> Any:
         """Remember what kind of tensor a result is."""
@@ -294,6 +302,15 @@ class Tensors(TorchFunctionMode):
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             self.planned.pop(id(result), None)
             self.loaded.pop(id(result), None)
+            if (
+                name in SUMS
+                and not self.steps.part.late
+                and any(self._known(one) for one in inputs[1:])
+            ):
+                whole = result if result._base is None else result._base
+                self.sums[id(whole)] = whole
+        elif any(self._is_sum(one) for one in inputs):
+            self.sums[id(result)] = result
         elif name in TAKES | DRAWN or (name == "__getitem__" and not _all_rows(args[1])):
             return
         else:

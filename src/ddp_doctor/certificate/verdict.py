@@ -35,6 +35,7 @@ FLAT = (
     "Each rank holds parameters of other shapes than one process: the model is cut by hand or by "
     "FSDP1. Models that fully_shard or parallelize_module has cut can be certified."
 )
+RESHAPED = "Since the first step, the script has replaced parameters by ones of other shapes."
 ELSEWHERE = "This step did not get its samples at the places where the first step did."
 COMBINED_LATER = (
     "The optimizer gets another gradient on each rank, but the ranks' weights stay equal. They are "
@@ -200,6 +201,8 @@ class Judge:
         a, b = part.get((0, 0, OWN)), part.get((0, 0, second))
         if a is None or b is None or a["backwards"] != b["backwards"] or b["unlike"]:
             return None, False
+        if _shapes_differ(a["gradients"], b["gradients"]):
+            return None, False
         noise = compare(a["gradients"], b["gradients"], self.names).error
         if noise <= self.base:
             return noise, False
@@ -214,6 +217,8 @@ class Judge:
             return Property(name, "not judged", self._missing(kind))
         if _shapes_differ(self._gradients(self.ranks, OWN), self._gradients(self.one, OWN)):
             return Property(name, "not judged", FLAT)
+        if _shapes_differ(self._gradients(self.ranks, kind), self._gradients(self.one, kind)):
+            return Property(name, "not judged", RESHAPED)
         found = self._compared((self.ranks, kind), (self.one, kind))
         blocked = self._elsewhere(kind) if kind == COPIES else ""
         factor = found.kind == "scaled" and called(found.ratio, self.world)
@@ -235,6 +240,8 @@ class Judge:
             return None
         if (0, 0, DEAL) not in self.ranks:
             return Property("P2", "not judged", self._missing(DEAL))
+        if _shapes_differ(self._gradients(self.ranks, DEAL), self._gradients(self.ranks, OWN)):
+            return Property("P2", "not judged", RESHAPED)
         return self._property(
             "P2", self._compared((self.ranks, DEAL), (self.ranks, OWN)), self._elsewhere(DEAL)
         )

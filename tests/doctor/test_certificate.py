@@ -1015,6 +1015,25 @@ def test_steps_are_judged_by_what_the_ranks_and_one_process_wrote(
         assert found.ratio is None
 
 
+def test_ranks_that_take_parts_of_what_all_draw_are_not_said_to_have_the_same_samples(
+    forks: ForkServer, script: Callable[..., Script]
+) -> None:
+    drawn = """
+class OfBatches(nn.Linear):
+    def forward(self, batch):
+        return super().forward(batch["rows"])
+
+torch.manual_seed(0)
+model = DDP(OfBatches(6, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    mine = torch.randn(16, 6).chunk(dist.get_world_size())[dist.get_rank()]
+    update(model({"rows": mine}).pow(4).mean())
+"""
+    found = certified(forks, script(START + drawn))
+    assert not any("same samples" in note for note in found["notes"])
+
+
 def test_a_script_that_ends_with_an_error_is_not_said_to_combine_nothing(tmp_path: Path) -> None:
     found = written(tmp_path, failed="RuntimeError: no at train.py:3", **{OWN: [{}, RAMP]})
     assert found.verdict == "not judged"

@@ -138,10 +138,11 @@ def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
     world_in_script = (folder / "one" / "world-in-script").exists()
     combines = (folder / "ranks" / "combines").exists()
     failed = (failed_ranks, failed_one)
-    certificate = Judge(ranks, one, failed, world_in_script, combines).certificate
-    if _all_the_same(folder / "ranks"):
-        certificate.notes.append(SAME_SAMPLES)
-    return certificate
+    judged = Judge(ranks, one, failed, world_in_script, combines)
+    # Ranks that make the same samples may each take a part of them.
+    if _all_the_same(folder / "ranks") and not _said_of_ranks([*judged.seen(ranks, OWN).values()]):
+        judged.certificate.notes.append(SAME_SAMPLES)
+    return judged.certificate
 
 
 def _all_the_same(folder: Path) -> bool:
@@ -376,7 +377,7 @@ class Judge:
 
     def _parted(self, first: tuple[Part, str], second: tuple[Part, str]) -> str:
         """Where the samples of two steps are not the same. Ranks that all see the same are one."""
-        ranks, others = ([*self._seen(*step).values()] for step in (first, second))
+        ranks, others = ([*self.seen(*step).values()] for step in (first, second))
         ours = [seen for rank in ranks for seen in rank]
         apart = _said_of_ranks(ranks)
         if first[1] == COPIES and apart:
@@ -389,7 +390,7 @@ class Judge:
         every = [seen for rank in ranks for seen in rank]
         return parted(ours, theirs) and parted(every, theirs)
 
-    def _seen(self, part: Part, kind: str) -> dict[int, list[Seen]]:
+    def seen(self, part: Part, kind: str) -> dict[int, list[Seen]]:
         """What each rank saw in a step, until each optimizer's turn."""
         found: dict[int, list[Seen]] = {}
         for (rank, _, its), facts in part.items():

@@ -938,6 +938,11 @@ JUDGED = {
         "not judged",
         "no reference",
     ),
+    "a deal that matters to one process, whose gradient is another one": (
+        {OWN: [{"one": RAMP}, {}], DEAL: [TURNED, TURNED]},
+        "not judged",
+        "no reference",
+    ),
     "a deal that matters, though a loss is logged": (
         {OWN: [logged(0.5, 3, 5)] * 2, DEAL: [logged(0.7, 4, 4) | TURNED | LIKE_ONE] * 2},
         "different",
@@ -1165,6 +1170,15 @@ def test_the_rows_of_a_models_two_inputs_stay_together() -> None:
         rows_of(torch.nn.functional.pad(prompts.flip(0), (0, 2)), "0.0/1"),
     ]
     assert parted(halves, longer) == ""
+    values, lengths = torch.arange(9.0), torch.tensor([1, 2, 3, 1, 2])
+    ragged = [
+        one
+        for of_values, of_lengths in ((slice(0, 6), slice(0, 3)), (slice(6, 9), slice(3, 5)))
+        for one in (rows_of(lengths[of_lengths]), rows_of(values[of_values], "0.0/1"))
+    ]
+    joined = [rows_of(lengths), rows_of(values, "0.0/1")]
+    assert parted(ragged, joined) == ""
+    assert "other rows of another" in parted(ragged, [joined[0], rows_of(values.flip(0), "0.0/1")])
     positions = [rows_of(one, f"0.0/{n}") for n, one in enumerate((latents, torch.arange(4)))]
     moved = [rows_of(one, f"0.0/{n}") for n, one in enumerate((latents.flip(0), torch.arange(4)))]
     assert parted(positions, moved) == ""

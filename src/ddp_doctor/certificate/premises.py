@@ -140,7 +140,8 @@ def _models(ours: list[Seen], theirs: list[Seen]) -> str:
         said = f"At {where}, the model does not get the samples that it gets on the ranks."
         return Unmarked(f"{said} {MARK}")
     for model in dict.fromkeys(key.split("/")[0] for key in keys):
-        if _inputs_apart([_inputs(side, model) for side in (ours, theirs)]):
+        apart = _inputs_apart([_inputs(side, model) for side in (ours, theirs)])
+        if apart or _ragged_apart(ours, theirs, model):
             where = next(one["place"] for one in theirs if one["key"].startswith(f"{model}/"))
             return Unmarked(
                 f"At {where}, the model gets the rows of one input with other rows of another than "
@@ -158,6 +159,24 @@ def _inputs(seen: list[Seen], model: str) -> list[list[Tensor]]:
     keys = dict.fromkeys(one["key"] for one in of_model)
     calls = [[one["rows"] for one in _of(of_model, MODEL, key)] for key in keys]
     return [one for one in calls if list(map(len, one)) == list(map(len, calls[0]))]
+
+
+def _ragged_apart(ours: list[Seen], theirs: list[Seen], model: str) -> bool:
+    """Whether an input with several rows per sample is in another order than one with one row.
+
+    As of the values of a ragged batch, when its lengths are in the order of the ranks.
+    """
+    in_order: dict[bool, list[bool]] = {True: [], False: []}
+    lengths = None
+    for key in dict.fromkeys(one["key"] for one in _of(ours, MODEL)):
+        sides = [[one["rows"] for one in _of(side, MODEL, key)] for side in (ours, theirs)]
+        if key.split("/")[0] == model and all(sides) and sides[0][0].dtype == sides[1][0].dtype:
+            its = list(map(len, sides[0]))
+            lengths = lengths or its
+            shapes = {one.shape[1:] for side in sides for one in side}
+            same = len(shapes) == 1 and torch.equal(*map(torch.cat, sides))
+            in_order[its == lengths].append(same)
+    return any(in_order[True]) and not all(in_order[False])
 
 
 def _inputs_apart(sides: list[list[list[Tensor]]]) -> bool:

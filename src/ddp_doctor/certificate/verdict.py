@@ -51,8 +51,9 @@ IN_ORDER = (
     "depends on which samples share a micro-batch, or on the number of the step."
 )
 NO_REFERENCE = (
-    "One process with all samples computes the same gradient, but so does it not with the samples "
-    "in another order. It may share a defect of the script, so it is no reference."
+    "In one process, the same samples in another order give another gradient. So one process may "
+    "have the same defect as the ranks, or depend on which samples are side by side, and it is no "
+    "reference."
 )
 TOO_FEW = "The script took too few optimizer steps."
 ALONE = "One process and one micro-batch: nothing is combined. Start it with --ranks 2."
@@ -447,6 +448,8 @@ class Judge:
                 f"The gradient is {_times(p1)} times that of one process with the same samples.",
             )
         if p1.verdict == "different":
+            if self.in_order:
+                return Property("P1", "not judged", NO_REFERENCE), NO_REFERENCE
             return self._different(p1, p3)
         if p2 is not None and p2.judged and p2.verdict != "equal":
             return p2, "The gradient depends on which rank or micro-batch gets which sample."

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-MAX_DEPTH = 4
+MAX_DEPTH = 6
 VALUES = 12  # that are looked at for each tensor that may be found
 
 

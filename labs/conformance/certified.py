@@ -30,16 +30,18 @@ COMPARED = "WxK", "order", "W=2", "mixed"
 SCRIPT = Path(__file__).with_name("as_script.py")
 AT_A_TIME = 2
 GROUPS = (
-    "P1 and P3 are equal. The certificate deals single samples, but the advantages of GRPO need the"
-    " completions of a prompt side by side: another order is another gradient, by design."
+    "So P1 and P3 are equal, but in one process the gradient depends on the order of the samples."
+    " It does so by design: the advantages need the completions of a prompt side by side, and the"
+    " certificate reorders single completions. For trl-grpo, a certificate that was changed to"
+    " keep two neighbors together has the verdict EQUAL."
 )
-TRIED = " With a certificate that was changed to deal two neighbors together, the verdict is EQUAL."
 # Why the two do not agree.
-OF_TRL = ("sapo", "luspo", "rloo", "dr_grpo", "dapo", "cispo", "vespo")
-EXPLAINED = {"trl-grpo": GROUPS + TRIED, **{f"trl-{one}": "As for trl-grpo." for one in OF_TRL}}
+OF_TRL = ("grpo", "sapo", "luspo", "rloo", "dr_grpo", "dapo", "cispo", "vespo")
+EXPLAINED = {f"trl-{one}": GROUPS for one in OF_TRL}
 EXPLAINED |= dict.fromkeys(
     ("deepspeed-zero1", "deepspeed-zero1-counted", "deepspeed-zero2-counted"),
-    "ZeRO gives each rank's optimizer its part of a flat copy of the weights.",
+    "Here it is right: ZeRO gives each rank's optimizer its own part of a flat copy of the"
+    " weights.",
 )
 Row = Mapping[str, Any]
 
@@ -81,7 +83,8 @@ def write_page() -> None:
 def printed() -> str:
     """A table of the certified trainers: both verdicts, and whether they agree. Which are not."""
     rows = stored()
-    agreeing, notes = [], []
+    agreeing: list[str] = []
+    notes: dict[str, list[str]] = {}  # what is said: of which trainers
     lines = ["| trainer | tables above | certificate | agree |", "|---|---|---|---|"]
     for name, row in rows.items():
         texts = compared(name)
@@ -89,13 +92,18 @@ def printed() -> str:
         shown = ", ".join(f"{one}: {text}" for one, text in texts.items())
         lines.append(f"| {name} | {shown} | {measured(row)} | {agreeing[-1]} |")
         if agreeing[-1] != "yes":
-            notes.append(f"- **{name}**: {row['why']} {EXPLAINED.get(name, '')}".rstrip())
-    counted = (
-        f"{len(rows)} of {len(TRAINERS)} trainers were certified. {agreeing.count('yes')} agree."
+            said = f"“{row['why']}” {EXPLAINED.get(name, '')}".rstrip()
+            notes.setdefault(said, []).append(f"**{name}**")
+    counts = (agreeing.count(one) for one in ("yes", "**no**", "–"))
+    counted = "{} of {} trainers were certified: {} agree, {} disagree, {} are not judged.".format(
+        len(rows), len(TRAINERS), *counts
     )
     left = ", ".join(name for name in TRAINERS if name not in rows)
     lines += ["", counted + (f" No certificate: {left}." if left else "")]
-    return "\n".join([*lines, *(["", *notes] if notes else []), ""])
+    if notes:
+        lines += ["", "What the doctor says is in quotation marks."]
+        lines += ["", *(f"- {', '.join(names)}: {said}" for said, names in notes.items())]
+    return "\n".join([*lines, ""])
 
 
 def measured(row: Row) -> str:

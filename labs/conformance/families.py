@@ -67,31 +67,34 @@ FAMILIES = {
         "Token means",
         some(*EVERYWHERE, "last-window", "empty-rank"),
         "tiny:references",
-        "Fine-tuning on completions of 1 to 15 tokens. [Which mean?](../surprises/which_mean.ipynb)"
-        " and [Mean of means](../puzzles/mean_of_means.ipynb) explain what goes wrong.",
+        "Fine-tuning on completions of 1 to 15 tokens. p is the probability of a token under the"
+        " model; it multiplies the token's loss and carries no gradient."
+        " [Which mean?](../surprises/which_mean.ipynb) and"
+        " [Mean of means](../puzzles/mean_of_means.ipynb) explain what goes wrong.",
     ),
     "rl": Family(
         "Preferences and reinforcement learning",
         some(*EVERYWHERE, "generation", "empty-rank"),
         "tiny:references",
-        "The same completions, as pairs or as groups of two. A is the advantage."
-        " [Six losses](six-losses) has the formulas.",
+        "The same completions, as pairs or as groups of two. A is the advantage. The rows from"
+        " trl-grpo to trl-vespo are values of `loss_type` in TRL's GRPOTrainer, except trl-rloo,"
+        " which is TRL's RLOOTrainer. [Six losses](six-losses) has the formulas.",
     ),
     "pairs": Family(
         "Losses over the batch",
         UNION_CASES,
         "",
-        "Contrastive and other losses that do not split into samples. 12 samples with two views"
-        " each. Whatever it promises, each row is compared with itself in one process with all"
-        " samples: the loss of the union batch."
+        "Contrastive and other losses that are not a sum over samples, on 12 samples with two"
+        " views each. Whatever the trainer promises, its gradient is compared with the gradient of"
+        " the same loss in one process with all samples (the *union batch*)."
         " [The loss sees samples of all ranks](gathered-items-averaged) explains what goes wrong.",
     ),
     "counts": Family(
         "Detection: losses over boxes",
         UNION_CASES,
         "",
-        "12 images with 0 to 6 boxes. Each row is compared with itself in one process with all"
-        " images. [Reports](report-detection) has more.",
+        "12 images with 0 to 6 boxes each. The gradient is compared with the gradient of the same"
+        " loss in one process with all images. [Reports](report-detection) has more.",
     ),
     "loops": Family(
         "General loops",

@@ -27,8 +27,8 @@ LAST_WINDOW = (
     " window, which is divided by K although it has k micro-batches."
 )
 DEEPSPEED_WINDOW = (
-    "`step` steps at every K-th micro-batch, counted over all epochs. So the last window of the"
-    " data gets no step."
+    "The engine's `step` updates the weights at every K-th micro-batch only, counted over all"
+    " epochs. So the last window of the data gets no step."
 )
 
 NOTES = {
@@ -47,21 +47,21 @@ NOTES = {
     ),
     "lightning": Note(USUAL, LAST_WINDOW, "Back-propagate `sum · W · K / N`.", "lightning-counted"),
     "fabric": Note(
-        f"{USUAL} And nothing divides by K.",
+        f"{USUAL} Fabric does not divide by K, either.",
         "We found none for the missing division.",
         "`fabric.backward(loss / K)`, with `sum · W · K / N` as the loss.",
         "fabric-counted",
     ),
     "torchtune-recipe": Note(
-        "With two micro-batches left of three, the epoch ends without a step. Their gradients join"
-        " the next epoch's first step.",
+        "If only two of three micro-batches are left, the epoch ends without a step. Their"
+        " gradients are added to those of the next epoch's first step.",
         "[#2745](https://github.com/meta-pytorch/torchtune/pull/2745), open.",
         "Also step if `idx + 1 == len(self._dataloader)`.",
     ),
     "litgpt-fit": Note(
-        "The loss is the mean over the micro-batch's tokens, divided by K. The argument promises"
-        " a larger batch, and nothing about tokens. With `epochs=1`, an epoch's last window gets no"
-        " step.",
+        "The loss is the mean over the micro-batch's tokens, divided by K. The argument promises a"
+        " larger batch, but says nothing about tokens. With `epochs=1`, an epoch's last window"
+        " gets no step.",
         "We found none for litgpt. [Unequal denominators](report-ranks) has others.",
         "Divide the sum of the losses by the tokens of the step, and multiply by W.",
     ),
@@ -106,17 +106,19 @@ NOTES = {
         " parameters.",
     ),
     "metric-learning-efficient": Note(
-        "`efficient=True`. The documentation says that its gradients differ from those of"
+        "The documentation says that with `efficient=True` the gradients differ from those of"
         " non-distributed code.",
-        "Documented. In [#380](https://github.com/KevinMusgrave/pytorch-metric-learning/issues/380),"
-        " its author had seen other gradients, and no reason.",
+        "Documented. In"
+        " [#380](https://github.com/KevinMusgrave/pytorch-metric-learning/issues/380), before the"
+        " option existed, the library's author got different gradients and did not know why.",
         "`efficient=False`, the default.",
         "metric-learning",
     ),
     "sentence-transformers": Note(
         "By default each rank takes its negatives from its own batch. More ranks do not give more"
         " negatives. The documentation recommends gathering on several GPUs.",
-        "[#2831](https://github.com/huggingface/sentence-transformers/issues/2831) asked for it.",
+        "[#2831](https://github.com/huggingface/sentence-transformers/issues/2831) asked for"
+        " gathering.",
         "`gather_across_devices=True`.",
         "sentence-transformers-gather",
     ),
@@ -166,7 +168,8 @@ NOTES = {
     ),
     "accelerate-accumulate": Note(
         "`accumulate` divides by K in every window. It steps at the end of the data, where a window"
-        " may have fewer micro-batches. The guide's longer loop counts.",
+        " may have fewer micro-batches. The guide's longer loop divides by the counts of the"
+        " step.",
         "[The last window](report-last-window). We found no report for Accelerate.",
         "Use the guide's loop for losses with counts.",
         "accelerate",
@@ -179,13 +182,13 @@ NOTES = {
         "Drop the rest of the data, or call `optimizer.step()` in a handler of EPOCH_COMPLETED.",
     ),
     "skorch": Note(
-        "The class of the FAQ steps at every K-th batch only, so an epoch's last window is not"
-        " stepped. A sample of a short micro-batch weighs more.",
+        "The class of the FAQ steps at every K-th batch only, so an epoch's last window gets"
+        " no step. A sample of a short micro-batch weighs more.",
         "We found none.",
         "Also step at the last batch of the epoch.",
     ),
     "speechbrain": Note(
-        "`fit_batch` steps at every K-th batch only, so an epoch's last window is not stepped. A"
+        "`fit_batch` steps at every K-th batch only, so an epoch's last window gets no step. A"
         " sample of a short micro-batch weighs more.",
         "We found none.",
         "Drop the rest of the data.",
@@ -197,19 +200,19 @@ NOTES = {
         "Drop the short micro-batch.",
     ),
     "fastai": Note(
-        "`n_acc` counts samples, and every batch gets its share. But a step is only taken when"
-        " `n_acc` samples have been seen, so an epoch's last window is not stepped.",
+        "`n_acc` counts samples, and every batch gets its share. But it takes a step only"
+        " after `n_acc` samples, so an epoch's last window gets no step.",
         "We found none.",
         "Choose `n_acc` so that it divides the number of samples.",
     ),
     "trl-cispo": Note(
-        "As in trl-dapo: the generation's count, scaled.",
+        "As in trl-dapo, each step divides by 1/G of the generation's tokens.",
         "[#6024](https://github.com/huggingface/trl/pull/6024), as for trl-dapo.",
         "Leave `steps_per_generation` at its default, as in the other columns.",
         "It ran: see the other columns.",
     ),
     "trl-vespo": Note(
-        "As in trl-dapo: the generation's count, scaled.",
+        "As in trl-dapo, each step divides by 1/G of the generation's tokens.",
         "[#6024](https://github.com/huggingface/trl/pull/6024), as for trl-dapo.",
         "Leave `steps_per_generation` at its default, as in the other columns.",
         "It ran: see the other columns.",
@@ -221,9 +224,9 @@ NOTES = {
         "Drop the rest of the data.",
     ),
     "llamafactory-dft": Note(
-        "`dft_loss_func` divides by the tokens of the step: equal. But a rank whose micro-batch has"
-        " no scored token gets `torch.tensor(0.0)`, which has no graph, and `backward` raises."
-        " `eaft_loss_func` has the same line: read, not run.",
+        "`dft_loss_func` divides by the tokens of the step, as it should. But a rank whose"
+        " micro-batch has no scored token gets `torch.tensor(0.0)`, which has no graph, and"
+        " `backward` raises. `eaft_loss_func` has the same line: read, not run.",
         "We found none.",
         "Return a zero with a graph: `source.sum() * 0`.",
     ),
@@ -240,20 +243,23 @@ NOTES = {
     "composer": Note(
         "By default Composer weights a micro-batch by its samples. With the usual mean loss of each"
         " micro-batch, the step's gradient is a mean of means.",
-        "The argument is its own remedy. [Unequal denominators](report-ranks) has others.",
+        "The argument in the fix is Composer's remedy. [Unequal denominators](report-ranks) has"
+        " reports about other trainers.",
         "`accumulate_train_batch_on_tokens=True`, with the counts in the DataSpec.",
         "composer-tokens",
     ),
     "deepspeed-zero1": Note(
         USUAL + " The engine divides by K and by W, whatever the loss is."
-        " It counts micro-batches, and not the data: the last window gets no step.",
+        " It counts micro-batches over all epochs, so the last window of the data gets no step.",
         "[Unequal denominators](report-ranks) has reports about other trainers.",
         "Back-propagate `sum · W · K / N`.",
         "deepspeed-zero1-counted",
     ),
     "monai-dice-batch": Note(
         "`batch=True` sums the areas over the rank's own images, and then divides. The loss of the"
-        " union batch sums over the images of all ranks. The docstring promises the batch.",
+        " union batch sums over the images of all ranks. The docstring promises a sum over the"
+        " batch dimension, which is the rank's own batch. Here, the difference is small: for W=2,"
+        " the ratio is 0.997 and the cosine 0.9997.",
         "We found none.",
         "`batch=False`, the default, if each image may count by itself. Otherwise sum the areas"
         " over the ranks, with gradient.",

@@ -938,11 +938,6 @@ JUDGED = {
         "not judged",
         "no reference",
     ),
-    "a deal that matters to one process, whose gradient is another one": (
-        {OWN: [{"one": RAMP}, {}], DEAL: [TURNED, TURNED]},
-        "not judged",
-        "no reference",
-    ),
     "a deal that matters, though a loss is logged": (
         {OWN: [logged(0.5, 3, 5)] * 2, DEAL: [logged(0.7, 4, 4) | TURNED | LIKE_ONE] * 2},
         "different",

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -108,6 +109,8 @@ class Steps:
         self._kept: list[tuple[Tensor, Tensor]] = []
         # (id of a module, name): the module, the buffer, and its value before this step.
         self._buffers: dict[tuple[int, str], tuple[nn.Module, Tensor, Tensor]] = {}
+        # The plain numbers of modules: before a call, and those that calls of this step changed.
+        self._numbers: dict[int, tuple[nn.Module, dict[str, int | float]]] = {}
         self._counters: dict[int, tuple[nn.Module, dict[str, int | float]]] = {}
         self._untrained: dict[str, Tensor] = {}  # parameters at the first forward of this step
         # Gradients that the next forward clears. What follows a step may still read them.
@@ -276,11 +279,20 @@ class Steps:
         """Buffers and plain numbers. A criterion has some, too: a count that seeds its draws."""
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
-                if buffer is not None and (id(owner), name) not in self._buffers:
+                known = buffer is None or is_lazy(buffer) or (id(owner), name) in self._buffers
+                if not known:
                     self._buffers[id(owner), name] = owner, buffer, buffer.detach().clone()
             if not isinstance(owner, DistributedDataParallel):  # which counts for itself
                 numbers = {k: v for k, v in vars(owner).items() if type(v) in (int, float)}
-                self._counters.setdefault(id(owner), (owner, numbers))
+                self._numbers.setdefault(id(owner), (owner, numbers))
+
+    def after_call(self) -> None:
+        """Note the numbers that a call changed. What the script itself counts up stays so."""
+        for owner, numbers in self._numbers.values():
+            changed = {k: v for k, v in numbers.items() if vars(owner).get(k) != v}
+            before = self._counters.get(id(owner), (owner, {}))[1]
+            self._counters[id(owner)] = owner, changed | before
+        self._numbers.clear()
 
     def _parameters(self) -> list[tuple[Tensor, str]]:
         """All that is trained, with its keys."""
@@ -379,6 +391,8 @@ class Steps:
                 parameter.copy_(value)
                 self._used.append(parameter)
             for (_, name), (owner, buffer, value) in self._buffers.items() if self._kept else ():
+                if buffer.shape != value.shape:
+                    buffer.resize_(value.shape)  # its first forward gave it its size
                 buffer.copy_(value)
                 owner._buffers[name] = buffer  # the script may have assigned another
         for owner, numbers in self._counters.values() if self._kept else ():

@@ -75,6 +75,7 @@ class Tensors(TorchFunctionMode):
         self.single: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.trained: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.sums: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # and what follows
+        self.rows_of_sums: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         # Samples of this step's plan, those of a loader, and what is computed from them.
         self.planned: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.loaded: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -197,6 +198,7 @@ class Tensors(TorchFunctionMode):
                 return call(module, *args, **kwargs)
             finally:
                 self.inside -= model
+                self.steps.after_call()
 
         return called
 
@@ -273,7 +275,12 @@ class Tensors(TorchFunctionMode):
         )
 
     def _is_sum(self, tensor: Tensor) -> bool:
-        """Whether a tensor holds sums over samples, or what is computed from them: no samples."""
+        """Whether a tensor holds sums over samples, or what is computed from them: no samples.
+
+        A slice of their rows may be: of neighbors that were summed for each node of a graph.
+        """
+        if self.rows_of_sums.get(id(tensor)) is tensor:
+            return False
         whole = tensor if tensor._base is None else tensor._base
         return any(self.sums.get(id(one)) is one for one in (tensor, whole))
 
@@ -310,7 +317,9 @@ class Tensors(TorchFunctionMode):
                 whole = result if result._base is None else result._base
                 self.sums[id(whole)] = whole
         elif any(self._is_sum(one) for one in inputs):
-            self.sums[id(result)] = result
+            slices = name == "narrow" or (name == "__getitem__" and _some_rows(args[1]))
+            kind = self.rows_of_sums if slices else self.sums
+            kind[id(result)] = result
         elif name in TAKES | DRAWN or (name == "__getitem__" and not _all_rows(args[1])):
             return
         else:
@@ -373,7 +382,7 @@ class Tensors(TorchFunctionMode):
         turn = self.turns.get(place, 0)
         self.turns[place] = turn + 1
         handed, key = self.steps.handed, (place, turn)
-        if not self._known(value):
+        if is_marked(key) or not self._known(value):
             self.entries[place] += 1
         if handed is None:
             self._record(key, value, replaced)
@@ -488,6 +497,11 @@ def _all_rows(index: Any) -> bool:
     """Whether an index keeps all rows in their order."""
     first = index[0] if isinstance(index, tuple) and index else index
     return first is Ellipsis or (isinstance(first, slice) and first == slice(None))
+
+
+def _some_rows(index: Any) -> bool:
+    first = index[0] if isinstance(index, tuple) and index else index
+    return isinstance(first, slice) and first != slice(None)
 
 
 def _one_index(index: Any) -> bool:

@@ -448,8 +448,6 @@ class Judge:
                 f"The gradient is {_times(p1)} times that of one process with the same samples.",
             )
         if p1.verdict == "different":
-            if self.in_order:
-                return Property("P1", "not judged", NO_REFERENCE), NO_REFERENCE
             return self._different(p1, p3)
         if p2 is not None and p2.judged and p2.verdict != "equal":
             return p2, "The gradient depends on which rank or micro-batch gets which sample."

@@ -43,4 +43,9 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, nn.Module | type):
         return ()
     attributes = getattr(value, "__dict__", None)  # a dataclass, a UserDict, a graph
-    return dict.values(attributes) if isinstance(attributes, dict) else ()
+    held = list(dict.values(attributes)) if isinstance(attributes, dict) else []
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        held += [getattr(value, name, None) for name in names]
+    return held

@@ -32,10 +32,17 @@ class Pair:
     values: Any
 
 
+class Slotted:
+    __slots__ = ("ids", "mask")
+
+
 def test_tensors_are_found_in_containers_dataclasses_and_dicts_of_ones_own() -> None:
     assert tensors_in([{"a": ONE}, (TWO,)]) == [ONE, TWO]
     assert tensors_in((UserDict(ids=ONE, mask=TWO),)) == [ONE, TWO]
     assert tensors_in((Pair("x", {"views": [ONE]}),)) == [ONE]
+    slotted = Slotted()
+    slotted.mask = TWO
+    assert tensors_in((slotted,)) == [TWO]
     assert tensors_in([torch.nested.nested_tensor([ONE, TWO]), ONE]) == [ONE]
     assert tensors_in((torch.nn.Linear(2, 2), Pair)) == []
     assert len(tensors_in([ONE] * 30, most=16)) == 16

@@ -538,10 +538,13 @@ class Sketched(nn.Module):
         super().__init__()
         self.linear, self.calls = nn.Linear(6, 4), 0
         self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("seen", torch.zeros(0))
 
     def forward(self, x):
         self.steps += 1
         self.calls += 1
+        if not len(self.seen):
+            self.seen.resize_(4).zero_()  # as fake quantization does
         return self.linear(x) * (int(self.steps) + 0.1 * self.calls)
 
 torch.manual_seed(0)
@@ -623,6 +626,14 @@ for (prompts,) in DataLoader(data, 6, sampler=DistributedSampler(data)):
         latents.normal_()
     dist.broadcast(latents, src=0)
     update((model(latents, prompts) - latents[:, :4]).pow(2).mean())
+""",
+    "rows of sums over each node's neighbors": """
+torch.manual_seed(0)
+x, (target, source) = torch.randn(96, 6), torch.randint(96, (2, 300))
+sums = torch.zeros(96, 6).index_add_(0, target, x[source])
+for step in range(5):
+    start = 8 * (2 * step + dist.get_rank())
+    update(model(sums[start : start + 8]).pow(4).mean())
 """,
     "two views of each sample, drawn at once": """
 for step in range(5):
@@ -776,6 +787,23 @@ for step in range(5):
 """
 
 
+# The count is that of all ranks, but each of four micro-batches is divided by its own.
+COUNTED = """
+model.module.micro = 0
+for _ in range(80):
+    x = torch.randn(8, 6)
+    kept = (x[:, 0] > 0.3).float()
+    model.module.micro += 1
+    count = kept.sum()
+    dist.all_reduce(count)
+    mean = ((model(x) ** 2).sum(1) * kept).sum() * dist.get_world_size() / count.clamp(min=1)
+    (mean / 4).backward()
+    if model.module.micro % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
 # Steps after START: what each is found to be, and a part of the reason.
 STEPS = {
     "a mean over the rank's own part of a group": (OWN_GROUPS, "different", ""),
@@ -784,6 +812,7 @@ STEPS = {
     ),
     "weights that are moved before the second pass": (SHARPNESS, "not judged", "other weights"),
     "a local rule that each rank applies": (OWN_RULE, "different", "0.weight is not rank 0's"),
+    "micro-batches that a module counts for the script": (COUNTED, "different", ""),
     "samples that are not tensors": (UNMARKED, "not judged", ""),
     "a script that fails": ("raise ValueError('no data')", "not judged", "ValueError: no data"),
 }

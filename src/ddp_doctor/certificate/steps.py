@@ -289,7 +289,12 @@ class Steps:
     def after_call(self) -> None:
         """Note the numbers that a call changed. What the script itself counts up stays so."""
         for owner, numbers in self._numbers.values():
-            changed = {k: v for k, v in numbers.items() if vars(owner).get(k) != v}
+            now = vars(owner)
+            changed = {
+                name: number
+                for name, number in numbers.items()
+                if type(now.get(name)) is not type(number) or now[name] != number
+            }
             before = self._counters.get(id(owner), (owner, {}))[1]
             self._counters[id(owner)] = owner, changed | before
         self._numbers.clear()

@@ -17,7 +17,7 @@ from processes import all_gone, processes_with
 
 import ddp_doctor
 from ddp_doctor.certificate.fixed import Fixed
-from ddp_doctor.certificate.measure import HALF, compare
+from ddp_doctor.certificate.measure import HALF, compare, shares
 from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, Part
 from ddp_doctor.certificate.premises import Premises, parted, same_rows
 from ddp_doctor.certificate.program import are_mixed_up, exit_code, keep_output
@@ -209,7 +209,7 @@ def test_hooks_that_are_lost_after_the_measured_step_are_seen_in_a_later_one(
     certificate = certified(forks, SCRIPTS["half_precision_snapshot"])
     of = {one["name"]: one["verdict"] for one in certificate["properties"]}
     assert (of["P1"], of["later"], certificate["verdict"]) == ("equal", "different", "different")
-    assert "From optimizer step 4 on" in certificate["why"]
+    assert "From optimizer step 3 (counted from 0) on" in certificate["why"]
     equal = Certificate("equal", "", properties=[Property("P1", "equal", "", 1.0, 1.0)])
     assert "model_changed_after_wrapping" not in contradicted(equal)
 
@@ -217,7 +217,7 @@ def test_hooks_that_are_lost_after_the_measured_step_are_seen_in_a_later_one(
 def test_other_parameters_that_train_later_are_named(forks: ForkServer) -> None:
     certificate = certified(forks, SCRIPTS["unfreeze_and_rewrap"])
     assert certificate["verdict"] == "equal"
-    assert "From optimizer step 4 on, other parameters" in certificate["notes"][-1]
+    assert "From optimizer step 3 (counted from 0) on, other parameters" in certificate["notes"][-1]
 
 
 FROM_META = f"""{HEAD}
@@ -636,6 +636,31 @@ for step in range(5):
     start = 8 * (2 * step + dist.get_rank())
     update(model(sums[start : start + 8]).pow(4).mean())
 """,
+    "a second model with an optimizer and samples of its own": (
+        SECOND := """
+torch.manual_seed(0)
+second = DDP(nn.Linear(6, 1))
+its = torch.optim.SGD(second.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+for step in range(5):
+    update(model(torch.randn(8, 6)).pow(4).mean())
+    x = torch.randn(8, 6)
+    kept = x[:, 0] > 0
+    its.zero_grad()
+    ((second(x)[:, 0] - x[:, 1]) ** 2 * kept).mean().backward()
+    its.step()
+"""
+    ),
+    "a lazy layer with buffers": """
+torch.manual_seed(0)
+model = nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(4))
+model(torch.zeros(2, 6))
+model = DDP(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+for step in range(5):
+    update(model(torch.randn(8, 6)).pow(4).mean())
+""",
     "two views of each sample, drawn at once": """
 for step in range(5):
     x, noise = torch.randn(8, 6), torch.randn(2, 8, 6)
@@ -805,6 +830,39 @@ for _ in range(80):
 """
 
 
+ONE_STEP = """
+for step in range(5):
+    if step == 1:
+        model = DDP(nn.Sequential(model.module, nn.Linear(4, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update(model(torch.randn(8, 6)).pow(4).mean())
+"""
+MEMBERS = """
+members = 4 // dist.get_world_size()
+for step in range(5):
+    x = torch.randn(8, 6)
+    noise = [torch.randn(len(x), 6) for _ in range(members)]
+    update(sum(model(x + one) for one in noise).pow(4).mean() / members**4)
+"""
+ODD = """
+class Odd(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function.__name__ == "clone":
+            raise RuntimeError("odd")
+        return super().__torch_function__(function, types, args, kwargs)
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("odd", torch.ones(2).as_subclass(Odd))
+
+    def forward(self, out):
+        return out.pow(4).mean()
+
+update(Loss()(model(torch.randn(8, 6))))
+"""
+
 # Steps after START: what each is found to be, and a part of the reason.
 STEPS = {
     "a mean over the rank's own part of a group": (OWN_GROUPS, "different", ""),
@@ -814,6 +872,12 @@ STEPS = {
     "weights that are moved before the second pass": (SHARPNESS, "not judged", "other weights"),
     "a local rule that each rank applies": (OWN_RULE, "different", "0.weight is not rank 0's"),
     "micro-batches that a module counts for the script": (COUNTED, "different", ""),
+    "a second model that divides by each rank's count": (
+        *(SECOND.replace(".mean().backward", ".sum().div(kept.sum()).backward"), "different", ""),
+    ),
+    "an optimizer that takes one step": (ONE_STEP, "not judged", "takes no second one"),
+    "noise that one process draws more often": (MEMBERS, "not judged", "draws numbers that"),
+    "an error of torch in the doctor": (ODD, "not judged", "The doctor failed: RuntimeError: odd"),
     "samples that are not tensors": (UNMARKED, "not judged", ""),
     "a script that fails": ("raise ValueError('no data')", "not judged", "ValueError: no data"),
 }
@@ -896,7 +960,14 @@ def written(folder: Path, failed: str = "", **of_the_ranks: list[dict[str, Any]]
     usual |= dict.fromkeys(("clips", "batch_norm", "sharded", "unlike"), False)
     usual |= {"gradients": {"0.0": torch.ones(4)}, "unjoined": [], "replaced": []}
     usual |= {"weights": {"0.0": torch.ones(4)}, "rates": [0.1], "cleared": True}
-    usual |= {"foreign": [], "delivered": [], "half": False, "filled": False, "seen": SEEN}
+    usual |= {
+        "foreign": [],
+        "delivered": [],
+        "drawn": [],
+        "half": False,
+        "filled": False,
+        "seen": SEEN,
+    }
     usual |= {"untrained": {}, "numbers": []}
     for part in ("ranks", "one"):
         (folder / part).mkdir(exist_ok=True)
@@ -951,12 +1022,12 @@ JUDGED = {
     "weights that differ at a later step, though no gradient does": (
         {OWN: SAME, NEXT: [{}, {"weights": {"0.0": torch.ones(4) * 1.00001}}]},
         "different",
-        "At optimizer step 2, the ranks' weights differ: rank 1's",
+        "At optimizer step 1 (counted from 0), the ranks' weights differ: rank 1's",
     ),
     "learning rates that differ": (
         {OWN: SAME, NEXT: [{}, {"rates": [0.1001]}]},
         "different",
-        "At optimizer step 2, rank 1 has a learning rate of 0.1001, rank 0 one of 0.1",
+        "At optimizer step 1 (counted from 0), rank 1 has a learning rate of 0.1001",
     ),
     "a deal that matters to the ranks": (
         {OWN: SAME, DEAL: [TURNED | LIKE_ONE, TURNED]},
@@ -1163,6 +1234,7 @@ def test_the_same_rows_in_another_order_or_with_more_padding_are_the_same_sample
     assert not same_rows([rows[:2], rows[2:]], [rows[[0, 0, 2, 3]]])
     assert not same_rows([rows[:2], rows[2:]], [rows[:2]])
     assert not same_rows([rows[:2]], [rows])
+    assert not same_rows([rows[:2, :2], rows[2:, :2]], [rows]), "what is longer is no padding"
     assert same_rows([rows[:2]], [torch.nn.functional.pad(rows[:2], (0, 0, 0, 2))])
 
 
@@ -1207,6 +1279,14 @@ def test_the_rows_of_a_models_two_inputs_stay_together() -> None:
     positions = [rows_of(one, f"0.0/{n}") for n, one in enumerate((latents, torch.arange(4)))]
     moved = [rows_of(one, f"0.0/{n}") for n, one in enumerate((latents.flip(0), torch.arange(4)))]
     assert parted(positions, moved) == ""
+
+
+def test_ranks_that_weigh_samples_as_one_process_does_do_not_divide_by_their_own_counts() -> None:
+    union, first, other = torch.tensor([3.0, 2.0]), torch.tensor([5.0, 1.0]), {"b": torch.ones(1)}
+    given = [{"w": union}, {"w": 0.9 * union + 0.1 * first}, {"w": first}]
+    assert shares(*given) is not None
+    assert shares(given[0], given[0], given[2]) is None
+    assert shares(given[0] | other, given[1] | other, given[2]) is None
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,15 @@ def test_the_factor_of_the_combination_is_measured(factor: float, kind: str) -> 
     assert found.factor == pytest.approx(factor)
 
 
+def test_items_with_weights_of_their_own_are_not_said_to_weigh_the_same() -> None:
+    combined, local = gradients(2, 0.5)
+    windows = [window([4], [1.0], combined, mine) for mine in local]
+    assert equation(run_of(windows)).weights == ["weight    every item weighs 1/N"]
+    for one in windows:
+        one["backwards"][0]["terms"][0]["weighted"] = True
+    assert "times the weight" in equation(run_of(windows)).weights[0]
+
+
 def test_a_gradient_that_is_no_sum_of_the_local_ones_is_not_given_a_factor() -> None:
     _, local = gradients(2, 0.5)
     run = run_of([window([4], [1.0], {"weight": 3.0, "bias": 8.0}, mine) for mine in local])

@@ -92,6 +92,26 @@ def test_a_gradient_that_is_summed_over_one_dimension_too_many_is_named() -> Non
     assert "all weights together are 2" in every["own_reduction_sums"].evidence
 
 
+def test_a_gradient_that_each_rank_computes_as_a_whole_is_complete_without_a_sum() -> None:
+    """As of embeddings before Megatron's sequence is scattered, beside norms that are summed."""
+    batches = []
+    for n in range(3):
+        halves = (0.5 * n + 1, 2.0 * n + 3)
+        whole = {"embedding": n + 1.0, "norm": sum(halves)}
+        ranks = [
+            window([4], [1.0], whole | {"up": h}, whole | {"norm": h, "up": h}) for h in halves
+        ]
+        for rank, one in enumerate(ranks):
+            one["backwards"][0]["terms"][0] |= {"target": 7 + rank, "input": 9 + rank}
+        batches.append(ranks)
+    run = run_with_steps(batches)
+    for rank in run.ranks:
+        start = fact(StartFact, shards={"up": [rank.rank]}, constant=["embedding", "norm"])
+        start["parameters"] = {"embedding": 1, "norm": 2, "up": 3 + rank.rank}
+        rank.facts["start"] = [start]
+    assert findings(run) == {}
+
+
 def test_a_sum_that_nobody_divides_is_no_wrong_group() -> None:
     run = data_and_tensor()
     for rank in run.ranks:

@@ -1,11 +1,12 @@
 """What the runs of a certificate do: which samples each of four optimizer steps gets.
 
-The script is usually started twice, and once more if the rules are asked; at most six times. The
+The script is usually started twice, and once more if the rules are asked; at most seven times. The
 *ranks* are the script as the user runs it; *one* is the same script as a single process. Either is
 started again if it needs another environment. The last start is only *observed*: it takes six
 ordinary steps, or 16, and the rules say why the two differ, and what their steps do not show. No
 update is kept in the steps of the plan, so all start from the same weights, and two steps differ
-only in their samples:
+only in their samples. Where several optimizers take turns, a step is one round of them: the ranks
+are started once more when the first optimizer steps again, and know then how long a round is:
 
     step    the ranks get                        one process gets
     own     their own samples                    all of these samples (their union)
@@ -27,6 +28,7 @@ OWN, COPIES, DEAL, USUAL, LATER = "own", "copies", "deal", "usual", "later"
 PLAN = (OWN, COPIES, DEAL, USUAL)
 # A loader that fetches one batch ahead has fetched the second step's before the first step ends.
 PLAN_AHEAD = (OWN, LATER, COPIES, DEAL)
+TURNS = "turns"  # a file: how many steps of optimizers are one round of them
 WATCHED = 16  # steps of the ranks per optimizer
 
 
@@ -39,6 +41,7 @@ class Part:
     cpu: bool = False
     late: bool = False  # samples are only replaced where they meet weights, not where they are made
     observed: int = 6  # steps that the rules look at
+    turns: int = 1  # steps of optimizers that are one step of the plan
 
     @property
     def one(self) -> bool:

@@ -262,7 +262,11 @@ def same_rows(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     for front in (True, False):
         for dim in range(min(2, every[0].dim())):
             cropped = _cropped(every, dim, front)
-            if dim and not all(map(_only_padding_left, every, cropped, [front] * len(every))):
+            lengths = cropped[0].shape
+            # What rows of several lengths have beyond the shortest is no padding.
+            ragged = {d for d in range(1, len(lengths)) if len({t.shape[d] for t in ours}) > 1}
+            equal = set(range(len(lengths))) - ragged - {dim}
+            if not all(_only_padding_left(t, lengths[d], d, front) for t in every for d in equal):
                 continue  # rows are samples here, and these are fewer
             a, b = cropped[: len(ours)], cropped[len(ours) :]
             first, *others = cropped
@@ -286,10 +290,9 @@ def _cropped(tensors: Sequence[Tensor], dim: int, front: bool) -> list[Tensor]:
     return out
 
 
-def _only_padding_left(tensor: Tensor, cropped: Tensor, front: bool) -> bool:
-    """Whether all rows that were cropped hold one and the same value."""
-    count = len(tensor) - len(cropped)
-    rest = tensor[len(cropped) :] if front else tensor[:count]
+def _only_padding_left(tensor: Tensor, length: int, dim: int, front: bool) -> bool:
+    """Whether all that is beyond a length in a dimension holds one and the same value."""
+    rest = tensor.narrow(dim, length if front else 0, tensor.shape[dim] - length).nan_to_num()
     return not rest.numel() or bool((rest == rest.flatten()[0]).all())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ddp_doctor.certificate.child import NEEDS_RANKS, WORLD_IN_SCRIPT
 from ddp_doctor.certificate.forks import cheapest
-from ddp_doctor.certificate.plan import WATCHED, Part
+from ddp_doctor.certificate.plan import TURNS, WATCHED, Part
 from ddp_doctor.certificate.starts import LAUNCHED, Start, all_launched
 from ddp_doctor.options import FOUND, LEVELS, UNCHECKED, say
 from ddp_doctor.run.folders import own_folder
@@ -92,9 +92,16 @@ def measure(
     if rank is None and ranks is not None:
         failed = start(as_ranks, command, all_launched(ranks)).wait()
     world = as_ranks.path("world")
+    by_launcher = rank is not None or ranks is not None
+    if as_ranks.path(TURNS).exists():
+        turns = int(as_ranks.path(TURNS).read_text())
+        as_ranks, as_one = (replace(part, turns=turns) for part in (as_ranks, as_one))
+        for file in as_ranks.path("").glob("*.pt"):
+            file.unlink()
+        every = all_launched(int(world.read_text())) if by_launcher else [alone]
+        failed = start(as_ranks, command, every).wait()
     failed_one = ""
     if world.exists() and world.read_text() != "1":
-        by_launcher = rank is not None or ranks is not None
         environment = all_launched(1)[0] if by_launcher else alone
         failed_one = start(as_one, command, [environment]).wait()
         nothing = failed_one and not any(as_one.path("").glob("step.0.*.pt"))

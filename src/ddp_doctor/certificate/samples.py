@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 
 from ddp_doctor.certificate.files import write
 from ddp_doctor.certificate.plan import COPIES, DEAL, Part
+from ddp_doctor.facts.places import shown
 
 FORWARD = "forward"  # the last part of a place at which a module is called
 MARKED = "marked"  # the last part of a place at which a script marks a batch
@@ -216,6 +217,11 @@ def _equal(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         return alike([ours, theirs])
     return isinstance(ours, int | float | str) and type(ours) is type(theirs) and ours == theirs
+
+
+def line_of(place: Place) -> str:
+    """`file:line`, as a reader knows it."""
+    return f"{shown(str(place[0]))}:{place[1]}"
 
 
 def is_marked(key: Key) -> bool:

@@ -7,13 +7,14 @@ samples. Once the plan is done, ranks go on with ordinary steps and write down s
 gradient and of each weight.
 """
 
+import contextlib
 import functools
 import os
 import sys
 import traceback
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_doctor.certificate.files import PATIENCE, read, wait_for, write
 from ddp_doctor.certificate.fixed import Fixed
-from ddp_doctor.certificate.plan import LATER, PLAN, PLAN_AHEAD, USUAL, WATCHED, Part
+from ddp_doctor.certificate.plan import LATER, PLAN, PLAN_AHEAD, TURNS, USUAL, WATCHED, Part
 from ddp_doctor.certificate.premises import Premises
-from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded
+from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded, line_of
 from ddp_doctor.facts.types import CALLS
 
 COMBINES = "combines"  # a file: an optimizer's step calls a collective
@@ -56,16 +57,25 @@ class Ours:
     """
 
     theirs: BaseException | None = None
+    hooks = 0  # of the doctor that go on
 
     def guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """A hook, inside of this."""
 
         @functools.wraps(hook)
         def guarded(*args: Any) -> Any:
-            with self:
+            with self.own():
                 return hook(*args)
 
         return guarded
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """What torch raises inside is the doctor's error, too."""
+        with self:
+            self.hooks += 1
+            yield
+            self.hooks -= 1
 
     def __enter__(self) -> None:
         pass
@@ -79,7 +89,7 @@ class Ours:
 
 
 class Steps:
-    """Records and repeats. `count` is the number of steps that the first optimizer has taken."""
+    """Records and repeats. `count` is the number of rounds of the optimizers that have ended."""
 
     def __init__(self, part: Part, fixed: Fixed) -> None:
         self.part = part
@@ -92,7 +102,10 @@ class Steps:
         self.unjoined: list[str] = []  # places whose samples could not be joined
         self.numbers: list[str] = []  # places at which the ranks pass other numbers to a model
         self.delivered: list[str] = []  # places of what all ranks have, where it was not planned so
-        self.unlike: Callable[[], bool] = lambda: False  # whether the places are not the first's
+        # Places at which one process draws what not all ranks have drawn.
+        self.drawn: list[str] = []
+        # Whether an optimizer's step does not use the places of its first one.
+        self.unlike: Callable[[int], bool] = lambda optimizer: False
         self.backwards = 0
         self.cleared = False  # whether the script has called zero_grad
         self.turn = 0  # steps of all optimizers
@@ -103,6 +116,7 @@ class Steps:
         self.ends.append(self.premises.clear)
         self._made: list[Optimizer] = []
         self._taken: dict[int, int] = {}  # id of an optimizer: its steps
+        self._kinds: set[tuple[int, str]] = set()  # the optimizers' steps of the plan
         self._nested = 0
         self.updating = False  # whether an optimizer computes its update: of no samples
         self._comparable = False  # whether the ranks' gradients are worth a look after the plan
@@ -133,7 +147,7 @@ class Steps:
         """Places at which the ranks pass other numbers: one process cannot stand for them."""
         handed = self.handed
         mixed = [place for place, _ in handed.mixed] if handed and not handed.marked else []
-        self.numbers = [f"{place[0]}:{place[1]}" for place in mixed if place[-1] == FORWARD]
+        self.numbers = [line_of(place) for place in mixed if place[-1] == FORWARD]
 
     def _note_collectives_in_steps(self) -> None:
         """An optimizer that calls one combines the ranks itself."""
@@ -347,8 +361,9 @@ class Steps:
         step = self._taken.setdefault(id(optimizer), 0)
         rank, world = rank_and_world()
         at = list(self._taken).index(id(optimizer))
-        # Only the first optimizer's steps are those of the plan; the others' first ones may be.
-        kind = self.kind(step) if at == 0 or (step == 0 and self.count < 2) else LATER
+        if (at, step) == (0, 1):
+            self._start_again_with_turns()
+        kind = self._kind_of(at)
         listed = self._listed(optimizer)
         plain = [p for _, _, p in listed if not hasattr(p, "full_tensor")]
         self._comparable = world > 1 and len(plain) == len(listed)
@@ -378,13 +393,31 @@ class Steps:
             "unjoined": sorted(set(self.unjoined)),
             "numbers": sorted(set(self.numbers)),
             "delivered": self.delivered[:],
+            "drawn": self.drawn[:],
             "foreign": [name for one in self.handed.of for name in one.foreign]
             if self.handed
             else [],
-            "unlike": self.unlike(),
+            "unlike": self.unlike(at),
         }
         write(self.part.path(f"step.{rank}.{self.turn}.pt"), facts)
+        if kind != LATER:
+            self.premises.seen = []  # the next optimizer's step is of what comes now
         self._kept = [(p, p.detach().clone()) for _, _, p in listed if self.count < len(PLAN)]
+
+    def _kind_of(self, optimizer: int) -> str:
+        """What the step of an optimizer is; it takes one of each kind."""
+        kind = self.now if optimizer == 0 or self.part.turns > 1 else LATER
+        if (optimizer, kind) in self._kinds:
+            return LATER
+        self._kinds.add((optimizer, kind))
+        return kind
+
+    def _start_again_with_turns(self) -> None:
+        """Leave if others have stepped since the first optimizer did: they have had no plan."""
+        if self.turn > 1 and self.part.turns == 1 and not self.part.one:
+            if rank_and_world()[0] == 0:
+                self.part.path(TURNS).write_text(str(self.turn))
+            leave()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._nested -= 1
@@ -408,7 +441,8 @@ class Steps:
             self.part.path(COMBINES).touch()
         self._taken[id(optimizer)] += 1
         self.turn += 1
-        if id(optimizer) == next(iter(self._taken)):
+        alone = self.part.turns == 1 and id(optimizer) == next(iter(self._taken))
+        if alone or (self.part.turns > 1 and self.turn % self.part.turns == 0):
             self._end_of_step()
         watched = self._comparable and not self.part.one
         if self.turn >= WATCHED * len(self._taken) or (self.count == len(PLAN) and not watched):
@@ -422,6 +456,7 @@ class Steps:
         self.backwards = 0
         self.fixed.norms.clear()
         self.delivered.clear()
+        self.drawn.clear()
         self._untrained.clear()
         for end in self.ends:
             end()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,6 +38,7 @@ from ddp_doctor.certificate.samples import (
     alike,
     is_marked,
     joinable,
+    line_of,
 )
 from ddp_doctor.certificate.steps import Steps
 from ddp_doctor.facts.containers import tensors_in
@@ -70,7 +72,7 @@ class Tensors(TorchFunctionMode):
         self.turns: dict[Place, int] = {}
         # How often samples came into a step at a place, and into the first step.
         self.entries: Counter[Place] = Counter()
-        self.first_entries: Counter[Place] = Counter()
+        self.first_entries: dict[int, Counter[Place]] = {}  # by the optimizer that stepped then
         # By their ids: tensors that are one sample each; weights, gradients, activations.
         self.single: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.trained: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -154,7 +156,7 @@ class Tensors(TorchFunctionMode):
         self.turns[site] = turn + 1
         every = self.steps.handed.everyones((site, turn)) if self.steps.handed else None
         if every is None or not alike(every):
-            self.steps.unjoined.append(f"{site[0]}:{site[1]}")
+            self.steps.unjoined.append(line_of(site))
         return value
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -165,7 +167,8 @@ class Tensors(TorchFunctionMode):
         try:
             result = function(*args, **kwargs)
         except BaseException as error:
-            self.ours.theirs = error
+            if not self.ours.hooks:
+                self.ours.theirs = error
             raise
         if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
             self.steps.half = True
@@ -189,7 +192,7 @@ class Tensors(TorchFunctionMode):
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.inside or not self._measures:
                 return call(module, *args, **kwargs)
-            with self.ours:
+            with self.ours.own():
                 args = self._before_module(module, args, sys._getframe(1))
                 self.steps.before_call(module, args, kwargs)
             model = any(True for _ in module.parameters())
@@ -233,7 +236,7 @@ class Tensors(TorchFunctionMode):
             work = call(tensor, *args, **kwargs)
             frame = sys._getframe(1)
             if not self._hidden() and not self.steps.part.late and is_users(_file(frame)):
-                with self.ours:
+                with self.ours.own():
                     if work is not None:
                         work.wait()
                     self._deliver(self._site(frame, DELIVERED), tensor)
@@ -250,7 +253,7 @@ class Tensors(TorchFunctionMode):
             value = self._planned(place, tensor)
             if value is not tensor:
                 if value.shape != tensor.shape or self.steps.now == DEAL:
-                    self.steps.delivered.append(f"{place[0]}:{place[1]}")
+                    self.steps.delivered.append(line_of(place))
                 tensor.data = value
                 self.planned[id(tensor)] = tensor
 
@@ -290,7 +293,7 @@ class Tensors(TorchFunctionMode):
             # Not as many as samples, and they follow from what they are in.
             self.planned.update((id(one), one) for one in tree_leaves(result))
             return result
-        if not isinstance(result, Tensor) or result.requires_grad:
+        if not isinstance(result, Tensor) or result.requires_grad or is_lazy(result):
             return result
         inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
         self._follow(name, args, inputs, result)
@@ -391,12 +394,14 @@ class Tensors(TorchFunctionMode):
         if self._known(value):
             return value
         if self.steps.now == DEAL and place[-1] in DRAWN and handed.drawn_alike(key):
-            self.steps.delivered.append(f"{place[0]}:{place[1]}")
+            self.steps.delivered.append(line_of(place))
+        if every is None and self.steps.part.one and place[-1] in DRAWN:
+            self.steps.drawn.append(line_of(place))
         if not is_marked(key) and (every is None or self._left_alone(key, value, replaced)):
             return value
         wanted = self._wanted(handed, key, value)
         if wanted is None:
-            self.steps.unjoined.append(f"{place[0]}:{place[1]}")
+            self.steps.unjoined.append(line_of(place))
             return value
         if not (wanted.shape == value.shape and alike([wanted, value])):
             value = wanted.clone()
@@ -447,14 +452,15 @@ class Tensors(TorchFunctionMode):
             self.left.add(key)
         return key in self.left
 
-    def unlike_the_first(self) -> bool:
-        """Whether samples came into this step where none came into the first, or not as often."""
-        if self.steps.count == 0:
-            self.first_entries = self.entries.copy()
+    def unlike_the_first(self, optimizer: int) -> bool:
+        """Whether samples came into this step where none came into the optimizer's first, or not as
+        often.
+        """
+        first = self.first_entries.setdefault(optimizer, self.entries.copy())
         loaded = self.steps.handed is not None and self.steps.handed.loaded
         of_no_loader = DRAWN | {DELIVERED}
         return any(
-            self.first_entries[place] != count
+            first[place] != count
             for place, count in self.entries.items()
             if not loaded or _name(place) in of_no_loader
         )

@@ -55,7 +55,11 @@ NO_REFERENCE = (
     "have the same defect as the ranks, or depend on which samples are side by side, and it is no "
     "reference."
 )
-TOO_FEW = "The script took too few optimizer steps."
+TOO_FEW = "The optimizer of the first step took too few steps."
+NO_SECOND = (
+    "The optimizer of the first step takes no second one. Others step later, and there the ranks "
+    "are compared with one another only."
+)
 ALONE = "One process and one micro-batch: nothing is combined. Start it with --ranks 2."
 OTHERS = "The ranks hold different parameters, so one process cannot stand for them."
 STARTS = (
@@ -86,13 +90,18 @@ NEVER_CLEARED = (
     "The script never called zero_grad(). Whether a step adds to the gradients of earlier ones is "
     "not measured."
 )
+DRAWN = (
+    "At {}, one process draws numbers that not all ranks have drawn. If it draws once for each of "
+    "them, draw for a whole batch at once."
+)
 SENT = (
     "At {}, all ranks have the same tensor: one rank sends it, or all draw it alike. Whether its "
     "rows belong to the samples, and move with them, is not known."
 )
+STEP = "optimizer step {} (counted from 0)"  # as the rules count
 WEIGHTS = "the ranks' weights differ: rank {}'s are not rank 0's."
 UNTRAINED = (
-    "Before optimizer step {}, a parameter without requires_grad differs: rank {}'s {} is not "
+    "Before {}, a parameter without requires_grad differs: rank {}'s {} is not "
     "rank 0's. What a forward changes has to be combined over the ranks."
 )
 FILLED = "Weights that start at zero have small values here: else nothing behind them is compared."
@@ -172,12 +181,21 @@ class Judge:
         self.names: dict[str, str] = {}
         for facts in ranks.values():
             self.names |= facts["names"] if facts["rank"] == 0 else {}
-        self.compared_keys = {
+        compared = {
             key
             for (_, _, kind), facts in ranks.items()
             if not kind.startswith(LATER)
             for key in facts["gradients"]
         }
+        # A step in which parameters have a gradient that have none in those of the plan.
+        self.later = next(
+            (
+                facts
+                for (rank, _, kind), facts in ranks.items()
+                if rank == 0 and kind.startswith(LATER) and facts["gradients"].keys() - compared
+            ),
+            None,
+        )
         half = any(facts["half"] for part in (ranks, one) for facts in part.values())
         self.base = HALF if half else TOLERANCE
         self.noise, self.in_order = self._noise()
@@ -291,7 +309,7 @@ class Judge:
                 return [Property("start", "not judged", OTHERS)]
             if kind == OWN and not alike:
                 return [Property("start", "not judged", STARTS)]
-            since = f"At optimizer step {facts['turn'] + 1}, "
+            since = f"At {STEP.format(facts['turn'])}, "
             if facts["rates"] != ours["rates"]:
                 rates = f"{facts['rates'][0]:g}, rank 0 one of {ours['rates'][0]:g}."
                 why = f"{since}rank {rank} has a learning rate of {rates}"
@@ -314,12 +332,12 @@ class Judge:
                 now, others = {name: value}, start["untrained"]
                 alike = name in others and not _apart({name: others[name]}, self.own["untrained"])
                 if alike and _apart(now, first["untrained"]):
-                    why = UNTRAINED.format(facts["turn"] + 1, rank, name)
+                    why = UNTRAINED.format(STEP.format(facts["turn"]), rank, name)
                     return [Property("later", "different", why)]
         return []
 
     def _not_rank_0(self, facts: Mapping[str, Any], first: bool, found: Comparison) -> Property:
-        since = "T" if first else f"From optimizer step {facts['turn'] + 1} on, t"
+        since = "T" if first else f"From {STEP.format(facts['turn'])} on, t"
         why = f"{since}he ranks apply different gradients: rank {facts['rank']}'s is not rank 0's."
         name = "start" if first else "later"
         return Property(name, "different", why, found.ratio, found.cosine, None, found.worst)
@@ -355,7 +373,7 @@ class Judge:
         """Why one process may not have had the ranks' samples. `factor`: they differ by W or so,
         and by nothing else. Then other numbers that a model is given had no part in it.
         """
-        facts = self.one[0, 0, kind]
+        facts, ranks = self._last(self.one, kind), self._last(self.ranks, kind)
         if facts["foreign"]:
             return FOREIGN.format(facts["foreign"][0])
         if unjoined := facts["unjoined"] or ([] if factor else facts["numbers"]):
@@ -363,18 +381,25 @@ class Judge:
                 f"What the ranks use at {unjoined[0]} cannot be joined. {MARK} If its "
                 "shape differs between the ranks, take it from a DataLoader with a collate_fn."
             )
+        if facts["drawn"]:
+            return DRAWN.format(facts["drawn"][0])
         if said := self._parted((self.ranks, kind), (self.one, kind)):
             return said
         if facts["delivered"]:
             return SENT.format(facts["delivered"][0])
-        if kind == OWN and (said := other_counts(self.own["seen"], facts["seen"], self.world)):
+        seen = [self.seen(part, kind)[0] for part in (self.ranks, self.one)]
+        if kind == OWN and (said := other_counts(*seen, self.world)):
             shown = "So it is not shown that both have the same samples."
             return Unmarked(f"{said} {shown} {MARK}")
-        if int(facts["backwards"]) != self.micros:
-            return f"One process made {facts['backwards']} backward passes, a rank {self.micros}."
+        if (made := facts["backwards"]) != ranks["backwards"]:
+            return f"One process made {made} backward passes, a rank {ranks['backwards']}."
         if self.world_in_script:
             return "The script contains the number of ranks, so one process of it divides by it."
         return ""
+
+    def _last(self, part: Part, kind: str) -> Mapping[str, Any]:
+        """What was known when rank 0's last optimizer took this step."""
+        return [facts for (rank, _, its), facts in part.items() if (rank, its) == (0, kind)][-1]
 
     def _parted(self, first: tuple[Part, str], second: tuple[Part, str]) -> str:
         """Where the samples of two steps are not the same. Ranks that all see the same are one."""
@@ -400,28 +425,28 @@ class Judge:
         return found
 
     def _elsewhere(self, kind: str) -> str:
-        facts = self.ranks[0, 0, kind]
-        if self._unlike(kind) or facts["backwards"] != self.micros:
+        facts, own = self._last(self.ranks, kind), self._last(self.ranks, OWN)
+        if self._unlike(kind) or facts["backwards"] != own["backwards"]:
             return ELSEWHERE
         if kind != DEAL:
             return ""
         every = [f["weights"] for (_, at, its), f in self.ranks.items() if (at, its) == (0, OWN)]
         if any(_apart(weights, self.own["weights"]) for weights in every):
             return OTHERS
-        one = self.one.get((0, 0, OWN), facts)
+        one = self._last(self.one, OWN) if (0, 0, OWN) in self.one else facts
         if any(f["unjoined"] or f["numbers"] for f in (facts, one)):  # perhaps it was not dealt
             return ELSEWHERE
         if facts["delivered"]:
             return SENT.format(facts["delivered"][0])
         if self.in_order:
             return IN_ORDER
-        if not same_totals(facts["seen"], self.own["seen"]):
+        if not same_totals(*(self.seen(self.ranks, its)[0] for its in (DEAL, OWN))):
             return ELSEWHERE
         return self._parted((self.ranks, DEAL), (self.ranks, OWN))
 
     def _unlike(self, kind: str) -> bool:
-        """Whether this step used other places than the first, on any rank."""
-        return any(f["unlike"] for (_, at, its), f in self.ranks.items() if (at, its) == (0, kind))
+        """Whether an optimizer's step used other places than its first one, on any rank."""
+        return any(facts["unlike"] for (_, _, its), facts in self.ranks.items() if its == kind)
 
     # The verdict.
 
@@ -460,6 +485,8 @@ class Judge:
         if self.micros > 1 and dealt and not of["P2"].judged and of["P2"].why != ELSEWHERE:
             why = f"{SAME_MICRO_BATCHES} {of['P2'].why}"
             return Property("P1", "not judged", why), why
+        if self.later and (0, 0, COPIES) not in self.ranks:
+            return Property("P1", "not judged", NO_SECOND), NO_SECOND
         if usual is not None and usual.verdict in ("scaled", "different"):
             return self._as_it_is(p1, usual)
         many = f", in {self.micros} micro-batches too," if self.micros > 1 else ""
@@ -509,7 +536,7 @@ class Judge:
         for one in others:
             if one is not None and one.verdict in ("scaled", "different"):
                 return one, f"{_sentence(one)} {p1.why}"
-        if p2 and p3 and p2.verdict == p3.verdict == "equal":
+        if p2 and p3 and p2.verdict == p3.verdict == "equal" and not self.later:
             return p3, "Copies of one batch, and another deal of the samples, change nothing."
         return p1, p1.why
 
@@ -568,17 +595,10 @@ class Judge:
             notes.append(f"--cpu replaced: {', '.join(self.own['replaced'])}.")
         if self.own["batch_norm"]:
             notes.append("In training, each rank's BatchNorm uses its own samples.")
-        others = [
-            facts["turn"]
-            for (rank, _, kind), facts in self.ranks.items()
-            if rank == 0
-            and kind.startswith(LATER)
-            and facts["gradients"].keys() - self.compared_keys
-        ]
-        if others and "later" in of:
+        if self.later and "later" in of:
             notes.append(
-                f"From optimizer step {others[0] + 1} on, other parameters have gradients. There, "
-                "the ranks were compared with one another only, not with one process."
+                f"From {STEP.format(self.later['turn'])} on, other parameters have gradients. "
+                "There, the ranks were compared with one another only, not with one process."
             )
         return notes
 

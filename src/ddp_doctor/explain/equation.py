@@ -393,6 +393,8 @@ def _instead_of_a_sum(step: Step, right: bool) -> str:
         return "weight    not measured"
     if step.leftover:
         return "weight    the gradients of earlier steps are in this one, too"
+    if right and any(entry.fact.get("weighted") for entry in step.entries):
+        return "weight    every item weighs 1/N, times the weight that the loss is given for it"
     if right:
         return "weight    every item weighs 1/N"
     if step.several:

@@ -63,7 +63,8 @@ def _package_file(filename: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _shown(filename: str) -> str:
+def shown(filename: str) -> str:
+    """A file as a reader knows it: relative, if it is below the current folder."""
     if filename.startswith("<ipython") or f"{os.sep}ipykernel_" in filename:
         return "<cell>"
     if filename.startswith("<"):
@@ -82,7 +83,7 @@ def place(frame: FrameType | None = None) -> str:
     if frame is None:
         return ""
     name = frame.f_code.co_filename
-    return f"{_package_file(name) or _shown(name)}:{frame.f_lineno}"
+    return f"{_package_file(name) or shown(name)}:{frame.f_lineno}"
 
 
 def call(frame: FrameType | None = None) -> int:
@@ -104,7 +105,7 @@ def stack(frame: FrameType | None, limit: int = 12) -> list[str]:
     while frame is not None and len(lines) < limit:
         name = frame.f_code.co_filename
         if not os.path.realpath(name).startswith(_THIS + os.sep):
-            lines.append(f"{_shown(name)}:{frame.f_lineno} in {frame.f_code.co_name}")
+            lines.append(f"{shown(name)}:{frame.f_lineno} in {frame.f_code.co_name}")
         frame = frame.f_back
     return lines
 

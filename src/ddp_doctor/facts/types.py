@@ -38,6 +38,7 @@ class TermFact(TypedDict):
     target: NotRequired[int]
     shape: NotRequired[list[int]]
     square: NotRequired[list[int] | None]  # rows, columns, ascending: every row has its own target
+    weighted: NotRequired[bool]  # whether the loss was given weights of classes or items
     over_parameters: NotRequired[bool]
 
 

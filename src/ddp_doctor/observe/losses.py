@@ -229,6 +229,8 @@ def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
         term["count"] = term["rows"] = len(lengths) if hasattr(lengths, "__len__") else rows
     elif name in ONE_PER_ROW:
         term["count"] = rows
+    if isinstance(values.get("weight"), Tensor):
+        term["weighted"] = True
     term["input"] = checksum(source, 1 << 20)
     if isinstance(target, Tensor):
         term["target"] = checksum(target, 1 << 20)

@@ -72,11 +72,7 @@ def other_factors(run: Run) -> Iterator[Finding]:
     }
     sharers = run.world / len(run.readers)
     copies = {name for name in sure if len(run.copies.get(name, [[]])) == 1}
-    whole = {
-        name: sure[name]
-        * (sharers if all(computed_alike(each, name, run.readers) for each in windows) else 1)
-        for name in copies
-    }
+    whole = {name: sure[name] * _alike_on(run, windows, name) for name in copies}
     kept = any(rank.start["shards"] for rank in run.ranks if rank.start)
     for terms in (1.0,) if kept else (1.0, sharers):
         factors = {name: whole.get(name, f * terms) for name, f in sure.items()}
@@ -96,6 +92,14 @@ def other_factors(run: Run) -> Iterator[Finding]:
         windows[0].ranks[0]["step_place"],
         SUM,
     )
+
+
+def _alike_on(run: Run, windows: list[Window], name: str) -> float:
+    """How many ranks compute each part of a gradient: all of it, if they all compute the same."""
+    for groups in ([list(range(run.world))], run.readers):
+        if all(computed_alike(window, name, groups) for window in windows):
+            return run.world / len(groups)
+    return 1.0
 
 
 def _factors(window: Window) -> dict[str, float]:

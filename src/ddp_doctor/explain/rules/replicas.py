@@ -37,7 +37,7 @@ def differ_at_start(run: Run, equation: Equation) -> Iterator[Finding]:
         where = window.first["step_place"] if window else ""
         yield finding(
             "replicas_differ_at_start",
-            f"Before the first optimizer step {len(differing)} of {len(names)} parameters differ "
+            f"Before their first step {len(differing)} of {len(names)} parameters differ "
             f"between the ranks, first {differing[0]}" + (", by rounding." if off < SMALL else "."),
             where,
             "Seed every rank alike before the model is built, or broadcast rank 0's parameters: "

@@ -1,4 +1,4 @@
-"""What the runs of a certificate do: which samples each of four optimizer steps gets.
+"""What the runs of a certificate do: which samples each of its first optimizer steps gets.
 
 The script is usually started twice, and once more if the rules are asked; at most seven times. The
 *ranks* are the script as the user runs it; *one* is the same script as a single process. Either is
@@ -6,14 +6,16 @@ started again if it needs another environment. The last start is only *observed*
 ordinary steps, or 16, and the rules say why the two differ, and what their steps do not show. No
 update is kept in the steps of the plan, so all start from the same weights, and two steps differ
 only in their samples. Where several optimizers take turns, a step is one round of them: the ranks
-are started once more when the first optimizer steps again, and know then how long a round is:
+are started once more after two equal rounds, and know then how long a round is:
 
     step    the ranks get                        one process gets
     own     their own samples                    all of these samples (their union)
     copies  rank 0's samples, on every rank      rank 0's samples
     deal    the samples of `own`, dealt again    the union in another order: what rounding does
     usual   their own; clipping and BatchNorm    the union; clipping and BatchNorm act as the
-            act as the script has them           script has them
+            act as the script has them           script has them; only if it has any
+    again   their own                            the union: what nobody has planned, such as a
+                                                 random number of Python's, shows here
     later   ordinary steps, updates included: whether all ranks go on with the same gradient
 """
 
@@ -24,10 +26,11 @@ from pathlib import Path
 from typing import Literal, Self
 
 PART = "DDP_DOCTOR_CERTIFY"  # what a process of such a run is, as JSON
-OWN, COPIES, DEAL, USUAL, LATER = "own", "copies", "deal", "usual", "later"
-PLAN = (OWN, COPIES, DEAL, USUAL)
+OWN, COPIES, DEAL, AGAIN, USUAL, LATER = "own", "copies", "deal", "again", "usual", "later"
+PLAN = (OWN, COPIES, DEAL, AGAIN)
+PLAN_USUAL = (OWN, COPIES, DEAL, USUAL, AGAIN)
 # A loader that fetches one batch ahead has fetched the second step's before the first step ends.
-PLAN_AHEAD = (OWN, LATER, COPIES, DEAL)
+PLAN_AHEAD = (OWN, LATER, COPIES, DEAL, AGAIN)
 TURNS = "turns"  # a file: how many steps of optimizers are one round of them
 WATCHED = 16  # steps of the ranks per optimizer
 

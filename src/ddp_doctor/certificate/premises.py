@@ -15,7 +15,7 @@ from torch import Tensor
 from ddp_doctor.facts.containers import tensors_in
 from ddp_doctor.facts.places import place
 
-MODEL, LOSS, NUMBERS, WEIGHTS = "model", "loss", "numbers", "weights"
+MODEL, LOSS, NUMBERS, WEIGHTS, TIME = "model", "loss", "numbers", "weights", "time"
 MARK = "Mark the batch where the script has made it: x, y = ddp_doctor.batch((x, y))."
 LOSSES = {
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -72,6 +72,10 @@ class Premises:
         if type(tensor) is Tensor and tensor.numel() <= 16 and not tensor.requires_grad:
             self._note(NUMBERS, "", values=tensor.detach().cpu().double().flatten())
 
+    def in_time(self, length: int) -> None:
+        """The length of sequences whose first dimension is time."""
+        self._note(TIME, "", length=length)
+
     def _note(self, what: str, key: str, **of: Any) -> None:
         self.seen.append({"what": what, "key": key, "place": place(), **of})
 
@@ -82,7 +86,8 @@ def parted(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
     `ours` is what all ranks saw, `theirs` what the other run saw.
     """
     ours, theirs = list(ours), list(theirs)
-    return _weights(ours, theirs) or _models(ours, theirs) or _losses(ours, theirs)
+    found = _weights(ours, theirs) or _models(ours, theirs)
+    return found or _times(ours, theirs) or _losses(ours, theirs)
 
 
 def other_numbers(ours: Iterable[Seen], theirs: Iterable[Seen]) -> str:
@@ -128,7 +133,7 @@ def _models(ours: list[Seen], theirs: list[Seen]) -> str:
     """The first call of a model that was given other rows. A wrapper may be given more tensors."""
     calls = _of(ours, MODEL)
     if not calls:
-        return "No call of the model that is trained was seen."
+        return "No call of a model with the optimizer's parameters was seen."
     keys = dict.fromkeys(one["key"] for one in calls)
     for key in dict.fromkeys(one["key"] for one in _of(theirs, MODEL)):
         model = key.split("/")[0]
@@ -200,6 +205,18 @@ def _inputs_apart(sides: list[list[list[Tensor]]]) -> bool:
     return True
 
 
+def _times(ours: list[Seen], theirs: list[Seen]) -> str:
+    """The first layer that gets longer sequences: samples were joined along time."""
+    longest = max((one["length"] for one in _of(ours, TIME)), default=0)
+    for one in _of(theirs, TIME):
+        if one["length"] > longest:
+            return (
+                f"At {one['place']}, a layer's sequences are longer than on the ranks: its samples "
+                "are along the second dimension. Take them from a DataLoader, or use batch_first."
+            )
+    return ""
+
+
 def _losses(ours: list[Seen], theirs: list[Seen]) -> str:
     """The first loss whose targets have come apart from its outputs."""
     for key in dict.fromkeys(one["key"] for one in _of(ours, LOSS)):
@@ -236,16 +253,18 @@ def _apart(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
 
 
 def other_counts(ours: Iterable[Seen], theirs: Iterable[Seen], world: int) -> str:
-    """The first counts that a rank and one process reduced to other numbers, unless to W times."""
+    """The first counts that a rank and one process reduced to other numbers.
+
+    One process reduces a 1 to 1, as it has one rank; and of an average of counts it gets W times.
+    """
     ours, theirs = _of(ours, NUMBERS, ""), _of(theirs, NUMBERS, "")
     if len(ours) != len(theirs):
         return ""
     for one, other in zip(ours, theirs, strict=True):
         a, b = one["values"], other["values"]
         whole = bool((a == a.round()).all() and (b == b.round()).all())
-        if whole and not any(
-            torch.equal(a * n, b * m) for n, m in ((1, 1), (1, world), (world, 1))
-        ):
+        ranks = torch.equal(a, b * world) and bool((b <= 1).all())
+        if whole and not (ranks or torch.equal(a, b) or torch.equal(a * world, b)):
             return other_numbers([one], [other])
     return ""
 

@@ -32,7 +32,7 @@ def divides_micro_batches(folder: Path, world: str) -> bool:
     ranks, one = (read(folder / kind).get((0, 0, OWN)) for kind in ("ranks", "one"))
     if ranks is None or one is None:
         return False
-    return int(one["backwards"]) == int(world) * int(ranks["backwards"])
+    return int(one["backwards"]) == int(world) * int(ranks["backwards"]) > 0
 
 
 def are_mixed_up(folder: Path) -> bool:

@@ -5,6 +5,7 @@
 so inputs and targets stay together.
 """
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -125,6 +126,10 @@ class Handed:
     def rows(self, kind: str, key: Key) -> torch.Tensor | None:
         """A tensor of samples; None if they cannot be joined along the first dimension."""
         every = self.everyones(key)
+        if every is not None and kind != COPIES and self._permutes_a_batch(key):
+            before = itertools.accumulate(map(len, every), initial=0)
+            joined = [one + first for one, first in zip(every, before, strict=False)]
+            return torch.cat(joined) if self.part.one else every[self.rank]
         if kind == DEAL and every is not None and _is_target(key) and _counts(every):
             return torch.cat(every) if self.part.one else every[self.rank]
         constant = not is_marked(key) and every is not None and alike(every)
@@ -138,6 +143,11 @@ class Handed:
         if not self.part.one:
             return every[self.rank]
         return torch.cat(every) if joinable(every) else None
+
+    def _permutes_a_batch(self, key: Key) -> bool:
+        """Whether this is an order of a batch's rows, which each rank draws for its own."""
+        every = self.everyones(key) or []
+        return key[0][-1:] == ("randperm",) and all(len(one) in self.lengths for one in every)
 
     def same_everywhere(self, key: Key) -> bool:
         """Whether a tensor is no sample: equal on all ranks, and at every turn of the step."""

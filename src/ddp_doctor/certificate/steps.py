@@ -32,9 +32,19 @@ from torch.utils._pytree import tree_leaves
 
 from ddp_doctor.certificate.files import PATIENCE, read, wait_for, write
 from ddp_doctor.certificate.fixed import Fixed
-from ddp_doctor.certificate.plan import LATER, PLAN, PLAN_AHEAD, TURNS, USUAL, WATCHED, Part
+from ddp_doctor.certificate.plan import (
+    LATER,
+    PLAN,
+    PLAN_AHEAD,
+    PLAN_USUAL,
+    TURNS,
+    USUAL,
+    WATCHED,
+    Part,
+)
 from ddp_doctor.certificate.premises import Premises
 from ddp_doctor.certificate.samples import FORWARD, Handed, Recorded, line_of
+from ddp_doctor.facts.containers import transforming
 from ddp_doctor.facts.types import CALLS
 
 COMBINES = "combines"  # a file: an optimizer's step calls a collective
@@ -116,6 +126,7 @@ class Steps:
         self.ends.append(self.premises.clear)
         self._made: list[Optimizer] = []
         self._taken: dict[int, int] = {}  # id of an optimizer: its steps
+        self._order: list[int] = []  # the optimizers that have stepped, each time
         self._kinds: set[tuple[int, str]] = set()  # the optimizers' steps of the plan
         self._nested = 0
         self.updating = False  # whether an optimizer computes its update: of no samples
@@ -165,11 +176,18 @@ class Steps:
                 setattr(dist, name, noted(getattr(dist, name)))
 
     def _note_reductions(self) -> None:
-        all_reduce = dist.all_reduce if dist.is_available() else None
+        if not dist.is_available():
+            return
+        all_reduce, gather = dist.all_reduce, dist.all_gather_object
 
-        @functools.wraps(all_reduce or print)
+        @functools.wraps(gather)
+        def gathered(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+            gather(object_list, *args, **kwargs)
+            if all(isinstance(one, int | float) for one in object_list):
+                self.premises.reduced(torch.tensor([float(sum(object_list))], device="cpu"))
+
+        @functools.wraps(all_reduce)
         def noted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            assert all_reduce is not None
             work = all_reduce(tensor, *args, **kwargs)
             gradients = (p.grad for p, _ in self._parameters())
             if work is None and self.now != LATER and all(g is not tensor for g in gradients):
@@ -177,6 +195,7 @@ class Steps:
             return work
 
         dist.all_reduce = noted  # type: ignore[assignment]
+        dist.all_gather_object = gathered
 
     def _count_what_is_called(self) -> None:
         init, backward = Optimizer.__init__, torch.autograd.backward
@@ -234,19 +253,27 @@ class Steps:
         """Whether what happens now is no part of a training step, as far as is known."""
         return self.handed is not None and self.handed.of[0].trains_only and self.evaluates
 
+    @property
+    def plan(self) -> tuple[str, ...]:
+        """What each step is; see the module of this name."""
+        if self.handed.of[0].ahead if self.handed else self.recorded.ahead:
+            return PLAN_AHEAD
+        return PLAN_USUAL if self.fixed.clips or self.fixed.batch_norm else PLAN
+
     def kind(self, step: int) -> str:
-        """What the samples of a step are; see `plan`."""
-        ahead = self.handed.of[0].ahead if self.handed else self.recorded.ahead
-        plan = PLAN_AHEAD if ahead else PLAN
-        return plan[step] if step < len(plan) else LATER
+        """What the samples of a step are."""
+        return self.plan[step] if step < len(self.plan) else LATER
 
     @property
     def now(self) -> str:
         return self.kind(self.count)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or not self._made:
+        if not torch.is_grad_enabled() or not self._made or transforming():
             return
+        in_time = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
+        if in_time and args and isinstance(args[0], Tensor) and args[0].dim() == 3:
+            self.premises.in_time(len(args[0]))
         while self._used:
             _clear(self._used.pop())
         if self._started:
@@ -346,11 +373,16 @@ class Steps:
             self._record(optimizer)
             return None
 
+        recorded = False
+
         def then_record() -> Any:
+            nonlocal recorded
             self.updating = False
             loss = closure()
             self.updating = True
-            guard(self._record)(optimizer)
+            if not recorded:  # it may be called again, with other weights
+                guard(self._record)(optimizer)
+            recorded = True
             return loss
 
         if len(args) > 1:
@@ -361,8 +393,7 @@ class Steps:
         step = self._taken.setdefault(id(optimizer), 0)
         rank, world = rank_and_world()
         at = list(self._taken).index(id(optimizer))
-        if (at, step) == (0, 1):
-            self._start_again_with_turns()
+        self._order.append(at)
         kind = self._kind_of(at)
         listed = self._listed(optimizer)
         plain = [p for _, _, p in listed if not hasattr(p, "full_tensor")]
@@ -402,7 +433,7 @@ class Steps:
         write(self.part.path(f"step.{rank}.{self.turn}.pt"), facts)
         if kind != LATER:
             self.premises.seen = []  # the next optimizer's step is of what comes now
-        self._kept = [(p, p.detach().clone()) for _, _, p in listed if self.count < len(PLAN)]
+        self._kept = [(p, p.detach().clone()) for _, _, p in listed if self.count < len(self.plan)]
 
     def _kind_of(self, optimizer: int) -> str:
         """What the step of an optimizer is; it takes one of each kind."""
@@ -413,10 +444,12 @@ class Steps:
         return kind
 
     def _start_again_with_turns(self) -> None:
-        """Leave if others have stepped since the first optimizer did: they have had no plan."""
-        if self.turn > 1 and self.part.turns == 1 and not self.part.one:
+        """Leave if several optimizers have taken two equal rounds: only the first had a plan."""
+        turns, odd = divmod(len(self._order), 2)
+        unknown = self.part.turns == 1 and not self.part.one and len(self._taken) > 1
+        if unknown and not odd and self._order[:turns] == self._order[turns:]:
             if rank_and_world()[0] == 0:
-                self.part.path(TURNS).write_text(str(self.turn))
+                self.part.path(TURNS).write_text(str(turns))
             leave()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -441,11 +474,14 @@ class Steps:
             self.part.path(COMBINES).touch()
         self._taken[id(optimizer)] += 1
         self.turn += 1
+        self._start_again_with_turns()
         alone = self.part.turns == 1 and id(optimizer) == next(iter(self._taken))
         if alone or (self.part.turns > 1 and self.turn % self.part.turns == 0):
             self._end_of_step()
         watched = self._comparable and not self.part.one
-        if self.turn >= WATCHED * len(self._taken) or (self.count == len(PLAN) and not watched):
+        if self.turn >= WATCHED * len(self._taken) or (
+            self.count == len(self.plan) and not watched
+        ):
             _, world = rank_and_world()
             ranks = range(1 if self.part.one else world)
             wait_for([self.part.path(f"step.{r}.{self.turn - 1}.pt") for r in ranks])

@@ -13,7 +13,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -41,12 +41,13 @@ from ddp_doctor.certificate.samples import (
     line_of,
 )
 from ddp_doctor.certificate.steps import Steps
-from ddp_doctor.facts.containers import tensors_in
+from ddp_doctor.facts.containers import tensors_in, transforming
 from ddp_doctor.facts.places import is_users, users_frame
 
 DRAWN = {  # functions that draw samples, also deep inside of a library
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
     *("rand_like", "randn_like", "randint_like", "uniform_", "normal_", "random_", "bernoulli_"),
+    *("exponential_", "geometric_", "cauchy_", "log_normal_"),
 }
 CHOSEN = {"multinomial", "bernoulli", "poisson"}  # with probabilities that a model may compute
 MADE = {  # functions that make samples where the script's own lines call them
@@ -108,6 +109,7 @@ class Tensors(TorchFunctionMode):
     def _measures(self) -> bool:
         """Whether what happens now belongs to a step that is compared."""
         other = self.hidden or threading.get_ident() != self.thread or self.steps.updating
+        other = other or transforming()
         return not (other or self.steps.now == LATER or self.steps.only_evaluates)
 
     def _hidden(self) -> bool:
@@ -147,7 +149,11 @@ class Tensors(TorchFunctionMode):
             self.planned.pop(id(result), None)  # a number of this rank went into it
         if name in (MADE if direct else DRAWN) and self._is_data(result):
             late = self.steps.part.late and direct
-            return self._made_late(site, result) if late else self._planned(site, result)
+            made = self._made_late(site, result) if late else self._planned(site, result)
+            if changes and made is not result:
+                result.data = made
+                self.planned[id(result)] = result
+            return result if changes else made
         return result
 
     def _made_late(self, site: Place, value: Tensor) -> Tensor:
@@ -193,7 +199,7 @@ class Tensors(TorchFunctionMode):
             if self.inside or not self._measures:
                 return call(module, *args, **kwargs)
             with self.ours.own():
-                args = self._before_module(module, args, sys._getframe(1))
+                args = self._before_module(module, args, kwargs, sys._getframe(1))
                 self.steps.before_call(module, args, kwargs)
             model = any(True for _ in module.parameters())
             self.inside += model
@@ -205,7 +211,7 @@ class Tensors(TorchFunctionMode):
 
         return called
 
-    def _before_module(self, module: nn.Module, args: Any, frame: Any) -> Any:
+    def _before_module(self, module: nn.Module, args: Any, kwargs: Any, frame: Any) -> Any:
         if self._hidden():
             return args
         with self.unseen():
@@ -213,7 +219,7 @@ class Tensors(TorchFunctionMode):
                 self.trained[id(buffer)] = buffer
             if not is_users(frame.f_code.co_filename):
                 return args
-            given = self._given(self._site(frame, FORWARD), args)
+            given = self._given(self._site(frame, FORWARD), args, kwargs.values())
             evaluates = self.steps.part.late and not torch.is_grad_enabled()
             return args if evaluates else given  # it has its turn all the same
 
@@ -293,6 +299,10 @@ class Tensors(TorchFunctionMode):
             # Not as many as samples, and they follow from what they are in.
             self.planned.update((id(one), one) for one in tree_leaves(result))
             return result
+        gradients = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        if name == "grad" and not any(one.requires_grad for one in gradients):
+            self.steps.backwards += 1  # torch.autograd.grad is a backward pass, too
+            self.trained.update((id(one), one) for one in gradients)
         if not isinstance(result, Tensor) or result.requires_grad or is_lazy(result):
             return result
         inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
@@ -330,8 +340,10 @@ class Tensors(TorchFunctionMode):
                 if any(kind.get(id(one)) is one for one in inputs):
                     kind[id(result)] = result
 
-    def _given(self, site: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a call, each as the plan says."""
+    def _given(
+        self, site: Any, args: tuple[Any, ...], others: Iterable[Any] = ()
+    ) -> tuple[Any, ...]:
+        """The arguments of a call, each as the plan says. Of `others`, numbers are noted."""
         given = tuple(
             self._planned((*site, n), one, replaced=False)
             if isinstance(one, Tensor) and self._is_data(one)
@@ -343,7 +355,7 @@ class Tensors(TorchFunctionMode):
         lengths = [len(one) if isinstance(one, Tensor) and one.dim() else 0 for one in given]
         handed = self.steps.handed
         if handed is None:
-            plain = [one for one in given if isinstance(one, int | float | str)]
+            plain = [one for one in (*given, *others) if isinstance(one, int | float | str)]
             self.steps.recorded.calls[site, turn] = lengths, repr(plain)
         elif (
             self.steps.part.one

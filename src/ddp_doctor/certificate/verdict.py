@@ -18,7 +18,7 @@ from ddp_doctor.certificate.measure import (
     compare,
     shares,
 )
-from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, USUAL
+from ddp_doctor.certificate.plan import AGAIN, COPIES, DEAL, LATER, OWN, USUAL
 from ddp_doctor.certificate.premises import (
     MARK,
     Seen,
@@ -60,6 +60,14 @@ NO_SECOND = (
     "The optimizer of the first step takes no second one. Others step later, and there the ranks "
     "are compared with one another only."
 )
+PARTLY = "Not every optimizer of the first step takes a step of this kind."
+UNSTEADY = (
+    "In another step, the same samples give {} another gradient (relative error {:.2g}). The step "
+    "draws, counts, or moves something that is not seen. Seed it, or turn it off."
+)
+DEAF = (
+    "Other samples give the same gradient, so it is not computed from what was taken for samples."
+)
 ALONE = "One process and one micro-batch: nothing is combined. Start it with --ranks 2."
 OTHERS = "The ranks hold different parameters, so one process cannot stand for them."
 STARTS = (
@@ -80,11 +88,12 @@ COUPLED = (
     "counts that differ, a loss over pairs of samples, or a gather that carries no gradient."
 )
 IF_AVERAGED = (
-    " Right only if the parameters are averaged from time to time (local SGD); they were not."
+    " Right only if the parameters are averaged from time to time (local SGD). In the {} steps "
+    "that were watched, they were not."
 )
 K_NOT_MEASURED = (
-    "Whether the loss has to be divided by the number of micro-batches is not measured: one "
-    "process has as many."
+    "If the backward passes of a step are micro-batches: whether the loss has to be divided by "
+    "their number is not measured, because one process has as many."
 )
 NEVER_CLEARED = (
     "The script never called zero_grad(). Whether a step adds to the gradients of earlier ones is "
@@ -200,6 +209,8 @@ class Judge:
         self.base = HALF if half else TOLERANCE
         self.noise, self.in_order = self._noise()
         self.tolerance = max(self.base, 2 * (self.noise or 0.0))
+        self.unsteady = self._unsteady()
+        self.deaf = self._deaf()
         replicas = self._replicas()
         if not any(one.judged and one.verdict != "equal" for one in replicas):
             replicas += self._untrained()
@@ -228,6 +239,30 @@ class Judge:
             return noise, False
         return None, not parted(a["seen"], b["seen"])
 
+    def _unsteady(self) -> str:
+        """That the same samples give another gradient in another step, in a sentence; or empty."""
+        for part, who in ((self.ranks, "the ranks"), (self.one, "one process")):
+            own, again = self._gradients(part, OWN), self._gradients(part, AGAIN)
+            if not again or _shapes_differ(own, again) or self._unlike(AGAIN):
+                continue
+            error = self._compared((part, AGAIN), (part, OWN)).error
+            if error > self.base:
+                return UNSTEADY.format(who, error)
+        return ""
+
+    def _deaf(self) -> bool:
+        """Whether the ranks' gradient is the same, to the bit, of other samples."""
+        own, copies = self._gradients(self.ranks, OWN), self._gradients(self.ranks, COPIES)
+        same = own.keys() == copies.keys() and not _shapes_differ(own, copies)
+        seen = ([*self.seen(self.ranks, kind).values()] for kind in (OWN, COPIES))
+        others = parted(*([one for rank in ranks for one in rank] for ranks in seen))
+        return bool(same and others and all(torch.equal(own[key], copies[key]) for key in own))
+
+    def _left_out(self, kind: str, *parts: Part) -> bool:
+        """Whether an optimizer of the first step has no step of this kind."""
+        first = {optimizer for rank, optimizer, its in self.ranks if (rank, its) == (0, OWN)}
+        return any((0, optimizer, kind) not in part for part in parts for optimizer in first)
+
     # The properties. None: it has nothing to say about this script.
 
     def _against_one(self, name: str, kind: str) -> Property | None:
@@ -239,6 +274,10 @@ class Judge:
             return Property(name, "not judged", FLAT)
         if _shapes_differ(self._gradients(self.ranks, kind), self._gradients(self.one, kind)):
             return Property(name, "not judged", RESHAPED)
+        if self._left_out(kind, self.ranks, self.one):
+            return Property(name, "not judged", PARTLY)
+        if self.deaf:
+            return Property(name, "not judged", DEAF)
         found = self._compared((self.ranks, kind), (self.one, kind))
         blocked = self._elsewhere(kind) if kind == COPIES else ""
         factor = found.kind == "scaled" and called(found.ratio, self.world)
@@ -251,7 +290,10 @@ class Judge:
         if not self.failed_one:
             return TOO_FEW
         several = re.search(r"world.?size|process group|\bmesh\b", self.failed_one, re.I)
-        size = "If it expects one rank's number of samples there, take that number from the batch."
+        size = (
+            "If it expects one rank's number of samples there, take that number from the batch. "
+            f"Else: {MARK}"
+        )
         said = f"One process with the samples of all ranks failed: {self.failed_one}."
         return f"{said} {SEVERAL if several else size}"
 
@@ -262,6 +304,10 @@ class Judge:
             return Property("P2", "not judged", self._missing(DEAL))
         if _shapes_differ(self._gradients(self.ranks, DEAL), self._gradients(self.ranks, OWN)):
             return Property("P2", "not judged", RESHAPED)
+        if self._left_out(DEAL, self.ranks):
+            return Property("P2", "not judged", PARTLY)
+        if self.deaf:
+            return Property("P2", "not judged", DEAF)
         return self._property(
             "P2", self._compared((self.ranks, DEAL), (self.ranks, OWN)), self._elsewhere(DEAL)
         )
@@ -383,6 +429,8 @@ class Judge:
             )
         if facts["drawn"]:
             return DRAWN.format(facts["drawn"][0])
+        if self.unsteady and not factor:
+            return self.unsteady
         if said := self._parted((self.ranks, kind), (self.one, kind)):
             return said
         if facts["delivered"]:
@@ -430,6 +478,8 @@ class Judge:
             return ELSEWHERE
         if kind != DEAL:
             return ""
+        if self.unsteady:
+            return self.unsteady
         every = [f["weights"] for (_, at, its), f in self.ranks.items() if (at, its) == (0, OWN)]
         if any(_apart(weights, self.own["weights"]) for weights in every):
             return OTHERS
@@ -462,7 +512,9 @@ class Judge:
             why = f"{start.why} Whether they are combined later is not known: {self.failed_ranks}."
             return Property("start", "not judged", why), why
         if start is not None:
-            return start, start.why + (self._averaged() or IF_AVERAGED if start.judged else "")
+            watched = max(facts["turn"] for facts in self.ranks.values()) + 1
+            said = self._averaged() or IF_AVERAGED.format(watched)
+            return start, start.why + (said if start.judged else "")
         if p1 is None:
             return self._without_ranks(p2)
         if not p1.judged:
@@ -489,7 +541,7 @@ class Judge:
             return Property("P1", "not judged", NO_SECOND), NO_SECOND
         if usual is not None and usual.verdict in ("scaled", "different"):
             return self._as_it_is(p1, usual)
-        many = f", in {self.micros} micro-batches too," if self.micros > 1 else ""
+        many = f", in {self.micros} backward passes too," if self.micros > 1 else ""
         return p1, f"One process with all samples of a step{many} computes the same gradient."
 
     def _stays_equal(self) -> bool:

@@ -350,7 +350,7 @@ def _signature(step: Step) -> tuple[Any, ...]:
 
 def _about(step: Step) -> list[str]:
     """What was seen: items, the loss, its factors, and how the ranks are combined."""
-    counts = [entry.count for entry in step.entries]
+    counts = [items for items, _ in step.by(lambda entry: (entry.rank, entry.micro)).values()]
     count = (
         number(counts[0]) if alike(counts, 0.0) else f"{number(min(counts))}–{number(max(counts))}"
     )

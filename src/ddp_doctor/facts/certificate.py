@@ -74,7 +74,8 @@ class Certificate:
         """The certificate on a terminal, about ten lines."""
         out = ["─" * width, f"ddp-doctor certificate: {self.verdict.upper()}"]
         if self.world:
-            micros = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)} per step"
+            several = f"{self.micro_batches} backward passes per step"
+            micros = several if self.micro_batches > 1 else "1 micro-batch per step"
             out[1] += f", {self.world} rank{'s' * (self.world != 1)}, {micros}"
         if self.ratio is not None and self.cosine is not None:
             out[1] += f", {_numbers(self.ratio, self.factor, self.cosine)}"

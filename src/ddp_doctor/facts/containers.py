@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 MAX_DEPTH = 6
@@ -49,3 +50,11 @@ def _inside(value: Any) -> Iterable[Any]:
         names = (slots,) if isinstance(slots, str) else slots
         held += [getattr(value, name, None) for name in names]
     return held
+
+
+def transforming() -> bool:
+    """Whether this is inside of vmap or grad of torch.func, where tensors have no values to read.
+
+    torch says so only privately.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ddp_doctor.facts.containers import transforming
 from ddp_doctor.facts.fingerprints import (
     checksum,
     dense,
@@ -111,7 +112,7 @@ class Recorder:
 
     @property
     def on(self) -> bool:
-        return self.session.observing
+        return self.session.observing and not transforming()
 
     def wrapper_of(self, module: Any) -> WrapperState | None:
         return next((wrapper for wrapper in self.wrappers if wrapper.module() is module), None)

@@ -264,7 +264,7 @@ def optimizer_in_backward(run: Run, equation: Equation) -> Iterator[Finding]:
     for window in run.windows:
         for rank, fact in window:
             at = fact.get("stepped_in_backward")
-            if at is not None and not window.sharded:
+            if at is not None and window.differing_gradients and not window.sharded:
                 yield finding(
                     "optimizer_in_backward",
                     f"Step {window.n}, rank {rank}: optimizer.step() was called inside backward, "

@@ -661,6 +661,31 @@ torch.manual_seed(dist.get_rank() + 1)
 for step in range(5):
     update(model(torch.randn(8, 6)).pow(4).mean())
 """,
+    "a closure that is called again with other weights": """
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+for step in range(5):
+    x = torch.randn(8, 6)
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).pow(4).mean()
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+""",
+    "per-sample gradients of torch.func": """
+net, parameters = model.module, dict(model.module.named_parameters())
+def loss(values, x):
+    return torch.func.functional_call(net, values, (x[None],)).pow(4).mean()
+for step in range(5):
+    x = torch.randn(8, 6)
+    values = {name: p.detach() for name, p in parameters.items()}
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x)
+    for name, p in parameters.items():
+        p.grad = each[name].mean(0)
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    optimizer.step()
+""",
     "two views of each sample, drawn at once": """
 for step in range(5):
     x, noise = torch.randn(8, 6), torch.randn(2, 8, 6)
@@ -844,6 +869,92 @@ for step in range(5):
     noise = [torch.randn(len(x), 6) for _ in range(members)]
     update(sum(model(x + one) for one in noise).pow(4).mean() / members**4)
 """
+# What one process does not have, or has in another way.
+SUMMED = """
+net = model.module
+for step in range(5):
+    x = torch.randn(8, 6)
+    gradients = torch.autograd.grad(net(x).pow(4).mean(), list(net.parameters()))
+    for p, gradient in zip(net.parameters(), gradients):
+        dist.all_reduce(gradient)
+        p.grad = gradient * 1.0
+    optimizer.step()
+"""
+FLAT_SUM = """
+net = model.module
+for step in range(5):
+    optimizer.zero_grad()
+    net(torch.randn(8, 6)).pow(4).mean().backward()
+    flat = torch.cat([p.grad.flatten() for p in net.parameters()])
+    dist.all_reduce(flat)
+    for p, part in zip(net.parameters(), flat.split([24, 4])):
+        p.grad = part.view_as(p).clone()
+    optimizer.step()
+"""
+DROPS = """
+import random
+random.seed(dist.get_rank())
+class Drops(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+torch.manual_seed(0)
+model = DDP(Drops(6, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+for step in range(5):
+    update(model(torch.randn(8, 6)).pow(4).mean())
+"""
+PERMUTED = """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(0)))
+for (x,) in DataLoader(data, 8, sampler=DistributedSampler(data)):
+    out = model(x)
+    update((out * out[torch.randperm(len(x))]).pow(2).mean())
+"""
+TASKS = """
+class OfTask(nn.Linear):
+    def forward(self, x, task):
+        return super().forward(x)[:, task]
+torch.manual_seed(0)
+model = DDP(OfTask(6, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+for step in range(5):
+    update(model(torch.randn(8, 6), task=dist.get_rank()).pow(4).mean())
+"""
+COUNTED_BY_PYTHON = """
+for step in range(5):
+    counts = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, 5 + dist.get_rank())
+    x = torch.randn(5 + dist.get_rank(), 6)
+    update(model(x).pow(4).sum() * dist.get_world_size() / sum(counts))
+"""
+IN_TIME = """
+class Read(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+torch.manual_seed(0)
+model = DDP(Read(6, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+for step in range(5):
+    update(model(torch.randn(3, 8, 6)).pow(4).mean())
+"""
+EVERY_SECOND = """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+torch.manual_seed(0)
+second = DDP(nn.Linear(6, 4))
+its = torch.optim.SGD(second.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(160, 6, generator=torch.Generator().manual_seed(0)))
+for n, (x,) in enumerate(DataLoader(data, 4, sampler=DistributedSampler(data))):
+    update(model(x).pow(4).mean())
+    if n % 2 == 0:
+        its.zero_grad()
+        (second(x).pow(4).mean() / dist.get_world_size()).backward()
+        its.step()
+"""
 ODD = """
 class Odd(torch.Tensor):
     @classmethod
@@ -877,6 +988,14 @@ STEPS = {
     ),
     "an optimizer that takes one step": (ONE_STEP, "not judged", "takes no second one"),
     "noise that one process draws more often": (MEMBERS, "not judged", "draws numbers that"),
+    "gradients of torch.autograd.grad that are summed": (SUMMED, "scaled", "W = 2 times"),
+    "a flat gradient that is summed and split": (FLAT_SUM, "scaled", "W = 2 times"),
+    "a layer that Python's random numbers scale": (DROPS, "not judged", "the same samples give"),
+    "rows that are permuted in each batch": (PERMUTED, "not judged", "no reference"),
+    "a task of its own on each rank": (TASKS, "not judged", "cannot be joined"),
+    "counts that only Python knows": (COUNTED_BY_PYTHON, "not judged", ""),
+    "samples along the second dimension": (IN_TIME, "not judged", "along the second dimension"),
+    "an optimizer that steps every second time": (EVERY_SECOND, "different", "another gradient."),
     "an error of torch in the doctor": (ODD, "not judged", "The doctor failed: RuntimeError: odd"),
     "samples that are not tensors": (UNMARKED, "not judged", ""),
     "a script that fails": ("raise ValueError('no data')", "not judged", "ValueError: no data"),
@@ -1028,6 +1147,16 @@ JUDGED = {
         {OWN: SAME, NEXT: [{}, {"rates": [0.1001]}]},
         "different",
         "At optimizer step 1 (counted from 0), rank 1 has a learning rate of 0.1001",
+    ),
+    "a gradient that other samples do not change": (
+        {OWN: [with_rows(1, 2), with_rows(3, 4)], COPIES: [with_rows(1, 2)] * 2},
+        "not judged",
+        "Other samples give the same gradient",
+    ),
+    "a count of one rank's that one process has": (
+        {OWN: [gradient(2, 2, 2, 2) | logged(16) | {"one": ONES | logged(8)}] * 2},
+        "not judged",
+        "16 is the ranks' result, 8 that of one process",
     ),
     "a deal that matters to the ranks": (
         {OWN: SAME, DEAL: [TURNED | LIKE_ONE, TURNED]},

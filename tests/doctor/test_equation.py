@@ -85,6 +85,24 @@ def test_items_with_weights_of_their_own_are_not_said_to_weigh_the_same() -> Non
     assert "times the weight" in equation(run_of(windows)).weights[0]
 
 
+def test_the_items_of_two_calls_of_one_loss_add_up_to_n() -> None:
+    combined, local = gradients(2, 0.5)
+    windows = [window([4], [1.0], combined, mine) for mine in local]
+    for one in windows:
+        one["backwards"][0]["terms"] *= 2
+    assert equation(run_of(windows)).about[0].endswith("8 items = N = 16 items per step")
+
+
+def test_an_optimizer_that_steps_in_backward_with_reduced_gradients_is_no_mistake() -> None:
+    combined, local = gradients(2, 1.0)
+    for final, found in (([combined] * 2, False), (local, True)):
+        windows = [
+            window([4], [1.0], given, mine, stepped_in_backward="train.py:7")
+            for given, mine in zip(final, local, strict=True)
+        ]
+        assert ("optimizer_in_backward" in codes(windows)) == found
+
+
 def test_a_gradient_that_is_no_sum_of_the_local_ones_is_not_given_a_factor() -> None:
     _, local = gradients(2, 0.5)
     run = run_of([window([4], [1.0], {"weight": 3.0, "bias": 8.0}, mine) for mine in local])

@@ -149,11 +149,7 @@ class Tensors(TorchFunctionMode):
             self.planned.pop(id(result), None)  # a number of this rank went into it
         if name in (MADE if direct else DRAWN) and self._is_data(result):
             late = self.steps.part.late and direct
-            made = self._made_late(site, result) if late else self._planned(site, result)
-            if changes and made is not result:
-                result.data = made
-                self.planned[id(result)] = result
-            return result if changes else made
+            return self._made_late(site, result) if late else self._planned(site, result)
         return result
 
     def _made_late(self, site: Place, value: Tensor) -> Tensor:
@@ -299,17 +295,20 @@ class Tensors(TorchFunctionMode):
             # Not as many as samples, and they follow from what they are in.
             self.planned.update((id(one), one) for one in tree_leaves(result))
             return result
-        gradients = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        if name == "grad" and not any(one.requires_grad for one in gradients):
-            self.steps.backwards += 1  # torch.autograd.grad is a backward pass, too
-            self.trained.update((id(one), one) for one in gradients)
+        inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
+        trains = any(one.requires_grad or self.trained.get(id(one)) is one for one in inputs)
+        if isinstance(result, tuple | list):
+            parts = [
+                p for p in tree_leaves(result) if isinstance(p, Tensor) and not p.requires_grad
+            ]
+            self.steps.backwards += name == "grad" and bool(parts)  # as torch.autograd.backward
+            self.trained.update((id(one), one) for one in parts if trains and one.dim())
         if not isinstance(result, Tensor) or result.requires_grad or is_lazy(result):
             return result
-        inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
         self._follow(name, args, inputs, result)
         if _drawn_from_outputs(name, inputs):
             return result
-        if any(one.requires_grad or self.trained.get(id(one)) is one for one in inputs):
+        if trains:
             if result.dim():  # a number that is computed from a loss is no weight
                 self.trained[id(result)] = result
         elif (name == "__getitem__" and result.dim() < 2 and _one_index(args[1])) or (

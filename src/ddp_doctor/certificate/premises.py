@@ -252,10 +252,11 @@ def _apart(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
     return not _same_values(*sums)
 
 
-def other_counts(ours: Iterable[Seen], theirs: Iterable[Seen], world: int) -> str:
+def other_counts(ours: Iterable[Seen], theirs: Iterable[Seen], world: int, shared: bool) -> str:
     """The first counts that a rank and one process reduced to other numbers.
 
     One process reduces a 1 to 1, as it has one rank; and of an average of counts it gets W times.
+    `shared`: the ranks have the same samples, which their sum counts W times.
     """
     ours, theirs = _of(ours, NUMBERS, ""), _of(theirs, NUMBERS, "")
     if len(ours) != len(theirs):
@@ -263,7 +264,7 @@ def other_counts(ours: Iterable[Seen], theirs: Iterable[Seen], world: int) -> st
     for one, other in zip(ours, theirs, strict=True):
         a, b = one["values"], other["values"]
         whole = bool((a == a.round()).all() and (b == b.round()).all())
-        ranks = torch.equal(a, b * world) and bool((b <= 1).all())
+        ranks = torch.equal(a, b * world) and (shared or bool((b <= 1).all()))
         if whole and not (ranks or torch.equal(a, b) or torch.equal(a * world, b)):
             return other_numbers([one], [other])
     return ""

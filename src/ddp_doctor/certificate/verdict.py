@@ -255,7 +255,8 @@ class Judge:
         own, copies = self._gradients(self.ranks, OWN), self._gradients(self.ranks, COPIES)
         same = own.keys() == copies.keys() and not _shapes_differ(own, copies)
         seen = ([*self.seen(self.ranks, kind).values()] for kind in (OWN, COPIES))
-        others = parted(*([one for rank in ranks for one in rank] for ranks in seen))
+        apart = parted(*([one for rank in ranks for one in rank] for ranks in seen))
+        others = isinstance(apart, Unmarked)
         return bool(same and others and all(torch.equal(own[key], copies[key]) for key in own))
 
     def _left_out(self, kind: str, *parts: Part) -> bool:
@@ -436,7 +437,8 @@ class Judge:
         if facts["delivered"]:
             return SENT.format(facts["delivered"][0])
         seen = [self.seen(part, kind)[0] for part in (self.ranks, self.one)]
-        if kind == OWN and (said := other_counts(*seen, self.world)):
+        shared = not _said_of_ranks([*self.seen(self.ranks, OWN).values()])
+        if kind == OWN and (said := other_counts(*seen, self.world, shared)):
             shown = "So it is not shown that both have the same samples."
             return Unmarked(f"{said} {shown} {MARK}")
         if (made := facts["backwards"]) != ranks["backwards"]:

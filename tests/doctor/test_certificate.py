@@ -1082,7 +1082,8 @@ def written(folder: Path, failed: str = "", **of_the_ranks: list[dict[str, Any]]
     usual |= {
         "foreign": [],
         "delivered": [],
-        "drawn": [],
+        "doubts": [],
+        "by_world": False,
         "half": False,
         "filled": False,
         "seen": SEEN,
@@ -1131,6 +1132,16 @@ def untrained(second: float) -> dict[str, list[dict[str, Any]]]:
     return {OWN: [ours, own], COPIES: [ours, theirs]}
 
 
+def one_count() -> dict[str, list[dict[str, Any]]]:
+    def seen(count: float, *rows: float) -> dict[str, Any]:
+        return {"seen": [*with_rows(*rows)["seen"], logged(count)["seen"][-1]]}
+
+    twice = gradient(2, 2, 2, 2)
+    return {
+        OWN: [twice | seen(16, 1, 2) | {"one": ONES | seen(8, 1, 2, 3, 4)}, twice | seen(16, 3, 4)]
+    }
+
+
 def of_micro_batches(passes: int) -> dict[str, list[dict[str, Any]]]:
     own = {"backwards": passes}
     return {OWN: [own, own], DEAL: [own | ELSEWHERE | LIKE_ONE, own | ELSEWHERE]}
@@ -1154,7 +1165,7 @@ JUDGED = {
         "Other samples give the same gradient",
     ),
     "a count of one rank's that one process has": (
-        {OWN: [gradient(2, 2, 2, 2) | logged(16) | {"one": ONES | logged(8)}] * 2},
+        one_count(),
         "not judged",
         "16 is the ranks' result, 8 that of one process",
     ),

@@ -91,7 +91,8 @@ def shares(union: Gradients, ranks: Gradients, first: Gradients) -> tuple[float,
 
     `union` is one process's gradient of both ranks' samples, `ranks` the average of the two ranks'
     gradients, and `first` the gradient of rank 0's samples. If each rank divides by a count of its
-    own, `union` is a combination of the other two. None if it is not, or has the same weights.
+    own, `union` is a combination of the other two, and the weights add up to 1. None if it is not,
+    or has the same weights.
     """
     keys = sorted(union)
     if not keys or not all(key in ranks and key in first for key in keys):
@@ -102,6 +103,7 @@ def shares(union: Gradients, ranks: Gradients, first: Gradients) -> tuple[float,
     if float((basis @ weights - u).norm()) > 5 * TOLERANCE * float(u.norm()):
         return None
     second = float(weights[0]) / 2  # the average holds half of each
-    if abs(second - 0.5) <= 5 * TOLERANCE:
+    one = second + float(weights[1])
+    if abs(second - 0.5) <= 5 * TOLERANCE or abs(one + second - 1) > 5 * TOLERANCE:
         return None
-    return second + float(weights[1]), second
+    return one, second

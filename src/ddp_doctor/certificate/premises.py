@@ -33,11 +33,12 @@ class Premises:
     """What is seen of one step. `clear` begins the next."""
 
     def __init__(self) -> None:
-        self.seen: list[Seen] = []
-        self.bytes = 0
+        self.clear()
 
     def clear(self) -> None:
-        self.seen, self.bytes = [], 0
+        self.seen: list[Seen] = []
+        self.bytes = 0
+        self.cells = 0  # calls of recurrent cells
 
     def model(self, key: str, given: Any, weights: float) -> None:
         """A call of a model whose first trained parameter is `key`. `weights` tells them apart."""
@@ -62,7 +63,7 @@ class Premises:
                 LOSS,
                 name,
                 columns=list(out.shape[1:]),
-                kept=kept.reshape(len(kept), -1).any(1),
+                kept=kept.flatten(1).any(1) if kept.dim() > 1 else kept,
                 out=_projected(out),
                 target=_projected(target),
             )
@@ -70,7 +71,7 @@ class Premises:
     def reduced(self, tensor: Any) -> None:
         """The result of an all-reduce."""
         if type(tensor) is Tensor and tensor.numel() <= 16 and not tensor.requires_grad:
-            self._note(NUMBERS, "", values=tensor.detach().cpu().double().flatten())
+            self._note(NUMBERS, "", values=tensor.detach().cpu().double().flatten().clone())
 
     def in_time(self, length: int) -> None:
         """The length of sequences whose first dimension is time."""

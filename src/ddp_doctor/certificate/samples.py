@@ -98,6 +98,12 @@ class Handed:
         }
 
     @cached_property
+    def batches(self) -> set[int]:
+        """How many samples a loader's batch has."""
+        of = (each for one in self.of for each in one.samples.items())
+        return {len(samples) for (place, _), samples in of if not isinstance(place, tuple)}
+
+    @cached_property
     def readers(self) -> list[int]:
         """Of each rank, the first with the same samples: ranks that split a layer share them."""
         every = range(len(self.of))
@@ -193,7 +199,9 @@ class Handed:
             for rank, one in enumerate(self.of)
             if self.part.one or self.readers[rank] == rank
             for place, turn in sorted((k for k in one.samples if k[0] == key[0]), key=_turn)
-            if turn < one.per_step.get(place, turn + 1) and (not self.part.one or turn == key[1])
+            if turn < one.per_step.get(place, turn + 1)
+            # Each turn for itself in one process, and where each is another optimizer's.
+            and (turn == key[1] or not (self.part.one or self.part.turns > 1))
         ]
         # A batch that is used at several turns is one batch.
         first = {(rank, k): self._first_like(rank, k) for rank, k in keys}

@@ -112,8 +112,8 @@ class Steps:
         self.unjoined: list[str] = []  # places whose samples could not be joined
         self.numbers: list[str] = []  # places at which the ranks pass other numbers to a model
         self.delivered: list[str] = []  # places of what all ranks have, where it was not planned so
-        # Places at which one process draws what not all ranks have drawn.
-        self.drawn: list[str] = []
+        self.doubts: list[str] = []  # why one process may not stand for the ranks, in sentences
+        self.by_world = False  # whether a loss or a gradient is scaled by the number of ranks
         # Whether an optimizer's step does not use the places of its first one.
         self.unlike: Callable[[int], bool] = lambda optimizer: False
         self.backwards = 0
@@ -271,9 +271,7 @@ class Steps:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled() or not self._made or transforming():
             return
-        in_time = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
-        if in_time and args and isinstance(args[0], Tensor) and args[0].dim() == 3:
-            self.premises.in_time(len(args[0]))
+        self._note_time(module, args)
         while self._used:
             _clear(self._used.pop())
         if self._started:
@@ -294,16 +292,25 @@ class Steps:
                 for parameter, key in listed:
                     if key in weights and weights[key].shape == parameter.shape:
                         local = getattr(parameter, "to_local", lambda p=parameter: p)()
-                        local.copy_(weights[key])  # of one process, a shard is the whole
+                        # Of one process, a shard is the whole. A loss may have been begun.
+                        local.data.copy_(weights[key])
+
+    def _note_time(self, module: nn.Module, args: Any) -> None:
+        """How long a sequence is whose first dimension is time, or that is read cell by cell."""
+        if isinstance(module, nn.RNNCellBase):
+            self.premises.cells += 1
+            self.premises.in_time(self.premises.cells)
+        in_time = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first
+        if in_time and args and isinstance(args[0], Tensor) and args[0].dim() == 3:
+            self.premises.in_time(len(args[0]))
 
     def before_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Write down what a model that is trained is given, and the buffers of each module."""
+        self._note_untrained(module)
         if not torch.is_grad_enabled():
             return
         self._before_forward(module, args)  # from the weights with which the forward starts
         self._note_buffers(module)
-        if not self._keys:
-            self._keys = {id(parameter): key for parameter, key in self._parameters()}
         trained = [p for p in module.parameters() if id(p) in self._keys]
         if trained:
             for name, parameter in module.named_parameters():
@@ -311,10 +318,18 @@ class Steps:
             plain = [sampled(p).double() for p in trained if not hasattr(p, "full_tensor")]
             weights = sum(float(part @ _waves(len(part))) for part in plain)
             self.premises.model(min(self._keys[id(p)] for p in trained), (args, kwargs), weights)
-            for name, parameter in module.named_parameters():
-                plain_float = type(parameter.data) is Tensor and parameter.is_floating_point()
-                if plain_float and not parameter.requires_grad and id(parameter) not in self._keys:
-                    self._untrained.setdefault(name.removeprefix("module."), sampled(parameter))
+
+    def _note_untrained(self, module: nn.Module) -> None:
+        """Parameters that nobody trains, of references and teachers, too."""
+        if not self._keys:
+            self._keys = {id(parameter): key for parameter, key in self._parameters()}
+        its = {id(parameter) for parameter in module.parameters()}
+        within = "" if its & self._keys.keys() else f"{type(module).__name__}."
+        for name, parameter in module.named_parameters():
+            plain_float = type(parameter.data) is Tensor and parameter.is_floating_point()
+            if plain_float and not parameter.requires_grad and id(parameter) not in self._keys:
+                key = within + name.removeprefix("module.")
+                self._untrained.setdefault(key, sampled(parameter))
 
     def _note_buffers(self, module: nn.Module) -> None:
         """Buffers and plain numbers. A criterion has some, too: a count that seeds its draws."""
@@ -424,7 +439,8 @@ class Steps:
             "unjoined": sorted(set(self.unjoined)),
             "numbers": sorted(set(self.numbers)),
             "delivered": self.delivered[:],
-            "drawn": self.drawn[:],
+            "doubts": self.doubts[:],
+            "by_world": self.by_world,
             "foreign": [name for one in self.handed.of for name in one.foreign]
             if self.handed
             else [],
@@ -492,7 +508,7 @@ class Steps:
         self.backwards = 0
         self.fixed.norms.clear()
         self.delivered.clear()
-        self.drawn.clear()
+        self.doubts.clear()
         self._untrained.clear()
         for end in self.ends:
             end()
@@ -543,7 +559,7 @@ def filled(parameter: Tensor, key: str) -> bool:
     values = values.to(parameter.device, parameter.dtype)
     if hasattr(parameter, "full_tensor"):
         values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
-    parameter.copy_(values)
+    parameter.data.copy_(values)
     return True
 
 

@@ -59,6 +59,19 @@ POSITIONS = {"nonzero", "argwhere"}
 TAKES = {"index_select", "narrow", "select", "masked_select", "take"}  # some of the rows
 CHOOSES = TAKES | {"__getitem__"}
 SUMS = {"index_add_", "scatter_add_", "scatter_reduce_", "index_reduce_"}  # over groups of samples
+SCALES = {
+    *("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"),
+    *("div", "div_", "divide", "true_divide", "__truediv__", "__rtruediv__", "__itruediv__"),
+}
+INDEXES = {"__getitem__", "index_select", "index_add", "index_add_", "scatter_add", "scatter_add_"}
+ELSE = "If it draws once for each of them, draw for a whole batch at once."
+OFTEN = "At {}, one process draws numbers that not all ranks have drawn. " + ELSE
+NOT_OF_SAMPLES = (
+    "At {}, one process draws for all ranks, but not a number for each sample, so their samples do "
+    "not keep their numbers."
+)
+INDEXED = "At {}, each rank's indices count its own rows, and so they do in one process."
+REORDERED = "At {}, rows of what the model computed are chosen, and one process computes others."
 PAIRS_NO_ROWS = {"matmul", "__matmul__", "__rmatmul__", "mm", "linear"}
 CONVERTS = "torch.nn.modules.module"  # moves parameters; swaps only those without a weak reference
 BYTES = 1 << 28  # what is written down in all
@@ -133,6 +146,8 @@ class Tensors(TorchFunctionMode):
         if where is None:
             return self._followed(name, args, self._run(function, args, kwargs))
         site = self._site(where, name)
+        if self.steps.part.one:
+            self._note_doubts(site, name, args)
         changes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
         direct = not self.inside and is_users(_caller(frame, function).f_code.co_filename)
         if direct:
@@ -151,6 +166,26 @@ class Tensors(TorchFunctionMode):
             late = self.steps.part.late and direct
             return self._made_late(site, result) if late else self._planned(site, result)
         return result
+
+    def _note_doubts(self, site: Place, name: str, args: Any) -> None:
+        """What one process may do in another way than the ranks, though its samples are theirs."""
+        source = args[0] if args else None
+        if not isinstance(source, Tensor) or self.steps.handed is None:
+            return
+        world = len(self.steps.handed.of)
+        trains = source.requires_grad or self.trained.get(id(source)) is source
+        if name in SCALES and trains:
+            numbers = [one for one in args[1:] if isinstance(one, int | float)]
+            self.steps.by_world |= any(one in (world, 1 / world) for one in numbers)
+        index = next((one for one in args[1:] if isinstance(one, Tensor)), None)
+        if name not in INDEXES or index is None or index.is_floating_point() or not source.dim():
+            return
+        rows, odd = divmod(len(source), world)
+        known = self._known(index) and index.numel() and index.dtype != torch.bool
+        if known and not odd and not isinstance(source, nn.Parameter) and int(index.max()) < rows:
+            self.steps.doubts.append(INDEXED.format(line_of(site)))
+        if name == "__getitem__" and trains and not source.requires_grad:
+            self.steps.doubts.append(REORDERED.format(line_of(site)))
 
     def _made_late(self, site: Place, value: Tensor) -> Tensor:
         """Samples that are not replaced where they are made: what else uses them is not known."""
@@ -407,13 +442,16 @@ class Tensors(TorchFunctionMode):
         if self.steps.now == DEAL and place[-1] in DRAWN and handed.drawn_alike(key):
             self.steps.delivered.append(line_of(place))
         if every is None and self.steps.part.one and place[-1] in DRAWN:
-            self.steps.drawn.append(line_of(place))
+            self.steps.doubts.append(OFTEN.format(line_of(place)))
         if not is_marked(key) and (every is None or self._left_alone(key, value, replaced)):
             return value
         wanted = self._wanted(handed, key, value)
         if wanted is None:
             self.steps.unjoined.append(line_of(place))
             return value
+        joined = place[-1] in DRAWN and 0 < len(every[0]) < len(wanted)
+        if joined and handed.batches and len(every[0]) not in handed.batches:
+            self.steps.doubts.append(NOT_OF_SAMPLES.format(line_of(place)))
         if not (wanted.shape == value.shape and alike([wanted, value])):
             value = wanted.clone()
         self.planned[id(value)] = value

@@ -52,8 +52,8 @@ IN_ORDER = (
 )
 NO_REFERENCE = (
     "In one process, the same samples in another order give another gradient. So one process may "
-    "have the same defect as the ranks, or depend on which samples are side by side, and it is no "
-    "reference."
+    "have the same defect as the ranks, or depend on which samples are side by side, or on the "
+    "number of the step, and it is no reference."
 )
 TOO_FEW = "The optimizer of the first step took too few steps."
 NO_SECOND = (
@@ -84,8 +84,8 @@ ZERO = (
     "that count in the loss."
 )
 COUPLED = (
-    "Copies of one batch are right, but the gradient depends on which samples share a batch: "
-    "counts that differ, a loss over pairs of samples, or a gather that carries no gradient."
+    "Copies of one batch are right, but the gradient depends on which samples share a batch, for "
+    "example by counts, by a loss over pairs of samples, or by a gather without a gradient."
 )
 IF_AVERAGED = (
     " Right only if the parameters are averaged from time to time (local SGD). In the {} steps "
@@ -99,10 +99,8 @@ NEVER_CLEARED = (
     "The script never called zero_grad(). Whether a step adds to the gradients of earlier ones is "
     "not measured."
 )
-DRAWN = (
-    "At {}, one process draws numbers that not all ranks have drawn. If it draws once for each of "
-    "them, draw for a whole batch at once."
-)
+WORLD = "The script contains the number of ranks, so one process of it divides by it."
+FROZEN = "Parameters without requires_grad have other values in one process. Seed them."
 SENT = (
     "At {}, all ranks have the same tensor: one rank sends it, or all draw it alike. Whether its "
     "rows belong to the samples, and move with them, is not known."
@@ -149,6 +147,9 @@ def judge(folder: Path, failed_ranks: str, failed_one: str) -> Certificate:
         why = f"The script did not finish an optimizer step: {said}."
         world = first[0]["world"] if first else 0
         return Certificate("not judged", why, world=world, error=failed_ranks)
+    if len(list((folder / "ranks").glob("samples.*.pt"))) < first[0]["world"] and failed_ranks:
+        why = f"Not every rank took an optimizer step: {failed_ranks}."
+        return Certificate("not judged", why, world=first[0]["world"], error=failed_ranks)
     gradients = [gradient for facts in first for gradient in facts["gradients"].values()]
     if not any(bool(gradient.any()) for gradient in gradients):
         why = ZERO if gradients else NO_GRADIENT
@@ -243,8 +244,10 @@ class Judge:
         """That the same samples give another gradient in another step, in a sentence; or empty."""
         for part, who in ((self.ranks, "the ranks"), (self.one, "one process")):
             own, again = self._gradients(part, OWN), self._gradients(part, AGAIN)
-            if not again or _shapes_differ(own, again) or self._unlike(AGAIN):
+            if not again or _shapes_differ(own, again):
                 continue
+            if isinstance(parted(self._all_seen(part, OWN), self._all_seen(part, AGAIN)), Unmarked):
+                continue  # they are other samples
             error = self._compared((part, AGAIN), (part, OWN)).error
             if error > self.base:
                 return UNSTEADY.format(who, error)
@@ -254,8 +257,7 @@ class Judge:
         """Whether the ranks' gradient is the same, to the bit, of other samples."""
         own, copies = self._gradients(self.ranks, OWN), self._gradients(self.ranks, COPIES)
         same = own.keys() == copies.keys() and not _shapes_differ(own, copies)
-        seen = ([*self.seen(self.ranks, kind).values()] for kind in (OWN, COPIES))
-        apart = parted(*([one for rank in ranks for one in rank] for ranks in seen))
+        apart = parted(*(self._all_seen(self.ranks, kind) for kind in (OWN, COPIES)))
         others = isinstance(apart, Unmarked)
         return bool(same and others and all(torch.equal(own[key], copies[key]) for key in own))
 
@@ -279,6 +281,9 @@ class Judge:
             return Property(name, "not judged", PARTLY)
         if self.deaf:
             return Property(name, "not judged", DEAF)
+        by_world = self._last(self.one, kind)["by_world"] and self.micros != self.world
+        if self.world_in_script and by_world:
+            return Property(name, "not judged", WORLD)
         found = self._compared((self.ranks, kind), (self.one, kind))
         blocked = self._elsewhere(kind) if kind == COPIES else ""
         factor = found.kind == "scaled" and called(found.ratio, self.world)
@@ -428,8 +433,10 @@ class Judge:
                 f"What the ranks use at {unjoined[0]} cannot be joined. {MARK} If its "
                 "shape differs between the ranks, take it from a DataLoader with a collate_fn."
             )
-        if facts["drawn"]:
-            return DRAWN.format(facts["drawn"][0])
+        if facts["doubts"]:
+            return str(facts["doubts"][0])
+        if _far(facts["untrained"], ranks["untrained"]):
+            return FROZEN
         if self.unsteady and not factor:
             return self.unsteady
         if said := self._parted((self.ranks, kind), (self.one, kind)):
@@ -443,9 +450,7 @@ class Judge:
             return Unmarked(f"{said} {shown} {MARK}")
         if (made := facts["backwards"]) != ranks["backwards"]:
             return f"One process made {made} backward passes, a rank {ranks['backwards']}."
-        if self.world_in_script:
-            return "The script contains the number of ranks, so one process of it divides by it."
-        return ""
+        return WORLD if self.world_in_script else ""
 
     def _last(self, part: Part, kind: str) -> Mapping[str, Any]:
         """What was known when rank 0's last optimizer took this step."""
@@ -454,17 +459,13 @@ class Judge:
     def _parted(self, first: tuple[Part, str], second: tuple[Part, str]) -> str:
         """Where the samples of two steps are not the same. Ranks that all see the same are one."""
         ranks, others = ([*self.seen(*step).values()] for step in (first, second))
-        ours = [seen for rank in ranks for seen in rank]
+        every, theirs = (self._all_seen(*step) for step in (first, second))
         apart = _said_of_ranks(ranks)
         if first[1] == COPIES and apart:
             return apart
         if first[1] == DEAL and apart and not _said_of_ranks(others):
             return ONE_BATCH
-        if not apart:
-            ours = ranks[0]
-        theirs = [seen for rank in others for seen in rank]
-        every = [seen for rank in ranks for seen in rank]
-        return parted(ours, theirs) and parted(every, theirs)
+        return parted(every if apart else ranks[0], theirs) and parted(every, theirs)
 
     def seen(self, part: Part, kind: str) -> dict[int, list[Seen]]:
         """What each rank saw in a step, until each optimizer's turn."""
@@ -473,6 +474,10 @@ class Judge:
             if its == kind:
                 found.setdefault(rank, []).extend(facts["seen"])
         return found
+
+    def _all_seen(self, part: Part, kind: str) -> list[Seen]:
+        """What all ranks saw in a step."""
+        return [one for rank in self.seen(part, kind).values() for one in rank]
 
     def _elsewhere(self, kind: str) -> str:
         facts, own = self._last(self.ranks, kind), self._last(self.ranks, OWN)
@@ -488,6 +493,8 @@ class Judge:
         one = self._last(self.one, OWN) if (0, 0, OWN) in self.one else facts
         if any(f["unjoined"] or f["numbers"] for f in (facts, one)):  # perhaps it was not dealt
             return ELSEWHERE
+        if one["doubts"]:
+            return str(one["doubts"][0])
         if facts["delivered"]:
             return SENT.format(facts["delivered"][0])
         if self.in_order:
@@ -544,7 +551,8 @@ class Judge:
         if usual is not None and usual.verdict in ("scaled", "different"):
             return self._as_it_is(p1, usual)
         many = f", in {self.micros} backward passes too," if self.micros > 1 else ""
-        return p1, f"One process with all samples of a step{many} computes the same gradient."
+        said = f"One process with all samples of the first step{many} computes the same gradient."
+        return p1, said
 
     def _stays_equal(self) -> bool:
         """Whether each optimizer that gets another gradient on each rank has the same weights on
@@ -586,12 +594,9 @@ class Judge:
         return p2, f"The gradient {depends} on which micro-batch gets which sample."
 
     def _without_one(self, p1: Property, others: list[Property | None]) -> tuple[Property, str]:
-        p3, p2, _ = others
         for one in others:
             if one is not None and one.verdict in ("scaled", "different"):
                 return one, f"{_sentence(one)} {p1.why}"
-        if p2 and p3 and p2.verdict == p3.verdict == "equal" and not self.later:
-            return p3, "Copies of one batch, and another deal of the samples, change nothing."
         return p1, p1.why
 
     def _different(self, p1: Property, p3: Property | None) -> tuple[Property, str]:
@@ -609,7 +614,7 @@ class Judge:
             return p1, COUPLED
         return p1, (
             f"One process weighs the samples of rank 0 and rank 1 {found[0]:.3f} : {found[1]:.3f}, "
-            "the ranks weigh them 0.5 : 0.5. Each rank divides by its own count of items."
+            "the ranks weigh them 0.5 : 0.5. This fits ranks that divide by their own counts."
         )
 
     def _as_it_is(self, p1: Property, usual: Property) -> tuple[Property, str]:
@@ -678,6 +683,15 @@ def _apart(ours: Gradients, theirs: Gradients) -> bool:
         ours[key].shape != theirs[key].shape
         or float((ours[key] - theirs[key]).norm())
         > ROUNDING * torch.finfo(ours[key].dtype).eps * float(ours[key].norm())
+        for key in ours.keys() & theirs.keys()
+    )
+
+
+def _far(ours: Gradients, theirs: Gradients) -> bool:
+    """Whether values differ by more than what updates with rounded gradients make of them."""
+    return any(
+        ours[key].shape == theirs[key].shape
+        and float((ours[key] - theirs[key]).norm()) > 0.01 * float(ours[key].norm())
         for key in ours.keys() & theirs.keys()
     )
 

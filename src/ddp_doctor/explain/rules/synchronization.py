@@ -171,7 +171,7 @@ def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
     """Ranks that ended normally took different numbers of optimizer steps.
 
     Right under Join, which shadows the missing steps' collectives, if that is meant: the replicas
-    are equal then.
+    are equal then. Right if one rank steps and broadcasts its parameters.
     """
     ended = [rank for rank in run.ranks if rank.error is None]
     totals = [rank.totals["steps"] for rank in ended if rank.totals]
@@ -189,7 +189,7 @@ def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
     }
     if len(set(counts.values())) == 1 and not skipped:
         return
-    if any(rank.facts["join"] for rank in run.ranks):
+    if any(rank.facts["join"] for rank in run.ranks) or _sends_parameters(run):
         return
     if skipped:
         step, who = next(iter(skipped.items()))
@@ -203,10 +203,20 @@ def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
     where = windows[0].first["step_place"] if windows else ""
     yield finding(
         "rank_skipped_step",
-        evidence + " The replicas differ from then on.",
+        evidence,
         where,
         "Decide about skipping on all ranks together: all-reduce the flag "
         "(op=dist.ReduceOp.MAX) before the if.",
+    )
+
+
+def _sends_parameters(run: Run) -> bool:
+    """Whether a rank broadcasts its parameters: the others need not step."""
+    return any(
+        call["op"] == "broadcast" and call.get("what") == "parameter"
+        for window in run.windows
+        for _, fact in window
+        for call in fact["collectives"]
     )
 
 

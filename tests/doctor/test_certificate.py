@@ -18,9 +18,10 @@ from processes import all_gone, processes_with
 import ddp_doctor
 from ddp_doctor.certificate.fixed import Fixed
 from ddp_doctor.certificate.measure import HALF, compare, shares
-from ddp_doctor.certificate.plan import COPIES, DEAL, LATER, OWN, Part
+from ddp_doctor.certificate.plan import AGAIN, COPIES, DEAL, LATER, OWN, Part
 from ddp_doctor.certificate.premises import Premises, parted, same_rows
 from ddp_doctor.certificate.program import are_mixed_up, exit_code, keep_output
+from ddp_doctor.certificate.samples import Handed, Recorded
 from ddp_doctor.certificate.starts import Start
 from ddp_doctor.certificate.steps import filled
 from ddp_doctor.certificate.verdict import judge
@@ -368,6 +369,8 @@ def test_a_script_that_divides_its_micro_batches_among_the_ranks_is_judged(
     assert p1["verdict"] == "equal"
     wrong = SHARED_MICRO_BATCHES.replace("model(x), y)", 'model(x), y, reduction="sum")')
     assert certified(forks, script(wrong))["verdict"] != "equal"
+    twice = SHARED_MICRO_BATCHES.replace("/ passes", '/ (passes * int(os.environ["WORLD_SIZE"]))')
+    assert certified(forks, script(twice))["verdict"] != "equal"
 
 
 RESHAPED = f"""{HEAD}
@@ -686,6 +689,11 @@ for step in range(5):
         p.grad /= dist.get_world_size()
     optimizer.step()
 """,
+    "a penalty that is computed before the forward": """
+for step in range(5):
+    penalty = sum(p.pow(2).sum() for p in model.parameters())
+    update(model(torch.randn(8, 6)).pow(4).mean() + penalty)
+""",
     "two views of each sample, drawn at once": """
 for step in range(5):
     x, noise = torch.randn(8, 6), torch.randn(2, 8, 6)
@@ -955,6 +963,60 @@ for n, (x,) in enumerate(DataLoader(data, 4, sampler=DistributedSampler(data))):
         (second(x).pow(4).mean() / dist.get_world_size()).backward()
         its.step()
 """
+LOADED = """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(0)))
+loader = DataLoader(data, 8, sampler=DistributedSampler(data))
+"""
+SHARED_DRAWS = f"""{LOADED}
+for (x,) in loader:
+    update((model(x) @ model(torch.randn(5, 6)).T).pow(2).mean())
+"""
+UNSEEDED = f"""{LOADED}
+torch.seed()
+model = DDP(nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 4)))
+optimizer = torch.optim.SGD(model.module[1].parameters(), lr=0.1)
+for (x,) in loader:
+    update(model(x).pow(4).mean())
+"""
+EDGES = """
+class Graph(nn.Linear):
+    def forward(self, x, edges):
+        h = super().forward(x)
+        return h + torch.zeros_like(h).index_add(0, edges[:, 0], h[edges[:, 1]])
+torch.manual_seed(0)
+model = DDP(Graph(6, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+for step in range(5):
+    update(model(torch.randn(8, 6), torch.randint(8, (20, 2))).pow(4).mean())
+"""
+CELLS = """
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(6, 4)
+    def forward(self, x):
+        h = torch.zeros(x.shape[1], 4)
+        for one in x.unbind(0):
+            h = self.cell(one, h)
+        return h
+torch.manual_seed(0)
+model = DDP(Reads())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank() + 1)
+for step in range(5):
+    update(model(torch.randn(3, 8, 6)).pow(4).mean())
+"""
+OLD_VALUES = """
+for rollout in range(3):
+    with torch.no_grad():
+        x = torch.randn(16, 6)
+        old = model.module(x)
+    for rows in torch.randperm(16).split(8):
+        update((model(x[rows]) - 0.5 * old[rows]).pow(4).mean())
+"""
 ODD = """
 class Odd(torch.Tensor):
     @classmethod
@@ -996,6 +1058,11 @@ STEPS = {
     "counts that only Python knows": (COUNTED_BY_PYTHON, "not judged", ""),
     "samples along the second dimension": (IN_TIME, "not judged", "along the second dimension"),
     "an optimizer that steps every second time": (EVERY_SECOND, "different", "another gradient."),
+    "draws that a batch shares": (SHARED_DRAWS, "not judged", "not a number for each sample"),
+    "frozen weights without a seed": (UNSEEDED, "not judged", "other values in one process"),
+    "edges between a rank's own nodes": (EDGES, "not judged", "indices count its own rows"),
+    "a cell that reads along the first dimension": (CELLS, "not judged", "second dimension"),
+    "old values that are chosen anew": (OLD_VALUES, "not judged", "what the model computed"),
     "an error of torch in the doctor": (ODD, "not judged", "The doctor failed: RuntimeError: odd"),
     "samples that are not tensors": (UNMARKED, "not judged", ""),
     "a script that fails": ("raise ValueError('no data')", "not judged", "ValueError: no data"),
@@ -1083,7 +1150,7 @@ def written(folder: Path, failed: str = "", **of_the_ranks: list[dict[str, Any]]
         "foreign": [],
         "delivered": [],
         "doubts": [],
-        "by_world": False,
+        "scales": [],
         "half": False,
         "filled": False,
         "seen": SEEN,
@@ -1127,6 +1194,11 @@ def in_a_sequence(*values: float) -> dict[str, list[dict[str, Any]]]:
     return {OWN: [own | {"one": ONES | {"numbers": ["train.py:30"]}}, own]}
 
 
+def unequal(**again: Any) -> dict[str, list[dict[str, Any]]]:
+    own = gradient(2, 2.1, 2.2, 2.3)
+    return {OWN: [own | {"one": ONES}, own], AGAIN: [RAMP | again | LIKE_ONE, RAMP | again]}
+
+
 def untrained(second: float) -> dict[str, list[dict[str, Any]]]:
     ours, theirs, own = ({"untrained": {"book": torch.ones(4) * n}} for n in (1.0, 2.0, second))
     return {OWN: [ours, own], COPIES: [ours, theirs]}
@@ -1158,6 +1230,16 @@ JUDGED = {
         {OWN: SAME, NEXT: [{}, {"rates": [0.1001]}]},
         "different",
         "At optimizer step 1 (counted from 0), rank 1 has a learning rate of 0.1001",
+    ),
+    "a step that is not the same once more": (
+        unequal(unlike=True),
+        "not judged",
+        "the same samples give",
+    ),
+    "a further step of other samples": (
+        unequal(seen=ELSEWHERE["seen"]),
+        "different",
+        "",
     ),
     "a gradient that other samples do not change": (
         {OWN: [with_rows(1, 2), with_rows(3, 4)], COPIES: [with_rows(1, 2)] * 2},
@@ -1421,12 +1503,50 @@ def test_the_rows_of_a_models_two_inputs_stay_together() -> None:
     assert parted(positions, moved) == ""
 
 
+def test_a_deal_of_a_round_keeps_the_samples_of_each_turn_together() -> None:
+    place = ("train.py", 3, 0, False, "randn")
+    turns = {(place, turn): torch.arange(4.0) + 100 * turn for turn in range(2)}
+    of = [Recorded(samples={key: one + 10 * rank for key, one in turns.items()}) for rank in (0, 1)]
+    dealt = Handed(Part("", "ranks", turns=3), 0, of).rows(DEAL, (place, 1))
+    assert dealt is not None
+    assert bool((dealt >= 100).all())
+
+
+def test_copies_and_a_deal_that_agree_are_no_verdict_as_of_a_sum(tmp_path: Path) -> None:
+    own = gradient(2, 2.1, 2.2, 2.3)
+    found = written(tmp_path, **in_a_sequence(2, 2.1, 2.2, 2.3), **{DEAL: [own] * 2, COPIES: SAME})
+    assert [one.verdict for one in found.properties[:3]] == ["not judged", "equal", "equal"]
+    assert found.verdict == "not judged"
+
+
+def test_one_process_that_divides_by_the_number_of_ranks_proves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "world-in-script").touch()
+    assert written(tmp_path, **{OWN: SAME}).verdict == "equal"
+    assert written(tmp_path, **{OWN: [{"scales": [0.5]}] * 2}).verdict == "not judged"
+
+
+def test_ranks_of_which_only_one_steps_are_not_compared(tmp_path: Path) -> None:
+    failed = "TimeoutError: another rank took no first step within 60 s"
+    found = written(tmp_path, failed, **{OWN: [ONES | {"one": RAMP}]})
+    assert (found.verdict, found.why[:14]) == ("not judged", "Not every rank")
+
+
+def test_a_reduced_number_is_kept_as_it_was_and_a_loss_of_no_rows_is_none() -> None:
+    premises, count = Premises(), torch.tensor([4.0], dtype=torch.float64)
+    premises.reduced(count)
+    count /= 2
+    premises.loss("mse_loss", (torch.zeros(0, 4, requires_grad=True), torch.zeros(0, 4)), {})
+    assert premises.seen[0]["values"].tolist() == [4.0]
+
+
 def test_ranks_that_weigh_samples_as_one_process_does_do_not_divide_by_their_own_counts() -> None:
     union, first, other = torch.tensor([3.0, 2.0]), torch.tensor([5.0, 1.0]), {"b": torch.ones(1)}
     given = [{"w": union}, {"w": 0.9 * union + 0.1 * first}, {"w": first}]
     assert shares(*given) is not None
     assert shares(given[0], given[0], given[2]) is None
     assert shares(given[0] | other, given[1] | other, given[2]) is None
+    assert shares({"w": 0.9 * union}, *given[1:]) is None, "the weights do not add up to 1"
 
 
 @pytest.mark.parametrize(

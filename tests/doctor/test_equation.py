@@ -1,14 +1,14 @@
 """The equation: factors, counts, and the weight of each item."""
 
 import pytest
-from doctor.journals import fact, run_of, window
+from doctor.journals import fact, findings, run_of, window
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_doctor.explain.combination import combination
 from ddp_doctor.explain.equation import equation
 from ddp_doctor.explain.rules import examine
-from ddp_doctor.facts.types import ScalingFact
+from ddp_doctor.facts.types import CollectiveFact, ScalingFact
 
 counts = st.integers(1, 4096)
 gradient = st.floats(0.1, 10.0)
@@ -91,6 +91,16 @@ def test_the_items_of_two_calls_of_one_loss_add_up_to_n() -> None:
     for one in windows:
         one["backwards"][0]["terms"] *= 2
     assert equation(run_of(windows)).about[0].endswith("8 items = N = 16 items per step")
+
+
+def test_a_rank_that_gets_the_weights_of_another_one_has_to_take_no_steps() -> None:
+    combined, local = gradients(2, 0.5)
+    sent = fact(CollectiveFact, op="broadcast", what="parameter")
+    for collectives, found in (([], True), ([sent], False)):
+        windows = [window([4], [1.0], combined, mine, collectives=collectives) for mine in local]
+        run = run_of(windows)
+        run.ranks[1].facts["totals"][0]["steps"] = {"0": 0}
+        assert ("rank_skipped_step" in findings(run)) == found
 
 
 def test_an_optimizer_that_steps_in_backward_with_reduced_gradients_is_no_mistake() -> None:

@@ -113,7 +113,7 @@ class Steps:
         self.numbers: list[str] = []  # places at which the ranks pass other numbers to a model
         self.delivered: list[str] = []  # places of what all ranks have, where it was not planned so
         self.doubts: list[str] = []  # why one process may not stand for the ranks, in sentences
-        self.by_world = False  # whether a loss or a gradient is scaled by the number of ranks
+        self.scales: set[float] = set()  # numbers by which losses and gradients are multiplied
         # Whether an optimizer's step does not use the places of its first one.
         self.unlike: Callable[[int], bool] = lambda optimizer: False
         self.backwards = 0
@@ -440,7 +440,7 @@ class Steps:
             "numbers": sorted(set(self.numbers)),
             "delivered": self.delivered[:],
             "doubts": self.doubts[:],
-            "by_world": self.by_world,
+            "scales": sorted(self.scales),
             "foreign": [name for one in self.handed.of for name in one.foreign]
             if self.handed
             else [],
@@ -509,6 +509,7 @@ class Steps:
         self.fixed.norms.clear()
         self.delivered.clear()
         self.doubts.clear()
+        self.scales.clear()
         self._untrained.clear()
         for end in self.ends:
             end()

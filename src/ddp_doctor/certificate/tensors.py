@@ -175,8 +175,7 @@ class Tensors(TorchFunctionMode):
         world = len(self.steps.handed.of)
         trains = source.requires_grad or self.trained.get(id(source)) is source
         if name in SCALES and trains:
-            numbers = [one for one in args[1:] if isinstance(one, int | float)]
-            self.steps.by_world |= any(one in (world, 1 / world) for one in numbers)
+            self.steps.scales |= {float(one) for one in args[1:] if isinstance(one, int | float)}
         index = next((one for one in args[1:] if isinstance(one, Tensor)), None)
         if name not in INDEXES or index is None or index.is_floating_point() or not source.dim():
             return

@@ -121,8 +121,8 @@ ONE_BATCH = (
     "batch, such a deal says nothing."
 )
 SAME_MICRO_BATCHES = (
-    "One process with all samples computes the same gradient, but it has as many micro-batches, so "
-    "it does not show that their samples weigh the same."
+    "One process with all samples computes the same gradient, but in as many backward passes, so it "
+    "does not show that the samples of each weigh the same."
 )
 ROUNDING = 8  # times the precision of a weight: what may lie between equal weights
 Part = Mapping[tuple[int, int, str], Mapping[str, Any]]  # (rank, optimizer, kind) → facts
@@ -261,6 +261,16 @@ class Judge:
         others = isinstance(apart, Unmarked)
         return bool(same and others and all(torch.equal(own[key], copies[key]) for key in own))
 
+    def _scaled_by_world(self, kind: str) -> bool:
+        """Whether one process multiplies a loss or a gradient by a multiple of the number of ranks.
+
+        The number of its backward passes is none, whatever it is.
+        """
+        facts = self._last(self.one, kind)
+        factors = [n for n in facts["scales"] if n not in (0.0, float(facts["backwards"]))]
+        large = [max(abs(n), 1 / abs(n)) / self.world for n in factors]
+        return any(n > 0.99 and abs(n - round(n)) < 1e-6 for n in large)
+
     def _left_out(self, kind: str, *parts: Part) -> bool:
         """Whether an optimizer of the first step has no step of this kind."""
         first = {optimizer for rank, optimizer, its in self.ranks if (rank, its) == (0, OWN)}
@@ -281,8 +291,7 @@ class Judge:
             return Property(name, "not judged", PARTLY)
         if self.deaf:
             return Property(name, "not judged", DEAF)
-        by_world = self._last(self.one, kind)["by_world"] and self.micros != self.world
-        if self.world_in_script and by_world:
+        if self.world_in_script and self._scaled_by_world(kind):
             return Property(name, "not judged", WORLD)
         found = self._compared((self.ranks, kind), (self.one, kind))
         blocked = self._elsewhere(kind) if kind == COPIES else ""

@@ -689,6 +689,16 @@ for step in range(5):
         p.grad /= dist.get_world_size()
     optimizer.step()
 """,
+    "a penalty that is divided by the steps of an epoch": """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+data = TensorDataset(torch.randn(96, 6, generator=torch.Generator().manual_seed(0)))
+loader = DataLoader(data, 8, sampler=DistributedSampler(data))
+for (x,) in loader:
+    out = model(x)
+    penalty = sum(p.pow(2).sum() for p in model.parameters())
+    update(out.pow(4).mean() + penalty / len(loader))
+""",
     "a penalty that is computed before the forward": """
 for step in range(5):
     penalty = sum(p.pow(2).sum() for p in model.parameters())

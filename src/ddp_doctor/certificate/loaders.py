@@ -4,9 +4,11 @@ The samples pass through the loader's own `collate_fn`, so a batch of all ranks'
 as one process would pad it. They are made in the process itself, whatever `num_workers` says.
 """
 
+import contextlib
+import functools
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,10 +36,26 @@ class Loaders:
             return self._iterate(loader) if torch.is_grad_enabled() else plain(loader)
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign,assignment]
+        self.length = DataLoader.__len__
+        DataLoader.__len__ = self._length()  # type: ignore[method-assign]
+
+    def _length(self) -> Callable[[DataLoader[Any]], int]:
+        """One process has as many steps in an epoch as a rank, with larger batches."""
+
+        @functools.wraps(self.length)
+        def length(loader: DataLoader[Any]) -> int:
+            own = self.length(loader)
+            at = next((n for n, known in enumerate(self.known) if known is loader), None)
+            handed = self.steps.handed
+            return own if at is None or handed is None else handed.of[0].batches.get(at, own)
+
+        return length
 
     def _iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if not any(loader is known for known in self.known):
             self.known.append(loader)
+            with contextlib.suppress(TypeError):  # a dataset without a length
+                self.steps.recorded.batches[len(self.known) - 1] = self.length(loader)
         at = next(n for n, known in enumerate(self.known) if known is loader)
         source = _natural(loader)
         while True:

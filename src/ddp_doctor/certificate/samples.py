@@ -33,6 +33,7 @@ class Recorded:
 
     samples: dict[Key, Any] = field(default_factory=dict)
     per_step: dict[Hashable, int] = field(default_factory=dict)
+    batches: dict[Hashable, int] = field(default_factory=dict)  # per loader and epoch
     # Of each call: the lengths of its tensors, and what else it is given.
     calls: dict[Key, tuple[list[int], str]] = field(default_factory=dict)
     ahead: bool = False  # whether a loader fetches one batch ahead
@@ -98,7 +99,7 @@ class Handed:
         }
 
     @cached_property
-    def batches(self) -> set[int]:
+    def batch_lengths(self) -> set[int]:
         """How many samples a loader's batch has."""
         of = (each for one in self.of for each in one.samples.items())
         return {len(samples) for (place, _), samples in of if not isinstance(place, tuple)}

@@ -449,7 +449,7 @@ class Tensors(TorchFunctionMode):
             self.steps.unjoined.append(line_of(place))
             return value
         joined = place[-1] in DRAWN and 0 < len(every[0]) < len(wanted)
-        if joined and handed.batches and len(every[0]) not in handed.batches:
+        if joined and handed.batch_lengths and len(every[0]) not in handed.batch_lengths:
             self.steps.doubts.append(NOT_OF_SAMPLES.format(line_of(place)))
         if not (wanted.shape == value.shape and alike([wanted, value])):
             value = wanted.clone()

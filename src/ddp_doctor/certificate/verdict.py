@@ -121,8 +121,8 @@ ONE_BATCH = (
     "batch, such a deal says nothing."
 )
 SAME_MICRO_BATCHES = (
-    "One process with all samples computes the same gradient, but in as many backward passes, so it "
-    "does not show that the samples of each weigh the same."
+    "One process with all samples computes the same gradient, but in as many backward passes, so "
+    "it does not show that the samples of each weigh the same."
 )
 ROUNDING = 8  # times the precision of a weight: what may lie between equal weights
 Part = Mapping[tuple[int, int, str], Mapping[str, Any]]  # (rank, optimizer, kind) → facts

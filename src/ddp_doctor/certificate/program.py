@@ -103,19 +103,32 @@ def measure(
     failed_one = ""
     if world.exists() and world.read_text() != "1":
         environment = all_launched(1)[0] if by_launcher else alone
-        failed_one = start(as_one, command, [environment]).wait()
-        nothing = failed_one and not any(as_one.path("").glob("step.0.*.pt"))
-        if nothing or are_mixed_up(folder):
-            # A script may expect one rank's batch where samples are made, but not in the model:
-            # one process gets its samples where the ranks' models get them.
-            shutil.rmtree(as_one.path(""))
-            as_one = replace(as_one, late=True)
-            failed_one = start(as_one, command, [environment]).wait() and failed_one
-        if by_launcher and not failed_one and divides_micro_batches(folder, world.read_text()):
-            as_one.path(WORLD_IN_SCRIPT).touch()  # it is started again, and told the number
-            environment["WORLD_SIZE"] = world.read_text()
-            failed_one = start(as_one, command, [environment]).wait()
+        failed_one = _measure_one(as_one, command, environment, world.read_text(), start)
     return judge(folder, failed, failed_one)
+
+
+def _measure_one(
+    part: Part,
+    command: Sequence[str],
+    environment: dict[str, str],
+    world: str,
+    start: type[Start],
+) -> str:
+    """Start the script as one process, and again where it needs another start; how it failed."""
+    folder, by_launcher = Path(part.folder), bool(environment["RANK"])
+    failed = start(part, command, [environment]).wait()
+    nothing = failed and not any(part.path("").glob("step.0.*.pt"))
+    if nothing or are_mixed_up(folder):
+        # A script may expect one rank's batch where samples are made, but not in the model: one
+        # process gets its samples where the ranks' models get them.
+        shutil.rmtree(part.path(""))
+        part = replace(part, late=True)
+        failed = start(part, command, [environment]).wait() and failed
+    if by_launcher and not failed and divides_micro_batches(folder, world):
+        part.path(WORLD_IN_SCRIPT).touch()  # it is started again, and told the number
+        environment["WORLD_SIZE"] = world
+        failed = start(part, command, [environment]).wait()
+    return failed
 
 
 def report_with_rules(

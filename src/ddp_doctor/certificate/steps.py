@@ -423,19 +423,29 @@ class Steps:
             "gradients": {key: copied(p.grad) for key, _, p in listed if p.grad is not None},
             "names": {key: name for key, name, _ in listed},
             "world": world,
+            "weights": {k: sampled(p) for k, _, p in listed if not hasattr(p, "full_tensor")},
+            "rates": [float(rate) for rate in rates],
+            "seen": [] if kind == LATER else self.premises.seen,
+            "sharded": len(plain) < len(listed),
+            "unlike": self.unlike(at),
+        }
+        write(self.part.path(f"step.{rank}.{self.turn}.pt"), facts | self._so_far())
+        if kind != LATER:
+            self.premises.seen = []  # the next optimizer's step is of what comes now
+        self._kept = [(p, p.detach().clone()) for _, _, p in listed if self.count < len(self.plan)]
+
+    def _so_far(self) -> dict[str, Any]:
+        """What is known of this step besides its optimizer."""
+        return {
             "backwards": self.backwards,
             "cleared": self.cleared,
             "clips": self.fixed.clips,
             "norms": self.fixed.norms[:],
             "batch_norm": self.fixed.batch_norm,
             "replaced": list(self.fixed.replaced),
-            "weights": {k: sampled(p) for k, _, p in listed if not hasattr(p, "full_tensor")},
             "untrained": dict(self._untrained),
-            "rates": [float(rate) for rate in rates],
             "half": self.half,
             "filled": self.filled,
-            "seen": [] if kind == LATER else self.premises.seen,
-            "sharded": len(plain) < len(listed),
             "unjoined": sorted(set(self.unjoined)),
             "numbers": sorted(set(self.numbers)),
             "delivered": self.delivered[:],
@@ -444,12 +454,7 @@ class Steps:
             "foreign": [name for one in self.handed.of for name in one.foreign]
             if self.handed
             else [],
-            "unlike": self.unlike(at),
         }
-        write(self.part.path(f"step.{rank}.{self.turn}.pt"), facts)
-        if kind != LATER:
-            self.premises.seen = []  # the next optimizer's step is of what comes now
-        self._kept = [(p, p.detach().clone()) for _, _, p in listed if self.count < len(self.plan)]
 
     def _kind_of(self, optimizer: int) -> str:
         """What the step of an optimizer is; it takes one of each kind."""

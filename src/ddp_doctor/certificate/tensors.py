@@ -64,14 +64,22 @@ SCALES = {
     *("div", "div_", "divide", "true_divide", "__truediv__", "__rtruediv__", "__itruediv__"),
 }
 INDEXES = {"__getitem__", "index_select", "index_add", "index_add_", "scatter_add", "scatter_add_"}
-ELSE = "If it draws once for each of them, draw for a whole batch at once."
-OFTEN = "At {}, one process draws numbers that not all ranks have drawn. " + ELSE
-NOT_OF_SAMPLES = (
-    "At {}, one process draws for all ranks, but not a number for each sample, so their samples do "
-    "not keep their numbers."
+OFTEN = (
+    "At {}, one process draws random numbers more often than a rank. If the script draws for one "
+    "sample after another, draw for a whole batch at once."
 )
-INDEXED = "At {}, each rank's indices count its own rows, and so they do in one process."
-REORDERED = "At {}, rows of what the model computed are chosen, and one process computes others."
+NOT_OF_SAMPLES = (
+    "At {}, the random numbers are not one per sample. So in one process, the samples do not meet "
+    "the numbers that they met on their rank."
+)
+INDEXED = (
+    "At {}, the indices of every rank begin at its own first row. In one process, all point to "
+    "the first rank's rows."
+)
+REORDERED = (
+    "At {}, the script takes rows of what the model has computed before. One process has computed "
+    "them from other samples, or in another order."
+)
 PAIRS_NO_ROWS = {"matmul", "__matmul__", "__rmatmul__", "mm", "linear"}
 CONVERTS = "torch.nn.modules.module"  # moves parameters; swaps only those without a weak reference
 BYTES = 1 << 28  # what is written down in all
@@ -177,7 +185,9 @@ class Tensors(TorchFunctionMode):
         if name in SCALES and trains:
             self.steps.scales |= {float(one) for one in args[1:] if isinstance(one, int | float)}
         index = next((one for one in args[1:] if isinstance(one, Tensor)), None)
-        if name not in INDEXES or index is None or index.is_floating_point() or not source.dim():
+        if name not in INDEXES or type(index) is not Tensor or not source.dim():
+            return
+        if index.is_floating_point() or index.layout != torch.strided:
             return
         rows, odd = divmod(len(source), world)
         known = self._known(index) and index.numel() and index.dtype != torch.bool

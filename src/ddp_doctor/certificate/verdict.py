@@ -191,21 +191,7 @@ class Judge:
         self.names: dict[str, str] = {}
         for facts in ranks.values():
             self.names |= facts["names"] if facts["rank"] == 0 else {}
-        compared = {
-            key
-            for (_, _, kind), facts in ranks.items()
-            if not kind.startswith(LATER)
-            for key in facts["gradients"]
-        }
-        # A step in which parameters have a gradient that have none in those of the plan.
-        self.later = next(
-            (
-                facts
-                for (rank, _, kind), facts in ranks.items()
-                if rank == 0 and kind.startswith(LATER) and facts["gradients"].keys() - compared
-            ),
-            None,
-        )
+        self.later = self._of_other_parameters()
         half = any(facts["half"] for part in (ranks, one) for facts in part.values())
         self.base = HALF if half else TOLERANCE
         self.noise, self.in_order = self._noise()
@@ -223,6 +209,18 @@ class Judge:
         shown = [one for name, one in properties.items() if name in TITLES]
         counts = (self.world, self.micros, shown, self._notes(properties), self.failed_ranks)
         self.certificate = Certificate(chosen.verdict, why, *numbers, *counts)
+
+    def _of_other_parameters(self) -> Mapping[str, Any] | None:
+        """The first step in which parameters have a gradient that have none in the plan's steps."""
+        compared: set[str] = set()
+        for (_, _, kind), facts in self.ranks.items():
+            compared |= set() if kind.startswith(LATER) else facts["gradients"].keys()
+        others = (
+            facts
+            for (rank, _, kind), facts in self.ranks.items()
+            if rank == 0 and kind.startswith(LATER) and facts["gradients"].keys() - compared
+        )
+        return next(others, None)
 
     def _noise(self) -> tuple[float | None, bool]:
         """What another order of one process's samples changes; whether that is more than rounding.
@@ -522,17 +520,8 @@ class Judge:
         """The property that decides, and why."""
         p1, p2, p3 = (of.get(name) for name in ("P1", "P2", "P3"))
         start, later, usual = (of.get(name) for name in ("start", "later", "usual"))
-        if start is not None and start.judged and self._stays_equal():
-            for name in of.keys() & {"P1", "P2", "P3"}:
-                of[name] = Property(name, "not judged", "The gradient is combined later.")
-            return Property("start", "not judged", COMBINED_LATER), COMBINED_LATER
-        if start is not None and start.judged and self.failed_ranks:
-            why = f"{start.why} Whether they are combined later is not known: {self.failed_ranks}."
-            return Property("start", "not judged", why), why
         if start is not None:
-            watched = max(facts["turn"] for facts in self.ranks.values()) + 1
-            said = self._averaged() or IF_AVERAGED.format(watched)
-            return start, start.why + (said if start.judged else "")
+            return self._apart_at_start(of, start)
         if p1 is None:
             return self._without_ranks(p2)
         if not p1.judged:
@@ -562,6 +551,19 @@ class Judge:
         many = f", in {self.micros} backward passes too," if self.micros > 1 else ""
         said = f"One process with all samples of the first step{many} computes the same gradient."
         return p1, said
+
+    def _apart_at_start(self, of: dict[str, Property], start: Property) -> tuple[Property, str]:
+        """The verdict on ranks that start apart, or get other gradients in the first step."""
+        if start.judged and self._stays_equal():
+            for name in of.keys() & {"P1", "P2", "P3"}:
+                of[name] = Property(name, "not judged", "The gradient is combined later.")
+            return Property("start", "not judged", COMBINED_LATER), COMBINED_LATER
+        if start.judged and self.failed_ranks:
+            why = f"{start.why} Whether they are combined later is not known: {self.failed_ranks}."
+            return Property("start", "not judged", why), why
+        watched = max(facts["turn"] for facts in self.ranks.values()) + 1
+        said = self._averaged() or IF_AVERAGED.format(watched)
+        return start, start.why + (said if start.judged else "")
 
     def _stays_equal(self) -> bool:
         """Whether each optimizer that gets another gradient on each rank has the same weights on

@@ -193,9 +193,8 @@ def rank_skipped_step(run: Run, equation: Equation) -> Iterator[Finding]:
         return
     if skipped:
         step, who = next(iter(skipped.items()))
-        evidence = (
-            f"Step {step}: rank {', '.join(map(str, who))} skipped the update, others did not."
-        )
+        ranks = ", ".join(map(str, who))
+        evidence = f"Step {step}: rank {ranks} skipped the update, others did not."
     else:
         listed = ", ".join(f"rank {rank}: {steps}" for rank, steps in list(counts.items())[:8])
         evidence = f"Optimizer steps taken: {listed}."

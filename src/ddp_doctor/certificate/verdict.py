@@ -437,8 +437,9 @@ class Judge:
             return FOREIGN.format(facts["foreign"][0])
         if unjoined := facts["unjoined"] or ([] if factor else facts["numbers"]):
             return (
-                f"What the ranks use at {unjoined[0]} cannot be joined. {MARK} If its "
-                "shape differs between the ranks, take it from a DataLoader with a collate_fn."
+                f"What the ranks use at {unjoined[0]} cannot be joined. If it belongs to a batch: "
+                f"{MARK} If its shape differs between the ranks, take it from a DataLoader with a "
+                "collate_fn."
             )
         if facts["doubts"]:
             return str(facts["doubts"][0])

@@ -371,12 +371,12 @@ def _of_the_loss(step: Step, total: float, loss: float) -> Iterator[Finding]:
         if near(loss, wrong) and operation is not None:
             yield finding(
                 "scaled_by_world_size",
-                f"Step {step.window.n}: the loss is {how} by the world size ({operation['text']}) "
-                f"although each rank takes the mean over its own items and the gradients are "
-                f"averaged: all weights together are {number(total)}, not 1.",
+                f"Step {step.window.n}: the loss is {how} by the world size ({operation['text']}), "
+                f"and the gradients are averaged over the ranks: all weights together are "
+                f"{number(total)}, not 1.",
                 operation["place"],
-                "Remove the factor. With equal batch sizes, averaging the ranks' means already "
-                "gives the mean over all items.",
+                "Remove the factor. If each rank takes the mean over equally many items, the "
+                "average of the ranks is already the mean over all items.",
             )
             return
     averaged = near(step.alpha * world, 1.0) or step.combination.local

@@ -113,7 +113,8 @@ class Steps:
         self.numbers: list[str] = []  # places at which the ranks pass other numbers to a model
         self.delivered: list[str] = []  # places of what all ranks have, where it was not planned so
         self.doubts: list[str] = []  # why one process may not stand for the ranks, in sentences
-        self.scales: set[float] = set()  # numbers by which losses and gradients are multiplied
+        # Numbers by which the script multiplies or divides outputs, losses, and gradients.
+        self.scales: set[float] = set()
         # Whether an optimizer's step does not use the places of its first one.
         self.unlike: Callable[[int], bool] = lambda optimizer: False
         self.backwards = 0

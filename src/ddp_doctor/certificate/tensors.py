@@ -182,7 +182,7 @@ class Tensors(TorchFunctionMode):
             return
         world = len(self.steps.handed.of)
         trains = source.requires_grad or self.trained.get(id(source)) is source
-        if name in SCALES and trains:
+        if name in SCALES and trains and not self.inside:  # not what a layer scales
             self.steps.scales |= {float(one) for one in args[1:] if isinstance(one, int | float)}
         index = next((one for one in args[1:] if isinstance(one, Tensor)), None)
         if name not in INDEXES or type(index) is not Tensor or not source.dim():

@@ -1,5 +1,6 @@
 """What the measured gradients say: properties, and the verdict that follows from them."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,7 +100,7 @@ NEVER_CLEARED = (
     "The script never called zero_grad(). Whether a step adds to the gradients of earlier ones is "
     "not measured."
 )
-WORLD = "The script contains the number of ranks, so one process of it divides by it."
+WORLD = "The script contains the number of ranks, so one process of it may calculate with it, too."
 FROZEN = "Parameters without requires_grad have other values in one process. Seed them."
 SENT = (
     "At {}, all ranks have the same tensor: one rank sends it, or all draw it alike. Whether its "
@@ -252,7 +253,7 @@ class Judge:
         return ""
 
     def _deaf(self) -> bool:
-        """Whether the ranks' gradient is the same, to the bit, of other samples."""
+        """Whether other samples give the ranks exactly the same gradient."""
         own, copies = self._gradients(self.ranks, OWN), self._gradients(self.ranks, COPIES)
         same = own.keys() == copies.keys() and not _shapes_differ(own, copies)
         apart = parted(*(self._all_seen(self.ranks, kind) for kind in (OWN, COPIES)))
@@ -260,13 +261,13 @@ class Judge:
         return bool(same and others and all(torch.equal(own[key], copies[key]) for key in own))
 
     def _scaled_by_world(self, kind: str) -> bool:
-        """Whether one process multiplies a loss or a gradient by a multiple of the number of ranks.
+        """Whether one process scales a loss or a gradient by a multiple of the number of ranks.
 
-        The number of its backward passes is none, whatever it is.
+        It may divide by the number of its backward passes.
         """
         facts = self._last(self.one, kind)
-        factors = [n for n in facts["scales"] if n not in (0.0, float(facts["backwards"]))]
-        large = [max(abs(n), 1 / abs(n)) / self.world for n in factors]
+        factors = [n for n in facts["scales"] if n and n != facts["backwards"]]
+        large = [max(abs(n), 1 / abs(n)) / self.world for n in factors if math.isfinite(n)]
         return any(n > 0.99 and abs(n - round(n)) < 1e-6 for n in large)
 
     def _left_out(self, kind: str, *parts: Part) -> bool:

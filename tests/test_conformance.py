@@ -1,4 +1,4 @@
-"""labs/conformance on the trainers that the book itself requires."""
+"""surveys/trainers on the trainers that the book itself requires."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def rows(text: str) -> dict[str, list[str]]:
 def test_the_right_loops_are_equal_and_the_wrong_ones_are_not():
     names = ["plain", "plain-wrong", "transformers", "transformers-per-rank"]
     ended = run_in_process(
-        "labs/conformance", "--trainers", *names, "--properties", "WxK", "empty-rank"
+        "surveys/trainers", "--trainers", *names, "--properties", "WxK", "empty-rank"
     )
     assert ended.code == 0, ended.stderr
     assert rows(ended.stdout) == {
@@ -34,8 +34,8 @@ def test_the_right_loops_are_equal_and_the_wrong_ones_are_not():
 
 
 def test_the_page_prints_the_stored_results(monkeypatch):
-    monkeypatch.syspath_prepend(project_root() / "labs/conformance")
-    page = runpy.run_path(str(project_root() / "labs/conformance/page.py"), run_name="page")
+    monkeypatch.syspath_prepend(project_root() / "surveys/trainers")
+    page = runpy.run_path(str(project_root() / "surveys/trainers/page.py"), run_name="page")
     rows = json.loads(page["STORED"].read_text())
     shown = page["PAGE"].read_text().split(page["START"])[1].split(page["END"])[0]
     assert shown == page["printed"](rows)
@@ -43,15 +43,15 @@ def test_the_page_prints_the_stored_results(monkeypatch):
 
 
 def test_the_page_prints_the_stored_certificates(monkeypatch):
-    monkeypatch.syspath_prepend(project_root() / "labs/conformance")
-    lab = runpy.run_path(str(project_root() / "labs/conformance/certified.py"), run_name="lab")
+    monkeypatch.syspath_prepend(project_root() / "surveys/trainers")
+    lab = runpy.run_path(str(project_root() / "surveys/trainers/certified.py"), run_name="lab")
     shown = lab["PAGE"].read_text().split(lab["START"])[1].split(lab["END"])[0]
     assert shown == lab["printed"]()
 
 
 def test_a_second_program_confirms_each_cell_that_is_not_equal_or_its_line_was_read(monkeypatch):
-    monkeypatch.syspath_prepend(project_root() / "labs/conformance")
-    lab = runpy.run_path(str(project_root() / "labs/conformance/by_hand.py"), run_name="lab")
+    monkeypatch.syspath_prepend(project_root() / "surveys/trainers")
+    lab = runpy.run_path(str(project_root() / "surveys/trainers/by_hand.py"), run_name="lab")
     found = lab["stored"]()
     for row in json.loads(lab["RESULTS"].read_text()):
         for name, cell in row["cells"].items():
@@ -70,14 +70,14 @@ def test_a_second_program_confirms_each_cell_that_is_not_equal_or_its_line_was_r
     ],
 )
 def test_a_certificate_agrees_only_if_both_say_equal_or_neither(texts, verdict, said, monkeypatch):
-    monkeypatch.syspath_prepend(project_root() / "labs/conformance")
-    lab = runpy.run_path(str(project_root() / "labs/conformance/certified.py"), run_name="lab")
+    monkeypatch.syspath_prepend(project_root() / "surveys/trainers")
+    lab = runpy.run_path(str(project_root() / "surveys/trainers/certified.py"), run_name="lab")
     assert lab["agree"](texts, {"verdict": verdict}) == said
 
 
 def test_a_certificate_has_the_samples_of_a_step_on_its_ranks_and_in_one_process(monkeypatch):
-    monkeypatch.syspath_prepend(project_root() / "labs/conformance")
-    lab = runpy.run_path(str(project_root() / "labs/conformance/as_script.py"), run_name="lab")
+    monkeypatch.syspath_prepend(project_root() / "surveys/trainers")
+    lab = runpy.run_path(str(project_root() / "surveys/trainers/as_script.py"), run_name="lab")
     case = lab["TRAINERS"]["plain"].family.cases["WxK"]
     ranks, one = (lab["several_steps"](case, world) for world in (2, 1))
     assert ranks.windows == one.windows == lab["PASSES"]
@@ -89,7 +89,7 @@ def test_a_certificate_has_the_samples_of_a_step_on_its_ranks_and_in_one_process
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_cell_that_fails_is_named_and_the_cells_after_it_run(tmp_path, monkeypatch, hangs):
-    lab = runpy.run_path(str(project_root() / "labs/conformance"), run_name="lab")
+    lab = runpy.run_path(str(project_root() / "surveys/trainers"), run_name="lab")
     job = [("plain", "W"), ("plain", "padding"), ("plain", "order")]
     stems = [lab["stem"](key) for key in job]
 

@@ -19,7 +19,7 @@ LIGHTNING = "labs/accumulate_vs_ddp_lightning.py"
 NO_PROGRAMS = {"missing_ranks", "benchmark_options", "paired_timing", "timeline_data"}
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
-    for pattern in ("*.py", "benchmarks/*.py", "conformance")
+    for pattern in ("*.py", "benchmarks/*.py")
     for path in (ROOT / "labs").glob(pattern)
     if path.stem not in NO_PROGRAMS
 )

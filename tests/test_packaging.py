@@ -100,7 +100,7 @@ def test_every_module_of_the_wheel_can_be_imported_beside_torch_alone(
     assert done.stdout == "[]\n", done.stderr
 
 
-# The distribution that brings a module; the trainers of labs/conformance need not be here.
+# The distribution that brings a module; the trainers of surveys/trainers need not be here.
 DISTRIBUTIONS = metadata.packages_distributions() | {
     "composer": ["mosaicml"],
     "ignite": ["pytorch-ignite"],
@@ -109,15 +109,15 @@ DISTRIBUTIONS = metadata.packages_distributions() | {
     "sentence_transformers": ["sentence-transformers"],
     "swift": ["ms-swift"],
 }
-# Each row of labs/conformance names its package; some need an environment of their own.
-TRAINERS = ROOT / "labs" / "conformance" / "trainers.py"
+# Each row of surveys/trainers names its package; some need an environment of their own.
+TRAINERS = ROOT / "surveys" / "trainers" / "trainers.py"
 EXTRAS_OF = {
     "src/miniddp": (),
     "src/ddp_doctor": ("doctor",),
     "src/labkit": ("book",),
     "src/grader": ("grader",),
-    "labs": ("book", "grader", "conformance"),
-    "evaluation": ("book",),
+    "labs": ("book", "grader"),
+    "surveys": ("book", "grader", "conformance", "test"),
     "tests": ("book", "grader", "test", "doctor"),
     "tools": (),
     "book": ("book", "test"),
@@ -142,16 +142,17 @@ def imported_by(folder: str) -> set[str]:
 @pytest.mark.parametrize("folder", EXTRAS_OF)
 def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
     own = {path.name for path in ROOT.glob("src/*")} | {path.stem for path in ROOT.glob("tests/*")}
-    beside = ("book/*/*.py", "labs/*.py", "labs/*/*.py")
+    beside = ("book/*/*.py", "labs/*.py", "labs/*/*.py", "surveys/*/*.py")
     own |= {
-        "evaluation",
+        "doctor",
+        "surveys",
         "tests",
         "tools",
         *(path.stem for pattern in beside for path in ROOT.glob(pattern)),
     }
     foreign = imported_by(folder) - own - set(sys.stdlib_module_names) - {"torch"}
     declared = {canonicalize_name(p) for extra in EXTRAS_OF[folder] for p in EXTRAS[extra]}
-    if folder == "labs":
+    if folder == "surveys":
         declared |= set(map(canonicalize_name, re.findall(r'"([\w-]+)"', TRAINERS.read_text())))
     brings = {
         name: set(map(canonicalize_name, DISTRIBUTIONS.get(name, [name]))) for name in foreign

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-
-from evaluation.doctor.runs import Server
-from evaluation.doctor.scripts import Script
+from doctor.harness.runs import Server
+from doctor.harness.scripts import Script
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from doctor.harness.certify import certified
+from doctor.harness.runs import QUIET, SOURCES
+from doctor.harness.scripts import Script, corpus
 from processes import all_gone, processes_with
 
 import ddp_doctor
@@ -27,9 +30,6 @@ from ddp_doctor.certificate.steps import filled
 from ddp_doctor.certificate.verdict import judge
 from ddp_doctor.explain.agreement import contradicted
 from ddp_doctor.facts.certificate import Certificate, Property
-from evaluation.doctor.certify import certified
-from evaluation.doctor.runs import QUIET, SOURCES
-from evaluation.doctor.scripts import Script, corpus
 from labkit.launch.forks import ForkServer
 from labkit.launch.ranks import run_ranks
 from prove_it import prove

@@ -1,9 +1,8 @@
 """A part of the corpus, small enough for every change; `score.py` runs all of it."""
 
 import pytest
-
-from evaluation.doctor.runs import Server
-from evaluation.doctor.scripts import corpus
+from doctor.harness.runs import Server
+from doctor.harness.scripts import corpus
 
 SCRIPTS = {script.name: script for script in corpus()}
 BROKEN = (

@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable
 
 import pytest
+from doctor.harness.runs import Server
+from doctor.harness.scripts import Script
 
-from evaluation.doctor.runs import Server
-from evaluation.doctor.scripts import Script
 from labkit.launch import project_root
 from labkit.testing import museum
 

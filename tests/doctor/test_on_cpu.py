@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from doctor.harness.certify import certified
+from doctor.harness.runs import Server
+from doctor.harness.scripts import Script
 
-from evaluation.doctor.certify import certified
-from evaluation.doctor.runs import Server
-from evaluation.doctor.scripts import Script
 from labkit.launch.forks import ForkServer
 
 FOR_GPUS = """

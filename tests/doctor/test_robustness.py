@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from evaluation.doctor.runs import Outcome, Server
-from evaluation.doctor.scripts import Script
+from doctor.harness.runs import Outcome, Server
+from doctor.harness.scripts import Script
 
 Write = Callable[..., Script]
 

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from evaluation.doctor.runs import Server
-from evaluation.doctor.scripts import Script
+from doctor.harness.runs import Server
+from doctor.harness.scripts import Script
 
 Write = Callable[..., Script]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from doctor.harness.certify import certified_command
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_doctor import testing
 from ddp_doctor.facts.certificate import Certificate
 from ddp_doctor.testing import NotJudgedError, assert_certified
-from evaluation.doctor.certify import certified_command
 from labkit.launch.forks import ForkServer
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from grader_notebooks import ASSIGNMENTS
 
-from evaluation.grader.right_solutions import RIGHT
 from grader.answer_key import AnswerKey
 from grader.grade import fresh_seed
 from grader.merge import without_magics
 from grader.outputs import are_same
 from grader.source import Assignment, CheckSource, read_assignment
+from surveys.grader.right_solutions import RIGHT
 
 QUICK = 3  # most of its checks need one rank only
 SOURCES = {int(path.stem[:2]): path for path in sorted(ASSIGNMENTS.glob("*.ipynb"))}

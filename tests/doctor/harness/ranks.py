@@ -100,10 +100,10 @@ def _exit_codes(
 def _run_rank(job: Job) -> None:
     """Run the script as an interpreter would, with its exit handlers; exit with its code."""
     import torch
+    from doctor.harness.fingerprint.steps import watch
 
     import ddp_doctor.__main__ as program
     from ddp_doctor.run import script
-    from evaluation.doctor.fingerprint.steps import watch
 
     atexit._clear()  # what the fork server has registered
     multiprocessing.process._parent_process = None  # the script is no child of its interpreter

@@ -1,4 +1,4 @@
-"""Score the doctor on its corpus: `python -m evaluation.doctor.score [-k PART] [-v] [--kept FILE]`.
+"""Score the doctor on its corpus: `python -m surveys.doctor.score [-k PART] [-v] [--kept FILE]`.
 
 Each script runs three times: plain, with the doctor, and under `--certify`. One run prints three
 scores: the certificate alone, the rules alone, and both, where findings that contradict the
@@ -17,12 +17,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "book" / "reference"))
 
+from doctor.harness.certify import certified
+from doctor.harness.runs import Server, frameworks_of
+from doctor.harness.scripts import Script, corpus
+
 from ddp_doctor.explain.agreement import contradicted
 from ddp_doctor.explain.findings import ORDER
 from ddp_doctor.facts.certificate import Certificate, Property
-from evaluation.doctor.certify import certified
-from evaluation.doctor.runs import Server, frameworks_of
-from evaluation.doctor.scripts import Script, corpus
 from labkit.launch.forks import ForkServer
 
 # What is wrong with the gradient of one step, as one process would compute it.

@@ -6,10 +6,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from doctor.harness.runs import QUIET, SOURCES
+from doctor.harness.scripts import Script
+
 from ddp_doctor.certificate.forks import Forks
 from ddp_doctor.certificate.program import measure
-from evaluation.doctor.runs import QUIET, SOURCES
-from evaluation.doctor.scripts import Script
 from labkit.launch.forks import ForkServer
 
 

@@ -1,6 +1,6 @@
 """Stored results, and how the page of the book shows them.
 
-python labs/conformance/page.py          # print the stored results on the page again
+python surveys/trainers/page.py          # print the stored results on the page again
 """
 
 import datetime
@@ -17,7 +17,7 @@ from trainers import TRAINERS, version
 
 STORED = Path(__file__).resolve().parents[2] / "book/reference/trainers.json"
 PAGE = STORED.with_suffix(".md")
-START, END = "% The next lines are written by labs/conformance.\n", "% Until here.\n"
+START, END = "% The next lines are written by surveys/trainers.\n", "% Until here.\n"
 NOT_IMPORTED = "ModuleNotFoundError", "ImportError"
 Row = Mapping[str, Any]
 

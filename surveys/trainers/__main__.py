@@ -1,8 +1,8 @@
 """Which trainers hand their optimizer the gradient that they promise: a table.
 
-    python labs/conformance
-    python labs/conformance --trainers plain transformers --properties W K WxK
-    python labs/conformance --store          # and print the results on the page of the book
+    python surveys/trainers
+    python surveys/trainers --trainers plain transformers --properties W K WxK
+    python surveys/trainers --store          # and print the results on the page of the book
 
 Every trainer takes a step with a tiny random model. Its optimizer keeps the gradient. That is
 compared with one backward of one process, which computes what the trainer's documentation promises.
@@ -107,7 +107,7 @@ def run_job(job: list[Key], world: int, folder: Path) -> dict[Key, str]:
         words = [word for key in job for word in (stem(key), *key)]
         limit = SECONDS + 20 * len(job)
         try:
-            run_script("labs/conformance/one_rank.py", folder, *words, timeout=limit, **launch)
+            run_script("surveys/trainers/one_rank.py", folder, *words, timeout=limit, **launch)
             break
         except ScriptError as error:
             done = [len(list(folder.glob(f"{stem(key)}.[0-9].pt"))) == world for key in job]

@@ -1,7 +1,7 @@
 """A second program for each cell that is not equal: ratio and cosine by formula, steps by counting.
 
-    python labs/conformance/by_hand.py              # all trainers that are installed
-    python labs/conformance/by_hand.py --store      # and print on the page what they confirm
+    python surveys/trainers/by_hand.py              # all trainers that are installed
+    python surveys/trainers/by_hand.py --store      # and print on the page what they confirm
 
 `formulas` has the formulas. For "no step", the trainer runs here in a program of its own, on
 numbers instead of samples, and its steps are counted. Where that needs more than the trainer's

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from evaluation.doctor.ranks import FINGERPRINT, Job, supervise
-from evaluation.doctor.scripts import Script
+from doctor.harness.ranks import FINGERPRINT, Job, supervise
+from doctor.harness.scripts import Script
+
 from labkit.launch.forks import ForkServer
 
-SOURCES = Path(__file__).resolve().parents[2] / "src"
+SOURCES = Path(__file__).resolve().parents[3] / "src"
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 QUIET = {
     "OMP_NUM_THREADS": "1",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-CORPUS = Path(__file__).resolve().parent / "corpus"
+CORPUS = Path(__file__).resolve().parents[3] / "surveys/doctor/corpus"
 FIELDS = re.compile(r"(\w+)=(\S+)")
 TITLE = re.compile(r"^=== (\w+)(.*)$", re.MULTILINE)
 REQUIRED = {"expect", "ranks", "launch"}

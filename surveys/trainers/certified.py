@@ -1,6 +1,6 @@
 """Measure the trainers a second time: by a certificate, which shares no code with the suite.
 
-    python labs/conformance/certified.py [TRAINER …]    # certify, store, print on the page
+    python surveys/trainers/certified.py [TRAINER …]    # certify, store, print on the page
 
 The suite compares a trainer's gradient with that of its promise. The certificate knows no promise:
 it compares the ranks of a script with one process of the same script (`as_script`). Both run in
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "book/reference/trainers_certified.json"
 RESULTS = STORED.with_name("trainers.json")  # of the suite
 PAGE = RESULTS.with_suffix(".md")
-START = "% The next lines are written by labs/conformance/certified.py.\n"
+START = "% The next lines are written by surveys/trainers/certified.py.\n"
 END = "% Until here, by certified.py.\n"
 # The cells that have the certificate's setting, or W for a trainer that has none of these.
 COMPARED = "WxK", "order", "W=2", "mixed"

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 -m ddp_doctor train.py --lr 0.1
     python -m ddp_doctor --certify train.py     # measure its gradient against one process's
+    python -m ddp_doctor compare "COMMAND" "COMMAND"  # what their optimizers get
     python -m ddp_doctor train.py          # a script that starts its own ranks, or one process
     import ddp_doctor; ddp_doctor.watch()  # one line at the top of a script
     from ddp_doctor.testing import assert_certified  # in a test
@@ -15,6 +16,8 @@ A fact goes through the rooms from the top to the bottom:
                   the journals of all ranks, side by side; what a certificate says
 `explain`         what one optimizer step computes, and the rules: from facts to findings
 `certificate`     `certify`: a script's ranks against one process of the same script, measured
+`functions`       the same for a step that the user gives as functions; replaces nothing in torch
+`compare`         two commands from the same weights: what their optimizers get
 `report`          the terminal, JSON, and a page
 ================  =================================================================================
 
@@ -28,8 +31,8 @@ How a fact gets from a step into a report:
    ranks side by side.
 5. `equation` measures, `examine` runs the rules, and the report prints.
 
-The certificate compares files of its own (`certificate.files`). Only its last start, which says why
-gradients are not equal, goes this way.
+The certificate compares files of its own (`certificate.files`); so do `functions` and `compare`.
+Only the certificate's last start, which says why gradients are not equal, goes this way.
 
 `__main__` is the command line, `options` what can be set on it, and `testing` a certificate in a
 test.

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 4 -m ddp_doctor [options] train.py [its arguments]
 python -m ddp_doctor [options] train.py [its arguments]
 python -m ddp_doctor explain CODE
+python -m ddp_doctor compare "COMMAND" "COMMAND"
 """
 
 import argparse
@@ -73,6 +74,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["compare"] and not Path("compare").exists():
+        from ddp_doctor.compare.commands import main as compare
+
+        sys.exit(compare(sys.argv[2:]))
     arguments = parser()
     given = vars(arguments.parse_args())
     try:

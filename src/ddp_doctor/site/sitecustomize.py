@@ -50,6 +50,10 @@ def _start():
             from ddp_doctor.certificate.child import install
 
             install()
+        elif os.environ.get("DDP_DOCTOR_COMPARE"):
+            from ddp_doctor.compare.record import install
+
+            install()
         else:
             from ddp_doctor.run.start import start
 
@@ -73,6 +77,6 @@ def _run_hidden():
             return
 
 
-if os.environ.get("DDP_DOCTOR_RUN") or os.environ.get("DDP_DOCTOR_CERTIFY"):
+if any(os.environ.get(f"DDP_DOCTOR_{kind}") for kind in ("RUN", "CERTIFY", "COMPARE")):
     sys.meta_path.insert(0, _AfterTorch())
 _run_hidden()

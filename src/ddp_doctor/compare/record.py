@@ -1,0 +1,188 @@
+"""In a process of a compared command: write what its optimizers get, and the rows of its models.
+
+Python's `sitecustomize` installs this once torch is imported. Only torch's hooks are used. The
+files lie in the folder of the command, one name per content; see `verdict` for their reader.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ddp_doctor.inputs import Inputs
+
+VARIABLE = "DDP_DOCTOR_COMPARE"
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+PATIENCE = 20.0  # seconds that a rank waits for the others to have written their last step
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which command this is. `weights`: the folder of the command whose weights it takes."""
+
+    folder: str
+    steps: int
+    starter: int  # the process of the doctor; without it, nothing runs on
+    weights: str | None = None
+    names: dict[str, str] | None = None  # a parameter of this command: its name in the other
+
+    def environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        return cls(**json.loads(os.environ[VARIABLE]))
+
+
+def install() -> None:
+    """Record from now on, and end this process once the doctor is gone."""
+    part = Part.of_this_process()
+    threading.Thread(target=_end_with, args=(part.starter,), daemon=True).start()
+    Recorder(part)
+
+
+def _end_with(process: int) -> None:
+    while True:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        except PermissionError:
+            pass
+        time.sleep(0.5)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Recorder:
+    """The record of one process; every rank writes its rows, and rank 0 all else."""
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.folder = part, Path(part.folder)
+        self.models: list[nn.Module] = []
+        self.names: dict[int, str] = {}
+        self.kept: list[Tensor] = []  # so that no id is used again
+        self.steps: Counter[int] = Counter()
+        self.before: dict[str, Tensor] = {}
+        register_module_forward_pre_hook(self.called)
+        self.inputs = Inputs().__enter__()
+        register_optimizer_step_pre_hook(self.step)
+        register_optimizer_step_post_hook(self.stepped)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    def called(self, module: nn.Module, args: Any) -> None:
+        """Before a forward: a model that was not called before gets the common weights."""
+        if module.training and id(next(module.parameters(), None)) not in self.names:
+            parameters = dict(module.named_parameters())
+            if any(parameter.requires_grad for parameter in parameters.values()):
+                self._take(module)
+
+    def _take(self, module: nn.Module) -> None:
+        number = len(self.models)
+        self.models.append(module)
+        prefix = f"{number}:" if number else ""
+        tensors = {}
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            for wrapper in ("module.", "_orig_mod.", "_fsdp_wrapped_module."):
+                name = name.replace(wrapper, "")
+            tensors[prefix + (self.part.names or {}).get(name, name)] = tensor.detach()
+        for name, parameter in zip(tensors, module.parameters(), strict=False):
+            self.names[id(parameter)] = name
+            self.kept.append(parameter)
+        for inner in module.modules():
+            if isinstance(inner, DROPOUTS):
+                inner.p = 0.0
+        if self.part.weights is None:
+            state = {name: whole(tensor).cpu() for name, tensor in tensors.items()}
+            self._write(f"weights.{number}", state)
+        else:
+            self._give(tensors, Path(self.part.weights) / f"weights.{number}.pt")
+        trained = {self.names[id(parameter)] for parameter in module.parameters()}
+        self.before |= {n: whole(t).cpu().clone() for n, t in tensors.items() if n in trained}
+
+    def _give(self, tensors: dict[str, Tensor], file: Path) -> None:
+        given = torch.load(file, weights_only=True) if file.exists() else {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in given.items()}
+        if shapes != wanted:
+            self._json("other-shapes.json", [wanted, shapes])
+            self._leave()
+        for name, tensor in tensors.items():
+            value = given[name].to(tensor.device)
+            if isinstance(tensor, DTensor):
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+            tensor.copy_(value)
+
+    def step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before a step: what the optimizer gets. A parameter without a gradient has zeros."""
+        number = self.steps.setdefault(id(optimizer), 0)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if number >= self.part.steps or not any(id(p) in self.names for p in parameters):
+            return
+        gradient = {}
+        for at, parameter in enumerate(parameters):
+            held = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            name = self.names.get(id(parameter), f"parameter {at}")
+            gradient[name] = whole(held.detach()).cpu()
+        which = list(self.steps).index(id(optimizer))
+        self._write(f"gradient.{number}.{which}", gradient)
+        rows = self.inputs.take()
+        said = {digest: self.inputs.shown[digest] for part in rows.values() for digest in part}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        self._json(f"rows.{number}.{which}.{self.rank}.json", [rows, said, world])
+
+    def stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After a step: leave, once all optimizers have taken theirs."""
+        self.steps[id(optimizer)] += 1
+        if min(self.steps.values()) < self.part.steps:
+            return
+        moved = {}
+        for model in self.models:
+            for parameter in model.parameters():
+                name = self.names[id(parameter)]
+                moved[name] = whole(parameter.detach()).cpu() - self.before[name]
+        self._write("moved", moved)
+        self._leave()
+
+    def _leave(self) -> None:
+        """End this process once all ranks are here: what they still do is not wanted."""
+        self._json(f"done.{self.rank}.json", [])
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        until = time.monotonic() + PATIENCE
+        while len(list(self.folder.glob("done.*.json"))) < world and time.monotonic() < until:
+            time.sleep(0.02)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _write(self, name: str, value: dict[str, Tensor]) -> None:
+        if self.rank == 0:
+            temporary = self.folder / f"{name}.{os.getpid()}"
+            torch.save(value, temporary)
+            temporary.replace(self.folder / f"{name}.pt")
+
+    def _json(self, name: str, value: Any) -> None:
+        temporary = self.folder / f"{name}.{os.getpid()}"
+        temporary.write_text(json.dumps(value))
+        temporary.replace(self.folder / name)

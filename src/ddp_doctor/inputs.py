@@ -27,7 +27,7 @@ class Inputs:
     def __init__(self) -> None:
         self.rows: Rows = {}
         self.shown: dict[str, str] = {}
-        self._depth = 0
+        self.depth = 0
         self._modules: list[nn.Module] = []
 
     def __enter__(self) -> Self:
@@ -47,11 +47,11 @@ class Inputs:
         return rows
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        self._depth += 1
+        self.depth += 1
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._depth -= 1
-        if self._depth > 0 or next(module.parameters(), None) is None:
+        self.depth -= 1
+        if self.depth > 0 or next(module.parameters(), None) is None:
             return
         inner = getattr(module, "module", module)  # of a wrapper
         if not any(inner is known for known in self._modules):

@@ -92,11 +92,15 @@ class Recorder:
         return dist.get_rank() if dist.is_initialized() else 0
 
     def called(self, module: nn.Module, args: Any) -> None:
-        """Before a forward: a model that was not called before gets the common weights."""
-        if module.training and id(next(module.parameters(), None)) not in self.names:
-            parameters = dict(module.named_parameters())
-            if any(parameter.requires_grad for parameter in parameters.values()):
-                self._take(module)
+        """Before a forward: a model that was not called before gets the common weights.
+
+        Only outermost calls count: inside of one, `fully_shard` shows other parameters.
+        """
+        if self.inputs.depth or not module.training:
+            return
+        new = id(next(module.parameters(), None)) not in self.names
+        if new and any(parameter.requires_grad for parameter in module.parameters()):
+            self._take(module)
 
     def _take(self, module: nn.Module) -> None:
         number = len(self.models)

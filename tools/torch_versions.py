@@ -19,7 +19,9 @@ import tempfile
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import set_up  # ends this here, if Python is too old
+
+ROOT = set_up.ROOT
 # What the tests of miniddp import besides torch; pinned by constraints.txt.
 NEEDED = ("cloudpickle", "expecttest", "hypothesis", "matplotlib", "numpy", "psutil", "pytest")
 

@@ -136,7 +136,7 @@ figures-stills: $(READY)
 gpu: $(READY)
 	@$(BIN)/python -m tests.gpu $(ARGS)
 
-# Prints one row of the table in CONTRIBUTING.md. Downloads torch, with its CUDA packages 5.6 GB.
+# Prints one row of the table in tools/README.md. Downloads torch, with its CUDA packages 5.6 GB.
 versions:
 	@$(PYTHON) tools/torch_versions.py $(TORCH)
 

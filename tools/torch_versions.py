@@ -3,7 +3,7 @@
     make versions TORCH=2.15.0
 
 Makes a scratch environment, installs that torch and miniddp's wheel into it, runs `tests/miniddp`
-and PyTorch's own DDP tests there, and prints one row of the table in CONTRIBUTING.md. The
+and PyTorch's own DDP tests there, and prints one row of the table in tools/README.md. The
 environment is removed at the end. From PyPI, torch for Linux brings CUDA packages of 5.6 GB; set
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for the CPU build.
 """

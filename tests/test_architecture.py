@@ -43,7 +43,7 @@ BUDGETS = (
     Budget("tests/", 26765, 178),
     Budget("", 77037, 553),
 )
-MOST_FILES = {"": 625, ".py": 501}  # by the end of their names; outside of surveys
+MOST_FILES = {"": 632, ".py": 501}  # by the end of their names; outside of surveys
 
 
 def test_every_package_imports_only_what_it_may(monkeypatch, capsys):

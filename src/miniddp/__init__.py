@@ -32,3 +32,5 @@ The rooms. They import the core, never the reverse:
 from miniddp.ddp import MiniDDP
 
 __all__ = ["MiniDDP"]
+
+__version__ = "0.1.0"

@@ -210,7 +210,7 @@ class DistributedDataParallel(BufferSync, Joinable):
             if self.device_type == "cpu" and type(layer) is SyncBatchNorm:
                 raise ValueError(
                     f"SyncBatchNorm layers only work with GPU modules, but {name} is on the CPU; "
-                    "miniddp.training.SyncBatchNorm works there"
+                    "miniddp.sync_batch_norm.SyncBatchNorm works there"
                 )
 
     def state_to_broadcast(self) -> dict[str, Tensor]:

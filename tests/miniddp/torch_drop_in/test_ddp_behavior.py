@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import miniddp
 from labkit.launch.ranks import run_ranks
 from miniddp import MiniDDP
+from miniddp.data_parallel import gather
 from miniddp.torch_drop_in import DistributedDataParallel as DropIn
-from miniddp.training.data_parallel import gather
 
 
 def linear() -> nn.Linear:

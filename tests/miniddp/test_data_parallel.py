@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from labkit.testing.compare import gradients, largest_difference, ratio_and_cosine
-from miniddp.training.data_parallel import (
+from miniddp.data_parallel import (
     MiniDataParallel,
     gather,
     parallel_apply,

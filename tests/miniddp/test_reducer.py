@@ -184,7 +184,7 @@ def buffers_at_the_rebuild(rank, world_size, joined):
     wrapped = DropIn(AnyOrder())
     averager, make = wrapped.reducer, wrapped.reducer.make_bucket
     if joined:  # this rank ran out of data before its first backward
-        averager._push_all_rebuilt_params()
+        averager.order = list(range(len(averager.parameters)))
     else:
         wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
     old, alive = weakref.ref(averager.buckets[0].buffer), []

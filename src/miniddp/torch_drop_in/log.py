@@ -100,7 +100,7 @@ class Log:
             "device_ids": ", ".join(map(str, ddp.device_ids or ())),
             "output_device": -1 if ddp.output_device is None else ddp.output_device,
             "broadcast_buffers": int(ddp.forward_sync_buffers),
-            "is_multi_device_module": int(ddp.is_multi_device_module),
+            "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
             "has_sync_bn": int(any("SyncBatchNorm" in type(m).__name__ for m in ddp.modules())),
             "bucket_cap_bytes": ddp.bucket_bytes_cap,
             "find_unused_parameters": int(ddp.find_unused_parameters),

@@ -35,7 +35,7 @@ def two_kinds_of_devices() -> nn.Module:
     return nn.Sequential(linear(), nn.Linear(2, 2, device="meta"))
 
 
-LOCAL_FAULTS: dict[str, tuple[Callable[[], DropIn], str]] = {
+LOCAL_FAULTS: dict[str, tuple[Callable[[], MiniDDP], str]] = {
     "nothing trainable": (
         lambda: DropIn(linear().requires_grad_(False)),
         "RuntimeError: DistributedDataParallel is not needed",
@@ -54,11 +54,16 @@ LOCAL_FAULTS: dict[str, tuple[Callable[[], DropIn], str]] = {
     ),
     "a cap that is negative": (
         lambda: DropIn(linear(), bucket_cap_mb=-1),
-        "ValueError: bucket caps are sizes in MiB: at least one, none of them negative",
+        "ValueError: bucket caps are sizes in MiB, as numbers: at least one, none of them negative",
     ),
     "a cap that is negative, on a device without a backend": (
         lambda: DropIn(nn.Linear(2, 2, device="meta"), bucket_cap_mb=-1),
-        "ValueError: bucket caps are sizes in MiB: at least one, none of them negative",
+        "ValueError: bucket caps are sizes in MiB, as numbers: at least one, none of them negative",
+    ),
+    "no module": (lambda: MiniDDP(3), "TypeError: MiniDDP wraps an nn.Module, but got 3, of type"),
+    "a wrapper": (
+        lambda: MiniDDP(MiniDDP(linear(), init_sync=False)),
+        "TypeError: This module is a MiniDDP, which averages its gradients already",
     ),
     "torch's SyncBatchNorm on a CPU": (
         lambda: DropIn(nn.Sequential(linear(), nn.SyncBatchNorm(2))),

@@ -395,3 +395,22 @@ def test_every_number_that_torchs_wrapper_logs_is_logged():
     for theirs, ours in run_ranks(logged_keys, 2):
         assert theirs
         assert theirs <= ours
+
+
+def refusals(rank):
+    wrapped, said = MiniDDP(linear()), []
+    for attempt in (
+        lambda: MiniDDP(linear(), static_graph=True),
+        lambda: copy.deepcopy(wrapped),
+        lambda: pickle.dumps(wrapped),
+    ):
+        with pytest.raises(TypeError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_mini_ddp_cannot_do_names_what_can():
+    [[keyword, *copies]] = run_ranks(refusals, 1)
+    assert "static_graph. miniddp.torch_drop_in.DistributedDataParallel takes" in keyword
+    assert all("copy or save its .module" in text for text in copies)

@@ -62,7 +62,6 @@ def test_a_reducer_may_be_prepared_for_backward_after_the_forward_as_libraries_d
                 with ddp.no_sync():
                     output = ddp(inputs(rank))
                 ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-                ddp.reducer.prepare_for_forward()
                 ddp.reducer.prepare_for_backward([])
                 output.sum().backward()
             found.append(gradients(ddp))

@@ -64,6 +64,7 @@ class MiniDDP(nn.Module):
     """
 
     reducer_class: type[Reducer] = Reducer
+    takes_wrappers = False  # whether a wrapper may be wrapped again, as torch allows
     _ddp_sink_clone = True  # whether outputs are copied when unused parameters are searched
 
     # 1. Construction ------------------------------------------------------------------------------
@@ -105,7 +106,8 @@ class MiniDDP(nn.Module):
         settings: dict[str, Any] = {}
         problem: Exception | None = None
         try:
-            if not isinstance(self.module, nn.Module) or is_wrapped(self.module):
+            wrapped = is_wrapped(self.module) and not self.takes_wrappers
+            if not isinstance(self.module, nn.Module) or wrapped:
                 raise TypeError(errors.cannot_be_wrapped(self.module))
             state = self.state_to_broadcast()
             self.resolve_settings()

@@ -94,6 +94,7 @@ class DistributedDataParallel(BufferSync, Joinable):
             `device_mesh` is combined with parameters that are DTensors.
     """
 
+    takes_wrappers = True
     _divide_by_initial_world_size = True
     _joins_uneven_inputs = False
     _lazy_init_ran = False
@@ -369,6 +370,11 @@ class DistributedDataParallel(BufferSync, Joinable):
             yield
         finally:
             TorchDistributedDataParallel._active_ddp_module = outer
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        # Dynamo asks this class where it stands in torch's place.
+        return TorchDistributedDataParallel._active_ddp_module
 
     # Comm hooks and optimizers --------------------------------------------------------------------
 

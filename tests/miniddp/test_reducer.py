@@ -132,37 +132,6 @@ def test_a_nested_no_sync_leaves_the_outer_one_in_force_and_an_assigned_buffer_i
         assert torch.equal(offset, torch.zeros(2))
 
 
-def after_an_exception(rank, world_size):
-    wrapped = DropIn(AnyOrder())
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-
-    class InterruptedStepError(Exception):
-        pass
-
-    def interrupt(_):
-        raise InterruptedStepError
-
-    output = wrapped(x, [0, 1, 2, 3])
-    handle = output.register_hook(interrupt)
-    try:
-        output.sum().backward()
-    except InterruptedStepError:
-        handle.remove()
-    wrapped.zero_grad()
-    wrapped(x, [0, 1, 2, 3]).sum().backward()
-    return torch.cat([p.grad.flatten() for p in wrapped.parameters()]), x
-
-
-def test_a_backward_that_was_interrupted_before_its_first_gradient_leaves_no_stale_counts():
-    per_rank = run_ranks(after_an_exception, 2)
-    alone = AnyOrder()
-    for _, x in per_rank:
-        (alone(x, [0, 1, 2, 3]).sum() / 2).backward()
-    expected = torch.cat([p.grad.flatten() for p in alone.parameters()])
-    for found, _ in per_rank:
-        torch.testing.assert_close(found, expected)
-
-
 def lifetimes(rank, world_size, wrapper):
     module = AnyOrder()
     wrapped = wrapper(module, find_unused_parameters=True)

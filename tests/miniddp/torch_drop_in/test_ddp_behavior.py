@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import pickle
 import warnings
 from itertools import product
@@ -84,26 +83,6 @@ def test_a_sub_group_averages_over_its_own_ranks_only():
     torch.testing.assert_close(a, (local_a + local_c) / 2)
     assert torch.equal(a, c)
     assert torch.equal(b, local_b)
-
-
-# Construction -------------------------------------------------------------------------------------
-
-
-def differing_models(rank, world_size):
-    shape = nn.Linear(4, 5 if rank == 2 else 3)
-    count = nn.Sequential(nn.Linear(4, 3), *([nn.Linear(3, 3)] if rank == 1 else []))
-    dtype = nn.Linear(4, 3, dtype=torch.float64 if rank == 0 else torch.float32)
-    return [error_of(lambda m=module: DropIn(m)) for module in (shape, count, dtype)]
-
-
-def test_models_that_differ_raise_on_every_rank_naming_the_parameter_and_the_ranks():
-    for shape, count, dtype in run_ranks(differing_models, 3):
-        assert "weight: shape (3, 4)" in shape
-        assert "on rank 0, 1; shape (5, 4)" in shape
-        assert "on rank 2" in shape
-        assert "1.weight: absent on rank 0, 2; shape (3, 3)" in count
-        assert "torch.float64, trainable on rank 0; " in dtype
-        assert "torch.float32, trainable on rank 1, 2" in dtype
 
 
 # Forward and backward -----------------------------------------------------------------------------
@@ -242,21 +221,6 @@ def test_strict_reports_what_each_rank_lacked_in_the_step_itself_and_on_every_ra
             assert "rank 1: left.weight, left.bias, never.weight, never.bias" in error
 
 
-def past_the_wrapper(rank, world_size):
-    wrapped, strict = DropIn(linear()), DropIn(linear(), strict=True)
-    for each in (wrapped, strict):
-        each.module(batch(rank)).sum().backward()
-    with pytest.warns(UserWarning, match="bypassed the wrapper") as caught:
-        wrapped(batch(rank))
-    assert caught[0].filename == past_the_wrapper.__code__.co_filename  # the user's line
-    with pytest.raises(RuntimeError, match=r"On rank 0, 1 a backward.*Call the wrapper"):
-        strict(batch(rank)).sum().backward()
-
-
-def test_a_forward_through_the_inner_module_is_said_at_the_next_forward():
-    run_ranks(past_the_wrapper, 2)
-
-
 def shared_between_reentrant_checkpoints(rank, world_size):
     from torch.utils.checkpoint import checkpoint
 
@@ -287,34 +251,6 @@ def test_a_second_gradient_in_one_backward_is_an_error_unless_the_graph_is_stati
 
 
 # Copies and neighbors -----------------------------------------------------------------------------
-
-
-def copies(rank, world_size):
-    wrapped = DropIn(linear(), bucket_cap_mb=1, gradient_as_bucket_view=True)
-    wrapped(batch(rank)).sum().backward()
-    file = io.BytesIO()
-    torch.save(wrapped, file)
-    file.seek(0)
-    found = []
-    for other in (
-        copy.deepcopy(wrapped),
-        pickle.loads(pickle.dumps(wrapped)),
-        torch.load(file, weights_only=False),
-    ):
-        other.zero_grad()
-        other(batch(rank)).sum().backward()
-        found.append(other.module.weight.grad)
-    wrapped.zero_grad()
-    wrapped(batch(rank)).sum().backward()
-    return [wrapped.module.weight.grad, *found], list(wrapped.state_dict())
-
-
-def test_a_pickled_or_deep_copied_wrapper_reduces_as_the_original_does():
-    per_rank = run_ranks(copies, 2)
-    for gradients, names in per_rank:
-        assert names == ["module.weight", "module.bias"]
-        for gradient in gradients:
-            assert torch.equal(gradient, per_rank[0][0][0])
 
 
 def with_a_graph_of_the_gradients(rank):

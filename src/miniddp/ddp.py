@@ -222,7 +222,7 @@ class MiniDDP(nn.Module):
             self.require_backward_grad_sync = before
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(errors.cannot_be_copied(type(self).__name__))
+        raise TypeError("a MiniDDP cannot be copied: copy or save its .module, and wrap the copy")
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         """Whether to take rank 0's buffers now."""

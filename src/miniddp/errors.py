@@ -59,14 +59,6 @@ def cannot_be_wrapped(module: object) -> str:
     return f"This module is a {kind}, which averages its gradients already: wrap its .module."
 
 
-def cannot_be_copied(wrapper: str) -> str:
-    """A wrapper was to be copied or pickled."""
-    return (
-        f"a {wrapper} cannot be copied or pickled, because its process group and hooks cannot: "
-        "copy or save its .module, and wrap the copy"
-    )
-
-
 def different(what: str, rank: int, every: Sequence[Mapping[str, str]], advice: str) -> str:
     """The ranks' models or settings differ; `every`: each rank's values, by name."""
     lines = []

@@ -4,18 +4,6 @@ import sys
 import warnings
 
 from miniddp import data_parallel, losses, sync_batch_norm
-from miniddp.data_parallel import MiniDataParallel
-from miniddp.losses import accumulation_windows, global_mean, loss_scale, token_cross_entropy
-from miniddp.sync_batch_norm import SyncBatchNorm
-
-__all__ = [
-    "MiniDataParallel",
-    "SyncBatchNorm",
-    "accumulation_windows",
-    "global_mean",
-    "loss_scale",
-    "token_cross_entropy",
-]
 
 warnings.warn(
     "miniddp.training will be removed: import from miniddp.losses, miniddp.sync_batch_norm, or "
@@ -23,6 +11,7 @@ warnings.warn(
     DeprecationWarning,
     stacklevel=2,
 )
-# `import miniddp.training.losses` finds them here.
 for _module in (data_parallel, losses, sync_batch_norm):
+    globals().update({name: value for name, value in vars(_module).items() if name[0] != "_"})
+    # `import miniddp.training.losses` finds it here.
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

@@ -108,7 +108,8 @@ class DDPJoinHook(JoinHook):
             exchange_firings(reducer)
             return
         if reducer.find_unused_parameters:
-            self.use_nothing()
+            used = torch.zeros(len(reducer.parameters), dtype=torch.int32, device=reducer.device)
+            wait_for(dist.all_reduce(used, group=reducer.process_group, async_op=True))
         if ddp.strict and (message := gather_faults(reducer, [])):
             raise reducer.error(message)
         if not reducer.order:  # be ready to take rank 0's plan at the next rebuild
@@ -121,13 +122,6 @@ class DDPJoinHook(JoinHook):
         zeros = [GradBucket(b, n, count, b.zeros()) for n, b in enumerate(reducer.buckets)]
         for future in [reducer.run_comm_hook(bucket) for bucket in zeros]:
             future.wait()
-
-    def use_nothing(self) -> None:
-        """Answer the search for unused parameters; none is used here."""
-        reducer = self.ddp.reducer
-        nothing = [0] * len(reducer.parameters)
-        used = torch.tensor(nothing, dtype=torch.int32, device=reducer.device)
-        wait_for(dist.all_reduce(used, group=reducer.process_group, async_op=True))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have joined: take the model of a rank that joined last, which took every step."""

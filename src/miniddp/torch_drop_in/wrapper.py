@@ -69,7 +69,7 @@ class DistributedDataParallel(BufferSync, Joinable):
         process_group: the ranks that take part; the default group when None.
         bucket_cap_mb: the buckets' size in MiB; when None, 1 for the first and 25 for the others.
         find_unused_parameters: for models in which a forward may leave parameters unused.
-        check_reduction: without effect, as in torch.
+        check_reduction: without effect, as in torch, which deprecates it.
         gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
         static_graph: every iteration uses the same parameters, each as often as in the first.
         delay_all_reduce_named_params, param_to_hook_all_reduce: (name, parameter) pairs that are
@@ -144,7 +144,6 @@ class DistributedDataParallel(BufferSync, Joinable):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.bucket_cap_mb_list = bucket_cap_mb_list
         self.strict = strict
-        self.check_reduction = check_reduction
         self._delayed_pairs = delay_all_reduce_named_params, param_to_hook_all_reduce
         synced, self._syncs_buffers_now = synced_buffers_at(broadcast_buffers, forward_sync_buffers)
         super().__init__(
@@ -165,12 +164,6 @@ class DistributedDataParallel(BufferSync, Joinable):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
                 "same time."
-            )
-        if self.check_reduction:
-            warnings.warn(
-                "The `check_reduction` argument is deprecated. Please avoid using it.",
-                FutureWarning,
-                stacklevel=errors.stacklevel_of_caller(),
             )
         self._refuse_to_delay_everything()
         super().resolve_settings()
@@ -303,7 +296,13 @@ class DistributedDataParallel(BufferSync, Joinable):
 
     @disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self._before_forward()
+        if not self._lazy_init_ran:
+            self._lazy_init_ran = True
+            self._setup_in_backward_optimizers()
+        if self.mixed_precision is not None and self.reducer.state is ReducerState.IDLE:
+            self._precision.restore_full_precision()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.logger.forward_begins()
         participants = Join.notify_join_context(self)
         self.reducer.participants = None if self._divide_by_initial_world_size else participants
         inputs, kwargs = super()._pre_forward(*inputs, **kwargs)
@@ -316,15 +315,6 @@ class DistributedDataParallel(BufferSync, Joinable):
             self._precision.use_low_precision()
             inputs, kwargs = self._precision.cast((inputs, kwargs))
         return inputs, kwargs
-
-    def _before_forward(self) -> None:
-        if not self._lazy_init_ran:
-            self._lazy_init_ran = True
-            self._setup_in_backward_optimizers()
-        if self.mixed_precision is not None and self.reducer.state is ReducerState.IDLE:
-            self._precision.restore_full_precision()
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.logger.forward_begins()
 
     @disable_dynamo
     def _post_forward(self, output: Any) -> Any:
@@ -421,11 +411,7 @@ class DistributedDataParallel(BufferSync, Joinable):
         # The module imports torch's own wrapper, so it is imported when it is needed.
         from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 
-        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
-        try:
-            overlapped.register_ddp(self)
-        except NotImplementedError as error:
-            raise RuntimeError(f"{optim} does not support overlapped DDP.") from error
+        _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
 
     def _setup_in_backward_optimizers(self) -> None:
         """Take over from `apply_optimizer_in_backward`: step after the reduction, not before."""
@@ -510,10 +496,8 @@ class DistributedDataParallel(BufferSync, Joinable):
         self.reducer.expect_static_graph()
         if self.find_unused_parameters:
             warnings.warn(
-                "You passed find_unused_parameters=true to DistributedDataParallel, "
-                "`_set_static_graph` will detect unused parameters automatically, so you do not "
-                "need to set find_unused_parameters=true, just be sure these unused parameters "
-                "will not change during training loop while calling `_set_static_graph`.",
+                "You passed find_unused_parameters=true to DistributedDataParallel, but a static "
+                "graph detects them by itself, if they do not change during training.",
                 stacklevel=errors.stacklevel_of_caller(),
             )
 

@@ -309,7 +309,6 @@ def test_the_wrapper_takes_torchs_parameters_in_torchs_order_with_torchs_default
 def lines_that_warnings_name(rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        DropIn(linear(), check_reduction=True)
         DropIn(linear(), static_graph=True, find_unused_parameters=True)
         DropIn(linear(), static_graph=True)._set_static_graph()
         gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu")
@@ -324,7 +323,7 @@ def lines_that_warnings_name(rank: int) -> list[str]:
 
 def test_every_warning_names_the_users_line():
     for files in run_ranks(lines_that_warnings_name, 2):
-        assert files == [__file__] * 9
+        assert files == [__file__] * 8
 
 
 def test_every_number_that_torchs_wrapper_logs_is_logged():

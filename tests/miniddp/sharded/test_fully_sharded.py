@@ -263,42 +263,6 @@ def test_what_three_ranks_save_two_ranks_resume_as_one_process_would():
         torch.testing.assert_close(found, dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
 
 
-REASONS = ["tied", "late.weight was added", "already", "same model", "scalar", "not contiguous"]
-REASONS += ["(3, 2)", "full_state_dict", "shard the wrapper's .module"]
-
-
-def refusals(rank: int) -> list[str]:
-    said = []
-    tied = MODELS["tied weights"].build()
-    late = shard(MODELS["mlp"].build(), "mlp", fully_shard)
-    late.late = nn.Linear(2, 2)
-    twice = fully_shard(nn.Linear(2, 2))
-    differs = nn.Linear(2, 2 + rank)
-    for attempt in (
-        lambda: shard(tied, "mlp", fully_shard),
-        lambda: late(torch.randn(2, 12)),
-        lambda: fully_shard(twice),
-        lambda: fully_shard(differs),
-        lambda: shard(MODELS["odd shapes"].build(), "mlp", fully_shard),
-        lambda: shard(MODELS["convolution"].build(), "mlp", fully_shard),
-        lambda: load_full_state_dict(twice, {"weight": torch.zeros(3, 2)}),
-        lambda: copy.deepcopy(twice),
-        lambda: fully_shard(MiniDDP(nn.Linear(2, 2))),
-    ):
-        try:
-            attempt()
-        except (ValueError, RuntimeError, TypeError) as error:
-            said.append(str(error))
-    return said
-
-
-def test_what_cannot_be_sharded_is_refused_on_every_rank():
-    for said in run_ranks(refusals, 2):
-        assert len(said) == len(REASONS)
-        for text, reason in zip(said, REASONS, strict=True):
-            assert reason in text
-
-
 def outputs_after_a_step(rank: int) -> list[list[torch.Tensor]]:
     """Of the sharded model, and of a single process with its parameters."""
     build, draw = MODELS["mlp"]

@@ -175,32 +175,6 @@ def test_a_parameter_that_is_itself_an_output_may_be_used_by_the_loss_or_ignored
     assert run_ranks(returned_parameters, 2) == [[True] * 84] * 2
 
 
-def buffers(rank, world_size):
-    wrapped = DropIn(nn.BatchNorm1d(4))
-    means = []
-    for step in range(3):
-        wrapped(batch(rank, step)).sum().backward()
-        means.append(wrapped.module.running_mean.clone())
-    with torch.no_grad():
-        wrapped(batch(rank, 3))
-    means.append(wrapped.module.running_mean.clone())
-    before = wrapped.module.running_mean.clone()
-    wrapped.eval()
-    wrapped(batch(rank, 4))  # the forward before had no gradients: nothing is broadcast
-    return means, torch.equal(before, wrapped.module.running_mean)
-
-
-def test_each_forward_takes_rank_zeros_buffers_unless_the_one_before_was_not_synchronized():
-    (means, kept), (other, other_kept) = run_ranks(buffers, 2)
-    assert kept
-    assert other_kept
-    # Before each forward rank 1 had rank 0's mean; after it, that moved by a tenth of its own.
-    for step in range(1, 4):
-        start = 0.9 * means[step - 1]
-        torch.testing.assert_close(means[step], start + 0.1 * batch(0, step).mean(0))
-        torch.testing.assert_close(other[step], start + 0.1 * batch(1, step).mean(0))
-
-
 # Errors -------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ class ApiDirective(SphinxDirective):
         except (ImportError, AttributeError) as error:
             raise self.error(f"there is no {name}: {error}") from None
         section = nodes.section(ids=[nodes.make_id(name)])
-        section += nodes.title("", "", nodes.literal("", name))
+        section += nodes.title("", "", nodes.literal("", name.partition(".")[2]))
         for line in _described(found, name.rpartition(".")[2]):
             read = nodes.Element()
             self.state.nested_parse(StringList(line.splitlines(), source=name), 0, read)

@@ -39,3 +39,5 @@ The rooms. They import these files, never the reverse:
 from miniddp.ddp import MiniDDP
 
 __all__ = ["MiniDDP"]
+
+__version__ = "0.1.0"

@@ -40,8 +40,8 @@ BUDGETS = (
     Budget("labs/", 3819, 22),
     Budget("book/", 6098, 51),
     Budget("surveys/", 5615, 52),
-    Budget("tests/", 26509, 177),
-    Budget("", 77057, 553),
+    Budget("tests/", 26520, 177),
+    Budget("", 77070, 553),
 )
 MOST_FILES = {"": 641, ".py": 501}  # by the end of their names; outside of surveys
 

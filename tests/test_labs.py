@@ -19,7 +19,7 @@ SCRIPTS = sorted(
     str(path.relative_to(ROOT))
     for pattern in ("*.py", "benchmarks/*.py")
     for path in (ROOT / "labs").glob(pattern)
-    if "parse_arguments(" in path.read_text()  # it has options
+    if re.search(r"parse_arg(ument)?s\(", path.read_text())  # it has options
 )
 
 HELP_AND_A_WRONG_OPTION = """

@@ -24,9 +24,9 @@ from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
 from labkit.book import minutes
-from labkit.launch.concurrency import workers
 from labkit.launch.forks import shared_server
 from labkit.launch.kernels import AsyncKernelThroughFiles
+from labkit.launch.memory import workers
 from labkit.launch.scripts import project_root
 
 EXECUTED = Path("_build/executed")  # from the project's root

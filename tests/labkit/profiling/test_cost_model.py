@@ -53,7 +53,7 @@ def messages(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("world_size", [1, 4, 6])
 def test_the_formulas_are_what_our_collectives_do(world_size):
     ranks = run_ranks(messages, world_size)
     for name in OURS:

@@ -152,7 +152,7 @@ update: $(READY)
 	@$(BIN)/python -m labkit.book.chapters update $(CHAPTER)
 
 lab: $(READY)
-	@test -f labs/$(LAB_NAME).py || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.launch.lab' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
+	@test -f 'labs/$(LAB_NAME).py' || { echo "There is no labs/$(LAB_NAME).py. There are:" >&2; grep -l 'labkit.launch.lab' labs/*.py | sed 's|labs/|  |; s|\.py$$||' >&2; exit 2; }
 	@grep -q 'labkit.launch.lab' labs/$(LAB_NAME).py || { echo "labs/$(LAB_NAME).py starts its own ranks: $(BIN)/python labs/$(LAB_NAME).py $(ARGS)" >&2; exit 2; }
 	@$(BIN)/python -m labkit.launch.nodes --lab --nodes 1 --nproc-per-node '$(RANKS)' labs/$(LAB_NAME).py $(ARGS)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from labkit.launch.concurrency import workers
 from labkit.launch.forks import shared_server
+from labkit.launch.memory import workers
 
 # One thread per process: each test starts processes that are as many as the cores, or more. Threads
 # of several processes on one core wait for each other in a loop: what takes a second takes ten.

@@ -1,6 +1,6 @@
 """What the pages say about GPUs: the report of a run on real ones, if one is stored beside them.
 
-    python -m labkit.profiling.on_gpus FILE    # store it, from `python -m tests.gpu --report FILE`
+    python -m labkit.book.on_gpus FILE    # store it, from `python -m tests.gpu --report FILE`
 
 Stored are the report, which `{{ gpu_report }}` shows, and a figure of its timelines, which
 `{{ gpu_timelines }}` shows. Without a report both say so. A rehearsal is never stored or shown.
@@ -114,5 +114,5 @@ if __name__ == "__main__":
     try:
         store(Path(sys.argv[1]), project_root() / "book")
     except (IndexError, OSError, ValueError) as problem:
-        sys.exit(f"usage: python -m labkit.profiling.on_gpus REPORT ({problem})")
+        sys.exit(f"usage: python -m labkit.book.on_gpus REPORT ({problem})")
     print("Stored. Other pages speak of GPUs, too: grep -rn on_gpus.md book --include=*.md")

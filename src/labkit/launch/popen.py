@@ -12,7 +12,7 @@ from labkit.launch.forks import ForkServer, start_forked
 _LOOK_EVERY = 0.5  # seconds
 
 
-class ForkedProcess:
+class ForkedPopen:
     """Runs a function in a fork of a server.
 
     The process, with all that it started, ends when this object's process ends, or with `close`.

@@ -13,8 +13,8 @@ import sys
 import warnings
 from typing import Any
 
-from trainers import TRAINERS
-from union_cases import Deal
+from surveys.trainers.trainers import TRAINERS
+from surveys.trainers.union_cases import Deal
 
 SETTINGS = "WxK", "W", "W=2"
 PASSES = 17
@@ -37,7 +37,7 @@ def main(name: str) -> None:
     trainer = TRAINERS[name]
     case = trainer.family.cases[next(one for one in SETTINGS if trainer.has(one))]
     file, function = trainer.adapter.split(":")
-    adapter = getattr(importlib.import_module(file), function)
+    adapter = getattr(importlib.import_module(f"surveys.trainers.{file}"), function)
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if world > 1:
         import torch.distributed as dist

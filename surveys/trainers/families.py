@@ -10,8 +10,8 @@ A case has at least `world`, `base`, and `factors()`: see `cases.Case`.
 
 from typing import Any, NamedTuple
 
-from cases import CASES
-from union_cases import UNION_CASES
+from surveys.trainers.cases import CASES
+from surveys.trainers.union_cases import UNION_CASES
 
 
 class Family(NamedTuple):

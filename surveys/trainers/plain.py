@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from miniddp.training import accumulation_windows, loss_scale
+from miniddp.losses import accumulation_windows, loss_scale
 from surveys.trainers.cases import Case
 from surveys.trainers.tiny import IGNORED, Watched, loader, losses, model
 

@@ -1,6 +1,6 @@
 """One trainer of the suite as a script of its own, for a certificate.
 
-    python -m ddp_doctor --certify --ranks 2 surveys/trainers/as_script.py transformers
+    PYTHONPATH=. python -m ddp_doctor --certify --ranks 2 surveys/trainers/as_script.py transformers
 
 2 ranks, in the first of `SETTINGS` that the trainer has. The samples repeat, so that there are as
 many steps as a certificate looks at.

@@ -13,8 +13,8 @@ import sys
 import warnings
 from typing import Any
 
+from surveys.trainers.cases import Deal
 from surveys.trainers.trainers import TRAINERS
-from surveys.trainers.union_cases import Deal
 
 SETTINGS = "WxK", "W", "W=2"
 PASSES = 17

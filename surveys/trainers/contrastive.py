@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from surveys.trainers.cases import SAMPLES, Deal
 from surveys.trainers.tiny import Watched, union_loader
-from surveys.trainers.union_cases import SAMPLES, Deal
 
 WIDTH = 8
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]

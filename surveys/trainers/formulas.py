@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surveys.trainers.cases import CASES, Case, Sample
-from surveys.trainers.union_cases import ALL, UNION_CASES, Deal
+from surveys.trainers.cases import ALL, CASES, UNION_CASES, Case, Deal, Sample
 
 Group = Sequence[Sample]
 Mean = Callable[[nn.Module, Group], Tensor]

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from labkit.testing import verdict
-from surveys.trainers.cases import EOS, PAD, VOCABULARY, Case, Sample, wanted
-from surveys.trainers.union_cases import Deal
+from surveys.trainers.cases import EOS, PAD, VOCABULARY, Case, Deal, Sample, wanted
 
 IGNORED = -100
 

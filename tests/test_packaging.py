@@ -129,15 +129,16 @@ DISTRIBUTIONS = metadata.packages_distributions() | {
     "sentence_transformers": ["sentence-transformers"],
     "swift": ["ms-swift"],
 }
-# Each row of surveys/trainers names its package; some need an environment of their own.
-TRAINERS = ROOT / "surveys" / "trainers" / "trainers.py"
+# The surveys' own requirements, per environment.
+LOCKS = ROOT.glob("surveys/*/locks/*.txt")
+LOCKED = {line.partition("==")[0] for lock in LOCKS for line in lock.read_text().splitlines()}
 EXTRAS_OF = {
     "src/miniddp": (),
     "src/ddp_doctor": ("doctor",),
     "src/labkit": ("book",),
     "src/grader": ("grader",),
     "labs": ("book", "grader"),
-    "surveys": ("book", "grader", "conformance", "test"),
+    "surveys": ("book", "grader", "test"),
     "tests": ("book", "grader", "test", "doctor"),
     "tools": (),
     "book": ("book", "test"),
@@ -173,7 +174,7 @@ def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
     foreign = imported_by(folder) - own - set(sys.stdlib_module_names) - {"torch"}
     declared = {canonicalize_name(p) for extra in EXTRAS_OF[folder] for p in EXTRAS[extra]}
     if folder == "surveys":
-        declared |= set(map(canonicalize_name, re.findall(r'"([\w-]+)"', TRAINERS.read_text())))
+        declared |= set(map(canonicalize_name, LOCKED))
     brings = {
         name: set(map(canonicalize_name, DISTRIBUTIONS.get(name, [name]))) for name in foreign
     }
@@ -185,9 +186,6 @@ def test_every_extra_is_installed_by_make_at_a_pinned_version() -> None:
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower() for line in lines if "==" in line}
     constrained = (ROOT / "constraints.txt").read_text().lower()
-    own_pins = PROJECT["optional-dependencies"]["conformance"]
-    assert [package for package in own_pins if "==" not in package] == []
-    installed = [packages for extra, packages in EXTRAS.items() if extra != "conformance"]
-    for package in {package for packages in installed for package in packages}:
+    for package in {package for packages in EXTRAS.values() for package in packages}:
         known = package.lower() in pinned or f"{package.lower()}==" in constrained
         assert known, f"{package} has no version in requirements.txt or constraints.txt"

@@ -1,4 +1,8 @@
-"""Score the doctor on its corpus: `python -m surveys.doctor.score [-k PART] [-v] [--kept FILE]`.
+"""Score the doctor on its corpus.
+
+    PYTHONPATH=tests python -m surveys.doctor [-k PART] [-v] [--kept FOLDER]
+
+The path has the harness that runs a script under the doctor, which the tests use, too.
 
 Each script runs three times: plain, with the doctor, and under `--certify`. One run prints three
 scores: the certificate alone, the rules alone, and both, where findings that contradict the
@@ -13,9 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "book" / "reference"))
 
 from doctor.harness.certify import certified
 from doctor.harness.runs import Server, frameworks_of

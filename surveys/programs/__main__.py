@@ -1,6 +1,6 @@
 """Certify public programs at pinned commits; store what was measured, and print it on the page.
 
-python surveys/programs/table.py COPIES [NAME …]
+python -m surveys.programs COPIES [NAME …]
 """
 
 import argparse
@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from programs import PROGRAMS, Program
+
+from surveys.programs.programs import PROGRAMS, Program
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE.parents[1] / "book/reference/public_programs.json"
 PAGE = TABLE.with_suffix(".md")
-START, END = "% The next lines are written by surveys/programs/table.py.\n", "% Until here.\n"
+START, END = "% The next lines are written by surveys/programs.\n", "% Until here.\n"
 LIMIT = 1200  # seconds for one program
 
 

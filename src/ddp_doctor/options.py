@@ -20,7 +20,7 @@ class Options:
     hang_after: float = 60.0
     quiet: bool = False
     cpu: bool = False
-    then_leave: bool = False  # end the process after `first` steps: a certificate's own run
+    leave_after: int = 0  # steps, after which a certificate's own run ends its process; 0: never
 
     def __post_init__(self) -> None:
         for name in ("first", "every"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_doctor.explain.agreement import contradicted
 from doctor.harness.certify import certified
 from doctor.harness.runs import QUIET, SOURCES
 from doctor.harness.scripts import Script, corpus
@@ -28,7 +29,6 @@ from ddp_doctor.certificate.samples import Handed, Recorded
 from ddp_doctor.certificate.starts import Start
 from ddp_doctor.certificate.steps import filled
 from ddp_doctor.certificate.verdict import judge
-from ddp_doctor.explain.agreement import contradicted
 from ddp_doctor.facts.certificate import Certificate, Property
 from labkit.launch.forks import ForkServer
 from labkit.launch.ranks import run_ranks

@@ -15,7 +15,7 @@ import time
 import traceback
 from typing import Any
 
-from ddp_doctor.certificate.plan import Part
+from ddp_doctor.certificate.plan import AT_MOST, Part
 
 NEEDS_RANKS = "needs-ranks"  # a file: the script expects a launcher
 WORLD_IN_SCRIPT = "world-in-script"  # a file: one process calculates with the number of ranks
@@ -36,7 +36,7 @@ def install() -> None:
 
         os.environ[RUN] = str(part.journals)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        start(Options(first=part.observed, then_leave=True, cpu=part.cpu), leader=False)
+        start(Options(first=part.observed, leave_after=AT_MOST, cpu=part.cpu), leader=False)
         return
     from ddp_doctor.certificate.fixed import Fixed
     from ddp_doctor.certificate.loaders import Loaders

@@ -33,6 +33,7 @@ PLAN_USUAL = (OWN, COPIES, DEAL, USUAL, AGAIN)
 PLAN_AHEAD = (OWN, LATER, COPIES, DEAL, AGAIN)
 TURNS = "turns"  # a file: how many steps of optimizers are one round of them
 WATCHED = 16  # steps of the ranks per optimizer
+AT_MOST = 100  # steps per optimizer that the rules are shown
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Report:
         if self.not_measured:
             said.append(f"Not measured: {'; '.join(self.not_measured)}.")
         wrong = self.certificate is not None and self.certificate.verdict in ("scaled", "different")
-        if wrong and not self.findings:
+        if wrong and all(one.answer.startswith("contradicted") for one in self.findings):
             said.append("No rule names the cause.")
         return said
 
@@ -143,9 +143,9 @@ def _block(finding: Finding, width: int) -> list[str]:
 def _predicted(predicts: Prediction) -> str:
     """What has to be measured if the hint is the cause."""
     if predicts.outside:
-        return f"{predicts.said}. --certify does not measure this: {predicts.outside}."
+        return f"--certify does not measure this: {predicts.outside}."
     kind = "" if predicts.ratio is None else " times that of one process"
-    head = "one process has " if predicts.ratio is None else "the gradient is "
+    head = "If so, one process has " if predicts.ratio is None else "If so, the gradient is "
     return f"{head}{predicts.said}{kind}. Not measured here; --certify measures it."
 
 

@@ -465,9 +465,8 @@ def optimizer_on_other_parameters(run: Run, steps: list[Step]) -> Iterator[Findi
         )
         yield finding(
             "optimizer_on_other_parameters",
-            f"Step {window.n}, rank {rank}: none of the optimizer's parameters has a gradient. "
-            f"Backward reached {fact['stale']['anywhere']} parameters that the doctor follows; "
-            f"{fact['stale']['outside']} of them are in no optimizer.",
+            f"Step {window.n}, rank {rank}: none of the optimizer's parameters has a gradient."
+            + (f" {outside} others have one." if (outside := fact["stale"]["outside"]) else ""),
             fact["step_place"],
             fix,
         )

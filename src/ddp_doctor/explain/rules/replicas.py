@@ -9,6 +9,14 @@ from ddp_doctor.facts.merged import Run, Window
 from ddp_doctor.facts.types import Groups, SettingsFact
 
 SMALL = 1e-6
+APPLY_ALIKE = (
+    "Let every rank apply the same gradient: through the wrapper, or an all-reduce of every "
+    "gradient before optimizer.step()."
+)
+CHANGE_ALIKE = (
+    "The gradients were equal on the ranks: look for what else changes parameters, such as noise, "
+    "a learning rate, or state of an optimizer that each rank has of its own."
+)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm
 
 
@@ -150,8 +158,7 @@ def drift(run: Run, steps: list[Step]) -> Iterator[Finding]:
             f"After step {window.n}, {len(names)} parameters differ between the ranks, first "
             f"{names[0]}. They were equal at the start.{_reduced_by_nobody(window, names)}",
             fact["step_place"],
-            "Let every rank apply the same gradient: through the wrapper, or an all-reduce of "
-            "every gradient before optimizer.step().",
+            APPLY_ALIKE if window.differing_gradients else CHANGE_ALIKE,
             None if apart > SMALL else "note",
         )
         return

@@ -85,7 +85,7 @@ def window(
         "backwards": backwards,
         "snapshot": fact(SnapshotFact, grads=gradients, hashes=hashes, local=local),
         "after": fact(ReplicaFact),
-        "stale": fact(StaleFact, anywhere=2),
+        "stale": fact(StaleFact),
         "step_place": "train.py:10",
         "world": 0,
     }

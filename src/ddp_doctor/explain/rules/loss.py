@@ -35,8 +35,8 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
     A smaller last batch of an epoch is a note.
     """
     for code, what in (
-        ("unequal_denominators", "rank"),
-        ("unequal_denominators_accumulation", "micro-batch"),
+        ("unequal_denominators", "ranks"),
+        ("unequal_denominators_accumulation", "micro-batches"),
     ):
         found = [
             (max(weights) / min(weights), step, term, sums, divisors)
@@ -44,7 +44,7 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
             for term in step.terms
             if term.is_loss or term is step.main
             for sums in _groups(step, term, what)
-            for divisors in [_divided_by(step, sums) if what == "rank" else []]
+            for divisors in [_divided_by(step, sums) if what == "ranks" else []]
             for weights in [_own_weights(term, sums, divisors)]
             if max(weights) / min(weights) > 1.003
         ]
@@ -58,19 +58,19 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
             how = f"and each is divided by a number of its own, {', '.join(map(number, divisors))}"
         yield finding(
             code,
-            f"Step {step.window.n}: the {what}s' losses are over {counts} items, {how}: the items "
+            f"Step {step.window.n}: the {what}' losses are over {counts} items, {how}: the items "
             f"of one count {ratio:.2f} times as much as those of another. Seen in {seen} of "
             f"{len(steps)} observed steps.",
             term.place,
             _global_count(step, term),
             "note" if ratio < 1.02 or (len(steps) >= 3 and seen / len(steps) < FEW) else None,
-            _shares(sums) if what == "rank" else WITHIN_A_RANK,
+            _shares(sums) if what == "ranks" else WITHIN_A_RANK,
         )
 
 
 def _groups(step: Step, term: Term, what: str) -> Iterator[Sums]:
     """The sums to compare: one per rank, or one per micro-batch of a rank."""
-    if what == "rank":
+    if what == "ranks":
         if step.combination.kind in ("averaged", "summed", "scaled"):
             yield list(term.by(lambda entry: entry.rank).values())
     elif term.micros > 1 and not term.several:
@@ -181,11 +181,14 @@ def _of_world_size(step: Step, term: Term | None) -> Iterator[Finding]:
 
 def _total(term: Term | None) -> float | None:
     """T where it tells about the loss: of means, and of sums in which all items weigh the same."""
-    if term is None or not term.regular or term.several:
-        return None
-    if any(uneven(entry.fact) for entry in term.entries):
+    if term is None or not _plain(term):
         return None
     return term.total if term.reduction == "mean" or _same_weights(term) else None
+
+
+def _plain(term: Term) -> bool:
+    """Whether each rank and micro-batch has one such term, and all items of one weigh the same."""
+    return term.regular and not term.several and not any(uneven(e.fact) for e in term.entries)
 
 
 def _reduced(step: Step) -> bool:
@@ -333,7 +336,7 @@ def _k(step: Step) -> float | None:
     is the mean of a loss function, with one weight on every rank and in every micro-batch.
     """
     term = step.main
-    if term is None or term.reduction != "mean" or not term.is_loss or _total(term) is None:
+    if term is None or term.reduction != "mean" or not term.is_loss or not _plain(term):
         return None
     shares = [entry.share for entry in term.entries]
     return sum(shares) / step.window.world if alike(shares) else None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -54,10 +55,21 @@ class Evidence:
             self.names |= step.names if step.rank == 0 else {}
         half = any(step.half for part in (ranks, one) for step in part.values())
         self.base = HALF if half else TOLERANCE
-        self.noise, self.in_order = self._noise()
-        self.tolerance = max(self.base, 2 * (self.noise or 0.0))
-        self.uncombined = self._uncombined()
-        self.unsteady = self._unsteady()
+
+    @property
+    def noise(self) -> float | None:
+        """What another order of one process's samples changes; None if it is more than that."""
+        return self._noise[0]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether another order of one process's samples changes more than rounding does."""
+        return self._noise[1]
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error of gradients that are equal."""
+        return max(self.base, 2 * (self.noise or 0.0))
 
     # Steps side by side.
 
@@ -109,6 +121,7 @@ class Evidence:
 
     # What one process shows by itself.
 
+    @cached_property
     def _noise(self) -> tuple[float | None, bool]:
         """What another order of one process's samples changes; whether that is more than rounding.
 
@@ -125,7 +138,8 @@ class Evidence:
             return noise, False
         return None, not parted(a.seen, b.seen)
 
-    def _unsteady(self) -> str:
+    @cached_property
+    def unsteady(self) -> str:
         """That the same samples give another gradient in another step, in a sentence; or empty."""
         for part, who in ((self.ranks, "the ranks"), (self.one, "one process")):
             if not self.of_rank_0(part, AGAIN) or self.other_shapes((part, OWN), (part, AGAIN)):
@@ -138,7 +152,8 @@ class Evidence:
                 return UNSTEADY.format(who, error)
         return ""
 
-    def _uncombined(self) -> bool:
+    @cached_property
+    def uncombined(self) -> bool:
         """Whether a rank's gradient of the first step is another than rank 0's."""
         others = (step for step in self.ranks.values() if step.rank and step.kind == OWN)
         both = ((step.sums, ours.sums) for step in others if (ours := self.of_first(step)))
@@ -198,9 +213,10 @@ class Evidence:
 
     # What speaks against a comparison.
 
-    def doubt(self, kind: str, factor: bool) -> Doubt | None:
+    def doubt(self, kind: str, factor: bool, gradients: bool = True) -> Doubt | None:
         """Why one process may not have had the ranks' samples. `factor`: they differ by W or so,
         and by nothing else. Then other numbers that a model is given had no part in it.
+        `gradients`: whether to look at what they say about it, too.
         """
         one, ranks = self.last(self.one, kind), self.last(self.ranks, kind)
         if one.foreign:
@@ -211,7 +227,7 @@ class Evidence:
             return Doubt(one.doubts[0])
         if _far(one.untrained, ranks.untrained):
             return Doubt(FROZEN, violated=True)
-        if self.unsteady and not factor:
+        if gradients and not factor and self.unsteady:
             return Doubt(self.unsteady)
         if found := self.parted((self.ranks, kind), (self.one, kind)):
             return found

@@ -13,7 +13,7 @@ Gradients = Mapping[str, Tensor]
 TOLERANCE = 1e-3  # relative; float32 sums in another order stay far below it
 HALF = 5e-3  # relative; where half precision takes part, which rounds each element
 SMALL = 1e-5  # a parameter whose gradient is below this part of the whole gradient is not judged
-CHUNK = 1 << 18  # elements that are compared at a time, in double precision
+CHUNK = 1 << 18  # elements that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ def compare(
     rows = []
     for key in sorted(got.keys() | wanted.keys()):
         sums = [0.0] * 4
-        for a, b in _chunks([got.get(key), wanted.get(key)]):
+        exact = any(side[key].dtype == torch.float64 for side in (got, wanted) if key in side)
+        kind = torch.float64 if exact else torch.float32
+        for a, b in _chunks([got.get(key), wanted.get(key)], kind):
             for at, (x, y) in enumerate(((a, a), (b, b), (a, b), (a - b, a - b))):
                 sums[at] += float(x @ y)
         lengths = [math.sqrt(sums[at]) for at in (0, 1, 3)]
@@ -80,16 +82,16 @@ def compare(
     return judged(rows, tolerance)
 
 
-def _chunks(tensors: Sequence[Tensor | None]) -> Iterator[list[Tensor]]:
-    """Pieces of tensors of one shape, flat and in double precision; a missing one is zero."""
+def _chunks(
+    tensors: Sequence[Tensor | None], kind: torch.dtype = torch.float32
+) -> Iterator[list[Tensor]]:
+    """Pieces of tensors of one shape, flat and of one type; a missing one is zero."""
     length = max(0 if tensor is None else tensor.numel() for tensor in tensors)
     flat = [torch.zeros(1) if t is None else t.flatten() for t in tensors]
     for start in range(0, length, CHUNK):
         size = min(CHUNK, length - start)
         yield [
-            torch.zeros(size, dtype=torch.float64)
-            if tensor is None
-            else part[start : start + size].double()
+            torch.zeros(size, dtype=kind) if tensor is None else part[start : start + size].to(kind)
             for tensor, part in zip(tensors, flat, strict=True)
         ]
 
@@ -152,7 +154,7 @@ def shares(union: Gradients, ranks: Gradients, first: Gradients) -> tuple[float,
         return None
     products = torch.zeros(3, 3, dtype=torch.float64)  # of the three with one another
     for key in keys:
-        for chunk in _chunks([ranks[key], first[key], union[key]]):
+        for chunk in _chunks([ranks[key], first[key], union[key]], torch.float64):
             stacked = torch.stack(chunk)
             products += stacked @ stacked.T
     basis, wanted, square = products[:2, :2], products[:2, 2], products[2, 2]

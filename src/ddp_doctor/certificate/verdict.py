@@ -171,7 +171,7 @@ def has_nothing_of(one: Part, failed: str) -> bool:
     evidence = Evidence(first, steps, one.spread, False)
     if evidence.other_shapes((first, OWN), (steps, OWN)):
         return True
-    doubts = [evidence.doubt(OWN, False)]
+    doubts = [evidence.doubt(OWN, False, gradients=False)]
     if one.spread:  # a batch that is made before the loop belongs to no pass
         doubts.append(evidence.parted((first, OWN), (steps, OWN)))
     return any(doubt is not None and doubt.of_samples for doubt in doubts)

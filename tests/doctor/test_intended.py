@@ -1,4 +1,4 @@
-"""What looks like a mistake and is meant: rules and equation on journals of runs that never ran."""
+"""What looks like a mistake and is meant: rules on journals of runs that never ran."""
 
 from typing import Any
 

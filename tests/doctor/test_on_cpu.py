@@ -84,7 +84,7 @@ def test_a_script_for_gpus_is_observed_on_cpus_and_the_report_lists_what_was_rep
     found = server.run(script(FOR_GPUS), doctor=True, options=("--cpu",))
     assert found.codes == [0, 0], found.errors
     assert found.report is not None
-    assert found.report["equation"]["right"]
+    assert found.report["measured"]["gradients"]["combination"] == "averaged"
     (note,) = [each for each in found.report["notes"] if each.startswith("--cpu replaced: ")]
     for name in ("nccl", "torch.cuda.set_device", ".cuda()", '.to("cuda")', "torch.cuda.Event"):
         assert name in note

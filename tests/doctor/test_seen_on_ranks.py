@@ -49,7 +49,7 @@ def look(server: Server, script: Write, text: str, ranks: int = 2) -> dict[str, 
     return outcome.report | {"found": found}
 
 
-# Gradients are averaged, and every item weighs the same.
+# The optimizer gets a multiple of what the ranks computed, and nothing is found.
 RIGHT = {
     "a clip over the parameters of two optimizers is no factor of either": """
 model = DDP(net)

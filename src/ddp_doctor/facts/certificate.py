@@ -36,17 +36,22 @@ class Property:
     cosine: float | None = None
     factor: str | None = None
     worst: Worst | None = None
+    condition: str = ""  # of equal gradients: what they rest on, and was not shown
 
     @property
     def judged(self) -> bool:
         return self.verdict != "not judged"
 
 
+Kind = Literal["equal", "scaled", "different"]
+LeadsTo = Literal["equal", "conditional", "found", "not judged"]
+
+
 @dataclass(frozen=True)
 class Gap:
     """One gradient against another: the ratio of their lengths, and the cosine between them."""
 
-    verdict: Literal["equal", "scaled", "different"]
+    verdict: Kind
     ratio: float
     cosine: float
 
@@ -73,7 +78,7 @@ class Measured:
     shares: tuple[float, ...] | None = None  # one process's weight of each rank's samples; sum 1
     loss_is_a: Literal["sum", "mean"] | None = None
     diverges: bool = False  # whether a rank gets another gradient or other weights than rank 0
-    leads_to: Literal["equal", "conditional", "found", "not judged"] = "not judged"
+    leads_to: LeadsTo = "not judged"
 
 
 @dataclass
@@ -121,7 +126,8 @@ class Certificate:
             if one.ratio is not None and one.cosine is not None:
                 numbers = _numbers(one.ratio, one.factor, one.cosine)
             out.append(f"  {one.name:6}{one.verdict:11} {numbers}".rstrip())
-            said = TITLES[one.name] if one.judged else f"{TITLES[one.name]}. {one.why}"
+            repeated = one.judged or one.why == self.why
+            said = TITLES[one.name] if repeated else f"{TITLES[one.name]}. {one.why}"
             out += textwrap.wrap(said, width, initial_indent=INDENT, subsequent_indent=INDENT)
         worst = self.worst
         if worst is not None and self.verdict != "equal":

@@ -1,4 +1,4 @@
-"""The journals of all ranks, side by side: what the rules and the equation read.
+"""The journals of all ranks, side by side: what the rules read.
 
 Plain data, no torch. `Run.of` takes the journals of all processes; a process that never joined a
 group and never stepped an optimizer is not a rank.

@@ -1,6 +1,6 @@
 """What a rank writes down: one type for each kind of fact, and for what is inside of one.
 
-The observers make them, journals keep them as JSON, and the equation and the rules read them. mypy
+The observers make them, journals keep them as JSON, and the rules read them. mypy
 checks all of these by name. A rank is a number; a place is "file:line"; a hash of 0 cannot be told
 from that of a tensor which could not be read. Fields without a note are what torch calls so.
 """

@@ -1,11 +1,20 @@
 """P0 and factors: what the optimizer got of what the ranks computed, and what is seen of losses."""
 
 import pytest
-from doctor.journals import fact, findings, first_step, kinds, lines, run_of, window
+from doctor.journals import (
+    fact,
+    findings,
+    first_step,
+    kinds,
+    lines,
+    run_of,
+    run_with_steps,
+    window,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_doctor.facts.types import CollectiveFact, ScalingFact
+from ddp_doctor.facts.types import CollectiveFact, ScalingFact, WindowFact
 
 counts = st.integers(1, 4096)
 
@@ -155,3 +164,17 @@ def test_a_sum_divided_by_the_count_of_all_ranks_is_divided_twice_if_it_is_avera
     assert of_all(14, 4, 8) == {"missing_world_size_factor"}  # with two more, as of padding
     assert of_all(6, 4, 8) == set()  # the mean of the ranks' counts
     assert of_all(8, 8, 8) == set()  # a rank's own count
+
+
+def test_shares_are_predicted_of_the_first_step_which_a_certificate_measures() -> None:
+    combined, local = gradients(2, 0.5)
+
+    def step(*sizes: int) -> list[WindowFact]:
+        return [window([n], [1.0], combined, m) for n, m in zip(sizes, local, strict=True)]
+
+    predicts = findings(run_with_steps([step(4, 5), step(1, 9)]))["unequal_denominators"].predicts
+    assert predicts is not None
+    assert predicts.shares == pytest.approx([4 / 9, 5 / 9])
+    predicts = findings(run_with_steps([step(4, 4), step(1, 9)]))["unequal_denominators"].predicts
+    assert predicts is not None
+    assert predicts.outside == "later steps"

@@ -24,7 +24,7 @@ from ddp_doctor.explain.findings import RULES, Prediction, finding
 from ddp_doctor.explain.observed import observed
 from ddp_doctor.explain.rules import examine
 from ddp_doctor.explain.steps import steps_of
-from ddp_doctor.facts.certificate import Certificate, Measured, Property
+from ddp_doctor.facts.certificate import Certificate, Gap, Measured, Property
 from ddp_doctor.facts.merged import Run
 from ddp_doctor.facts.types import (
     ClipFact,
@@ -90,7 +90,8 @@ def test_a_ratio_is_the_cause_only_if_just_that_was_measured() -> None:
     assert answer(twice, certified("not judged", 2.0, "not judged"))[0] == "not decided"
     assert answer(twice, certified("scaled", 2.0, loss_is_a="sum"))[0] == "not decided"
     undivided = Prediction("W", 2.0, undivided=True)
-    assert answer(undivided, certified("scaled", 2.0, loss_is_a="sum"))[0] == "measured"
+    known = certified("not judged", 2.0, loss_is_a="sum", p1=Gap("scaled", 2.0, 1.0))
+    assert answer(undivided, known) == ("measured", "error")
 
 
 def test_shares_are_the_cause_only_if_one_process_weighs_the_ranks_by_them() -> None:

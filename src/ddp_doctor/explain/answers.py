@@ -31,13 +31,17 @@ def _of_a_ratio(
     certificate: Certificate, hint: Finding, predicts: Prediction, ratio: float
 ) -> Finding:
     """All samples measure a factor, or, if their direction differs, copies of one batch."""
+    measured = certificate.measured
+    if measured is not None and measured.loss_is_a == "sum":
+        if not predicts.undivided or measured.p1 is None:
+            return _undecided(hint, "the loss is a sum, and what divides it decides")
+        shown = f"P1 has the ratio {measured.p1.ratio:.4f}, and nothing divides the loss"
+        same = near(measured.p1.ratio, ratio, TOLERANCE)
+        return (_measured if same else _contradicted)(hint, predicts, shown)
     found = [one for name in ("P1", "P3") if (one := _judged(certificate, name))]
     scale = next((one for one in found if one.verdict in ("equal", "scaled")), None)
     if scale is None or scale.ratio is None:
         return _undecided(hint, "no factor was measured")
-    measured = certificate.measured
-    if measured is not None and measured.loss_is_a == "sum" and not predicts.undivided:
-        return _undecided(hint, "the loss is a sum, divided by a constant that one process keeps")
     if near(scale.ratio, ratio, TOLERANCE):
         return _measured(hint, predicts, _numbers(scale))
     return _contradicted(hint, predicts, _numbers(scale))

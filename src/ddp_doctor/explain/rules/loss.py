@@ -50,7 +50,9 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
         ]
         if not found:
             continue
-        ratio, step, term, sums, divisors = max(found, key=lambda case: case[0])
+        worst = max(found, key=lambda case: case[0])
+        firsts = [case for case in found if _is_first(case[1], steps)]
+        ratio, step, term, sums, divisors = firsts[0] if firsts else worst
         seen = len({case[1].window.n for case in found})
         counts = ", ".join(number(count) for count, _ in sums[:8])
         how = "and each has the same weight"
@@ -63,9 +65,20 @@ def unequal_denominators(run: Run, steps: list[Step]) -> Iterator[Finding]:
             f"{len(steps)} observed steps.",
             term.place,
             _global_count(step, term),
-            "note" if ratio < 1.02 or (len(steps) >= 3 and seen / len(steps) < FEW) else None,
-            _shares(sums) if what == "ranks" else WITHIN_A_RANK,
+            "note" if worst[0] < 1.02 or (len(steps) >= 3 and seen / len(steps) < FEW) else None,
+            _at(step, steps, _shares(sums)) if what == "ranks" else WITHIN_A_RANK,
         )
+
+
+def _is_first(step: Step, steps: list[Step]) -> bool:
+    """Whether it is the first step of its optimizer: a certificate compares that one."""
+    own = [one for one in steps if one.window.optimizer == step.window.optimizer]
+    return step.window.n == own[0].window.n
+
+
+def _at(step: Step, steps: list[Step], predicts: Prediction) -> Prediction:
+    """The prediction, if a certificate can see it."""
+    return predicts if _is_first(step, steps) else replace(predicts, outside="later steps")
 
 
 def _groups(step: Step, term: Term, what: str) -> Iterator[Sums]:
@@ -142,7 +155,8 @@ def world_size(run: Run, steps: list[Step]) -> Iterator[Finding]:
             continue  # a shorter last window
         checked += 1
         for one in _of_world_size(step, term):
-            found.setdefault(one.code, []).append(one)
+            predicts = one.predicts and _at(step, steps, one.predicts)
+            found.setdefault(one.code, []).append(replace(one, predicts=predicts))
     for seen in found.values():
         if len(seen) >= FEW * checked:
             yield seen[0]

@@ -79,7 +79,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the tests that take long and are in `make test`: CONTRIBUTING.md says what to do."""
+    """Name the tests that take long and are in `make test`."""
     took: dict[str, float] = {}
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport) and "slow" not in report.keywords:

@@ -132,37 +132,6 @@ def test_a_nested_no_sync_leaves_the_outer_one_in_force_and_an_assigned_buffer_i
         assert torch.equal(offset, torch.zeros(2))
 
 
-def after_an_exception(rank, world_size):
-    wrapped = DropIn(AnyOrder())
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-
-    class InterruptedStepError(Exception):
-        pass
-
-    def interrupt(_):
-        raise InterruptedStepError
-
-    output = wrapped(x, [0, 1, 2, 3])
-    handle = output.register_hook(interrupt)
-    try:
-        output.sum().backward()
-    except InterruptedStepError:
-        handle.remove()
-    wrapped.zero_grad()
-    wrapped(x, [0, 1, 2, 3]).sum().backward()
-    return torch.cat([p.grad.flatten() for p in wrapped.parameters()]), x
-
-
-def test_a_backward_that_was_interrupted_before_its_first_gradient_leaves_no_stale_counts():
-    per_rank = run_ranks(after_an_exception, 2)
-    alone = AnyOrder()
-    for _, x in per_rank:
-        (alone(x, [0, 1, 2, 3]).sum() / 2).backward()
-    expected = torch.cat([p.grad.flatten() for p in alone.parameters()])
-    for found, _ in per_rank:
-        torch.testing.assert_close(found, expected)
-
-
 def lifetimes(rank, world_size, wrapper):
     module = AnyOrder()
     wrapped = wrapper(module, find_unused_parameters=True)
@@ -179,14 +148,11 @@ def test_a_wrapper_frees_its_buckets_at_once_without_waiting_for_the_garbage_col
     assert run_ranks(lifetimes, 1, wrapper) == [True]
 
 
-def buffers_at_the_rebuild(rank, world_size, joined):
+def buffers_at_the_rebuild(rank):
     """Whether the old buffer still exists when the first new bucket is made."""
     wrapped = DropIn(AnyOrder())
     averager, make = wrapped.reducer, wrapped.reducer.make_bucket
-    if joined:  # this rank ran out of data before its first backward
-        averager._push_all_rebuilt_params()
-    else:
-        wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
+    wrapped(torch.randn(4, 8), [0, 1, 2, 3]).sum().backward()
     old, alive = weakref.ref(averager.buckets[0].buffer), []
 
     def make_bucket(indices):
@@ -199,9 +165,8 @@ def buffers_at_the_rebuild(rank, world_size, joined):
     return alive[0]
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_the_old_buckets_are_freed_before_the_new_ones_are_made(joined):
-    assert run_ranks(buffers_at_the_rebuild, 2, joined) == [False, False]
+def test_the_old_buckets_are_freed_before_the_new_ones_are_made():
+    assert run_ranks(buffers_at_the_rebuild, 2) == [False, False]
 
 
 def missing_after_the_rebuild(rank, world_size):

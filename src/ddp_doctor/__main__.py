@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ddp_doctor import __version__
 from ddp_doctor.facts.journal import alive, read_statuses
 from ddp_doctor.observe.session import Session
 from ddp_doctor.options import FOUND, LEVELS, UNCHECKED, Options, say
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
         "what is wrong, where, and how to fix it.",
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"ddp-doctor {__version__}")
     add("--folder", default="ddp-doctor", help="where report.html goes (ddp-doctor)")
     add("--json", metavar="PATH", help="also write the report as JSON")
     add(

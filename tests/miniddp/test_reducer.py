@@ -120,16 +120,24 @@ def nested_blocks_and_a_new_buffer(rank, world_size, wrapper):
     wrapped(x).sum().backward()
     module.offset = torch.full((2,), float(rank))
     wrapped(x)
-    return local, module.offset
+    own = nn.BatchNorm1d(2, momentum=1.0)
+    unsynced = wrapper(own, broadcast_buffers=False)
+    for _ in range(2):
+        unsynced(x.expand(2, 2)).sum().backward()
+        seen = own.running_mean.clone()
+    unsynced.eval()(x)
+    return local, module.offset, torch.equal(own.running_mean, seen)
 
 
 @BOTH
-def test_a_nested_no_sync_leaves_the_outer_one_in_force_and_an_assigned_buffer_is_synchronized(
+def test_a_nested_no_sync_leaves_the_outer_one_in_force_and_buffers_are_synchronized_if_asked_for(
     wrapper,
 ):
-    for rank, (local, offset) in enumerate(run_ranks(nested_blocks_and_a_new_buffer, 2, wrapper)):
+    of_ranks = run_ranks(nested_blocks_and_a_new_buffer, 2, wrapper)
+    for rank, (local, offset, keeps_its_own) in enumerate(of_ranks):
         assert torch.equal(local, torch.full((2, 2), 1.0 + rank))
         assert torch.equal(offset, torch.zeros(2))
+        assert keeps_its_own
 
 
 def lifetimes(rank, world_size, wrapper):

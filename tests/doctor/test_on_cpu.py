@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 assert torch.cuda.is_available() and torch.cuda.device_count() == 2
 local_rank = int(os.environ["LOCAL_RANK"])
+assert os.environ["CUDA_VISIBLE_DEVICES"].split(",")[local_rank] == str(local_rank)
+assert torch.cuda.ByteTensor(2).dtype == torch.uint8
 torch.cuda.set_device(local_rank)
 dist.init_process_group("nccl", "env://", device_id=torch.device("cuda", local_rank))
 group = dist.new_group(None, None, "nccl")

@@ -36,7 +36,7 @@ from ddp_doctor.certificate.plan import (
     Part,
 )
 from ddp_doctor.certificate.plan import WORLD as WORLD_FILE
-from ddp_doctor.certificate.premises import LOSS, MODEL, Doubt, other_numbers
+from ddp_doctor.certificate.premises import LOSS, MARK, MODEL, Doubt, other_numbers
 from ddp_doctor.certificate.record import Step, read
 from ddp_doctor.certificate.samples import Recorded, same
 from ddp_doctor.facts.certificate import TITLES, Certificate, LeadsTo, Measured, Property
@@ -304,7 +304,9 @@ class Judgment:
         text = f"One process with the samples of all ranks failed: {self.failed_one}."
         if re.search(r"world.?size|process group|\bmesh\b", self.failed_one, re.I):
             return f"{text} {SEVERAL}"
-        return f"{text} If it expects one rank's number of samples there, take it from the batch."
+        text += " If it expects one rank's number of samples there, take it from the batch."
+        marked = any(step.marked for step in self.evidence.ranks.values())
+        return text if marked else f"{text} Else: {MARK}"
 
     def _deal(self) -> Property | None:
         evidence = self.evidence

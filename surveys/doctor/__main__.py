@@ -5,8 +5,8 @@
 The path has the harness that runs a script under the doctor, which the tests use, too.
 
 Each script runs three times: plain, with the doctor, and under `--certify`. One run prints three
-scores: the certificate alone, the rules alone, and both, where findings that contradict the
-certificate are left out. README.md says what counts as right.
+scores: the certificate alone, the rules alone, and both, where a hint that the certificate
+contradicts does not count. README.md says what counts as right.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from doctor.harness.certify import certified
 from doctor.harness.runs import Server, frameworks_of
 from doctor.harness.scripts import Script, corpus
 
-from ddp_doctor.explain.agreement import contradicted
-from ddp_doctor.explain.findings import ORDER
-from ddp_doctor.facts.certificate import Certificate, Property
+from ddp_doctor.explain.answers import with_answers
+from ddp_doctor.explain.findings import ORDER, Prediction, finding
+from ddp_doctor.facts.certificate import Certificate
 from labkit.launch.forks import ForkServer
 
 # What is wrong with the gradient of one step, as one process would compute it.
@@ -35,7 +35,7 @@ OF_ONE_GRADIENT = {
     *("gather_without_gradient", "local_negatives", "last_micro_batch_unsynced"),
     *("clipped_before_sync", "clipped_per_micro_batch", "clipped_local_shards"),
     *("manual_all_reduce_skips_none", "optimizer_in_backward", "parameters_averaged"),
-    *("world_size_one", "unused_parameters", "replicas_differ_at_start"),
+    *("world_size_one", "replicas_differ_at_start"),
     *("optimizer_on_other_parameters",),
 }
 BAD = ("missed", "false alarm", "failed")
@@ -96,6 +96,7 @@ def _by_rules(script: Script, server: Server) -> Result:
     report = looked.report or {"findings": [], "notes": ["stopped: there is no report"]}
     return {
         "findings": {one["code"]: one["severity"] for one in report["findings"]},
+        "predicts": {o["code"]: o["predicts"] for o in report["findings"] if "predicts" in o},
         "stopped": [note for note in report["notes"] if "stopped" in note],
         "exit": looked.codes,
         "changed": looked.differences(plain),
@@ -112,13 +113,11 @@ def _certificate(script: Script, forks: ForkServer) -> Result:
 def _scores(script: Script, result: Result) -> dict[str, str]:
     """How the certificate, the rules, and both do on this script, in a word each."""
     certificate, severities = result["certificate"], result["findings"]
-    fields = {name: certificate[name] for name in ("verdict", "why", "micro_batches")}
-    properties = [Property(**one) for one in certificate["properties"]]
-    wrong = contradicted(Certificate(**fields, properties=properties))
-    left = {code: severity for code, severity in severities.items() if code not in wrong}
+    left = _answered(certificate, result)
     failed = bool(result["stopped"]) or (not script.broken and any(result["exit"]))
     # What is different by design, such as local SGD, is called different without an alarm.
-    measured = fields["verdict"] in ("scaled", "different") and "by design" not in fields["why"]
+    measured = certificate["verdict"] in ("scaled", "different")
+    measured = measured and "by design" not in certificate["why"]
     inside = not script.broken or bool(script.expected & OF_ONE_GRADIENT)
 
     def score(findings: Result, measured: bool) -> str:
@@ -128,7 +127,7 @@ def _scores(script: Script, result: Result) -> dict[str, str]:
         alarm = measured or failed or set(findings.values()) & {"error", "warning"}
         return "false alarm" if alarm else "right"
 
-    alone = fields["verdict"]
+    alone = certificate["verdict"]
     if not inside:
         alone = "outside"
     elif alone not in ("not judged", "failed"):
@@ -140,6 +139,19 @@ def _scores(script: Script, result: Result) -> dict[str, str]:
         "rules": score(severities, False),
         "both": score(left, measured and inside),
     }
+
+
+def _answered(certificate: Result, result: Result) -> Result:
+    """The codes and severities of a run's findings, with the certificate's answers to its hints."""
+    of = Certificate.of_json(certificate)
+    found = []
+    for code, severity in result["findings"].items():
+        predicts = result["predicts"].get(code)
+        if predicts is not None:
+            predicts = Prediction(**predicts | {"shares": tuple(predicts["shares"])})
+        found.append(finding(code, "", "", "", severity, predicts))
+    answers = with_answers(of, found)
+    return {one.code: one.severity for one in answers if not one.answer.startswith("contradicted")}
 
 
 def _level(script: Script, result: Result) -> str:

@@ -27,10 +27,11 @@ RATE = 1e-3  # of SGD: no step of a certificate is kept, and later ones have to 
 
 
 def _found(module: str, file: str, name: str) -> Callable[..., Any]:
-    return reduce(getattr, name.split("."), _loaded(module, file))
+    function: Any = reduce(getattr, name.split("."), _loaded(module, file))
+    return function
 
 
-def _loaded(name: str, file: str) -> ModuleType | Any:
+def _loaded(name: str, file: str) -> ModuleType:
     """The module of that name, from that file even if its folder is not on the path."""
     name = "__test_main__" if name == "__main__" else name
     if name in sys.modules:

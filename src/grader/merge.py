@@ -50,16 +50,7 @@ def read_submission(path: str | Path, assignment: Assignment) -> Submission:
         cells = code_cells(Path(path))
     except UnreadableError as error:
         return Submission(assignment.stubs(), unreadable=str(error))
-    submission, known = (
-        Submission({}),
-        "\n".join(
-            [
-                *assignment.givens,
-                *assignment.stubs().values(),
-                *(c.source for c in assignment.checks),
-            ]
-        ),
-    )
+    submission, known = Submission({}), known_to(assignment)
     for name, solution in assignment.solutions.items():
         submission.solutions[name] = _choose(name, solution.stub, cells, submission.notes)
         if submission.solutions[name] != solution.stub and (
@@ -68,6 +59,12 @@ def read_submission(path: str | Path, assignment: Assignment) -> Submission:
             submission.notes.append(f"cell {name}, {'; '.join(found)}: a person should look")
     _compare_locked(assignment, cells, submission.notes)
     return submission
+
+
+def known_to(assignment: Assignment) -> str:
+    """The teacher's code, whose names a solution may use: what is given, and what checks call."""
+    checks = [check.source for check in assignment.checks]
+    return "\n".join([*assignment.givens, *assignment.stubs().values(), *checks])
 
 
 def _choose(name: str, stub: str, cells: list[dict[str, Any]], notes: list[str]) -> str:

@@ -272,7 +272,8 @@ def bubblewrap() -> list[str]:
         # Root changes to a user of the sandbox's own: for root, no limit on processes counts.
         words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
-        words += ["--unshare-user"]
+        # The last lets the root of a namespace map itself into another one.
+        words += ["--unshare-user", "--cap-add", "CAP_SETFCAP"]
     words += ["--tmpfs", "/tmp"]
     for parent in sorted({up for path in _visible() for up in path.parents} - {Path("/")}):
         words += ["--perms", "0755", "--dir", str(parent)]

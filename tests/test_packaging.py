@@ -142,7 +142,7 @@ def imported_by(folder: str) -> set[str]:
 @pytest.mark.parametrize("folder", EXTRAS_OF)
 def test_every_package_that_the_code_imports_is_declared(folder: str) -> None:
     own = {path.name for path in ROOT.glob("src/*")} | {path.stem for path in ROOT.glob("tests/*")}
-    beside = ("book/*/*.py", "labs/*.py", "labs/*/*.py", "surveys/*/*.py")
+    beside = ("book/*/*.py", "labs/*.py", "labs/*/*.py", "surveys/*/*.py", "tools/*.py")
     own |= {
         "doctor",
         "surveys",

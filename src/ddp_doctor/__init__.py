@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["batch", "certify", "watch"]
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "batch": "certificate.marks",
     "certify": "certificate.apart",

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from cases import Case
-from miniddp.training import accumulation_windows, loss_scale
+from miniddp.losses import accumulation_windows, loss_scale
 from tiny import IGNORED, Watched, loader, losses, model
 
 

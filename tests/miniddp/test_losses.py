@@ -1,5 +1,7 @@
 """The one equation: right with any token counts under torch's DDP; wrong ones fail."""
 
+import importlib
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -13,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import gradients, largest_difference
-from miniddp.training.losses import (
+from miniddp.losses import (
     accumulation_windows,
     global_mean,
     loss_scale,
@@ -272,3 +274,12 @@ def test_weights_in_half_precision_are_counted_exactly(dtype, tokens) -> None:
     total, count = token_cross_entropy(logits, targets, torch.ones(tokens, dtype=dtype))
     assert count == tokens
     torch.testing.assert_close(total, tokens * torch.tensor(2.0).log())
+
+
+def test_older_notebooks_find_the_former_names_with_a_warning(monkeypatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("miniddp.training")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.warns(DeprecationWarning, match=r"import from miniddp\.losses"):
+        former = importlib.import_module("miniddp.training.losses")
+    assert former.global_mean is global_mean
+    assert importlib.import_module("miniddp.training").global_mean is global_mean

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from labkit.launch.ranks import run_ranks
 from labkit.testing.compare import largest_difference
-from miniddp.training.sync_batch_norm import SyncBatchNorm
+from miniddp.sync_batch_norm import SyncBatchNorm
 
 CHANNELS = 3
 

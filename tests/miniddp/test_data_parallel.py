@@ -5,7 +5,6 @@ with buffers, scalars and nests is asked for one by one.
 """
 
 import copy
-import pickle
 import threading
 import warnings
 from collections import OrderedDict, defaultdict
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from labkit.testing.compare import gradients, largest_difference, ratio_and_cosine
-from miniddp.training.data_parallel import (
+from miniddp.data_parallel import (
     MiniDataParallel,
     gather,
     parallel_apply,
@@ -301,13 +300,3 @@ def test_without_inputs_the_module_is_called_once() -> None:
             return self.w * 3
 
     assert MiniDataParallel(Constant(), ["cpu"] * 3)().tolist() == [3.0, 3.0]
-
-
-def test_the_state_dict_is_prefixed_and_the_wrapper_pickles_and_copies() -> None:
-    parallel = MiniDataParallel(build("mlp"), ["cpu"] * 2)
-    assert list(parallel.state_dict()) == [f"module.{key}" for key in build("mlp").state_dict()]
-    torch_names = nn.DataParallel(build("mlp")).state_dict().keys()
-    assert parallel.state_dict().keys() == torch_names
-    x = rows(5)
-    for twin in (pickle.loads(pickle.dumps(parallel)), copy.deepcopy(parallel)):
-        assert torch.equal(twin(x), parallel(x))

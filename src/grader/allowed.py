@@ -129,18 +129,15 @@ def _allowed() -> frozenset[str]:
 @functools.cache
 def _reserved() -> frozenset[str]:
     """Names that lead out of a solution wherever they stand: no own attribute may bear one."""
-    for name in ("fsdp", "optim", "tensor", "algorithms.join"):
-        importlib.import_module(f"torch.distributed.{name}")
-    modules = [(name, one) for name, one in list(sys.modules.items()) if one is not None]
-    roots = ("torch.distributed", "torch._C", "torch.nn.parallel", "sys", "os", "inspect", "gc")
-    roots += ("ctypes", "builtins", "importlib", "threading", "traceback", "pickle", "labkit")
+    roots = ["sys", "os", "inspect", "gc", "ctypes", "builtins", "importlib", "threading", "pickle"]
+    roots += ["traceback", "torch._C", "torch._C._distributed_c10d", "torch.nn.parallel"]
+    parts = ("fsdp", "optim", "tensor", "tensor.parallel", "algorithms.join", "distributed_c10d")
+    roots += ["torch.distributed", *(f"torch.distributed.{part}" for part in parts)]
     found = {name for name in sys.stdlib_module_names if name not in _MODULES}
-    for name, one in modules:
-        if "._" in name and not name.startswith("torch._C"):
-            continue  # nobody comes there without a private name
-        if name in roots or name.startswith(tuple(f"{root}." for root in roots)):
-            found |= {key for key, value in vars(one).items() if callable(value)}
-            found.add(name.rpartition(".")[2])
+    for name in roots:  # not what happens to be loaded: the mark depends on the text alone
+        inside = vars(importlib.import_module(name))
+        found |= {key for key, value in inside.items() if callable(value)}
+        found.add(name.rpartition(".")[2])
     kinds = [types.FrameType, types.CodeType, types.TracebackType, types.FunctionType, type]
     kinds += [types.GeneratorType, types.CoroutineType, types.CellType, types.ModuleType]
     found |= {name for kind in kinds for name in dir(kind)} - set(dir(str)) | _DENIED

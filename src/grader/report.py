@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from grader.grade import CheckResult, Result
 
 _LONGEST_CELL = 8_000  # characters; a spreadsheet takes 32,767
+OVERRIDES = ("override", "override_reason")
 RESULTS, PAGE, TABLE = "results.json", "feedback.html", "grades.csv"
 
 
@@ -38,10 +39,10 @@ def write_results(result: Result, folder: Path, fingerprint: str) -> None:
         report["score"] = result.score
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1, ensure_ascii=True)
-    _write_whole(folder / RESULTS, text)
+    write_whole(folder / RESULTS, text)
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Renamed into place: an interrupted run leaves a whole file, or none."""
     unfinished = path.with_name(f"{path.name}.part")
     try:
@@ -120,15 +121,20 @@ def write_feedback(result: Result, folder: Path) -> None:
     template = environment.get_template("feedback.html.j2")
     page = template.render(result=result, sentence_of=sentence_of, as_sentence=as_sentence)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_whole(folder / PAGE, page)
+    write_whole(folder / PAGE, page)
 
 
 def write_csv(results: Iterable[Result], path: Path) -> None:
-    """One line per student: score, points, each check, the reasons, and notes."""
+    """One line per student: score, points, each check, the reasons, and notes.
+
+    What a person wrote into the columns `override` and `override_reason` of the table that is there
+    is kept.
+    """
     results = list(results)
     names = list(dict.fromkeys(check.name for result in results for check in result.checks))
     head = ["student", "id", "assignment", "score", "points", *names]
-    head += ["needs_human", "reasons", "notes", "warning"]
+    head += ["needs_human", "reasons", "notes", "warning", *OVERRIDES]
+    kept = _overrides(path)
     table = io.StringIO()
     writer = csv.writer(table, quoting=csv.QUOTE_NONNUMERIC)
     writer.writerow(head)
@@ -139,8 +145,18 @@ def write_csv(results: Iterable[Result], path: Path) -> None:
         row += [of.get(name, "") for name in names]
         row += [result.needs_human, reasons(result)]
         row += ["; ".join(result.notes), result.warning]
+        row += kept.get(as_text(result.student), ("", ""))
         writer.writerow([as_text(cell) if isinstance(cell, str) else cell for cell in row])
-    _write_whole(path, table.getvalue())
+    write_whole(path, table.getvalue())
+
+
+def _overrides(path: Path) -> dict[str, tuple[str, ...]]:
+    """By student: the points that a person gave instead of the score, and why."""
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, restval="")
+        return {row["student"]: tuple(row.get(name, "") for name in OVERRIDES) for row in rows}
 
 
 def reasons(result: Result) -> str:

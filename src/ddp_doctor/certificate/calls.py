@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,18 +12,33 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from ddp_doctor.certificate.samples import Recorded
 from ddp_doctor.facts.types import CALLS
 
-if TYPE_CHECKING:
-    from ddp_doctor.certificate.steps import Steps
-
 Call = Callable[..., Any]
+
+
+class Notes(Protocol):
+    """Who is told what was called: `steps.Steps`."""
+
+    optimizers: list[Optimizer]
+    recorded: Recorded
+    backwards: int
+    cleared: bool
+    combines: bool
+
+    @property
+    def updating(self) -> bool: ...
+
+    def begin_again(self) -> None: ...
+
+    def note_reduced(self, numbers: Any) -> None: ...
 
 
 class Calls:
     """Replaces functions of torch by ones that note something, and call them."""
 
-    def __init__(self, steps: "Steps") -> None:
+    def __init__(self, steps: Notes) -> None:
         self.steps = steps
         self.joins = 0  # contexts of uneven inputs that have ended
         self.may_join = False  # whether there was one
